@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.replay import find_nonfinite
     from halfstep.diagnostics.step_diagnosis import diagnose
     from halfstep.errors import UserError
+    from halfstep.graph.plan import plan
+    from halfstep.graph.rewrite import rewrite
     from halfstep.masters import MasterWeights
     from halfstep.numerics import formats
     from halfstep.numerics.tensor_stats import TensorStats
@@ -65,8 +67,10 @@ _MODULE_OF_NAME = {
     "find_nonfinite": "diagnostics.replay",
     "full_precision": "casting.custom_functions",
     "low_precision": "casting.custom_functions",
+    "plan": "graph.plan",
     "prepare": "session.factory",
     "promote": "casting.custom_functions",
+    "rewrite": "graph.rewrite",
 }
 _MODULES = {
     "checkpoint": "checkpoint",
@@ -105,9 +109,11 @@ __all__ = [
     "levels",
     "low_precision",
     "machine",
+    "plan",
     "policy",
     "prepare",
     "promote",
+    "rewrite",
     "scaler",
     "sharded",
 ]

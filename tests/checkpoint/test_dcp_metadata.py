@@ -225,7 +225,7 @@ def test_overlap() -> None:
             parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             count[tuple(map(_slice, offsets, sizes))] += 1
         right = bool((count > 1).any())
-        assert dcp_metadata._overlap(parts) is right, parts
+        assert dcp_metadata.parts_overlap(parts) is right, parts
         seen[right] += 1
     assert min(seen.values()) > 200
 

@@ -8,24 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from apex_programs.process import fresh
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.compat.apex import amp
+from halfstep.compat.apex.state import STATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 HALF, FLOAT = torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Product(nn.Module):
@@ -55,7 +49,7 @@ def test_train_evaluate_train(kind: str, dtype: torch.dtype) -> None:
     net = Product(kind, dtype)
     plain = copy.deepcopy(net).float()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp._amp_state.allow_incoming_model_not_fp32 = True
+    STATE.allow_incoming_model_not_fp32 = True
     amp.initialize(net, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
     x = torch.tensor([[0.5, 0.25]])
     for iteration in range(4):
@@ -92,7 +86,7 @@ def test_weights_are_cast_once() -> None:
     """Law: between two scale_loss a weight is cast once; after one, anew."""
     net = nn.Linear(2, 2)
     optimizer = start(net)
-    (cache,) = amp._amp_state.handle._caches.values()
+    (cache,) = STATE.handle.caches.values()
     x = torch.ones(1, 2)
     for count in (1, 2):
         out = net(x) + net(x)
@@ -107,7 +101,7 @@ def test_caching_can_be_left_out() -> None:
     handle = amp.init(enable_caching=False)
     net = nn.Linear(2, 2)
     net(torch.ones(1, 2)), net(torch.ones(1, 2))
-    (cache,) = handle._caches.values()
+    (cache,) = handle.caches.values()
     assert cache.misses == 0
 
 
@@ -264,7 +258,7 @@ def test_registered(way: str, when: str) -> None:
         assert module.twice(half, [half]).dtype == HALF
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert module.twice(half, [full]).dtype == mixed
-    amp._amp_state.handle._deactivate()
+    STATE.handle.close()
     assert module.twice is twice
 
 

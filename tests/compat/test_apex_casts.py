@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from apex_programs.process import fresh
 from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.compat.apex import amp
-from halfstep.compat.apex.lists import FP32_NAMES, policy_for
+from halfstep.compat.apex.amp_handle import FP32_NAMES, policy_for
+from halfstep.compat.apex.state import STATE
 from halfstep.policy import rules
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HALF, FLOAT = torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 @pytest.fixture
@@ -304,7 +295,7 @@ def test_everything_is_put_back() -> None:
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     during = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
     assert all(new is not old for new, old in zip(during, before, strict=True))
-    amp._amp_state.handle._deactivate()
+    STATE.handle.close()
     after = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
     assert after == before
     assert set(vars(Tensor)) == own

@@ -5,25 +5,16 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from apex_programs.process import LEVELS, fresh
+from apex_programs.process import LEVELS
 from small_training import same
 from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.compat.apex import amp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Net(nn.Module):

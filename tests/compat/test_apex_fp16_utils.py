@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from apex_programs.process import fresh
 from small_training import same
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,16 +14,7 @@ from torch.nn import functional
 import halfstep as hs
 from halfstep.compat.apex import amp, fp16_utils
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 HALF, FLOAT = torch.float16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Deep(nn.Module):

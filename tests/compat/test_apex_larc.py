@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from halfstep.compat.apex import amp, fp16_utils
 from halfstep.compat.apex.parallel import LARC
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 TRUST, EPS, LR, DECAY = 0.02, 1e-8, 0.5, 0.1
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 def adapted(weight: Tensor, grad: Tensor, lr: float, *, clip: bool) -> Tensor:

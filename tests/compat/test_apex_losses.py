@@ -12,19 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from apex_programs.process import LEVELS, fresh
+from apex_programs.process import LEVELS
 from torch import Tensor, nn
 
 from halfstep.compat.apex import amp
+from halfstep.compat.apex.state import STATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Two(nn.Module):
@@ -132,7 +127,7 @@ def check(
     """Train under amp, and compare with the reference."""
     iterations = 2 if plant is None else 3
     models, optimizers = build(shape, exact=False)
-    amp._amp_state.allow_incoming_model_not_fp32 = True
+    STATE.allow_incoming_model_not_fp32 = True
     amp.initialize(
         models,
         optimizers,
@@ -141,8 +136,8 @@ def check(
         cast_model_type=False,
         num_losses=2 if own_scalers else 1,
     )
-    for scaler, scale in zip(amp._amp_state.loss_scalers, (4.0, 16.0), strict=False):
-        scaler._loss_scale = scale
+    for scaler, scale in zip(STATE.loss_scalers, (4.0, 16.0), strict=False):
+        scaler.set_state(scale, 0)
     for iteration in range(iterations):
         clear(how, models, optimizers)
         for number, (inside, whose) in enumerate(shape.losses):
@@ -213,11 +208,11 @@ def grow(level: str | None, zero_first: bool, twice: bool, how: str) -> list[Ten
         [{"params": models[0].parameters(), "lr": 0.25}], momentum=MOMENTUM
     )
     if level is not None:
-        amp._amp_state.allow_incoming_model_not_fp32 = True
+        STATE.allow_incoming_model_not_fp32 = True
         amp.initialize(
             models, optimizer, opt_level=level, verbosity=0, cast_model_type=False
         )
-        amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+        STATE.loss_scalers[0].set_state(4.0, 0)
 
     def backward(count: int, times: int) -> None:
         for _ in range(times):

@@ -5,25 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from apex_programs.process import fresh
 from torch import nn
 
 from halfstep.compat import apex
 from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with fresh():
-        yield
-
 
 STEPS: dict[str, tuple[Any, Any]] = {
     "FusedAdam": (
@@ -140,7 +129,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "apex", None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "amp_C", raising=False)
-    for part in (*apex._ROOMS, *apex._INSIDE):
+    for part in (*apex._MODULES, *apex._SUBMODULES):
         monkeypatch.setitem(sys.modules, f"apex.{part}", None)  # type: ignore[arg-type]
     program = """
 import apex

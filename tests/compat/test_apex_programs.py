@@ -55,16 +55,6 @@ def test_only_the_import_is_needed() -> None:
         assert "halfstep" not in text
 
 
-def test_with_the_import_edited() -> None:
-    """Law: editing the import gives the same numbers as the alias."""
-    text = (PROGRAMS / "accumulate.py").read_text(encoding="utf-8")
-    edited = text.replace("from apex import", "from halfstep.compat.apex import")
-    names: dict[str, Any] = {"__name__": "edited"}
-    exec(edited, names)  # noqa: S102 -- a program is what is tested
-    with fresh():
-        assert same(names["main"]("O2", steps=2), program("accumulate")("O2", steps=2))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_dcgan(level: str) -> None:
     """Law: two optimizers with three losses train as fp32 does; the twin learns."""

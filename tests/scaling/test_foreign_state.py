@@ -304,19 +304,6 @@ def test_a_memory_of_another_kind(field: str, value: object) -> None:
     assert scaler.state_dict() == before
 
 
-@strategies
-def test_loss_scaler_round_trip(strategy: str) -> None:
-    """Law: the plain scaler's state brings a fresh one to the same place."""
-    rule = ScaleRule(64.0, hysteresis=2, strategy=strategy, growth_factor=1.0)
-    scaler, fresh = worn(rule), LossScaler(rule)
-    fresh.load_state_dict(through("torch.save", scaler.state_dict()))
-    for flag in (0.0, 1.0, 1.0, 0.0):
-        assert fresh.state_dict() == scaler.state_dict()
-        for each in (fresh, scaler):
-            each.unscale_([torch.full((2,), 8.0)])
-            each.update(torch.tensor(flag))
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_a_broken_state_is_refused_whole(used: bool) -> None:
     """Law: a scaler refuses a state in `load_state_dict`, and stays as it was."""

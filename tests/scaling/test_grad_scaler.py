@@ -1,4 +1,4 @@
-"""The drop-in scaler beside torch's own: the same programs, compared bit for bit."""
+"""The drop-in scaler: what it reports and bounds beyond torch's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 import pickle
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -24,178 +23,6 @@ Make = Callable[[Any], torch.optim.Optimizer]
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
-OPTIMIZERS: dict[str, list[Make]] = {
-    "sgd": [SGD],
-    "fused sgd": [functools.partial(SGD, fused=True)],
-    "adam": [ADAM],
-    "adamw": [ADAMW],
-    "fused adamw": [functools.partial(ADAMW, fused=True)],
-    "two": [SGD, functools.partial(ADAMW, fused=True)],
-    "two unfused": [ADAM, SGD],
-}
-PROGRAMS = 8
-"""Random programs for each choice of optimizers."""
-
-
-class World:
-    """A scaler, a model in two halves, and an optimizer or two: one side of the twin.
-
-    Each method is one instruction of a random program.
-    """
-
-    def __init__(self, scaler: Any, makes: list[Make]) -> None:
-        torch.manual_seed(0)
-        self.scaler = scaler
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        halves = [self.model[0], self.model[2]]
-        named = [list(half.named_parameters()) for half in halves]
-        if len(makes) == 1:
-            named = [list(self.model.named_parameters())]
-        self.optimizers = [
-            make(params) for make, params in zip(makes, named, strict=True)
-        ]
-        self.fused = any(o.defaults.get("fused") for o in self.optimizers)
-        # torch's fused SGD leaves momentum unfilled when it skips its first step.
-        self.model(torch.ones(1, 3)).sum().backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def backward(self, seed: int) -> None:
-        """Scale a loss and run its backward pass."""
-        batch = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
-        self.scaler.scale(self.model(batch).square().mean()).backward()
-
-    def plant(self, which: int, value: float) -> None:
-        """Write inf or NaN into one gradient."""
-        params = list(self.model.parameters())
-        grad = params[which % len(params)].grad
-        if grad is not None:
-            grad.view(-1)[which % grad.numel()] = value
-
-    def unscale(self, which: int) -> None:
-        """Unscale one optimizer's gradients."""
-        self.scaler.unscale_(self.optimizers[which % len(self.optimizers)])
-
-    def clip(self) -> float:
-        """Clip all gradients, scaled or not."""
-        return nn.utils.clip_grad_norm_(self.model.parameters(), 0.1).item()
-
-    def step(self, which: int) -> object:
-        """Step one optimizer."""
-        return self.scaler.step(self.optimizers[which % len(self.optimizers)])
-
-    def update(self, new_scale: float | None = None) -> None:
-        """Close the iteration."""
-        self.scaler.update(new_scale)
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        self.model.zero_grad()
-
-    def reload(self) -> dict[str, Any]:
-        """Move the scaler's state into a fresh one of its kind."""
-        state: dict[str, Any] = self.scaler.state_dict()
-        self.scaler = type(self.scaler)("cpu")
-        self.scaler.load_state_dict(state)
-        return {key: value for key, value in state.items() if key != "_halfstep"}
-
-    def pickle(self) -> None:
-        """Send the scaler through pickle."""
-        self.scaler = pickle.loads(pickle.dumps(self.scaler))  # noqa: S301
-
-    def bits(self) -> list[Tensor]:
-        """Return all numbers there are, as integers, so that NaN equals itself."""
-        params = list(self.model.parameters())
-        seen = list(params)
-        if not self.fused:
-            # A fused kernel of torch's leaves them scaled when it skips; we do not.
-            seen += [p.grad for p in params if p.grad is not None]
-        for optimizer in self.optimizers:
-            for index, state in optimizer.state_dict()["state"].items():
-                seen.append(torch.tensor(float(index)))
-                seen += [v for _, v in sorted(state.items()) if torch.is_tensor(v)]
-        if self.scaler._scale is not None:
-            seen += [self.scaler._scale, self.scaler._growth_tracker.float()]
-        return [t.detach().float().reshape(-1).view(torch.int32) for t in seen]
-
-
-def outcome(world: World, name: str, args: tuple[Any, ...]) -> object:
-    """Run one instruction; return its value, or its error in words."""
-    try:
-        return getattr(world, name)(*args)
-    except Exception as error:  # noqa: BLE001 -- any error is part of the contract
-        return f"{type(error).__name__}: {error}"
-
-
-Line = tuple[str, tuple[Any, ...]]
-BAD = (math.inf, -math.inf, math.nan)
-
-ITERATION: list[tuple[float, Callable[[random.Random], Line]]] = [
-    (1.0, lambda rng: ("backward", (rng.randrange(99),))),
-    (0.4, lambda rng: ("plant", (rng.randrange(99), rng.choice(BAD)))),
-    (0.4, lambda _: ("unscale", (0,))),
-    (0.4, lambda _: ("unscale", (1,))),
-    (0.4, lambda _: ("clip", ())),
-    (0.1, lambda rng: ("plant", (rng.randrange(99), math.inf))),
-    (1.0, lambda _: ("step", (0,))),
-    (0.9, lambda _: ("step", (1,))),
-    (1.0, lambda _: ("update", ())),
-    (1.0, lambda _: ("clear", ())),
-    (0.2, lambda _: ("reload", ())),
-    (0.2, lambda _: ("pickle", ())),
-    (0.1, lambda rng: ("update", (rng.choice([8.0, 1024.0]),))),
-]
-"""How likely an instruction is in one iteration, and the instruction."""
-
-
-def program(rng: random.Random) -> list[Line]:
-    """Return ten iterations, in which some instructions went astray."""
-    lines = [
-        line(rng) for _ in range(10) for odds, line in ITERATION if rng.random() < odds
-    ]
-    for _ in range(rng.randrange(8)):
-        here = rng.randrange(len(lines))
-        if rng.random() < 0.5:
-            del lines[here]
-        else:
-            lines.insert(here, rng.choice(lines))
-    return lines
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_same_as_torch(kind: str) -> None:
-    """Law: weights, state, scale, tracker, values and errors are torch's, always."""
-    skipped = 0
-    for seed in range(PROGRAMS):
-        rng = random.Random(f"{kind} {seed}")  # noqa: S311
-        numbers = (2.0 ** rng.randrange(2, 12), 2.0, 0.5, rng.randrange(1, 5))
-        theirs = World(torch.amp.GradScaler("cpu", *numbers), OPTIMIZERS[kind])
-        ours = World(hs.GradScaler("cpu", *numbers), OPTIMIZERS[kind])
-        for name, args in program(rng):
-            flags = [
-                bool(flag)
-                for state in theirs.scaler._per_optimizer_states.values()
-                for flag in state["found_inf_per_device"].values()
-            ]
-            expected, seen = outcome(theirs, name, args), outcome(ours, name, args)
-            if "and 'NoneType'" in str(expected):
-                break  # torch left an attribute of an earlier error behind
-            if isinstance(expected, str):
-                if "no attribute 'device'" in expected:
-                    # torch trips over gradients that came after unscale_().
-                    expected = "AssertionError: No inf checks were recorded"
-                # Ours go on to name the culprit.
-                assert str(seen).startswith(expected), (seed, name)
-            else:
-                assert seen == expected or seen != seen, (seed, name)  # noqa: PLR0124
-            pairs = zip(ours.bits(), theirs.bits(), strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs), (seed, name)
-            if name == "update" and args == () and expected is None:
-                skipped += any(flags)
-                assert ours.scaler.last_step.skipped == any(flags)
-                assert ours.scaler.last_step.applied == (not any(flags))
-    assert skipped > PROGRAMS
 
 
 class Setup:
@@ -384,16 +211,6 @@ def test_bounds_and_hysteresis() -> None:
         setup.iterate(value)
         seen.append(setup.scaler.get_scale())
     assert seen == [16, 16, 16, 8, 4, 4, 8, 8]
-
-
-def test_a_window_made_shorter_still_ends() -> None:
-    """Law: an interval set below the tracker still ends; torch's never does."""
-    setup = Setup(init_scale=8.0, growth_interval=10)
-    for _ in range(5):
-        setup.iterate()
-    setup.scaler.set_growth_interval(3)
-    setup.iterate()
-    assert setup.scaler.get_scale() == 16.0
 
 
 @pytest.mark.parametrize(

@@ -465,6 +465,7 @@ def _compare(kind: Kind, rng: random.Random, tally: Counter[str]) -> None:
         tally[words] += 1
         if line == ("update", (None,)) and not words:
             tally["skipped" if overflowed else "applied"] += 1
+            assert ours.scaler.last_step.skipped == overflowed or not kind.enabled
         lowest = 1.0 if numbers[0] > 1e30 else 2.0**-8
         if theirs.scaler.get_scale() < lowest:
             break

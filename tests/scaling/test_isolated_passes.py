@@ -296,6 +296,22 @@ def test_two_models_take_turns(on_overflow: str, bad: int) -> None:
         torch.testing.assert_close(models[1 - bad].state_dict(), alone.state_dict())
 
 
+def test_optimizers_of_one_pass_skip_together() -> None:
+    """Law: all that an overflowed pass reaches skip; those of another pass step."""
+    scaler: Any = hs.GradScaler("cpu")
+    models = [network() for _ in range(3)]
+    optimizers: list[Any] = [SGD(model.parameters()) for model in models]
+    before = copy.deepcopy([model.state_dict() for model in models])
+    joint = loss_of(models[0], 0, INF) + loss_of(models[1], 1)
+    scaler.backward(joint, *optimizers[:2])
+    scaler.backward(loss_of(models[2], 2), optimizers[2])
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    same([model.state_dict() for model in models[:2]], before[:2])
+    assert not torch.equal(models[2][0].weight, before[2]["0.weight"])
+
+
 def test_what_was_stepped_stays_cleared() -> None:
     """Law: a pass of one model does not bring back gradients of another, cleared."""
     scaler: Any = hs.GradScaler("cpu")

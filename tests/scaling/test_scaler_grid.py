@@ -1,8 +1,8 @@
-"""Models, optimizers and losses in all combinations, with inf planted in each of them.
+"""Sessions of one to three losses, with inf planted in each backward pass in turn.
 
-In: who trains whom, and which backward pass of which iteration leaves inf in whose
-gradient. Out: weights and optimizer state, compared to the bit with a plain fp32 loop
-that knows no scaler and leaves out the same optimizer steps.
+In: which backward pass of which iteration leaves inf in whose gradient. Out: weights
+and optimizer state, compared to the bit with a plain fp32 loop that knows no scaler and
+leaves out the same optimizer steps.
 
 Scales are powers of two, by which fp32 multiplies and divides without rounding.
 """
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from grids import thinned
+from master_cases import masters_of
 from torch import Tensor, nn, optim
 
 import halfstep as hs
 from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     Make = Callable[[Any], optim.Optimizer]
 
@@ -32,47 +33,6 @@ INF = math.inf
 # Rates are powers of two, as weights and gradients of a session's model are short.
 SGD = functools.partial(optim.SGD, lr=2.0**-4, momentum=0.5)
 ADAMW = functools.partial(optim.AdamW, lr=2.0**-4)
-MAKES: dict[str, Make] = {
-    "sgd": SGD,
-    "sgd fused": functools.partial(SGD, fused=True),
-    "adamw fused": functools.partial(ADAMW, fused=True),
-}
-
-
-@dataclass(frozen=True)
-class Program:
-    """Who trains whom."""
-
-    optimizers: tuple[tuple[int, ...], ...]
-    """The models of each optimizer."""
-    losses: tuple[tuple[int, ...], ...]
-    """The models that each loss sees."""
-
-    def reached_by(self, models: Collection[int]) -> list[int]:
-        """Return the optimizers that some models have."""
-        return [n for n, own in enumerate(self.optimizers) if {*own} & {*models}]
-
-    def __str__(self) -> str:
-        """Return a test's name."""
-        words = [
-            "+".join("".join(map(str, part)) for part in parts)
-            for parts in (self.optimizers, self.losses)
-        ]
-        return "optimizers {} losses {}".format(*words)
-
-
-PROGRAMS = [
-    Program(((0,),), ((0,),)),
-    Program(((0,),), ((0,), (0,), (0,))),
-    Program(((0, 1),), ((0, 1),)),
-    Program(((0, 1),), ((0,), (1,))),
-    Program(((0, 1),), ((0,), (1,), (0, 1))),
-    Program(((0,), (1,)), ((0, 1),)),
-    Program(((0,), (1,)), ((0,), (1,))),
-    Program(((0,), (1,)), ((0,), (0, 1), (1,))),
-    Program(((0, 1, 2),), ((0, 2), (1, 2))),
-    Program(((0, 1), (2,)), ((0, 2), (1, 2))),
-]
 
 
 @dataclass(frozen=True)
@@ -92,63 +52,8 @@ class Plant:
 Plants = tuple[Plant, ...]
 
 
-def _plants(program: Program) -> list[Plants]:
-    """Return no plant, each single one, and those that follow one another."""
-    places = [(n, model) for n, seen in enumerate(program.losses) for model in seen]
-    single = [Plant(i, *place) for i in (0, 2) for place in places]
-    last = [Plant(ITERATIONS - 1, *place, -INF) for place in places]
-    rows = [
-        (Plant(1, *one), Plant(2, *other, math.nan))
-        for one, other in zip(places, places[1:] + places[:1], strict=True)
-    ]
-    return [(), *((plant,) for plant in single + last), *rows]
-
-
 def _name(plants: Plants) -> str:
     return " ".join(f"{p.iteration}.{p.loss}.{p.model}" for p in plants) or "clean"
-
-
-GRID: dict[str, Any] = {
-    f"{program} inf {_name(plants)}": (program, plants)
-    for program in PROGRAMS
-    for plants in _plants(program)
-}
-WAYS: dict[str, Any] = {
-    f"{style}-{name}": (style, make)
-    for style in ("step", "unscale", "backward")
-    for name, make in MAKES.items()
-}
-
-
-class Setup:
-    """Models, and an optimizer or two over them."""
-
-    def __init__(self, program: Program, make: Make) -> None:
-        torch.manual_seed(0)
-        self.program = program
-        count = max(map(max, program.optimizers)) + 1
-        self.models = [_network() for _ in range(count)]
-        self.optimizers = [
-            make([p for number in own for p in self.models[number].parameters()])
-            for own in program.optimizers
-        ]
-
-    def losses(self, iteration: int) -> Iterator[Tensor]:
-        """Yield the losses of an iteration."""
-        for number, seen in enumerate(self.program.losses):
-            generator = torch.Generator().manual_seed(10 * iteration + number)
-            batch = torch.randn(3, 4, generator=generator)
-            outputs = [self.models[model](batch) for model in seen]
-            yield torch.cat(outputs).square().mean()
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-def _network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
 def _bits(
@@ -170,29 +75,6 @@ def _same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert not wrong
 
 
-@functools.cache
-def _reference(
-    program: Program, make: Make, skipped: frozenset[tuple[int, int]]
-) -> dict[str, Tensor]:
-    """Train in fp32 without a scaler.
-
-    Args:
-        program: Who trains whom.
-        make: Makes the optimizers.
-        skipped: Iteration and optimizer of the steps to leave out.
-    """
-    setup = Setup(program, make)
-    for iteration in range(ITERATIONS):
-        for loss in setup.losses(iteration):
-            torch.autograd.backward(loss)
-        for number, optimizer in enumerate(setup.optimizers):
-            if (iteration, number) not in skipped:
-                optimizer.step()
-        setup.clear()
-    params = [param for model in setup.models for param in model.parameters()]
-    return _bits(params, setup.optimizers)
-
-
 def _planted(model: nn.Module, value: float) -> Any:
     """Let the gradient of a model's first bias have a bad number; return the hook."""
     bias = next(param for param in model.parameters() if param.dim() == 1)
@@ -211,51 +93,6 @@ def _scales(first: float, window: int, bad: set[int]) -> list[float]:
             clean, scale = 0, scale * 2
         found.append(scale)
     return found
-
-
-@pytest.mark.parametrize(
-    ("program", "plants", "style", "make"), thinned(GRID, WAYS, len(WAYS))
-)
-def test_shared_scaler(
-    program: Program, plants: Plants, style: str, make: Make
-) -> None:
-    """Law: an optimizer skips where its gradients overflow, and the others step.
-
-    `GradScaler.backward` looks at each pass as a whole, so that there it is all
-    optimizers of a pass that overflowed.
-    """
-    setup = Setup(program, make)
-    scaler = hs.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    skipped, scales = set(), []
-    overflows = {plant.iteration for plant in plants}
-    for iteration in range(ITERATIONS):
-        for number, loss in enumerate(setup.losses(iteration)):
-            bad = [p for p in plants if (p.iteration, p.loss) == (iteration, number)]
-            models = {plant.model for plant in bad}
-            if bad and style == "backward":
-                models = set(program.losses[number])
-            reached = program.reached_by(program.losses[number])
-            skipped |= {(iteration, which) for which in program.reached_by(models)}
-            hooks = [_planted(setup.models[p.model], p.value) for p in bad]
-            if style == "backward":
-                scaler.backward(loss, *(setup.optimizers[n] for n in reached))
-            else:
-                torch.autograd.backward(scaler.scale(loss))
-            for hook in hooks:
-                hook.remove()
-        for optimizer in setup.optimizers if style == "unscale" else []:
-            scaler.unscale_(optimizer)
-        for optimizer in setup.optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        setup.clear()
-        scales.append(scaler.get_scale())
-        assert scaler.last_step.skipped == (iteration in overflows)
-    params = [param for model in setup.models for param in model.parameters()]
-    _same(
-        _bits(params, setup.optimizers), _reference(program, make, frozenset(skipped))
-    )
-    assert scales == _scales(2.0**10, 2, overflows)
 
 
 class Short(nn.Module):
@@ -331,7 +168,7 @@ def test_session(
     )
     if make is ADAMW:
         # The compiled arithmetic of Adam is torch's up to its last bits.
-        session._masters.kernel = None
+        masters_of(session).kernel = None
     scales = []
     for iteration in range(ITERATIONS):
         spoilt = []

@@ -257,7 +257,7 @@ def test_states_that_do_not_fit() -> None:
     with pytest.raises(UserError) as version:
         session.load_state_dict(state | {"version": 0})
     assert str(version.value) == (
-        "session state has version 0; this halfstep reads versions 2 and 3."
+        "session state has version 0; this halfstep reads version 3."
     )
     before = everything(session)
     for weights, words in (

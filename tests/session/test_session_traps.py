@@ -120,10 +120,8 @@ def test_a_window_is_forgotten(form: str, *, kernel: bool) -> None:
     Whether a pass, a folded micro-batch, or both came before.
     """
     for given_up in ("pass", "micro", "both"):
-        sessions = [cases.start(cases.ADAMW, form, accumulate=2) for _ in range(2)]
-        for session in sessions:
-            if not kernel:
-                session._masters.kernel = None
+        more = {"accumulate": 2, "kernel": kernel}
+        sessions = [cases.start(cases.ADAMW, form, **more) for _ in range(2)]
         ours = sessions[0]
         if given_up != "pass":
             cases.go(ours, cases.slopes_of(ours.model, 7))
@@ -168,7 +166,7 @@ def test_passes_of_others(
         window(session, 1)
         if inside:
             cases.go(session, cases.slopes_of(session.model, 3))
-    slots = ours._masters.master_params
+    slots = cases.masters_of(ours).master_params
     folded = copy.deepcopy([slot.master.grad for slot in slots.values()])
     weights = {id(slot.weight) for slot in slots.values()}
     named = dict(ours.model.named_parameters())
@@ -266,10 +264,8 @@ def test_a_model_that_was_cast(form: str, cast: str, word: str) -> None:
 @every_kernel
 def test_masters_in_other_memory(make: cases.Make, *, kernel: bool) -> None:
     """Law: fp32 masters may get other memory; the weights still are what they say."""
-    sessions = [cases.start(make, "fp32") for _ in range(2)]
+    sessions = [cases.start(make, "fp32", kernel=kernel) for _ in range(2)]
     for session in sessions:
-        if not kernel:
-            session._masters.kernel = None
         window(session, 1)
     for master in cases.adopted(sessions[0].optimizer):
         master.data = master.data.clone()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from master_cases import masters_of
 from ranks import agreed
 from sharding import mesh, shared, start
 from small_training import one_thread, same
@@ -58,7 +59,7 @@ def build(
 
 def train(session: Session, steps: tuple[int, ...], share: int | None) -> None:
     """Train some steps on one half of the data; on both where there is one process."""
-    session._masters.kernel = None  # torch's own arithmetic, as on shards
+    masters_of(session).kernel = None  # torch's own arithmetic, as on shards
     for step in steps:
         with session.autocast():
             halves = (0, 1) if share is None else (share % 2,)

@@ -15,14 +15,14 @@ import io
 import math
 import pickle
 import pickletools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from halfstep.checkpoint.atomic_directory import CheckpointError, os_reason
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import (
@@ -168,50 +168,47 @@ def _check_memo(data: bytes) -> None:
     """
     for count, (opcode, number, _) in enumerate(pickletools.genops(data)):
         if opcode.name in _MEMO_OPCODES and not 0 <= int(number or 0) <= count:
-            message = f"object {number} in place of {count} or less"
-            raise ValueError(message)
+            _damaged(f"object {number} in place of {count} or less")
 
 
 def _check_complete(metadata: Metadata) -> None:
     """Refuse tensors of which a number is in no file, or in two.
 
-    Why: torch reads the parts that it is told of into memory as it finds it. What no
-    part covers would be taken for what was saved.
+    Why: torch reads the parts of an index into memory as it finds it. What no part
+    covers would be taken for what was saved.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            _check_parts(name, entry, metadata.storage_data)
+            volume = sum(_part_volume(name, entry, p, metadata) for p in entry.chunks)
+            if volume != math.prod(entry.size) or parts_overlap(entry.chunks):
+                _damaged(f"the parts of {name} do not make it up")
 
 
-def _check_parts(
-    name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Place]
-) -> None:
+def _part_volume(
+    name: str,
+    entry: TensorStorageMetadata,
+    part: ChunkStorageMetadata,
+    metadata: Metadata,
+) -> int:
+    """Return how many numbers a part has, once it is found to be in a file."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    volume = 0
-    for part in entry.chunks:
-        sides = (part.offsets, part.sizes, entry.size)
-        inside = {len(part.offsets), len(part.sizes)} == {len(entry.size)} and all(
-            start + length <= end for start, length, end in zip(*sides, strict=True)
-        )
-        if not inside:
-            message = f"a part of {name} is not inside of it"
-            raise ValueError(message)
-        numbers = math.prod(part.sizes)
-        place = places.get(MetadataIndex(name, part.offsets))
-        num_bytes = 0 if place is None else place.length
-        if num_bytes < numbers * entry.properties.dtype.itemsize:
-            message = f"a part of {name} is in no file, or cut"
-            raise ValueError(message)
-        volume += numbers
-    if volume != math.prod(entry.size) or _overlap(entry.chunks):
-        message = f"the parts of {name} do not make it up"
-        raise ValueError(message)
+    sides = (part.offsets, part.sizes, entry.size)
+    inside = {len(part.offsets), len(part.sizes)} == {len(entry.size)} and all(
+        start + length <= end for start, length, end in zip(*sides, strict=True)
+    )
+    if not inside:
+        _damaged(f"a part of {name} is not inside of it")
+    numbers = math.prod(part.sizes)
+    place = metadata.storage_data.get(MetadataIndex(name, part.offsets))
+    if place is None or place.length < numbers * entry.properties.dtype.itemsize:
+        _damaged(f"a part of {name} is in no file, or cut")
+    return numbers
 
 
-def _overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
+def parts_overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
     """Say whether two parts of a tensor share a number."""
     nonempty = [part for part in parts if 0 not in part.sizes]
     if len(nonempty) < 2:  # noqa: PLR2004 -- it takes two
@@ -238,15 +235,28 @@ def _share(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
     )
 
 
+def _damaged(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _expect(value: object, valid: bool, noun: str) -> None:
+    """Refuse a value of another kind.
+
+    Raises:
+        TypeError: With the kind that it is, and the noun for what it should be.
+    """
+    if not valid:
+        message = f"{type(value).__name__} in place of {noun}"
+        raise TypeError(message)
+
+
 def _fields(record: Any, kind: str) -> dict[str, Any]:  # noqa: ANN401
     """Return what a dataclass of a kind would have been filled with."""
-    if not isinstance(record, _Record) or type(record).__name__ != kind:
-        message = f"{type(record).__name__} in place of {kind}"
-        raise TypeError(message)
-    if not isinstance(record.state, dict):
-        message = f"{kind} without fields"
-        raise TypeError(message)
-    return record.state
+    is_record = isinstance(record, _Record) and type(record).__name__ == kind
+    _expect(record, is_record, kind)
+    fields: dict[str, Any] = record.state
+    _expect(fields, isinstance(fields, dict), f"the fields of {kind}")
+    return fields
 
 
 def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:  # noqa: ANN401
@@ -256,22 +266,17 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:  # noqa
         return metadata.BytesStorageMetadata()
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
-    if type(properties).__name__ != "TensorProperties":
-        message = f"{type(properties).__name__} in place of TensorProperties"
-        raise TypeError(message)
+    kind = "TensorProperties"
+    _expect(properties, type(properties).__name__ == kind, kind)
     dtype = properties.state[0]
-    if not isinstance(dtype, torch.dtype):
-        message = f"{type(dtype).__name__} in place of a dtype"
-        raise TypeError(message)
+    _expect(dtype, isinstance(dtype, torch.dtype), "a dtype")
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
     return metadata.TensorStorageMetadata(
         metadata.TensorProperties(dtype),
         _size(fields["size"]),
         [
-            metadata.ChunkStorageMetadata(
-                _size(chunk["offsets"]), _size(chunk["sizes"])
-            )
-            for chunk in chunks
+            metadata.ChunkStorageMetadata(_size(c["offsets"]), _size(c["sizes"]))
+            for c in chunks
         ],
     )
 
@@ -292,31 +297,24 @@ def _place(record: Any, files: Collection[str] | None) -> Place:  # noqa: ANN401
     fields = _fields(record, "_StorageInfo")
     name = _text(fields["relative_path"])
     if files is not None and name not in files:
-        message = f"it points to {name}"
-        raise ValueError(message)
+        _damaged(f"it points to {name}")
     if fields.get("transform_descriptors"):
-        message = f"{name} is compressed"
-        raise ValueError(message)
+        _damaged(f"{name} is compressed")
     return Place(name, _count(fields["offset"]), _count(fields["length"]))
 
 
 def _size(record: Any) -> torch.Size:  # noqa: ANN401
-    if type(record).__name__ != "Size" or not isinstance(record, _Record):
-        message = f"{type(record).__name__} in place of a size"
-        raise TypeError(message)
+    is_size = isinstance(record, _Record) and type(record).__name__ == "Size"
+    _expect(record, is_size, "a size")
     (numbers,) = record.given or ((),)
     return torch.Size([_count(number) for number in numbers])
 
 
 def _text(value: Any) -> str:  # noqa: ANN401
-    if type(value) is not str:
-        message = f"{type(value).__name__} in place of a name"
-        raise TypeError(message)
-    return value
+    _expect(value, type(value) is str, "a name")
+    return str(value)
 
 
 def _count(value: Any) -> int:  # noqa: ANN401
-    if type(value) is not int or not 0 <= value < 2**63:
-        message = f"{type(value).__name__} in place of a count"
-        raise TypeError(message)
-    return value
+    _expect(value, type(value) is int and 0 <= value < 2**63, "a count")
+    return int(value)

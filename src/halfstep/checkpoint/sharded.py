@@ -11,9 +11,7 @@ import contextlib
 import shutil
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from halfstep.checkpoint import atomic_directory, dcp_metadata
 from halfstep.checkpoint.atomic_directory import CheckpointError
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import Metadata
-
-T = TypeVar("T")
 
 
 def write(
@@ -47,7 +43,10 @@ def write(
     Raises:
         CheckpointError: On all ranks, if the name is taken, or one cannot write.
     """
-    rank, unwritten = _rank(), partial(atomic_directory.write_error, directory)
+    rank, unwritten = (
+        process_group.rank(),
+        partial(atomic_directory.write_error, directory),
+    )
     temporary = process_group.broadcast_object(
         atomic_directory.temporary_path(directory)
     )
@@ -59,23 +58,14 @@ def write(
             _write(tensors, temporary)
             own_files = [temporary / dcp_metadata.NAME] if rank == 0 else []
             own_files += temporary.glob(f"__{rank}_*")
-            files = {
-                path.name: atomic_directory.digest(path) for path in sorted(own_files)
-            }
-        files_by_rank = _all_gather(files)
+            files = {p.name: atomic_directory.digest(p) for p in sorted(own_files)}
+        files_by_rank = process_group.all_gather_object(files)
         with _raise_on_all_ranks(unwritten):
             if rank == 0:
-                files = {
-                    n: facts
-                    for rank_files in files_by_rank
-                    for n, facts in rank_files.items()
-                }
+                files = {name: f for part in files_by_rank for name, f in part.items()}
                 _check_shared(temporary, files)
-                facts = {
-                    "format": atomic_directory.SHARDED,
-                    "files": files,
-                    "notes": dict(notes),
-                }
+                format_ = atomic_directory.SHARDED
+                facts = {"format": format_, "files": files, "notes": dict(notes)}
                 atomic_directory.commit(directory, temporary, facts, replace=replace)
     except BaseException:
         if rank == 0:
@@ -95,9 +85,8 @@ def _write(tensors: dict[str, Tensor], temporary: Path) -> None:
             try:
                 return super().write_data(*args)
             except Exception as error:
-                raise OSError(
-                    atomic_directory.os_reason(error) or repr(error)
-                ) from error
+                reason = atomic_directory.os_reason(error) or repr(error)
+                raise OSError(reason) from error
 
     with _without_torch_warnings():
         state_dict_saver.save(tensors, storage_writer=Writer(temporary))
@@ -108,9 +97,8 @@ def _check_shared(temporary: Path, files: Mapping[str, object]) -> None:
     missing = files.keys() - {path.name for path in temporary.iterdir()}
     if missing:
         message = (
-            f"{temporary.parent} is not one directory for all ranks: "
-            "the first does not see "
-            f"{min(missing)}, which another has written. Save to a shared disk."
+            f"{temporary.parent} is not one directory for all ranks: the first does "
+            f"not see {min(missing)}, which another has written. Save to a shared disk."
         )
         raise CheckpointError(message)
 
@@ -134,7 +122,7 @@ def verify(directory: Path, needed: str) -> Metadata:
         if dcp_metadata.NAME not in manifest["files"]:
             _refuse_foreign(directory, f"file {dcp_metadata.NAME}")
         names = sorted(manifest["files"].keys() - {dcp_metadata.NAME})
-        mine = names[_rank() :: _size()]
+        mine = names[process_group.rank() :: process_group.world_size()]
         atomic_directory.verify(directory, manifest, [dcp_metadata.NAME, *mine])
         metadata = dcp_metadata.read(directory / dcp_metadata.NAME, names)
         if needed not in metadata.state_dict_metadata:
@@ -206,18 +194,15 @@ def _raise_on_all_ranks(make_error: Callable[[str], CheckpointError]) -> Iterato
     fault: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 -- raised below, when all know
-        reason = (
-            None
-            if isinstance(error, CheckpointError)
-            else atomic_directory.os_reason(error)
-        )
+    except CheckpointError as error:
         fault = error
+    except Exception as error:  # noqa: BLE001 -- raised below, when all know
+        fault, reason = error, atomic_directory.os_reason(error)
         if reason is not None:
             fault = make_error(reason)
             fault.__cause__ = error
     own_fault = None if fault is None else (str(fault), getattr(fault, "reason", ""))
-    faults = _all_gather(own_fault)
+    faults = process_group.all_gather_object(own_fault)
     if fault is not None:
         raise fault
     for rank, other in enumerate(faults):
@@ -225,9 +210,9 @@ def _raise_on_all_ranks(make_error: Callable[[str], CheckpointError]) -> Iterato
             text, reason = other
             # What the first does, it does for all.
             place = f"rank {rank}: " if rank else ""
-            raise (
-                make_error(place + reason) if reason else CheckpointError(place + text)
-            )
+            if reason:
+                raise make_error(place + reason)
+            raise CheckpointError(place + text)
 
 
 @contextlib.contextmanager
@@ -246,23 +231,8 @@ def _without_torch_warnings() -> Iterator[None]:
             yield
         except CheckpointException as error:
             faults = {rank: each for rank, (each, _) in error.failures.items()}
-            rank = _rank() if _rank() in faults else min(faults)
-            place = f"rank {rank}: " if rank not in {0, _rank()} else ""
+            own = process_group.rank()
+            rank = own if own in faults else min(faults)
+            place = f"rank {rank}: " if rank not in {0, own} else ""
             reason = atomic_directory.os_reason(faults[rank]) or repr(faults[rank])
             raise OSError(place + reason) from faults[rank]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _all_gather(value: T) -> list[T]:
-    """Return the value of each rank, on all."""
-    values = [value] * _size()
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
-    return values

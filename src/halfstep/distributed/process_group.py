@@ -106,9 +106,8 @@ def _device(word: str) -> torch.device:
     # Not all that Python takes for digits makes a number.
     if not (local_rank.isascii() and local_rank.isdigit()):
         message = (
-            f"LOCAL_RANK={local_rank!r} is not the number of a process: "
-            "let torchrun set it, "
-            "or unset it to train in one process."
+            f"LOCAL_RANK={local_rank!r} is not the number of a process: let torchrun "
+            "set it, or unset it to train in one process."
         )
         raise UserError(message)
     if word != "cuda":
@@ -267,18 +266,27 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
+def rank() -> int:
+    """Return the number of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def world_size() -> int:
     """Return how many processes there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def all_gather_object(value: T) -> list[T]:
+    """Return the value of each process, on each."""
+    values = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
 def first_not_none(value: T | None) -> T | None:
     """Return the value of the first process that has one, on each; None if none has."""
-    if not dist.is_initialized():
-        return value
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return next((each for each in values if each is not None), None)
+    return next((v for v in all_gather_object(value) if v is not None), None)
 
 
 def barrier() -> None:

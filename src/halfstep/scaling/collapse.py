@@ -22,7 +22,7 @@ from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite.domains import EPSILON
 from halfstep.nonfinite.graph import GraphCause, find_in_graph
 from halfstep.scaling.skip_log import SkipLog
-from halfstep.scaling.step_report import Constant, GradAbsmax
+from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,8 +40,6 @@ must not end a run, and a lower scale is not to be had."""
 EARLY_STEPS = 20
 """Applied steps up to which overflow in a forward pass that used to work is put down
 to the learning rate: the batches are like the first ones, the weights are not."""
-
-_MAX_NAMES = 3
 
 
 @dataclass
@@ -91,14 +89,7 @@ class StepHistory:
     def add(
         self, scale: float, loss: float, *, skipped: bool, overflowed: bool
     ) -> None:
-        """Take in one step.
-
-        Args:
-            scale: Of its backward pass.
-            loss: Its loss; NaN if nobody showed it.
-            skipped: Whether the step was.
-            overflowed: Whether a pass did.
-        """
+        """Add one step: its scale, its loss (NaN if unknown), and what became of it."""
         if not skipped:
             self.losses.add(loss)
         if overflowed:
@@ -156,7 +147,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
     Args:
         message: All of the below, in words.
         history: Loss scales of the skipped steps in a row, oldest first, at most 64.
-        loss_finite: Whether the last loss was; None if nobody showed it.
+        loss_finite: Whether the last loss was; None if it is not known.
         inf_in: Parameters whose gradients held inf.
         nan_in: Parameters whose gradients held NaN.
         cause: "data", "label", "weights", "zero", "range", "learning rate" or "loss".
@@ -193,26 +184,14 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
 
 
 def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
-    """Say whether skipping has gone on for too long, or can no longer help.
-
-    Args:
-        scale: Loss scale of the last backward pass.
-        skips_in_a_row: Steps skipped since the last one applied, that one included.
-        rule: Floor and limit.
-    """
+    """Say whether so many skips in a row, the last included, end the run."""
     limit = rule.max_consecutive_skips
     too_long = limit is not None and skips_in_a_row >= limit
     return too_long or is_stuck(scale, skips_in_a_row, rule)
 
 
 def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
-    """Say whether the scale has lain at its floor, and overflowed there, for too long.
-
-    Args:
-        scale: Loss scale of the last backward pass.
-        overflows_in_a_row: Steps in which a pass overflowed, that one included.
-        rule: Floor.
-    """
+    """Say whether steps keep overflowing at the floor of the scale."""
     if rule.backoff_factor == 1 or overflows_in_a_row < FLOOR_PATIENCE:
         return False
     # The scale is fp32, and so may hold the floor rounded up.
@@ -242,17 +221,12 @@ class CollapseMonitor:
         self._steps_unread = 0
 
     def on_loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
-        """Take a loss down before its backward pass.
+        """Record an unscaled loss before its backward pass.
 
-        Where it costs no waiting, a loss that is not finite is reported at once; the
-        first one with its cause. Elsewhere that is done when the step has arrived.
-
-        One more skip would end the run: then the graph is examined while it still
-        holds its tensors. That waits for the device.
-
-        Args:
-            loss: Unscaled, any shape.
-            name_of: Names a parameter.
+        Where it costs no synchronization, a loss that is not finite is reported at
+        once, the first one with its cause; elsewhere, when the step has arrived. If one
+        more skip would end the run, the graph is examined while it still holds its
+        tensors, which synchronizes with the device.
         """
         self._loss, self._graph_cause, self._graph_error = None, None, ""
         # It may stand for many losses, under `vmap`, or for none.
@@ -312,15 +286,15 @@ class CollapseMonitor:
         found_inf: Tensor,
         culprits: Callable[[], Sequence[NonFiniteParam]],
     ) -> None:
-        """Take one step down; nothing is read that has not arrived yet.
+        """Record one step; only what has arrived on the host is read.
 
         Args:
             rule: Floor and limit.
             scale_used: Scale of its backward pass, shape ().
             state: After the step.
             found_inf: Not zero if a pass at this scale overflowed, shape ().
-            culprits: Says whose gradients were not finite; asked if there is something
-                to report. On a GPU, what `GradAbsmax` show must arrive first.
+            culprits: Names parameters with non-finite gradients; called if there is
+                something to report. On a GPU, `GradAbsmax` must arrive first.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
@@ -417,9 +391,7 @@ class CollapseMonitor:
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
         kinds = {"inf": inf_in, "NaN": nan_in}
         nonfinite_texts = [
-            f"{kind} in gradients of {_first_names(n)}"
-            for kind, n in kinds.items()
-            if n
+            f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
         ]
         nonfinite_text = "; ".join(nonfinite_texts) or "another process found it"
         history = self._history.history
@@ -477,7 +449,7 @@ def find_cause(
 
     Args:
         finding: What the graph of the last loss showed; None if its forward pass was
-            finite, or was not looked at.
+            finite, or was not examined.
         losses: Losses of the applied steps.
         loss: The last one.
         finite: Whether it was; None if it is not known.
@@ -516,8 +488,3 @@ def find_cause(
         f"the loss is {loss_text}, yet its gradients overflow",
         "Take a mean over elements, not a sum, or divide the loss; or train in bf16.",
     )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

@@ -18,10 +18,9 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from halfstep._torch import fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of, name_of
 from halfstep.scaling import misuse, optimizer_step, unscale
-from halfstep.scaling.loss_scale import HostScale, ScaleRule
+from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
-from halfstep.scaling.per_pass import LossScalers, Retry
-from halfstep.scaling.scaler_backward import PerPassBackward
+from halfstep.scaling.per_pass import LossScalers, PerPassBackward, Retry
 from halfstep.scaling.step_report import (
     OptimizerGrads,
     StepReport,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import NonFiniteParam
 
 _MIN_SCALE = 2.0**-24
-_MAX_SCALE = torch.finfo(torch.float32).max
 
 
 class GradScaler(TorchGradScaler):
@@ -65,7 +63,7 @@ class GradScaler(TorchGradScaler):
         refill: What brings hysteresis back: "growth" alone, or each "clean" step.
         max_consecutive_skips: Skips in a row after which `update` raises; None
             raises only where the scale lies at its floor, or after 50 without a scale.
-        strategy: "backoff" as in torch; "measured" and "logmax" look at the gradients
+        strategy: "backoff" as in torch; "measured" and "logmax" measure the gradients
             and choose the scale; "none" keeps it at 1 and only guards (bf16, fp32).
         process_group: Ranks that must skip together. Not needed under DDP, whose
             averaged gradients carry an inf to every rank, nor for DTensors.
@@ -107,7 +105,7 @@ class GradScaler(TorchGradScaler):
         self._bounds: dict[str, Any] = {
             "init_scale": self._init_scale,
             "min_scale": _MIN_SCALE if min_scale is None else min_scale,
-            "max_scale": _MAX_SCALE if max_scale is None else max_scale,
+            "max_scale": FP32_MAX if max_scale is None else max_scale,
             "hysteresis": hysteresis,
             "refill": refill,
             "max_consecutive_skips": max_consecutive_skips,
@@ -118,7 +116,7 @@ class GradScaler(TorchGradScaler):
         self._group = group = process_group
         self._loss_scalers = loss_scalers = LossScalers(rule, group)
         self._per_pass = PerPassBackward(loss_scalers, Retry.of(on_overflow), group)
-        self._host_scale = HostScale()
+        self._host_scale = optimizer_step.HostScale()
         self._scaled = self._proposed = False
         self._stepped_grads, self._last_grads = (
             list[OptimizerGrads](),
@@ -304,7 +302,7 @@ class GradScaler(TorchGradScaler):
         name: str = "",
         retain_graph: bool = False,
     ) -> None:
-        """Run a backward pass whose gradients are unscaled and looked at by itself.
+        """Run a backward pass whose gradients are unscaled and checked by itself.
 
         For losses with scales of their own, and for `on_overflow`. Then `.grad` holds
         unscaled sums: clip, `step` and `update` as ever, but run all passes of an
@@ -337,7 +335,7 @@ class GradScaler(TorchGradScaler):
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
-            AssertionError: If no gradient was looked at since the last `update`.
+            AssertionError: If no gradient was checked since the last `update`.
         """
         if not self._enabled:
             return
@@ -423,10 +421,11 @@ class GradScaler(TorchGradScaler):
             raise misuse.pickled_group()
         loss_scalers = LossScalers(self._loss_scalers.rule)
         loss_scalers.load_state_dict(self._loss_scalers.state_dict())
-        per_pass = PerPassBackward(loss_scalers, self._per_pass.on_overflow)
-        state |= {"_last_grads": [], "_host_scale": HostScale(), "_per_pass": per_pass}
         return state | {
             "_loss_scalers": loss_scalers,
+            "_per_pass": PerPassBackward(loss_scalers, self._per_pass.on_overflow),
+            "_host_scale": optimizer_step.HostScale(),
+            "_last_grads": [],
             "_last_step": self._last_step.read(),
         }
 

@@ -1,7 +1,7 @@
 """How a loss scale moves: numbers, a state, and the pure function between two states.
 
 In: a state and one `found_inf` flag a step. Out: the state for the next step. Static
-scaling and none at all are the same rule with factors of one, so nobody branches on
+scaling and none at all are the same rule with factors of one, so no code branches on
 "off".
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,14 +16,10 @@ from torch import Tensor
 from halfstep._torch import async_read
 from halfstep.errors import UserError, format_value, require, to_float
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-
 REFILLS = ("growth", "clean")
 STRATEGIES = ("backoff", "measured", "logmax")
 
-_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def is_power_of_two(number: float) -> bool:
@@ -62,7 +57,7 @@ class ScaleRule:
     max_consecutive_skips: int | None = 50
     """Skips in a row after which training stops; None never stops it for that."""
     strategy: str = "backoff"
-    """Who proposes a scale after a clean step: "backoff" nobody, it grows and backs
+    """Who proposes a scale after a clean step: "backoff" none, it grows and backs
     off; "measured" and "logmax" as in `halfstep.scaling.strategies`."""
 
     def __post_init__(self) -> None:
@@ -70,8 +65,8 @@ class ScaleRule:
         self._check("backoff_factor", 0 < self.backoff_factor <= 1, "in (0, 1]")
         self._check("growth_interval", self.growth_interval >= 1, "at least 1")
         self._check("min_scale", self.min_scale >= _TINY, f"at least {_TINY:g}")
-        bounded = self.min_scale <= self.max_scale <= _HUGE
-        self._check("max_scale", bounded, f"between min_scale and {_HUGE:g}")
+        bounded = self.min_scale <= self.max_scale <= FP32_MAX
+        self._check("max_scale", bounded, f"between min_scale and {FP32_MAX:g}")
         within = self.min_scale <= self.init_scale <= self.max_scale
         self._check("init_scale", within, "between min_scale and max_scale")
         self._check("hysteresis", self.hysteresis >= 1, "at least 1")
@@ -105,7 +100,7 @@ class ScaleRule:
             scale = float(word) if isinstance(word, str) else to_float(word)
         except ValueError:
             scale = 1.0 if word == "none" else math.nan
-        if not _TINY <= scale <= _HUGE:
+        if not _TINY <= scale <= FP32_MAX:
             message = (
                 f"loss_scale={format_value(word)} is not a scale; "
                 "choose auto, dynamic, "
@@ -187,7 +182,7 @@ def advance(
         torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
     """
     if async_read.is_cpu(state.scale.device):
-        # There is nobody to wait for, and thirty operations on one number cost more
+        # There is nothing to wait for, and thirty operations on one number cost more
         # than the pass over a thousand gradients' flags.
         return _advance_on_host(state, bool(found_inf), rule, proposal)
     overflowed = found_inf.to(state.scale.device) > 0
@@ -202,7 +197,7 @@ def advance(
         # As torch has it, fp32 is not grown out of. A start below the floor or above
         # the ceiling is possible after a load.
         grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
-        clean_scale = torch.where(grow & (higher <= _HUGE), grown, scale)
+        clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
     else:
         clean_scale = proposal.to(scale).clamp(rule.min_scale, rule.max_scale)
         lower = torch.minimum(lower, clean_scale)
@@ -227,7 +222,7 @@ def _advance_on_host(
         next_scale, left = scale, state.hysteresis_left
         if proposal is not None:
             next_scale = min(max(proposal.item(), rule.min_scale), rule.max_scale)
-        elif grow and scale * rule.growth_factor <= _HUGE:
+        elif grow and scale * rule.growth_factor <= FP32_MAX:
             next_scale = max(min(scale * rule.growth_factor, rule.max_scale), scale)
         if (grow or rule.refill == "clean") and left.item() != rule.hysteresis:
             left = left.new_tensor(rule.hysteresis)
@@ -249,41 +244,3 @@ def _advance_on_host(
         left,
         skips,
     )
-
-
-class HostScale:
-    """Follows a tensor that others may replace or write to."""
-
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
-        self._version = 0
-        self.is_power_of_two = False
-        """It is a power of two."""
-
-    def poll(self, scale: Tensor, init_scale: float) -> float | None:
-        """Say what somebody else has set it to; None if nobody has.
-
-        Args:
-            scale: As it is now, shape ().
-            init_scale: What a new one begins with.
-
-        Returns:
-            0 if it was written to where nobody can read it without waiting.
-        """
-        is_new = scale is not self._tensor
-        if not is_new and scale._version == self._version:  # noqa: SLF001
-            return None
-        value = init_scale if is_new else 0.0
-        value = scale.item() if async_read.is_cpu(scale.device) else value
-        self.mark_written(scale)
-        self.is_power_of_two = is_power_of_two(value)
-        return value
-
-    def mark_written(self, scale: Tensor) -> None:
-        """Take note that it was written to by its owner."""
-        self._tensor, self._version = scale, scale._version  # noqa: SLF001
-
-    def mark_multiplied(self, numbers: Iterable[float]) -> None:
-        """Take note of what it may be multiplied by, or set to."""
-        all_powers = all(is_power_of_two(one) for one in numbers if one != _HUGE)
-        self.is_power_of_two = self.is_power_of_two and all_powers

@@ -39,7 +39,8 @@ class LossScaler:
     Args:
         rule: Static, dynamic or none: `ScaleRule.parse`.
         device: Where the losses are.
-        group: Ranks that share a scale that a strategy proposes; default all.
+        group: Ranks that share a scale that a strategy proposes, and skip together;
+            default all.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class LossScaler:
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rule = rule
+        self.rule, self.group = rule, group
         self.state = ScaleState.first(rule, device)
         self.strategy = make_strategy(rule.strategy, group)
         self.monitor = CollapseMonitor(rule.init_scale)

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep._torch.optimizer_params import coalesce, gradients_of, named_parameters
 from halfstep.errors import UserError
+from halfstep.scaling.step_report import first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _PACKAGE_DIR = f"{Path(__file__).parent}{os.sep}"
-_MAX_NAMES = 3
 
 
 def caller() -> tuple[str, int]:
@@ -71,8 +71,6 @@ def why_no_gradients(optimizer: Optimizer) -> str:
     """Say which parameters have no gradients, and the likely cause."""
     named_params = list(named_parameters(optimizer))
     names = [name for name, _ in named_params]
-    first_names = ", ".join(names[:_MAX_NAMES])
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     if any(param.grad is not None for _, param in named_params):
         return "Its gradients came after unscale_(): call that after backward()."
     if not any(param.requires_grad for _, param in named_params):
@@ -84,7 +82,7 @@ def why_no_gradients(optimizer: Optimizer) -> str:
             "no backward() since they were cleared, a loss that does not depend on "
             "them, or an optimizer over another model's parameters"
         )
-    return f"No gradient in {first_names}{more}. Likely cause: {cause}."
+    return f"No gradient in {first_names(names)}. Likely cause: {cause}."
 
 
 def fp16_gradients(optimizer: Optimizer) -> ValueError:
@@ -105,7 +103,7 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
 
 
 def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
-    """Return gradients ready to be looked at, where fp16 is allowed among them.
+    """Return gradients ready to be checked, where fp16 is allowed among them.
 
     Raises:
         ValueError: If it is not.

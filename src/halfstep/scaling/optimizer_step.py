@@ -13,20 +13,50 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from halfstep._torch import fused_optimizers, optimizer_hooks
+from halfstep._torch import async_read, fused_optimizers, optimizer_hooks
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.scaling import misuse
+from halfstep.scaling.loss_scale import FP32_MAX, is_power_of_two
 from halfstep.scaling.unscale import dtypes_of, max_flag, reduced_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.scaling.loss_scale import HostScale
 
 _FP32_OR_WIDER = {torch.float32, torch.float64}
+
+
+class HostScale:
+    """Follows a tensor that others may replace or write to."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._version = 0
+        self.is_power_of_two = False
+        """It is a power of two."""
+
+    def poll(self, scale: Tensor, init_scale: float) -> float | None:
+        """Return what other code has set it to, if any; 0 if reading synchronizes."""
+        is_new = scale is not self._tensor
+        if not is_new and scale._version == self._version:  # noqa: SLF001
+            return None
+        value = init_scale if is_new else 0.0
+        value = scale.item() if async_read.is_cpu(scale.device) else value
+        self.mark_written(scale)
+        self.is_power_of_two = is_power_of_two(value)
+        return value
+
+    def mark_written(self, scale: Tensor) -> None:
+        """Take note that it was written to by its owner."""
+        self._tensor, self._version = scale, scale._version  # noqa: SLF001
+
+    def mark_multiplied(self, numbers: Iterable[float]) -> None:
+        """Take note of what it may be multiplied by, or set to."""
+        all_powers = all(is_power_of_two(one) for one in numbers if one != FP32_MAX)
+        self.is_power_of_two = self.is_power_of_two and all_powers
 
 
 def fused_step(
@@ -37,16 +67,7 @@ def fused_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Step an optimizer whose kernel skips: no host-device synchronization.
-
-    Args:
-        scaler: Unscales.
-        optimizer: One that `fused_optimizers.handles_found_inf`.
-        state: What the scaler keeps of it in this iteration.
-        host_scale: What is known of the scale.
-        args: For the optimizer's step.
-        kwargs: For the optimizer's step.
-    """
+    """Step an optimizer whose kernel skips by itself, without synchronization."""
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return GradScaler.step(scaler, optimizer, *args, **kwargs)  # torch's first form
     factor = getattr(optimizer, "grad_scale", None)
@@ -115,14 +136,14 @@ def step_or_undo(
     moved the weights. Costs a copy of weights and state for the time of the step.
 
     Args:
-        optimizer: Its weights, state and settings are put back.
+        optimizer: Its weights, state and settings are restored.
         evaluate: Clears gradients, computes the loss, fills in unscaled gradients.
         overflowed: Says whether the gradients of the last evaluation were not finite.
         args: For the optimizer's step.
         kwargs: For the optimizer's step.
 
     Returns:
-        What the step returned; None if it was taken back.
+        What the step returned; None if it was undone.
     """
     weights = {
         p: p.detach().clone() for g in optimizer.param_groups for p in g["params"]

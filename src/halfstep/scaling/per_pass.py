@@ -1,10 +1,10 @@
-"""The backward passes of one optimizer step, and the scales they run at.
+"""Backward passes that are unscaled and checked one by one.
 
 In: losses, and how to run a backward pass. Out: unscaled gradients, and one flag. The
-usual step has one loss scale, and its gradients are unscaled once, at the end; passes
-with scales of their own, or that may be left out or repeated, are checked one by one:
-gradients of two loss scales cannot be added, and an inf that has been added can no
-longer be taken out.
+usual step has one loss scale, and its gradients are unscaled once, at the end. Passes
+with scales of their own, or that may be left out or repeated, come here: gradients of
+two loss scales cannot be added, and an inf that has been added can no longer be taken
+out.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from halfstep._torch.async_read import to_device_async
-from halfstep.errors import require, require_int
+from halfstep._torch.optimizer_params import gradients_of
+from halfstep.errors import UserError, require, require_int
 from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling import misuse
 from halfstep.scaling.collapse import LossHistory, StepHistory
 from halfstep.scaling.loss_scaler import LossScaler
-from halfstep.scaling.unscale import reduce_found_inf, unscale_
+from halfstep.scaling.strategies import nodes_of
+from halfstep.scaling.unscale import dtypes_of, reduce_found_inf, unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
+    from torch.optim import Optimizer
 
-    from halfstep.scaling.loss_scale import ScaleRule
+    from halfstep.scaling.loss_scale import ScaleRule, ScaleState
     from halfstep.scaling.step_report import NonFiniteParam
 
 _ACTIONS = ("skip", "drop_microbatch")
@@ -138,10 +142,6 @@ class LossScalers:
     ) -> None:
         """Move those scales that were used in this step.
 
-        Args:
-            found_inf: Of the whole step, for a loop that noted nothing.
-            culprits: Says whose gradients were not finite.
-
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
@@ -171,10 +171,10 @@ class LossScalers:
             LossScaler.check(one)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from saved states; a loss not seen yet when it is asked for.
+        """Go on from saved states by name; of a new loss when it comes.
 
         Args:
-            state: By name; None: of a run that nobody watched, such as one of torch's.
+            state: None for a run without one, such as one of torch's.
 
         Raises:
             UserError: If a field is missing.
@@ -190,13 +190,14 @@ class LossScalers:
 
 
 class BackwardPasses:
-    """Runs the passes of each step in turn.
+    """Unscales and checks each backward pass of a step by itself.
 
-    Args:
-        loss_scalers: By the name of the loss.
-        on_overflow: Whether a pass that overflowed is run again, or left out.
-        group: Ranks that must agree.
+    In a step it stands for the `LossScaler`: gradients are unscaled when it is asked.
     """
+
+    needs_only_found_inf = False
+    group = None
+    """Ranks that have not agreed yet: each pass was agreed on by itself."""
 
     def __init__(
         self,
@@ -204,104 +205,93 @@ class BackwardPasses:
         on_overflow: Retry,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.loss_scalers = loss_scalers
+        self._loss_scalers = loss_scalers
         self._on_overflow = on_overflow
         self._group = group
         self._unscaled = UnscaledGradients(drop=on_overflow.drops)
-        self.loss_name: str | None = None
-        """Of the last pass; None: none has run since the last step."""
-        self.per_pass = on_overflow.checks_each_pass
-        """Each pass is checked by itself, so each must be averaged over ranks."""
+        self._last_name = ""
+        self._found_inf = torch.zeros(())
         self.keeps_graphs = on_overflow.times > 0
         """A graph is kept until its last try."""
+
+    def check(self, name: str, *, is_ddp: bool) -> None:
+        """Refuse a pass that would give wrong gradients.
+
+        Raises:
+            UserError: If DDP would not average a second try, or a named loss comes
+                where passes are left out.
+        """
+        if is_ddp and self.keeps_graphs:
+            raise misuse.retries_under_ddp()
+        if name and self._on_overflow.drops:
+            raise misuse.named_loss_with_drop(name)
 
     def run(
         self,
         name: str,
         backward: Callable[[bool], None],
         parameters: Sequence[Tensor],
-        *,
-        sync_grads: Callable[[], None],
     ) -> None:
-        """Run one backward pass.
-
-        Args:
-            name: Of the loss.
-            backward: Runs the pass of the scaled loss; told whether to keep the graph.
-            parameters: Whose `.grad` it fills, once `run_pending` was called.
-            sync_grads: Brings gradients there that lie elsewhere.
-
-        Raises:
-            UserError: If a named loss comes where passes are left out.
-        """
-        if name and self._on_overflow.drops:
-            raise misuse.named_loss_with_drop(name)
-        if not self.per_pass and self.loss_name not in {None, name}:
-            # The second loss of a program: from now on they are kept apart.
-            sync_grads()
-            self.per_pass = True
-            filled = [p.grad for p in parameters if p.grad is not None]
-            found_inf = self.scaler.unscale_(filled)
-            reduce_found_inf(found_inf, filled, self._group)
-            self._accumulate(found_inf, parameters)
-        self.loss_name = name
-        if not self.per_pass:
-            backward(False)  # noqa: FBT003
-            return
-
-        def run(keep: bool) -> None:
-            backward(keep)
-            sync_grads()
-
-        scaler = self.loss_scalers.get(name)
+        """Run one backward pass, which fills `.grad`; its argument: keep the graph."""
+        self._last_name = name
+        scaler, retries = self._loss_scalers.get(name), self._on_overflow.times
         found_inf = run_pass(
-            scaler, run, parameters, retries=self._on_overflow.times, group=self._group
+            scaler, backward, parameters, retries=retries, group=self._group
         )
         self._accumulate(found_inf, parameters)
 
-    def _accumulate(self, found_inf: Tensor, parameters: Sequence[Tensor]) -> None:
-        self.loss_scalers.record_found_inf(self.loss_name or "", found_inf)
-        self._unscaled.accumulate(parameters, found_inf)
-
-    def restore_grads(self) -> Tensor | None:
-        """Put sums that were kept apart into `.grad`; return their flag, if any."""
-        return self._unscaled.restore_grads() if self._unscaled.num_passes else None
-
-    def unscaled_sums(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return (parameter, gradient) as `restore_grads` puts them into `.grad`."""
-        return self._unscaled.sums()
-
-    @property
-    def scaler(self) -> LossScaler:
-        """The loss scaler of the last pass."""
-        return self.loss_scalers.get(self.loss_name or "")
-
-    @property
-    def needs_only_found_inf(self) -> bool:
-        """Gradients need not be unscaled to be checked; whoever uses them does it."""
-        return (
-            not self.per_pass
-            and not self._unscaled.num_passes
-            and self.scaler.needs_only_found_inf
+    def unscale_earlier(self, parameters: Sequence[Tensor]) -> None:
+        """Take in gradients that passes without a name have left in `.grad`."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found_inf = self._loss_scalers.get("").unscale_(gradients)
+        self._accumulate(
+            reduce_found_inf(found_inf, gradients, self._group), parameters
         )
 
-    def reduce_found_inf(
-        self, found_inf: Tensor, gradients: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the flag of all passes at once, as all ranks agree on it."""
-        reduce_found_inf(found_inf, gradients, self._group)
-        if self.loss_name:
-            self.loss_scalers.record_found_inf(self.loss_name, found_inf)
-        return found_inf
+    def _accumulate(self, found_inf: Tensor, parameters: Sequence[Tensor]) -> None:
+        self._loss_scalers.record_found_inf(self._last_name, found_inf)
+        self._unscaled.accumulate(parameters, found_inf)
 
+    def sums_in_fp32(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (parameter, copy of its gradient) as `restore_grads` puts it there."""
+        for param, total in self._unscaled.sums():
+            wide = torch.promote_types(total.dtype, torch.float32)
+            yield param, total.to(wide, copy=True)
+
+    def restore_grads(self) -> None:
+        """Put the sums of the passes into `.grad`."""
+        self._found_inf = self._unscaled.restore_grads()
+
+    def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the flag of gradients that were unscaled pass by pass."""
+        del gradients
+        return self._found_inf
+
+    @property
+    def state(self) -> ScaleState:
+        """The loss scale of the last pass."""
+        return self._loss_scalers.get(self._last_name).state
+
+    @property
     def num_dropped(self) -> Tensor | int:
-        """Return how many passes of this step were left out."""
+        """How many passes of this step were left out, shape ()."""
         return self._unscaled.num_dropped()
 
-    def end_step(self) -> None:
-        """Begin the next step."""
+    def update(
+        self, found_inf: Tensor, culprits: Callable[[], Sequence[NonFiniteParam]]
+    ) -> None:
+        """End the step: move each scale that was used by what its passes found.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
         self._unscaled.reset()
-        self.loss_name = None
+        self._loss_scalers.update(found_inf, culprits)
+
+    def reset(self) -> None:
+        """Forget the passes since the last step."""
+        self._unscaled.reset()
+        self._loss_scalers.reset()
 
 
 class UnscaledGradients:
@@ -309,7 +299,7 @@ class UnscaledGradients:
 
     Args:
         drop: Leave out a pass that overflowed, and let the mean of the others stand
-            for all; otherwise one such pass spoils the step.
+            for all; otherwise one such pass skips the step.
     """
 
     def __init__(self, *, drop: bool) -> None:
@@ -437,10 +427,10 @@ def run_pass(
 
     Args:
         scaler: Its scale.
-        backward: Runs the pass of the scaled loss; told whether to keep the graph.
+        backward: Runs the pass of the scaled loss; says whether to keep the graph.
         parameters: All that it reaches. What is in their `.grad` is lost.
-        retries: How often to run it again at a lower scale if it overflows, >= 0; the
-            host waits for the device after each pass but the last.
+        retries: How often to run it again at a lower scale if it overflows, >= 0; each
+            pass but the last synchronizes with the device.
         group: Ranks that must agree.
 
     Returns:
@@ -463,3 +453,119 @@ def free_graph(loss: Tensor) -> None:
     """Free the graph that was kept for another try, though the user holds the loss."""
     if not loss._is_view():  # noqa: SLF001
         loss.detach_()
+
+
+class PerPassBackward:
+    """Runs passes for a `GradScaler`, with `UnscaledGradients` for each optimizer."""
+
+    def __init__(
+        self,
+        loss_scalers: LossScalers,
+        on_overflow: Retry,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._loss_scalers = loss_scalers
+        self.on_overflow = on_overflow
+        self._group = group
+        self.num_dropped: Tensor | int = 0
+        """Passes left out since the last `update`, shape ()."""
+        self.last_scale: Tensor | None = None
+        """Scale of the last pass since then, shape ()."""
+        self._active: list[UnscaledGradients] = []
+
+    def check_not_mixed(self, loss: Tensor) -> None:
+        """Refuse a scaled loss that reaches gradients which are unscaled already.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        if not self._active or loss.grad_fn is None:
+            return
+        unscaled_params = {
+            param for ledger in self._active for param in ledger.parameters
+        }
+        for node in nodes_of(loss.grad_fn):
+            if getattr(node, "variable", None) in unscaled_params:
+                raise misuse.mixed_scales()
+
+    def last_scale_or(self, usual: Tensor) -> Tensor:
+        """Return the scale of the last pass, or the usual one if there was none."""
+        return usual if self.last_scale is None else self.last_scale
+
+    def end_step(self) -> None:
+        """Begin the next iteration."""
+        self.num_dropped, self.last_scale = 0, None
+        self._active.clear()
+
+    def backward(
+        self,
+        scaler: LossScaler,
+        name: str,
+        loss: Tensor,
+        optimizers: Sequence[tuple[Optimizer, dict[str, Any]]],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Run one pass; each optimizer comes with the `GradScaler`'s state of it.
+
+        Raises:
+            UserError: If there is no optimizer, or a named loss where passes are left
+                out.
+            RuntimeError: If gradients are there that no such pass made, or an optimizer
+                has been stepped.
+            ValueError: If gradients are fp16.
+        """
+        if not optimizers:
+            message = (
+                "scaler.backward(loss) was given no optimizer: name all whose "
+                "parameters the loss reaches, as in scaler.backward(loss, optimizer)."
+            )
+            raise UserError(message)
+        if name and self.on_overflow.drops:
+            raise misuse.named_loss_with_drop(name)
+        accumulators = [
+            self._accumulator(optimizer, state) for optimizer, state in optimizers
+        ]
+        owned = [
+            [p for g in o.param_groups for p in g["params"]] for o, _ in optimizers
+        ]
+        # Two optimizers may share a parameter.
+        params = list(dict.fromkeys(param for own in owned for param in own))
+
+        def backward(keep: bool) -> None:
+            scaled = scaler.scale(loss)
+            scaled.backward(retain_graph=keep or retain_graph)  # type: ignore[no-untyped-call]
+            for optimizer, _ in optimizers:
+                if torch.float16 in dtypes_of(gradients_of(optimizer)):
+                    raise misuse.fp16_gradients(optimizer)
+
+        retries, group = self.on_overflow.times, self._group
+        found_inf = run_pass(scaler, backward, params, retries=retries, group=group)
+        self._loss_scalers.record_found_inf(name, found_inf)
+        self.last_scale = scaler.state.scale.clone()
+        if retries and not retain_graph:
+            free_graph(loss)
+        if self.on_overflow.drops:
+            self.num_dropped = self.num_dropped + found_inf
+        self._active += accumulators
+        for accumulator, own, (_, state) in zip(
+            accumulators, owned, optimizers, strict=True
+        ):
+            accumulator.accumulate(own, found_inf)
+            sum_found_inf = accumulator.restore_grads()
+            state["found_inf_per_device"] = {sum_found_inf.device: sum_found_inf}
+            state["stage"] = OptState.UNSCALED
+
+    def _accumulator(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> UnscaledGradients:
+        """Return an optimizer's gradients so far, ready for another pass."""
+        if state["stage"] is OptState.STEPPED:
+            raise misuse.unscaled_twice(OptState.STEPPED, None)
+        accumulator: UnscaledGradients = state.setdefault(
+            "unscaled_gradients", UnscaledGradients(drop=self.on_overflow.drops)
+        )
+        accumulator.sync_user_edits()
+        if not accumulator.num_passes:
+            misuse.check_no_gradients([optimizer])
+        return accumulator

@@ -79,8 +79,7 @@ class SkipLog:
             scale: Loss scale of its backward pass.
             in_a_row: Such steps since the last one without, this one included.
             rule: By which the scale moves.
-            culprits: Gives the parameters concerned; asked only if there is something
-                to report.
+            culprits: Names the parameters; called only if there is something to report.
             skipped: The step was skipped; otherwise a part of it was left out.
         """
         self._skips += 1
@@ -116,12 +115,11 @@ class SkipLog:
     def log_loss(
         self, value: float, finding: GraphCause | None, graph_error: str
     ) -> None:
-        """Report a loss that is not finite: a warning first, then log records.
+        """Report a loss (or sum of losses) that is not finite: a warning, then records.
 
         Args:
-            value: Of the loss; of several, of their sum.
-            finding: What its graph showed; None if it was not examined, or shows no
-                cause.
+            value: Of the loss.
+            finding: What its graph showed, if it was examined and shows a cause.
             graph_error: Why the graph could not be examined; "" if it could.
         """
         self._losses += 1

@@ -64,7 +64,7 @@ def _no_norm() -> Tensor | float | None:
 class StepReport:
     """What one call of `step` did; prints as one line.
 
-    Why: `torch.amp` skips in silence, and whoever infers a skip from "was
+    Why: `torch.amp` skips in silence, and code that infers a skip from "was
     optimizer.step called?" is wrong for fused optimizers, whose kernel skips inside.
     This reads the flag itself.
     """
@@ -100,7 +100,7 @@ class StepReport:
         if dropped:
             more += f", micro-batches dropped: {dropped}"
         if self.left_out:
-            more += f", not updated: {_first_names(self.left_out)}"
+            more += f", not updated: {first_names(self.left_out)}"
         return f"step {self.step} {outcome} loss scale {self.scale:g}{more}"
 
     def _cause(self) -> str:
@@ -109,7 +109,7 @@ class StepReport:
         except RuntimeError:  # their gradients were cleared before anybody asked
             return "a gradient held inf or NaN"
         parts = [
-            f"{kind} in {_first_names(names)}"
+            f"{kind} in {first_names(names)}"
             for kind, names in names_by_kind.items()
             if names
         ]
@@ -175,7 +175,7 @@ class StepReport:
         return self.culprits() if self.skipped else ()
 
 
-def _first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
@@ -185,8 +185,8 @@ class OptimizerGrads:
     """The gradients an optimizer was stepped with, as long as they are still there.
 
     Why: to hold on to them would cost their memory in the next forward pass, and to
-    look at each of them would cost every run a pass over memory. On a CPU, where an
-    overflow is known at once, those of a skipped step are looked at at once.
+    read each of them would cost every run a pass over memory. On a CPU, where an
+    overflow is known at once, those of a skipped step are read at once.
 
     Args:
         optimizer: Just stepped.
@@ -209,7 +209,7 @@ class OptimizerGrads:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer, while somebody else has it."""
+        """The optimizer, while other code has it."""
         return self._optimizer()
 
     def gradients(self) -> list[tuple[str, Tensor]] | None:
@@ -309,10 +309,7 @@ def find_nonfinite_params(
 class GradAbsmax:
     """Names the non-finite gradients when it is called, though they are gone by then.
 
-    Takes the largest magnitude of each now, and does not wait for the device.
-
-    Args:
-        pairs: Names and gradients, at least one.
+    Takes the largest magnitude of each now, without synchronization.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:

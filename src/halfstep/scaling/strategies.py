@@ -52,44 +52,28 @@ _MAX_TRIAL_SCALE = 2.0**24
 
 
 class ScaleStrategy(Protocol):
-    """Looks on, and asks for a scale."""
+    """Observes losses and gradients, and proposes a scale."""
 
     name: str
     """The word that `strategy` knows it by."""
 
     def on_loss(self, loss: Tensor, state: ScaleState) -> Tensor | None:
-        """Look at a loss before it is scaled and its backward pass runs.
-
-        Args:
-            loss: Unscaled, with its graph.
-            state: Before the step.
-
-        Returns:
-            The scale to begin with, float32, shape (); None lets it stay.
-        """
+        """Observe an unscaled loss; return the scale to begin with, or None."""
 
     def propose(
         self, gradients: Sequence[Tensor], state: ScaleState, found_inf: Tensor
     ) -> Tensor | None:
-        """Ask for the scale of the next step.
+        """Return the scale for the next step, a power of two, or None.
 
         Args:
-            gradients: Unscaled, as `unscale_` left them; of several optimizers in
-                several calls, the lowest of whose answers counts.
+            gradients: Unscaled; of several optimizers in several calls, the lowest of
+                whose answers counts.
             state: The state under which the backward passes ran.
             found_inf: Not zero if a gradient held inf or NaN. Shape ().
-
-        Returns:
-            A power of two, float32, shape (); None asks for nothing.
         """
 
     def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
-        """Take note of what the ranks agreed on, just before the scale moves.
-
-        Args:
-            state: Before the step.
-            found_inf: Not zero if the step overflowed on any rank, shape ().
-        """
+        """Record what the ranks agreed on, just before the scale moves."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from. May wait for the device."""

@@ -67,14 +67,7 @@ def unscale_by_device_(
     *,
     recheck: bool = False,
 ) -> dict[torch.device, Tensor]:
-    """Do the same; return a flag for each device, 0.0 or 1.0 in float32, shape ().
-
-    Args:
-        gradients: As for `unscale_`.
-        inverse: As for `unscale_`.
-        dtypes: Those of the gradients, where the caller knows them.
-        recheck: As for `unscale_`.
-    """
+    """Do the same; return a flag for each device, 0.0 or 1.0 in float32, shape ()."""
     if not gradients:
         return {}
     if recheck:
@@ -149,15 +142,11 @@ def _has_dtensor(gradients: Iterable[Tensor]) -> bool:
 def reduction_groups(
     gradients: Iterable[Tensor], group: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks that must agree about these gradients.
+    """Return the groups of ranks that must agree about an optimizer's gradients.
 
-    Args:
-        gradients: All of one optimizer.
-        group: The user's own; it has the last word, and is then the only one.
-
-    Returns:
-        Without a group of the user's, one for each direction in which a DTensor is
-        split: with FSDP2 that is one group. Replicas hold the same numbers anyway.
+    The user's own group is then the only one. Without it there is one for each
+    direction in which a DTensor is split: with FSDP2 that is one group. Replicas hold
+    the same numbers anyway.
     """
     if group is not None:
         return [group]
@@ -216,6 +205,8 @@ def reduce_found_inf(
     found_inf: Tensor, gradients: Iterable[Tensor], group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return `found_inf` once all ranks concerned agree; it is written in place."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return found_inf
     groups = reduction_groups(gradients, group)
     return FoundInfReduction.start(found_inf, groups).wait() if groups else found_inf
 
@@ -227,18 +218,15 @@ def start_reduction(
     group: dist.ProcessGroup | None,
     state: dict[str, Any],
 ) -> dict[torch.device, Tensor]:
-    """Start to ask the other ranks about an optimizer's gradients, where there are any.
+    """Start to reduce an optimizer's flags over ranks; return the flags to keep.
 
     Args:
-        flags: By device, as seen here.
-        zero: 0.0, shape (), where the answer is wanted. A rank without gradients
-            comes along with that, or the others wait for ever.
+        flags: By device, of this rank.
+        zero: 0.0, shape (), on the device of the result: what a rank without gradients
+            takes part with, or the others would wait for ever.
         gradients: All of the optimizer.
         group: As for `reduction_groups`.
-        state: What a `GradScaler` keeps of it; `agreed` waits for what is put there.
-
-    Returns:
-        The flags to keep.
+        state: What a `GradScaler` keeps of it; `reduced_flags` waits for it.
     """
     groups = reduction_groups(gradients, group)
     if not groups:

@@ -68,7 +68,7 @@ class AccumulationWindow:
     def warn_if_too_rare(self) -> None:
         """Warn once if `session.step` is called for whole windows, not micro-batches.
 
-        Several losses of one micro-batch come from one region; two regions for two
+        Several losses of one micro-batch come from one context; two contexts for two
         losses are no rarity.
         """
         is_too_rare = (

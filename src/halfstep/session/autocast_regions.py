@@ -1,6 +1,6 @@
 """The autocast contexts of one Session's forward passes.
 
-In: a choice of level and format, a policy. Out: regions that share one cache of casts
+In: a choice of level and format, a policy. Out: contexts that share one cache of casts
 and one record, from one optimizer step to the next.
 """
 
@@ -35,12 +35,7 @@ class AutocastContexts:
     """
 
     def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
-        """Prepare the regions.
-
-        Args:
-            choice: Level and format; without autocast the regions do nothing.
-            policy: Its rules on modules are already attached to the model.
-            device: Device type of the model.
+        """Prepare the contexts; without autocast at this level they do nothing.
 
         Raises:
             UserError: If the device has no table, and the policy needs one.
@@ -75,7 +70,7 @@ class AutocastContexts:
         )
 
     def select(self, *, record: bool) -> Autocast | PolicyAutocast:
-        """Return the region for a micro-batch.
+        """Return the context for a micro-batch.
 
         Args:
             record: Observe its operations for `table`; without effect at a level
@@ -99,13 +94,10 @@ class AutocastContexts:
         self._num_opened = 0
 
     def after_step(self, num_implied: int) -> str:
-        """Take note that the optimizer has stepped.
+        """Note that the optimizer has stepped; return what to warn of, or "".
 
-        Args:
-            num_implied: How many of the policy's last rules nobody asked for.
-
-        Returns:
-            What to warn of: rules that matched nothing in the first step; "" of none.
+        After the first step, that is rules that matched nothing; the last `num_implied`
+        are not the user's own.
         """
         self._needs_refresh = True
         self._num_opened = 0
@@ -118,7 +110,7 @@ class AutocastContexts:
         )
 
     def table(self) -> Table | None:
-        """Return what ran how, if a region was recorded."""
+        """Return what ran how, if a context was recorded."""
         if self._recording_context is None or not self._recording_context.has_records:
             return None
         return self._recording_context.report()

@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 
 class GradientSync:
-    """Decides for each micro-batch who averages its gradients: DDP, we, or nobody yet.
-
-    Args:
-        masters: Whose gradients leave the model.
-        low: What gradients of 16-bit weights travel in.
-        accumulate: Micro-batches of a step.
-    """
+    """Decides for each micro-batch whether DDP or the session averages gradients."""
 
     def __init__(
         self, masters: MasterWeights, low: torch.dtype, accumulate: int
@@ -47,17 +41,12 @@ class GradientSync:
     def forward_context(
         self, model: nn.Module, num_done: int, *, per_pass: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the region for the forward pass of a micro-batch.
+        """Return the context for the forward pass of a micro-batch.
 
-        Gradients that are looked at after each micro-batch are averaged each time, by
-        DDP. Those that leave the model for their masters are averaged once, by
-        ourselves; others by DDP, in the last micro-batch. A communication hook is
-        asked each time: it may do something else than take a mean.
-
-        Args:
-            model: As the user calls it.
-            num_done: Micro-batches of this step so far.
-            per_pass: Gradients of each micro-batch are looked at by themselves.
+        Gradients that are checked after each micro-batch (`per_pass`) are averaged
+        each time, by DDP. Those that leave the model for their masters are averaged
+        once, by the session; others by DDP, in the last micro-batch. A communication
+        hook is called each time: it may do something else than take a mean.
 
         Raises:
             UserError: If ranks may run out of data while there are masters.
@@ -122,13 +111,13 @@ class GradientSync:
         self._pending = False
 
     def reduce_now(self, model: nn.Module) -> None:
-        """Average what has been kept to each rank, for it is looked at now."""
+        """Average what has been kept to each rank, for it is checked now."""
         if self._skips_ddp_sync or self._pending:
             self._average(model)
 
     def finish_step(self, model: nn.Module) -> None:
         """Average what is left to do at the end of a step."""
-        self._bind_ddp(model)  # who needs no region has opened none
+        self._bind_ddp(model)  # a level without autocast opens no context
         if self._pending:
             self._average(model)
 

@@ -5,7 +5,6 @@ In: a prepared model, its choice and policy. Out: a `Table`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from halfstep.numerics import formats
@@ -26,37 +25,17 @@ if TYPE_CHECKING:
 _COLUMNS = ("module", "count", "parameters", "stored", "runs in", "why")
 
 
-def explain_table(
-    model: nn.Module,
-    choice: Choice,
-    policy: Policy,
-    device: str,
-    *,
-    ran: Table | None,
-    scaler: LossScaler,
-    masters: Sequence[str],
-) -> Table:
-    """Return what ran how, if that was recorded, or else what is stored how.
-
-    Args:
-        model: Prepared: stored as its level says.
-        choice: Level and format.
-        policy: Rules that put modules apart.
-        device: "cpu", "cuda", "mps" or "xpu".
-        ran: Operations that were recorded.
-        scaler: Of the loss.
-        masters: Lines on what is kept beside weights, and how they are updated.
-    """
-    notes = session_notes(choice, policy, scaler, masters)
-    if ran is not None:
-        return replace(ran, notes=(*ran.notes, *notes))
-    return precision_table(model, choice, policy, device, notes)
-
-
 def session_notes(
     choice: Choice, policy: Policy, scaler: LossScaler, masters: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what holds for all of a session, a line each; as for `explain`."""
+    """Return what holds for all of a session, a line each.
+
+    Args:
+        choice: Level and format.
+        policy: Of the session.
+        scaler: Of the loss.
+        masters: Lines on what is kept beside weights, and how they are updated.
+    """
     rule = scaler.rule
     moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
     return (
@@ -72,15 +51,15 @@ def precision_table(
     choice: Choice,
     policy: Policy,
     device: str,
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
 ) -> Table:
     """Return one row for each type of module that holds parameters.
 
     Args:
         model: Prepared: stored as its level says.
         choice: Level and format.
-        policy: Rules that put modules apart.
-        device: "cpu", "cuda", "mps" or "xpu".
+        policy: Rules that say which modules run in another format.
+        device: Device type.
         notes: Lines below the table.
     """
     rows: dict[tuple[str, ...], tuple[int, int]] = {}

@@ -66,14 +66,6 @@ def check(
 ) -> None:
     """Refuse a sharded model that could not be trained as asked.
 
-    Args:
-        model: Sharded or not.
-        optimizer: Over its parameters.
-        choice: Level and format.
-        rules: The modules they put in fp32 must be shards of their own.
-        master: The user's word.
-        release: Gradients are released.
-
     Raises:
         UserError: With the call that would be right.
     """
@@ -198,10 +190,6 @@ def _sharded_parameters(
 def check_not_replaced(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Refuse an optimizer over parameters that `fully_shard` has replaced since.
 
-    Args:
-        model: As it is now.
-        params: The model's, as the optimizer knows them.
-
     Raises:
         UserError: With the order that is right.
     """
@@ -244,15 +232,7 @@ def make_masters(
     encoding: MasterEncoding | None,
     originals: dict[nn.Parameter, Tensor],
 ) -> MasterWeights:
-    """Return the master weights of a model, or what stands for them.
-
-    Args:
-        model: Converted.
-        optimizer: Over its parameters.
-        choice: Level and format.
-        encoding: What is kept beside each 16-bit weight; None for no masters.
-        originals: Parameter now stored low -> its fp32 value before.
-    """
+    """Return the master weights of a converted model, or what stands for them."""
     if encoding is not None:
         return MasterWeights(optimizer, originals, master=encoding.name)
     narrow_all(optimizer, originals)
@@ -281,13 +261,9 @@ def _describe_shards(model: nn.Module, choice: Choice) -> str:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return of a tensor what this rank holds of another of its shape.
+    """Return the part of a tensor that this rank holds of another of its shape.
 
-    Where it comes from other ranks, all of them must come here.
-
-    Args:
-        value: Whole, the same on every rank, or a DTensor.
-        like: Whole, or a DTensor.
+    Where it comes from other ranks, all of them must call this.
     """
     mesh = getattr(like, "device_mesh", None)
     if is_dtensor(value) and getattr(value, "device_mesh", None) != mesh:

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
     """Refuse what cannot be stepped without arguments, or steps another optimizer.
 
-    Args:
-        scheduler: None, or with a method `step`.
-        optimizer: Of the session.
-
     Raises:
         UserError: With what would be right.
     """
@@ -68,13 +64,9 @@ class LRSchedule:
         self._warned = False
 
     def step(self, applied: Tensor) -> None:
-        """Step once for each applied step that is known of.
+        """Step once for each applied step that is known on the host.
 
-        On a GPU that is `async_read.DELAY_STEPS` steps late: nothing waits for what was
-        skipped.
-
-        Args:
-            applied: Steps applied so far, shape ().
+        On a GPU that is `async_read.DELAY_STEPS` steps late, so that no step waits.
         """
         if self.scheduler is None:
             return
@@ -86,7 +78,7 @@ class LRSchedule:
             self._num_followed += 1
 
     def _warn_if_stepped_twice(self) -> None:
-        """Warn once if somebody else steps the schedule too."""
+        """Warn once if other code steps the schedule too."""
         if self._warned or self._last_epoch is None:
             return
         # Any other distance is that of a state which was loaded.

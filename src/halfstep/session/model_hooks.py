@@ -1,34 +1,33 @@
-"""Hooks that report a 16-bit model used without its session.
+"""Hooks that report a model or an optimizer used without its session.
 
-In: a model whose weights are low. Out: hooks on it. One names the autocast context when
-a forward pass outside of it fails; one warns of a `state_dict` without master weights.
+In: a prepared model and optimizer. Out: hooks on them. One names the autocast context
+when a forward pass outside of it fails; one warns of a `state_dict` without master
+weights; one refuses, or warns of, `optimizer.step()` by hand.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep._torch import optimizer_hooks
 from halfstep.casting import dtype_mismatch
-from halfstep.errors import warn_caller
+from halfstep.errors import UserError, warn_caller
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
+    from halfstep.masters import MasterWeights
+    from halfstep.scaling import LossScaler
+    from halfstep.session.accumulation_window import AccumulationWindow
 
 
 def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
-    """Hook a model whose weights were converted.
-
-    Args:
-        model: As it was prepared.
-        choice: Level and format.
-        device: Its device type.
-        masters: There are master weights.
-    """
+    """Hook a model whose weights were converted."""
     stored = f"{choice.format.name} (level {choice.level.name})"
     if choice.level.low_weights and choice.level.autocast:
         model.register_forward_hook(DtypeErrorHook(stored, device), always_call=True)
@@ -41,10 +40,6 @@ class DtypeErrorHook:
     """Forward hook: adds a line to errors about dtypes where autocast is off.
 
     Why: autocast contexts explain such errors; here there was none to do it.
-
-    Args:
-        stored: Format and level of the weights.
-        device: Device type of the model.
     """
 
     def __init__(self, stored: str, device: str) -> None:
@@ -73,10 +68,6 @@ class LowStateDictHook:
     """State-dict hook: warns once that weights in it are 16-bit.
 
     Copies and pickles of the model have no session, and do not warn.
-
-    Args:
-        dtype: Format of the weights.
-        active: Not warned yet.
     """
 
     def __init__(self, dtype: str, *, active: bool = True) -> None:
@@ -112,3 +103,69 @@ def _is_low_copy(value: object) -> bool:
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return False
     return is_low(value.dtype)
+
+
+class ExternalStepCheck:
+    """Refuses `optimizer.step()` by hand where it would be wrong; warns elsewhere.
+
+    The optimizer, to which it belongs, outlives the session.
+    """
+
+    def __init__(
+        self, masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
+    ) -> None:
+        optimizer_hooks.register_pre_step_check(masters.optimizer, self)
+        self._masters = masters
+        self._rule = scaler.rule
+        self._window = weakref.ref(window)
+        self._warned = False
+
+    def __call__(self) -> None:
+        """Check a step that is about to be taken.
+
+        Without any gradient there is nothing to lose: such a step keeps schedules
+        quiet.
+
+        Raises:
+            UserError: If gradients are those of 16-bit weights, or multiplied by the
+                loss scale.
+        """
+        if self._masters.stepping:
+            return
+        master_params = self._masters.master_params.values()
+        if any(
+            s.weight.grad is not None or s.master.grad is not None
+            for s in master_params
+        ):
+            message = (
+                "optimizer.step() was called while the session holds gradients of "
+                "16-bit weights: call session.step(), which unscales and clips them, "
+                "steps, and publishes the weights."
+            )
+            raise UserError(message)
+        groups, window = self._masters.optimizer.param_groups, self._window()
+        has_grads = any(p.grad is not None for group in groups for p in group["params"])
+        if not has_grads or window is None:
+            return
+        if window.num_pending and self._rule.scales:
+            message = (
+                "optimizer.step() was called after session.backward(), whose gradients "
+                "are multiplied by the loss scale: call session.step(), which unscales "
+                "them."
+            )
+            raise UserError(message)
+        if self._warned or not (self._rule.scales or window.num_pending):
+            return
+        self._warned = True
+        if window.num_pending:
+            warn_caller(
+                "optimizer.step() was called after session.backward(): it neither "
+                "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
+                "steps the schedule. Call session.step() instead."
+            )
+        else:
+            warn_caller(
+                "optimizer.step() was called in place of session.step(): unless "
+                "another scaler scales the loss, small gradients become zero in fp16. "
+                "Call session.backward(loss), then session.step()."
+            )

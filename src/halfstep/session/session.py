@@ -1,14 +1,17 @@
-"""A model and an optimizer at work at one level.
+"""A model and an optimizer that train at one level.
 
 In: both, a choice of level and format, a policy. Out: a session whose step collects
-gradients, unscales them, agrees on overflow, clips and updates, and publishes weights,
-and says what it did.
+gradients, unscales them, agrees on found_inf over ranks, clips and updates, and reports
+what it did. `Session._update_weights` is that path.
 """
 
 from __future__ import annotations
 
 import contextlib
-from operator import attrgetter
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,7 +23,7 @@ from halfstep.errors import require_type, warn_caller
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.scaling import misuse
-from halfstep.scaling.per_pass import BackwardPasses, LossScalers, free_graph
+from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry, free_graph
 from halfstep.scaling.step_report import (
     Constant,
     NonFiniteParam,
@@ -28,13 +31,14 @@ from halfstep.scaling.step_report import (
     deferred_nonfinite,
     find_nonfinite_params,
 )
+from halfstep.scaling.unscale import reduce_found_inf
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
 from halfstep.session.accumulation_window import AccumulationWindow
 from halfstep.session.autocast_regions import AutocastContexts
 from halfstep.session.ddp_sync import GradientSync
-from halfstep.session.explain import explain_table, session_notes
+from halfstep.session.explain import precision_table, session_notes
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
 from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
 
@@ -51,11 +55,13 @@ if TYPE_CHECKING:
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
     from halfstep.scaling import LossScaler, ScaleRule
-    from halfstep.scaling.per_pass import Retry
+
+    _AroundUpdate = Callable[[StepReport], contextlib.AbstractContextManager[object]]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-_GRAD, _WEIGHT = attrgetter("grad"), attrgetter("weight")
+_GRAD, _WEIGHT, _VERSION = map(attrgetter, ("grad", "weight", "_version"))
+_IS_SET = partial(is_not, None)
 
 
 class Session:
@@ -89,7 +95,12 @@ class Session:
         self._device = device
         self._loss_scalers = LossScalers(rule, process_group)
         self.scaler: LossScaler = self._loss_scalers.get_or_create("", device)
-        self._passes = BackwardPasses(self._loss_scalers, on_overflow, process_group)
+        self._passes: BackwardPasses | None = None
+        """Set where each backward pass is unscaled and checked by itself."""
+        if on_overflow.checks_each_pass:
+            self._passes = BackwardPasses(
+                self._loss_scalers, on_overflow, process_group
+            )
         self._unwrapped = model
         # `model` may become a wrapper of itself later; as it is, there is no DDP.
         self._never_ddp = model if ddp.unwrap(model) is model else None
@@ -110,9 +121,7 @@ class Session:
         self._checks_versions = rule.scales and process_group is None
         self._grad_versions: dict[int, int] = {}
         """What torch counts of writes to each gradient, when the session left it."""
-        self._optimizer_step = OptimizerStep(
-            self._masters, self._passes, clip_grad_norm, device
-        )
+        self._optimizer_step = OptimizerStep(self._masters, clip_grad_norm, device)
         self._in_backward: OptimizerInBackward | None = None
         if optimizer_in_backward:
             self._in_backward = OptimizerInBackward(
@@ -120,21 +129,23 @@ class Session:
             )
             self.scaler.monitor.log.consequence = "parameters left out"
         self._rounding_loss: RoundingLossCounter | None = None
+        self._around_update: _AroundUpdate = contextlib.nullcontext
         self._num_open_contexts = 0
-        """Regions open now."""
+        """Open now."""
         self._num_attempted = 0
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
         self._window.log_pending_at_end(self)
+        model_hooks.ExternalStepCheck(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
-        """Open the region for the forward pass and the loss of one micro-batch.
+        """Open the autocast context for forward pass and loss of one micro-batch.
 
         Args:
-            record: Observe each operation, for `explain` to tell; slow.
+            record: Observe each operation, for `explain`; slow.
         """
         if not self._num_attempted:
             fsdp.check_not_replaced(
@@ -146,11 +157,10 @@ class Session:
             self._window.warn_if_pending()
         # It writes to weights, so not after the forward pass.
         self._masters.add_new_params()
-        per_pass = self._passes.per_pass
         sync_context: contextlib.AbstractContextManager[None] = _NO_CONTEXT
         if self.model is not self._never_ddp:
             sync_context = self._grad_sync.forward_context(
-                self.model, self._window.num_done, per_pass=per_pass
+                self.model, self._window.num_done, per_pass=self._passes is not None
             )
         context = self._contexts.select(record=record)
         self._window.num_contexts += (
@@ -169,33 +179,32 @@ class Session:
         Args:
             loss: Mean loss of the micro-batch, shape ().
             name: Losses of different names have loss scales of their own. Their
-                gradients are unscaled, and looked at, before they are added up. Under
+                gradients are unscaled, and checked, before they are added up. Under
                 DDP each needs a forward pass of its own.
         """
-        expected = "a Tensor with its graph, as the loss function returns it"
-        require_type("loss", loss, isinstance(loss, Tensor), expected)
-        passes, window = self._passes, self._window
-        if passes.keeps_graphs and ddp.is_data_parallel(self.model):
-            raise misuse.retries_under_ddp()
+        is_tensor = isinstance(loss, Tensor)
+        if not is_tensor:
+            expected = "a Tensor with its graph, as the loss function returns it"
+            require_type("loss", loss, is_tensor, expected)
+        window = self._window
         second_pass = window.loss is not None
-        if self._in_backward is not None and second_pass:
+        if second_pass and self._in_backward is not None:
             raise misuse.released_twice()
         scaler = self.scaler
-        if name:
-            scaler = self._loss_scalers.get_or_create(name, self._device)
+        if self._passes is not None or (name and self._in_backward is None):
+            scaler = self._scaler_of_pass(name)
+        passes = self._passes
         scaler.observe_loss(loss, self._name)
-        first = not window.num_done and not second_pass
-        second_pass = second_pass and not passes.per_pass
-        if window.has_gradients and not passes.per_pass and window.loss is None:
+        if window.has_gradients and not second_pass and passes is None:
             window.warn_if_cleared(has_gradients=bool(self._reachable_grads()))
+        first = not (window.num_done or second_pass)
         window.loss = loss.detach()
         window.num_passes += not name
         try:
-            if passes.per_pass or passes.loss_name not in {None, name}:
-                self._run_per_pass(loss, name, scaler, second_pass=second_pass)
-            else:
-                passes.loss_name = name
+            if passes is None:
                 self._run_backward(scaler.scale(loss / window.size), second_pass)
+            else:
+                self._run_checked(passes, loss, name, scaler)
         except Exception:
             # Out of memory half way: what it left must not enter the next update.
             if first:
@@ -204,56 +213,60 @@ class Session:
                 window.has_failed = True
             raise
         if self.model is not self._never_ddp:
-            self._grad_sync.after_backward(per_pass=passes.per_pass)
-        self._record_grad_versions()
-
-    def _record_grad_versions(self) -> None:
+            self._grad_sync.after_backward(per_pass=passes is not None)
         if self._checks_versions:
-            self._grad_versions = {
-                id(grad): grad._version  # noqa: SLF001
-                for grad in self._reachable_grads()
-            }
+            self._grad_versions = self._read_grad_versions()
 
-    def _warn_if_grads_changed(self) -> None:
-        """Warn once if gradients are not as the last backward pass left them."""
-        if not self._checks_versions:
-            return
-        versions = self._grad_versions
-        for grad in self._reachable_grads():
-            if versions.get(id(grad)) != grad._version:  # noqa: SLF001
-                self._checks_versions = False
-                self._window.warn_of_changed_gradients()
-                return
+    def _scaler_of_pass(self, name: str) -> LossScaler:
+        """Return the scaler of a pass that is unscaled and checked by itself.
 
-    def _run_per_pass(
-        self, loss: Tensor, name: str, scaler: LossScaler, *, second_pass: bool
+        From the first named loss on each pass is: gradients of two scales cannot be
+        added. Those of earlier passes of the window are unscaled now.
+        """
+        passes = self._passes
+        if passes is None:
+            passes = BackwardPasses(self._loss_scalers, Retry(0), self._group)
+            if self._window.num_pending:
+                self._sync_grads()
+                passes.unscale_earlier(self._params())
+            self._passes = passes
+        passes.check(name, is_ddp=ddp.is_data_parallel(self.model))
+        return self._loss_scalers.get_or_create(name, self._device)
+
+    def _run_checked(
+        self, passes: BackwardPasses, loss: Tensor, name: str, scaler: LossScaler
     ) -> None:
         """Run a pass whose gradients are unscaled and checked by themselves."""
 
-        def backward(keep: bool) -> None:
-            scaled = scaler.scale(loss / self.accumulate)
-            self._run_backward(scaled, second_pass, keep_graph=keep)
+        def backward(keep_graph: bool) -> None:
+            scaled = scaler.scale(loss / self._window.size)
+            self._run_backward(scaled, second_pass=False, keep_graph=keep_graph)
+            self._sync_grads()
 
-        def sync_grads() -> None:
-            self._masters.accumulate_grads()
-            self._grad_sync.reduce_now(self.model)
-
-        passes = self._passes
-        passes.run(name, backward, self._params(), sync_grads=sync_grads)
+        passes.run(name, backward, self._params())
         if passes.keeps_graphs:
             free_graph(loss)
+
+    def _sync_grads(self) -> None:
+        """Bring gradients into the optimizer's parameters, averaged over processes."""
+        self._masters.accumulate_grads()
+        self._grad_sync.reduce_now(self.model)
+
+    def _read_grad_versions(self) -> dict[int, int]:
+        """Return what torch counts of writes to each gradient."""
+        grads = self._reachable_grads()
+        return dict(zip(map(id, grads), map(_VERSION, grads), strict=True))
+
+    def _warn_if_grads_changed(self) -> None:
+        """Warn once if gradients are not as the last backward pass left them."""
+        if not self._read_grad_versions().items() <= self._grad_versions.items():
+            self._checks_versions = False
+            self._window.warn_of_changed_gradients()
 
     def _run_backward(
         self, scaled: Tensor, second_pass: bool, *, keep_graph: bool = False
     ) -> None:
-        """Run the backward pass of a scaled loss.
-
-        Args:
-            scaled: Loss, times its scale.
-            second_pass: Another pass of this micro-batch came before: both are added
-                up in fp32.
-            keep_graph: It may be run again.
-        """
+        """Run a backward pass; a second one of a micro-batch is added up in fp32."""
         accumulator = self._contexts.grad_accumulator
         masters, in_backward = self._masters, self._in_backward
         # Of masters, and while hooks of ours use gradients as they come: in our passes
@@ -317,11 +330,15 @@ class Session:
             raise misuse.grads_in_window(window.num_pending, window.size)
         if self.model is not self._never_ddp and self._grad_sync.is_pending:
             # As `step` does: the mean over ranks is that of fp32 sums.
-            self._warn_if_grads_changed()
+            if self._checks_versions:
+                self._warn_if_grads_changed()
             self._masters.accumulate_grads()
             self._grad_sync.finish_step(self.model)
-            self._record_grad_versions()
-        pairs = self._optimizer_step.unscaled_grads()
+            self._grad_versions = self._read_grad_versions()
+        if self._passes is not None:
+            pairs = self._passes.sums_in_fp32()
+        else:
+            pairs = self._optimizer_step.unscaled_grads(self.scaler)
         return ((self._name(param), gradient) for param, gradient in pairs)
 
     def step(self) -> StepReport:
@@ -377,7 +394,8 @@ class Session:
             raise misuse.pass_failed()
         if window.loss is None:
             raise misuse.step_without_backward(self._num_attempted)
-        self._warn_if_grads_changed()
+        if self._checks_versions:
+            self._warn_if_grads_changed()
         window.num_done += 1
         window.loss = None
         if window.size > 1:
@@ -387,20 +405,17 @@ class Session:
         return window.num_done >= window.size
 
     def _update_weights(self) -> StepReport:
-        """Collect gradients, unscale, agree on overflow, clip and update, publish."""
-        optimizer_step = self._optimizer_step
-        grads = self._collect_grads()
-        found_inf = optimizer_step.unscale([gradient for _, gradient in grads])
-        on_device = optimizer_step.skips_on_device
-        report = self._make_report(grads, found_inf, on_device=on_device)
-        if self._rounding_loss is None:
-            optimizer_step.update(found_inf, on_device=on_device)
-        else:
-            with self._rounding_loss.measure(report):
-                optimizer_step.update(found_inf, on_device=on_device)
-        optimizer_step.zero_grad()
-        self._window.reset()
-        self._loss_scalers.update(found_inf, report.culprits)
+        """Take one optimizer step, in five stages.
+
+        Where each backward pass was unscaled by itself (named losses, `on_overflow`),
+        `BackwardPasses` stands for the loss scaler.
+        """
+        scaler = self.scaler if self._passes is None else self._passes
+        params, grads = self._collect_grads(scaler)
+        found_inf = self._optimizer_step.unscale(grads, scaler)
+        found_inf = reduce_found_inf(found_inf, grads, scaler.group)
+        report = self._clip_and_update(params, grads, found_inf)
+        self._publish(report, found_inf, scaler)
         return report
 
     def _finish_in_backward(self) -> StepReport:
@@ -419,7 +434,7 @@ class Session:
             NonFiniteParam(self._name(param), inf=True, nan=True) for param in left_out
         ]
         found_inf = torch.full((), float(bool(left_out)), device=self._device)
-        self._loss_scalers.update(found_inf, lambda: tuple(nonfinite))
+        self.scaler.update(found_inf, lambda: tuple(nonfinite))
         return StepReport(
             self._num_attempted,
             complete=True,
@@ -429,67 +444,80 @@ class Session:
             left_out=tuple(culprit.name for culprit in nonfinite),
         )
 
-    def _collect_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Return parameters and gradients of the step, averaged over processes."""
+    def _collect_grads(
+        self, scaler: LossScaler | BackwardPasses
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the optimizer's parameters and gradients, averaged over ranks."""
         window = self._window
         if self.model is not self._never_ddp:
             self._grad_sync.finish_step(self.model)
-        grads = self._optimizer_step.grads(in_fp32=window.size > 1)
         if not self._num_attempted:
             fsdp.check_not_replaced(
                 self._unwrapped, map(self._masters.model_param, self._params())
             )
+        if self._passes is not None:
+            self._passes.restore_grads()
+        step = self._optimizer_step
+        params, grads = step.collect(scaler, in_fp32=window.size > 1)
         if not grads and self._group is None:
             raise misuse.no_gradient()
         if grads and window.num_done < window.size:
-            gradients = [gradient for _, gradient in grads]
             # The sum of a part of a window becomes the mean of its micro-batches.
-            torch._foreach_mul_(gradients, window.size / window.num_done)
-        return grads
+            torch._foreach_mul_(grads, window.size / window.num_done)
+        return params, grads
 
-    def _params(self) -> list[Tensor]:
-        params: list[Tensor] = []
-        for group in self.optimizer.param_groups:
-            params += group["params"]
-        return params
-
-    def _reachable_grads(self) -> list[Tensor]:
-        """Return the gradients that the caller can reach, of weights and masters."""
-        params = self._params()
-        params += map(_WEIGHT, self._masters.master_params.values())
-        return [grad for grad in map(_GRAD, params) if grad is not None]
-
-    def _make_report(
-        self,
-        gradients: list[tuple[Tensor, Tensor]],
-        found_inf: Tensor,
-        *,
-        on_device: bool,
+    def _clip_and_update(
+        self, params: list[Tensor], grads: list[Tensor], found_inf: Tensor
     ) -> StepReport:
-        """Take down what clipping and clearing will destroy."""
-        norm = self._optimizer_step.norm
+        """Update the weights, unless `found_inf` is 1; say what was done."""
+        step = self._optimizer_step
+        on_device, norm = step.skips_on_device, step.norm
+        # What clipping and clearing will destroy is read now.
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
-        if on_device:
-            culprits = deferred_nonfinite(self._named_grads(gradients))
-        elif found_inf:
-            culprits = Constant(find_nonfinite_params(self._named_grads(gradients)))
+        if on_device or found_inf:
+            named_grads = list(zip(map(self._name, params), grads, strict=True))
+            culprits = (
+                deferred_nonfinite(named_grads)
+                if on_device
+                else Constant(find_nonfinite_params(named_grads))
+            )
         self._num_attempted += 1
         self._num_skipped += found_inf
         passes = self._passes
-        return StepReport(
+        report = StepReport(
             self._num_attempted,
             complete=True,
-            scale_used=passes.scaler.state.scale,
+            scale_used=(self.scaler if passes is None else passes).state.scale,
             found_inf=found_inf,
-            norm=lambda: norm,
+            norm=Constant(norm),
             culprits=culprits,
-            dropped=passes.num_dropped() if passes.per_pass else 0,
+            dropped=0 if passes is None else passes.num_dropped,
         )
+        with self._around_update(report):
+            step.update(found_inf, on_device=on_device)
+        return report
 
-    def _named_grads(
-        self, grads: list[tuple[Tensor, Tensor]]
-    ) -> list[tuple[str, Tensor]]:
-        return [(self._name(param), gradient) for param, gradient in grads]
+    def _publish(
+        self,
+        report: StepReport,
+        found_inf: Tensor,
+        scaler: LossScaler | BackwardPasses,
+    ) -> None:
+        """Clear the gradients of a step that is done, and move the loss scale."""
+        self._optimizer_step.zero_grad()
+        self._window.reset()
+        scaler.update(found_inf, report.culprits)
+
+    def _params(self) -> list[Tensor]:
+        groups = self.optimizer.param_groups
+        return [*chain.from_iterable(map(itemgetter("params"), groups))]
+
+    def _reachable_grads(self) -> list[Tensor]:
+        """Return the gradients that the caller can reach, of weights and masters."""
+        groups = self.optimizer.param_groups
+        weights = map(_WEIGHT, self._masters.master_params.values())
+        params = chain(*map(itemgetter("params"), groups), weights)
+        return list(filter(_IS_SET, map(_GRAD, params)))
 
     def _name(self, param: Tensor) -> str:
         shape = f"a parameter of shape {tuple(param.shape)}"
@@ -535,21 +563,20 @@ class Session:
     def explain(self) -> Table:
         """Return what ran how, and why, as a table.
 
-        After a region with `session.autocast(record=True)` each operation in it has a
+        After a context of `session.autocast(record=True)` each operation in it has a
         row; before, each type of module, with what it is stored and runs in.
         """
-        return explain_table(
-            self._unwrapped,
-            self.choice,
-            self.policy,
-            self._device.type,
-            ran=self._contexts.table(),
-            scaler=self.scaler,
-            masters=self._notes(),
+        ran = self._contexts.table()
+        if ran is not None:
+            return replace(ran, notes=(*ran.notes, *self._notes()))
+        device = self._device.type
+        return precision_table(
+            self._unwrapped, self.choice, self.policy, device, self._notes()
         )
 
-    def _notes(self) -> tuple[str, str]:
-        return self._masters.note(), f"update: {self._masters.describe()}"
+    def _notes(self) -> tuple[str, ...]:
+        masters = self._masters.note(), f"update: {self._masters.describe()}"
+        return session_notes(self.choice, self.policy, self.scaler, masters)
 
     def __str__(self) -> str:
         """Say what is trained how, and how far. May wait for the device."""
@@ -559,7 +586,7 @@ class Session:
         model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
         lines = [
             f"Session of {model} and {optimizer}, {count:,} numbers on {self._device}",
-            *session_notes(self.choice, self.policy, self.scaler, self._notes()),
+            *self._notes(),
             *([window] if self.accumulate > 1 else []),
             f"steps: {self.steps_applied} applied, {self.steps_skipped} skipped",
         ]
@@ -571,8 +598,10 @@ class Session:
         return f"<Session of {model} and {optimizer} at {self.choice}>"
 
     def zero_grad(self) -> None:
-        """Forget all gradients of the step under way, folded and kept ones too."""
+        """Clear all gradients of the step under way, fp32 sums of them too."""
         self._optimizer_step.zero_grad()
+        if self._passes is not None:
+            self._passes.reset()
         self._grad_sync.discard()
         if self._in_backward is not None:
             self._in_backward.discard()
@@ -617,6 +646,7 @@ class Session:
         if self._rounding_loss is not None:
             counter.last = self._rounding_loss.last
         self._rounding_loss = counter
+        self._around_update = counter.measure
 
     def lost_updates(self) -> tuple[RoundingLoss, ...]:
         """Return the last count of updates that rounding undid, by parameter group.
@@ -656,7 +686,7 @@ class Session:
             UserError: If it is of another version, or weights or optimizer do not fit.
         """
         # What can be refused comes first: a refused state must leave all as it was.
-        state = session_state_dict.check(state, self._unwrapped, self._masters)
+        session_state_dict.check(state, self._unwrapped, self._masters)
         self._loss_scalers.check(state["scales"])
         session_state_dict.load(state, self._unwrapped, self._masters, self.choice)
         if state["dtype"] == self.choice.format.name:

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
 
 VERSION = 3
-PREVIOUS_VERSION = 2
-"""Version that knew fp32 masters only, and no names in the optimizer."""
-KEYS = ("dtype", "weights", "optimizer", "scales", "steps", "schedule")
-VERSION_3_KEYS = ("parameters", "moments", "masters", "extra")
-"""Keys that came with version 3."""
+KEYS = (
+    *("dtype", "weights", "optimizer", "scales", "steps", "schedule"),
+    *("parameters", "moments", "masters", "extra"),
+)
 INNER = {
     "optimizer": ("state", "param_groups"),
     "steps": ("attempted", "skipped"),
@@ -132,28 +131,20 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
     }
 
 
-def check(
-    state: dict[str, Any], model: nn.Module, masters: MasterWeights
-) -> dict[str, Any]:
-    """Refuse a state that cannot be loaded; return it as the present version has it.
+def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
+    """Refuse a state that cannot be loaded.
 
     Raises:
         UserError: If it is of another version, lacks something, or its weights or its
             optimizer do not fit.
     """
-    if state.get("version") not in {PREVIOUS_VERSION, VERSION}:
+    if state.get("version") != VERSION:
         message = (
             f"session state has version {state.get('version')!r}; this halfstep "
-            f"reads versions {PREVIOUS_VERSION} and {VERSION}."
+            f"reads version {VERSION}."
         )
         raise UserError(message)
-    if state["version"] == PREVIOUS_VERSION:
-        fp32_masters = {"form": "fp32", "seed": 0, "step": 0, "low": {}}
-        state = {"parameters": None, "masters": fp32_masters, "extra": {}} | state
-    for key in (
-        *KEYS,
-        *(VERSION_3_KEYS if state["version"] > PREVIOUS_VERSION else ()),
-    ):
+    for key in KEYS:
         _require(state, key)
     for key, inner in INNER.items():
         # No schedule at all is {}.
@@ -166,7 +157,6 @@ def check(
             convert_model.refuse_overflow(named, tensor.dtype)
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
-    return state
 
 
 def _require(state: dict[str, Any], *path: str) -> None:
@@ -208,9 +198,7 @@ def _kind(tensor: Tensor) -> tuple[bool, bool]:
 
 def _check_extra(state: dict[str, Any], model: nn.Module) -> None:
     own, saved = _extra(model), {*state["extra"], *filter(_is_extra, state["weights"])}
-    # The version before did not save any but tensors.
-    expected = own.keys() if state["version"] > PREVIOUS_VERSION else own.keys() & saved
-    for name in sorted(expected ^ saved):
+    for name in sorted(own.keys() ^ saved):
         message = (
             f"{name!r} is in {'the model' if name in own else 'the state'} alone; "
             "build the model that was saved."
@@ -234,9 +222,7 @@ def _check_optimizer(
             f"of {sizes[1]}; group parameters as they were."
         )
         raise UserError(message)
-    mine = _parameters(model, masters)
-    names = mine if state["parameters"] is None else state["parameters"]
-    for name, other in zip_longest(mine, names):
+    for name, other in zip_longest(_parameters(model, masters), state["parameters"]):
         if name != other:
             message = (
                 f"the state's optimizer holds {other!r} where this one holds {name!r}; "
@@ -244,7 +230,7 @@ def _check_optimizer(
             )
             raise UserError(message)
     _check_optimizer_type(own, saved_groups)
-    if state.get("moments", len(saved["state"])) != len(saved["state"]):
+    if state["moments"] != len(saved["state"]):
         message = (
             f"the state was saved with moments of {state['moments']} parameters, and "
             f"holds those of {len(saved['state'])}. From a directory of "
@@ -373,7 +359,7 @@ def _shard_value(value: object, param: Tensor | None) -> object:
 
 
 def normalize_loaded_states(masters: MasterWeights) -> None:
-    """Keep moments in the form's dtype, whoever loads a state into the optimizer.
+    """Keep moments in the form's dtype, also where the optimizer loads a state.
 
     Why: `Optimizer.load_state_dict` casts them to the dtype of the parameter, which
     is fp32 for masters, even where they are kept in bf16.

@@ -32,7 +32,7 @@ __all__ = [
     "parallel",
 ]
 
-_ROOMS = {
+_MODULES = {
     "amp": amp,
     "fp16_utils": fp16_utils,
     "multi_tensor_apply": multi_tensor_apply,
@@ -40,7 +40,7 @@ _ROOMS = {
     "parallel": parallel,
 }
 _FP16_NAMES = {name: getattr(fp16_utils, name) for name in fp16_utils.__all__}
-_INSIDE: dict[str, dict[str, Any]] = {
+_SUBMODULES: dict[str, dict[str, Any]] = {
     "amp._amp_state": {
         "_amp_state": STATE,
         "AmpState": AmpState,
@@ -76,13 +76,13 @@ def install() -> None:
     """
     sys.modules["apex"] = sys.modules[__name__]
     sys.modules["amp_C"] = amp_C
-    for name, room in _ROOMS.items():
-        sys.modules[f"apex.{name}"] = room
-    for path, names in _INSIDE.items():
-        module = ModuleType(f"apex.{path}", f"`{path}` of apex, as far as it is here.")
+    for name, module in _MODULES.items():
+        sys.modules[f"apex.{name}"] = module
+    for path, names in _SUBMODULES.items():
+        module = ModuleType(f"apex.{path}", f"`{path}` of apex.")
         vars(module).update(names)
         sys.modules[module.__name__] = module
         parent, _, name = path.partition(".")
         # apex too hides its modules `_amp_state` and `LARC` behind what is in them.
-        if not hasattr(_ROOMS[parent], name):
-            setattr(_ROOMS[parent], name, module)
+        if not hasattr(_MODULES[parent], name):
+            setattr(_MODULES[parent], name, module)

@@ -1,8 +1,8 @@
 """O1: operations cast one by one, everywhere, from `initialize` on.
 
-In: device types and a dtype. Out: a `AmpHandle`, which keeps regions of halfstep's
-autocast open under a policy that holds apex's lists, with patches for what no policy
-reaches; and the user's own functions, registered or decorated.
+In: device types and a dtype. Out: an `AmpHandle`, which keeps autocast contexts open
+under a policy that holds apex's lists, with patches for what no policy reaches; and
+the user's own functions, registered or decorated.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfstep.casting.autocast_mode import Autocast
-from halfstep.casting.autocast_mode import autocast as region_of
+from halfstep.casting.autocast_mode import Autocast, autocast
 from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.casting.weight_cache import CastCache
-from halfstep.compat.apex.lists import BANNED, FP32_NAMES, PATCHED_FP32, policy_for
 from halfstep.compat.apex.state import STATE, AmpError
 from halfstep.numerics.formats import cast_floating, is_low
 from halfstep.policy import decision
 from halfstep.policy.op_tables import FP32, LOW, PROMOTE
+from halfstep.policy.rules import Policy, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,10 +32,73 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_REMOVED = (
-    "apex's old interface, handle.{name}, is gone: use amp.initialize(model, "
-    "optimizer) and `with amp.scale_loss(loss, optimizer)`."
+_HALF = """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    linear prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell
+"""
+_HALF_LAYERS = {"cpu": "lstm gru rnn_tanh rnn_relu"}
+"""Recurrent layers; on CUDA torch's own kernel casts what cuDNN packs."""
+
+_FP32_WORDS = """
+    acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod
+    cumsum dist norm prod std sum var renorm
+"""
+FP32_NAMES = tuple(_FP32_WORDS.split())
+"""Names in `torch`, most of them of tensors too."""
+
+_FLOAT = (
+    _FP32_WORDS
+    + """
+    linalg_vector_norm linalg_matrix_norm frobenius_norm nuclear_norm
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
+    softplus log_softmax softmax gelu layer_norm group_norm cosine_similarity
+    poisson_nll_loss cosine_embedding_loss cross_entropy_loss hinge_embedding_loss
+    kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+    multi_margin_loss nll_loss nll_loss2d nll_loss_nd binary_cross_entropy_with_logits
+    smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss binary_cross_entropy
+"""
 )
+_WIDEST = "addcdiv addcmul atan2 cross linalg_cross bilinear dot cat stack"
+"""torch promotes the arithmetic and the comparisons of apex's list by itself."""
+
+PATCHED_FP32 = ("local_response_norm", "multilabel_soft_margin_loss")
+"""Composed in Python, of operations that are on no list."""
+BANNED = ("binary_cross_entropy",)
+
+
+@functools.cache
+def policy_for(device: str) -> Policy:
+    """Return O1's policy on a device."""
+    half = f"{_HALF} {_HALF_LAYERS.get(device, '')}"
+    return Policy(
+        (
+            _rule(half, LOW, "apex's O1 runs it in fp16: products and convolutions"),
+            _rule(_FLOAT, FP32, "apex's O1 runs it in fp32: range and sums"),
+            _rule(_WIDEST, PROMOTE, "apex's O1 runs it in its widest operand's dtype"),
+        )
+    )
+
+
+def _rule(names: str, category: str, reason: str) -> Rule:
+    return Rule("op", f"/{'|'.join(names.split())}/", category, reason)
+
+
+def _removed(name: str) -> Callable[..., NoReturn]:
+    """Return a method that raises: apex's old interface is not here."""
+
+    def method(*_: object, **__: object) -> NoReturn:
+        message = (
+            f"apex's old interface, handle.{name}, is gone: use amp.initialize(model, "
+            "optimizer) and `with amp.scale_loss(loss, optimizer)`."
+        )
+        raise AmpError(message)
+
+    return method
 
 
 @dataclass(frozen=True)
@@ -54,9 +116,9 @@ _pending_functions: list[Registered] = []
 
 
 class AmpHandle:
-    """Casts in force in the thread that opened them, until `_deactivate`.
+    """Casts in the thread that opened them, until `_deactivate`.
 
-    Why regions that stay open: apex patched torch's functions, so a loss outside of
+    Why contexts that stay open: apex patched torch's functions, so a loss outside of
     the model was cast too. Other threads are not in them, but for replicas of
     `nn.DataParallel`.
 
@@ -64,8 +126,8 @@ class AmpHandle:
         devices: Device types on which operations are cast; none: nowhere.
         dtype: The 16-bit dtype.
         caching: Cast each weight once from one `scale_loss` to the next.
-        allow_banned: Run binary_cross_entropy in fp32 where it would be refused.
-        registered: Functions to take over from a handle before.
+        allow_banned: Run binary_cross_entropy in fp32 where it would be rejected.
+        registered: Functions of an earlier handle.
     """
 
     def __init__(
@@ -82,11 +144,11 @@ class AmpHandle:
         self.registered = list(registered)
         self._caching = caching
         self._banned = () if allow_banned else BANNED
-        self._caches = {device: CastCache() for device in self.devices}
+        self.caches = {device: CastCache() for device in self.devices}
         self._exit_stack = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Put patches and regions in force."""
+        """Install the patches, and enter the autocast contexts."""
         if not self.devices:
             return
         self._patch()
@@ -94,8 +156,8 @@ class AmpHandle:
             self.register(_pending_functions.pop(0))
         for function in self.registered:
             self._wrap(function)
-        for device, cache in self._caches.items():
-            region = PolicyAutocast(
+        for device, cache in self.caches.items():
+            context = PolicyAutocast(
                 Autocast(device, self.dtype, enabled=True, cache_enabled=self._caching),
                 policy_for(device),
                 cache,
@@ -103,10 +165,10 @@ class AmpHandle:
                 record=False,
                 matched_rules=set(),
             )
-            self._exit_stack.enter_context(region)
+            self._exit_stack.enter_context(context)
 
     def close(self) -> None:
-        """Leave the regions, and put back what was patched."""
+        """Leave the contexts, and undo the patches."""
         self._exit_stack.close()
         self.devices = []
 
@@ -122,36 +184,23 @@ class AmpHandle:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Let operations run as called."""
-        with contextlib.ExitStack() as regions:
+        with contextlib.ExitStack() as contexts:
             for device in self.devices:
                 if torch.is_autocast_enabled(device):
-                    regions.enter_context(region_of(device, enabled=False))
+                    contexts.enter_context(autocast(device, enabled=False))
             yield
 
     _disable_casts = off
 
     def clear_cache(self) -> None:
-        """Forget the casts of weights: they may have changed in ways nobody counts."""
-        for cache in self._caches.values():
+        """Forget the casts of weights, which may have changed through `.data`."""
+        for cache in self.caches.values():
             cache.clear()
 
     _clear_cache = clear_cache
 
-    def scale_loss(self, *_: object, **__: object) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            AmpError: Always.
-        """
-        raise AmpError(_REMOVED.format(name="scale_loss"))
-
-    def wrap_optimizer(self, *_: object, **__: object) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            AmpError: Always.
-        """
-        raise AmpError(_REMOVED.format(name="wrap_optimizer"))
+    scale_loss = _removed("scale_loss")
+    wrap_optimizer = _removed("wrap_optimizer")
 
     # Patches
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.compat.apex import masters as registry
-from halfstep.compat.apex import models as rooms
+from halfstep.compat.apex import models as model_casts
 from halfstep.compat.apex import optimizer_state, properties
 from halfstep.compat.apex.amp_handle import (
     AmpHandle,
@@ -204,9 +204,9 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
                 "pass each optimizer once, and all of them in one call."
             )
             raise AmpError(message)
-    rooms.check_unwrapped(models)
+    model_casts.check_unwrapped(models)
     if not STATE.allow_incoming_model_not_fp32:
-        rooms.check_fp32(models)
+        model_casts.check_fp32(models)
 
 
 def _names(models: Sequence[nn.Module]) -> Callable[[Tensor], str]:
@@ -231,12 +231,12 @@ def _cast(
         dtype = chosen.cast_model_type
         if isinstance(dtype, torch.dtype):
             keep = bool(chosen.keep_batchnorm_fp32)
-            originals |= rooms.cast_(model, dtype, keep_batchnorm=keep)
+            originals |= model_casts.cast_(model, dtype, keep_batchnorm=keep)
             outputs = outputs or torch.float32
         elif chosen.master_weights:
             registry.attach(model)
         if outputs is not None:
-            rooms.cast_outputs(model, outputs)
+            model_casts.cast_outputs(model, outputs)
     return originals if chosen.master_weights else {}
 
 

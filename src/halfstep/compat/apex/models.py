@@ -1,13 +1,10 @@
-"""What amp does to models: looks at them, casts them, and casts what goes in and out.
-
-In: models as the user gave them. Out: the same models, at one level.
-"""
+"""Checks models, casts their weights, and hooks casts of their inputs and outputs."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +73,7 @@ def cast_(
         convert_network(model, dtype)
     else:
         model.to(dtype)
-    model.register_forward_pre_hook(_InputCastHook(dtype), with_kwargs=True)
+    model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
     masters.attach(model)
     return {
         param: value
@@ -87,29 +84,17 @@ def cast_(
 
 def cast_outputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Let a model's floating outputs be of a dtype."""
-    model.register_forward_hook(_OutputCastHook(dtype))
+    model.register_forward_hook(partial(_cast_output, dtype))
 
 
-@dataclass(frozen=True)
-class _InputCastHook:
-    """Forward pre-hook: casts what comes in."""
-
-    dtype: torch.dtype
-
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # noqa: ANN401
-        return cast_nested(args, self.dtype), cast_nested(kwargs, self.dtype)
+def _cast_inputs(
+    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:  # noqa: ANN401
+    return cast_nested(args, dtype), cast_nested(kwargs, dtype)
 
 
-@dataclass(frozen=True)
-class _OutputCastHook:
-    """Forward hook: casts what goes out."""
-
-    dtype: torch.dtype
-
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> Any:  # noqa: ANN401
-        return cast_nested(output, self.dtype)
+def _cast_output(dtype: torch.dtype, _: nn.Module, __: object, output: object) -> Any:  # noqa: ANN401
+    return cast_nested(output, dtype)
 
 
 def cast_nested(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401

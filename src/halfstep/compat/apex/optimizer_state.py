@@ -92,9 +92,8 @@ class AmpOptimizerState:
             if self._pending_scale != scale:
                 message = (
                     f"gradients scaled by {self._pending_scale:g} wait to be unscaled, "
-                    "and "
-                    f"this loss is scaled by {scale:g}: leave delay_unscale out where "
-                    "losses have scales of their own."
+                    f"and this loss is scaled by {scale:g}: leave delay_unscale out "
+                    "where losses have scales of their own."
                 )
                 raise AmpError(message)
             return
@@ -197,9 +196,8 @@ class AmpOptimizerState:
         if waits and (self._pending_scale != 1 or self.pairs):
             message = (
                 "optimizer.step() was called while its gradients are still scaled by "
-                f"{self._pending_scale:g}: the last scale_loss before a step "
-                "must leave "
-                "delay_unscale=False."
+                f"{self._pending_scale:g}: the last scale_loss before a step must "
+                "leave delay_unscale=False."
             )
             raise AmpError(message)
 
@@ -208,10 +206,9 @@ class AmpOptimizerState:
         num_grads = sum(param.grad is not None for param, _ in self.pairs)
         if num_grads and all(master.grad is None for _, master in self.pairs):
             message = (
-                f"gradients never went through amp.scale_loss: {num_grads} "
-                "weights have "
-                "one, no master has. Call backward() in `with amp.scale_loss(loss, "
-                "optimizer) as scaled_loss:`."
+                f"gradients never went through amp.scale_loss: {num_grads} weights "
+                "have one, no master has. Call backward() in `with amp.scale_loss("
+                "loss, optimizer) as scaled_loss:`."
             )
             raise AmpError(message)
 

@@ -24,15 +24,6 @@ __all__ = [
 ]
 
 _MEGABYTE = 1024 * 1024
-_REQUIRED = {
-    "allreduce_always_fp32": False,
-    "gradient_average": True,
-    "gradient_predivide_factor": 1.0,
-    "gradient_average_split_factor": None,
-    "shared_param": None,
-    "prof": False,
-}
-"""Arguments that torch's wrapper has no place for -> the one value that it means."""
 
 
 class DistributedDataParallel(_TorchDDP):
@@ -71,26 +62,24 @@ class DistributedDataParallel(_TorchDDP):
     ) -> None:
         del allreduce_trigger_params, retain_allreduce_buffers
         del num_allreduce_streams, allreduce_communicators
-        given = {
-            "allreduce_always_fp32": allreduce_always_fp32,
-            "gradient_average": gradient_average,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "gradient_average_split_factor": gradient_average_split_factor,
-            "shared_param": shared_param,
-            "prof": prof,
+        required = {
+            "allreduce_always_fp32": (allreduce_always_fp32, False),
+            "gradient_average": (gradient_average, True),
+            "gradient_predivide_factor": (gradient_predivide_factor, 1.0),
+            "gradient_average_split_factor": (gradient_average_split_factor, None),
+            "shared_param": (shared_param, None),
+            "prof": (prof, False),
         }
-        for name, required in _REQUIRED.items():
-            if given[name] != required:
+        for name, (value, default) in required.items():
+            if value != default:
                 message = (
-                    f"{name}={given[name]!r} has no counterpart in torch's "
-                    f"DistributedDataParallel, which does {name}={required!r}: "
-                    "leave it "
+                    f"{name}={value!r} has no counterpart in torch's "
+                    f"DistributedDataParallel, which does {name}={default!r}: leave it "
                     "out, or set a communication hook."
                 )
                 raise AmpError(message)
-        size = sum(p.element_size() for p in module.parameters())
-        count = sum(1 for _ in module.parameters())
-        bucket = message_size * size / max(count, 1) / _MEGABYTE
+        sizes = [param.element_size() for param in module.parameters()] or [0]
+        bucket = message_size * sum(sizes) / len(sizes) / _MEGABYTE
         super().__init__(
             module,
             bucket_cap_mb=max(bucket, 1),

@@ -1,0 +1,1 @@
+"""Precision planned once for a whole graph: capture, plan, rewrite, check."""

@@ -1,0 +1,288 @@
+"""A model as a graph of aten operations, before autograd, and what its policy says.
+
+In: a model and example inputs, or a graph that Dynamo traced. Out: a `GraphModule` that
+shares the model's parameters and can be trained, and for each of its nodes whether its
+format may be chosen, and why not.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from halfstep.errors import UserError
+from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
+from halfstep.policy import op_tables
+from halfstep.policy.decision import decide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from halfstep.policy.rules import Policy
+
+_CLEAR_OPS = """
+    abs alias amax amin argmax argmin broadcast_to cat chunk clamp clamp_max clamp_min
+    clone constant_pad_nd contiguous detach expand expand_as flatten flip gather index
+    index_select masked_fill max max_pool1d max_pool2d max_pool3d maximum min minimum
+    movedim narrow neg pad permute relu repeat reshape roll select slice split
+    split_with_sizes squeeze stack swapaxes t tile transpose unbind unflatten unfold
+    unsqueeze upsample_nearest1d upsample_nearest2d upsample_nearest3d view view_as
+    where
+"""
+CLEAR_OPS = frozenset(_CLEAR_OPS.split())
+"""Aten operations that pass values on, choose among them or move them."""
+
+FP32_ARGUMENTS = {
+    "batch_norm": (1, 2, 3, 4),
+    "native_batch_norm": (1, 2, 3, 4),
+    "layer_norm": (2, 3),
+    "group_norm": (2, 3),
+}
+"""Operation -> places of arguments that stay fp32 beside a 16-bit input: weights and
+statistics of norms."""
+_FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
+"""Their CUDA kernels want all arguments in one format."""
+
+
+_TORCH_MODULES = "/torch/nn/"
+"""In the path of a file: the line of a torch module says less than who called it."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a plan knows of one operation of a graph."""
+
+    kind: str
+    """One of `problem.KINDS`."""
+    reason: str
+    """Why: a rule's or a row's reason."""
+    op: str
+    """aten's name, with the overload where it is not the default."""
+    module: str
+    """Path of the module that ran it; "" is the model itself."""
+    source: str
+    """File and line of the user's code, or ""."""
+
+
+def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return a model as a graph of aten operations with its own parameters.
+
+    Args:
+        model: In the mode, training or evaluation, that the graph is for.
+        example_inputs: A batch's positional arguments; shapes are taken from it.
+
+    Raises:
+        UserError: If torch.export cannot capture it; the text says where and why.
+    """
+    try:
+        exported = torch.export.export(model, tuple(example_inputs))
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        message = (
+            f"{type(model).__name__} cannot be captured as one graph by torch.export: "
+            f"{first_line} torch.compile(model, backend='halfstep') takes it in parts."
+        )
+        raise UserError(message) from error
+    graph_module = exported.module()
+    assert isinstance(graph_module, fx.GraphModule)  # noqa: S101
+    for node in list(graph_module.graph.nodes):
+        # A check of the inputs' shapes, which takes them in fp32.
+        if node.op == "call_module" and node.target == "_guards_fn":
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return graph_module
+
+
+def facts(
+    graph: fx.Graph, *, device: str, policy: Policy, low: torch.dtype
+) -> dict[fx.Node, NodeFacts]:
+    """Return what may be decided of each node that computes fp32 tensors.
+
+    Nodes that are not among them run as captured: they compute no fp32.
+
+    Args:
+        graph: As `capture` returns it; nodes have `meta["val"]`.
+        device: Device type of its tensors.
+        policy: Whose rules and table are asked.
+        low: The 16-bit dtype.
+    """
+    in_place = changed_in_place(graph)
+    found = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not has_fp32(node):
+            continue
+        op = op_name(node)
+        module, types = _module(node)
+        fixed = _why_fixed(node, in_place)
+        kind, reason = DENY, fixed
+        if not fixed:
+            dtypes = [value.dtype for value in tensors(node.args)]
+            answer = decide(
+                op, dtypes, device, policy=policy, low=low, module=module, types=types
+            )
+            kind, reason = _kind(answer.category, op, low), answer.reason
+            if answer.dtype == torch.float32 and answer.category == op_tables.LOW:
+                kind = DENY
+        found[node] = NodeFacts(kind, reason, op, module, _source(node))
+    return found
+
+
+def differentiable(
+    graph_module: fx.GraphModule, inputs: Sequence[Any] = ()
+) -> set[fx.Node]:
+    """Return the nodes whose floating results need gradients.
+
+    Args:
+        graph_module: As captured.
+        inputs: Of the graph, where parameters are among them.
+    """
+    found: set[fx.Node] = set()
+    values = iter(inputs)
+    for node in graph_module.graph.nodes:
+        if node.op in ("get_attr", "placeholder"):
+            is_input = node.op == "placeholder"
+            value = (
+                next(values, None)
+                if is_input
+                else _attribute(graph_module, str(node.target))
+            )
+            if isinstance(value, Tensor) and value.requires_grad:
+                found.add(node)
+        elif any(each in found for each in node.all_input_nodes) and any(
+            value.is_floating_point() for value in tensors(node)
+        ):
+            found.add(node)
+    return found
+
+
+def _attribute(module: nn.Module, path: str) -> Any:  # noqa: ANN401
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _kind(category: str, op: str, low: torch.dtype) -> str:
+    if category == op_tables.LOW:
+        return ALLOW
+    fp32_in_fp16 = category == op_tables.FP32_IN_FP16 and low == torch.float16
+    if fp32_in_fp16 or category in (
+        op_tables.FP32,
+        op_tables.FP32_RESULT,
+        op_tables.BANNED,
+    ):
+        return DENY
+    is_clear = op == "getitem" or op.partition(".")[0] in CLEAR_OPS
+    return CLEAR if is_clear else INFER
+
+
+def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str]) -> str:
+    """Return why a node must run as captured; "" if the policy decides."""
+    if node in in_place:
+        return in_place[node]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return "" if _is_getitem(node) else "it is no operation of aten"
+    values = [*tensors(node.args), *tensors(node.kwargs)]
+    if not any(value.dtype == torch.float32 for value in values):
+        return "it makes new fp32 values"
+    other = [v for v in values if v.is_floating_point() and v.dtype != torch.float32]
+    if other:
+        return f"it also takes {str(other[0].dtype).removeprefix('torch.')}"
+    arguments = [*node.args, *node.kwargs.values()]
+    if any(isinstance(argument, torch.dtype) for argument in arguments):
+        return "it names a dtype"
+    return ""
+
+
+def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return the nodes whose memory an operation writes to, with the reason."""
+    alias_of: dict[fx.Node, fx.Node] = {}
+
+    def root(node: fx.Node) -> fx.Node:
+        while node in alias_of:
+            node = alias_of[node]
+        return node
+
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            if _is_getitem(node):
+                alias_of[node] = root(node.args[0])
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if not isinstance(value, fx.Node) or argument.alias_info is None:
+                continue
+            if argument.alias_info.is_write:
+                written.add(root(value))
+            if root(value) is not node:
+                alias_of.setdefault(node, root(value))
+    reason = "its memory is written to in place"
+    return {node: reason for node in graph.nodes if root(node) in written}
+
+
+def op_name(node: fx.Node) -> str:
+    """Return aten's name of a node's operation, its overload unless it is default."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return getattr(node.target, "__name__", str(node.target))
+    name = schema.name.removeprefix("aten::")
+    return f"{name}.{schema.overload_name}" if schema.overload_name else name
+
+
+def fp32_arguments(node: fx.Node, device: str) -> tuple[int, ...]:
+    """Return the places of arguments that stay fp32 where the node runs in 16 bits."""
+    op = op_name(node).partition(".")[0]
+    if op in _FP32_ONLY_ON_CPU and device != "cpu":
+        return ()
+    return FP32_ARGUMENTS.get(op, ())
+
+
+def has_fp32(node: fx.Node) -> bool:
+    """Say whether a node computes an fp32 tensor."""
+    return any(v.dtype == torch.float32 for v in tensors(node.meta.get("val")))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
+    """Yield the (fake) tensors of nodes or values in nested lists and tuples."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _module(node: fx.Node) -> tuple[str, Sequence[str]]:
+    """Return a node's module path, and the class names of the modules around it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    names: list[str] = []
+    for module_path, kind in stack.values():
+        path = re.sub(r"^L\['\w+'\]\.?", "", module_path)  # as Dynamo writes it
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+        names.insert(0, name.rpartition(".")[2])
+    return path, names
+
+
+def _source(node: fx.Node) -> str:
+    trace: Iterable[str] = (node.meta.get("stack_trace") or "").splitlines()
+    lines = [line.strip() for line in trace if line.strip().startswith('File "')]
+    if not lines:
+        return ""
+    own = [line for line in lines if _TORCH_MODULES not in line]
+    file, line, *_ = (own or lines)[-1].split(", ")
+    name = file.removeprefix('File "').removesuffix('"').rpartition("/")[2]
+    return f"{name}:{line.removeprefix('line ')}"

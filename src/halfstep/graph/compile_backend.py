@@ -1,0 +1,89 @@
+"""`torch.compile(model, backend="halfstep")`: each graph that Dynamo traces is planned.
+
+In: a graph of torch functions, and its inputs. Out: the function that runs it with its
+casts: as it is on a CPU, through Inductor on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from halfstep.errors import UserError, require
+from halfstep.graph.plan import METHODS, plan_graph
+from halfstep.graph.rewrite import rewrite_graph
+from halfstep.numerics import formats
+from halfstep.policy.rules import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from halfstep.graph.plan import Plan
+
+_OPTIONS = ("dtype", "method", "policy", "on_plan")
+
+
+def compile_graph(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Plan and rewrite one graph: the backend "halfstep" of torch.compile.
+
+    Args:
+        graph_module: As Dynamo traced it; parameters are inputs.
+        example_inputs: Their values, perhaps fake.
+        options: Of `torch.compile`: `dtype` ("bf16"), `policy` ("lean"), `method`
+            ("min-cut"), as for `plan`; `on_plan`: called with each graph's `Plan`.
+
+    Raises:
+        UserError: If an option is unknown or wrong.
+    """
+    chosen = {"dtype": "bf16", "policy": "lean", "method": "min-cut", **(options or {})}
+    unknown = sorted(set(chosen) - set(_OPTIONS))
+    if unknown:
+        message = f"options hold {unknown[0]!r}; choose {', '.join(_OPTIONS)}."
+        raise UserError(message)
+    format_ = formats.parse(chosen["dtype"])
+    require("dtype", chosen["dtype"], format_ is not formats.FP32, "bf16 or fp16")
+    require(
+        "method", chosen["method"], chosen["method"] in METHODS, " or ".join(METHODS)
+    )
+    policy = chosen["policy"]
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    aten = _aten_graph(graph_module, example_inputs)
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    if not tensors:
+        return graph_module.forward
+    device = tensors[0].device
+    plan: Plan = plan_graph(
+        aten, device, format_, policy, chosen["method"], example_inputs
+    )
+    if "on_plan" in chosen:
+        chosen["on_plan"](plan)
+    rewritten = rewrite_graph(aten, plan.low, format_.dtype, device.type)
+    if device.type == "cpu":
+        # Inductor's training step in bf16 is slower than eager on a CPU.
+        return rewritten.forward
+    inductor = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
+    return inductor(rewritten, list(example_inputs))
+
+
+def _aten_graph(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> fx.GraphModule:
+    """Return the same graph in aten operations, before autograd."""
+
+    def run(*inputs: Any) -> Any:  # noqa: ANN401
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(graph_module).run(*inputs)
+
+    trace = make_fx(
+        run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
+    )
+    traced: fx.GraphModule = trace(*example_inputs)
+    return traced

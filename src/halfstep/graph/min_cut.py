@@ -1,0 +1,53 @@
+"""The cheapest assignment of two formats, exactly: a minimum cut.
+
+Each operation lies on the side of 16 bits (the source's) or of fp32 (the sink's); what
+is cut is what the assignment costs. A tensor that some consumers need in the other
+format is cast once, whatever their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from halfstep.graph.problem import DENY
+
+if TYPE_CHECKING:
+    from halfstep.graph.problem import Problem
+
+_LOW, _FP32 = ("low",), ("fp32",)
+
+
+def cheapest(problem: Problem) -> frozenset[str]:
+    """Return the operations in 16 bits of an assignment that none costs less than.
+
+    Example:
+        >>> from halfstep.graph.problem import ALLOW, Operation, Problem, TensorUse
+        >>> operations = {"x": Operation(DENY), "mm": Operation(ALLOW, 10, 30)}
+        >>> problem = Problem(operations, (TensorUse("x", ("mm",), 25),))
+        >>> cheapest(problem), problem.cost(())  # a cast would cost more than it gains
+        (frozenset(), 30)
+    """
+    import networkx as nx  # torch depends on it
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from([_LOW, _FP32])
+    for name, operation in problem.operations.items():
+        graph.add_edge(_LOW, name, capacity=operation.fp32_cost)
+        if operation.kind == DENY:
+            graph.add_edge(name, _FP32)  # without a capacity: it is never cut
+        else:
+            graph.add_edge(name, _FP32, capacity=operation.low_cost)
+    for index, use in enumerate(problem.tensors):
+        up, down = ("up", index), ("down", index)
+        graph.add_edge(use.producer, up, capacity=use.cast_cost)
+        graph.add_edge(down, use.producer, capacity=use.cast_cost)
+        for consumer in use.consumers:
+            graph.add_edge(up, consumer)
+            graph.add_edge(consumer, down)
+    for group in problem.tied:
+        first, *others = sorted(group)
+        for other in others:
+            graph.add_edge(first, other)
+            graph.add_edge(other, first)
+    _, (low_side, _) = nx.minimum_cut(graph, _LOW, _FP32)
+    return frozenset(name for name in problem.operations if name in low_side)

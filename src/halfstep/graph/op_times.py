@@ -1,0 +1,142 @@
+"""How long an operation, forward and backward, takes on this machine in a format.
+
+In: a node of a captured graph. Out: nanoseconds, measured once for each operation,
+shapes and format in a process.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from halfstep.graph import capture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+_REPEATS = 5
+_BUDGET_S = 0.2
+"""Seconds after which an operation is not repeated once more."""
+
+
+class OpTimes:
+    """Times of operations, by what they are called with.
+
+    Args:
+        device: Where they run.
+        low: The 16-bit dtype.
+        differentiable: Nodes whose results need gradients: `capture.differentiable`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        low: torch.dtype,
+        differentiable: Collection[fx.Node],
+    ) -> None:
+        self._device = device
+        self._low = low
+        self._differentiable = differentiable
+        self._times: dict[Any, int | None] = {}
+
+    def operation(self, node: fx.Node, *, low: bool) -> int | None:
+        """Return a node's nanoseconds in one format; None if it has no such kernel."""
+        dtype = self._low if low else torch.float32
+        keep = capture.fp32_arguments(node, self._device.type) if low else ()
+        specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
+        key = (str(node.target), repr(specs), dtype)
+        if key not in self._times:
+            self._times[key] = self._measure(node, dtype, keep)
+        return self._times[key]
+
+    def cast(self, shape: Sequence[int]) -> int:
+        """Return the nanoseconds of a cast to 16 bits, and of its gradient's back."""
+        key = ("cast", tuple(shape))
+        if key not in self._times:
+            value = torch.randn(shape, device=self._device, requires_grad=True)
+            self._times[key] = self._time(lambda: value.to(self._low), [value])
+        return self._times[key] or 0
+
+    def _spec(self, value: Any) -> Any:  # noqa: ANN401
+        """Return what a time depends on: layouts and dtypes of tensors, or a value."""
+        if not isinstance(value, fx.Node):
+            return value
+        layouts = [
+            (tuple(map(int, v.shape)), tuple(map(int, v.stride())), v.dtype)
+            for v in capture.tensors(value)
+        ]
+        return (layouts, value in self._differentiable)
+
+    def _measure(
+        self, node: fx.Node, dtype: torch.dtype, keep: Sequence[int]
+    ) -> int | None:
+        def real(value: Any, dtype: torch.dtype = dtype) -> Any:  # noqa: ANN401
+            if not isinstance(value, fx.Node):
+                return value
+            return pytree.tree_map_only(
+                Tensor,
+                lambda fake: self._example(
+                    fake, dtype, needs_grad=value in self._differentiable
+                ),
+                value.meta["val"],
+            )
+
+        args = [
+            pytree.tree_map(
+                lambda v, to=torch.float32 if index in keep else dtype: real(v, to),
+                argument,
+                is_leaf=_is_node,
+            )
+            for index, argument in enumerate(node.args)
+        ]
+        kwargs = pytree.tree_map(real, node.kwargs, is_leaf=_is_node)
+        leaves = [
+            leaf
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        target: Any = node.target
+        try:
+            return self._time(lambda: target(*args, **kwargs), leaves)
+        except (RuntimeError, NotImplementedError):
+            return None  # no kernel for the format
+
+    def _example(self, fake: Tensor, dtype: torch.dtype, *, needs_grad: bool) -> Tensor:
+        shape = [int(size) for size in fake.shape]
+        if not fake.is_floating_point():
+            return torch.zeros(shape, dtype=fake.dtype, device=self._device)
+        dtype = dtype if fake.dtype == torch.float32 else fake.dtype
+        value = torch.rand(shape, device=self._device).to(dtype)
+        return value.requires_grad_(needs_grad)
+
+    def _time(self, call: Callable[[], Any], leaves: list[Tensor]) -> int:
+        """Return the least of some times of a call and its backward pass."""
+
+        def once() -> int:
+            start = time.perf_counter_ns()
+            results = [
+                value
+                for value in pytree.tree_leaves(call())
+                if isinstance(value, Tensor) and value.requires_grad
+            ]
+            if leaves and results:
+                ones = [torch.ones_like(value) for value in results]
+                torch.autograd.grad(results, leaves, ones, allow_unused=True)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            return time.perf_counter_ns() - start
+
+        once()
+        times: list[int] = []
+        start = time.perf_counter()
+        while len(times) < _REPEATS and time.perf_counter() - start < _BUDGET_S:
+            times.append(once())
+        return min(times or [once()])
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, fx.Node)

@@ -1,0 +1,84 @@
+"""Colouring a graph as TensorFlow's automatic mixed precision does: without costs.
+
+Allowed operations are low. Denied ones are fp32, and what follows them through inferred
+ones. What lies between allowed operations is low, and so is what only moves their
+values. Source: TensorFlow, core/grappler/optimizers/auto_mixed_precision.cc.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from halfstep.graph.problem import Problem
+
+
+def paint(problem: Problem) -> frozenset[str]:
+    """Return the operations that painting puts in 16 bits.
+
+    Example:
+        >>> from halfstep.graph.problem import Operation, Problem, TensorUse
+        >>> kinds = {"x": DENY, "mm": ALLOW, "relu": CLEAR, "mm2": ALLOW, "exp": DENY}
+        >>> names = list(kinds)
+        >>> uses = [TensorUse(a, (b,), 1) for a, b in zip(names, names[1:])]
+        >>> problem = Problem({n: Operation(k) for n, k in kinds.items()}, (*uses,))
+        >>> sorted(paint(problem))
+        ['mm', 'mm2', 'relu']
+    """
+    kinds = {name: operation.kind for name, operation in problem.operations.items()}
+    after: dict[str, set[str]] = defaultdict(set)
+    before: dict[str, set[str]] = defaultdict(set)
+    for use in problem.tensors:
+        for consumer in use.consumers:
+            after[use.producer].add(consumer)
+            before[consumer].add(use.producer)
+    allowed = {name for name, kind in kinds.items() if kind == ALLOW}
+    denied = _denied(kinds, after, before)
+    passing = {n for n, kind in kinds.items() if kind in (INFER, CLEAR)} - denied
+    downstream = _reachable(allowed, after, passing)
+    upstream = _reachable(allowed, before, passing)
+    low = allowed | (downstream & upstream)
+    clear = {name for name in passing if kinds[name] == CLEAR}
+    low |= _reachable(low, after, clear) | _reachable(low, before, clear)
+    while split := [
+        group & low for group in problem.tied if group & low and group - low
+    ]:
+        low -= frozenset().union(*split)
+    return frozenset(low)
+
+
+def _denied(
+    kinds: Mapping[str, str],
+    after: Mapping[str, set[str]],
+    before: Mapping[str, set[str]],
+) -> set[str]:
+    """Return what is fp32 because a denied operation comes before it.
+
+    Parameters and inputs deny nothing: they are cast where they are used.
+    """
+    sources = {n for n, kind in kinds.items() if kind == DENY and before.get(n)}
+    passing = {name for name, kind in kinds.items() if kind in (INFER, CLEAR)}
+    reached = _reachable(sources, after, passing)
+    inferred = {name for name in reached if kinds[name] == INFER}
+    # What only moves values is denied if a denied operation still follows it.
+    followed = _reachable(sources | inferred, before, passing)
+    return sources | inferred | (reached & followed)
+
+
+def _reachable(
+    starts: Collection[str], edges: Mapping[str, set[str]], through: Collection[str]
+) -> set[str]:
+    """Return what is reached from some names by edges between names in `through`."""
+    reached: set[str] = set()
+    to_visit = list(starts)
+    while to_visit:
+        for name in edges.get(to_visit.pop(), ()):
+            if name in through and name not in reached:
+                reached.add(name)
+                to_visit.append(name)
+    return reached

@@ -1,0 +1,275 @@
+"""Which operations of a model run in 16 bits, decided once for the whole graph.
+
+In: a model, example inputs, a policy. Out: a `Plan`: each operation with its format,
+reason and time, and each cast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from halfstep.errors import UserError, require
+from halfstep.graph import capture, min_cut, painting
+from halfstep.graph.op_times import OpTimes
+from halfstep.graph.problem import DENY, Operation, Problem, TensorUse
+from halfstep.numerics import formats
+from halfstep.policy.rules import Policy
+from halfstep.reporting.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+METHODS = ("painting", "min-cut")
+_SOURCES = ("placeholder", "get_attr")
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """One operation: its format, and why."""
+
+    name: str
+    """Of the node in the graph."""
+    op: str
+    module: str
+    """Path of the module that runs it; "" is the model itself."""
+    source: str
+    """File and line of the user's code, or ""."""
+    low: bool
+    kind: str
+    """allow, infer, clear or deny."""
+    reason: str
+    ms: float
+    """Predicted milliseconds in the format chosen, forward and backward."""
+
+
+@dataclass(frozen=True)
+class PlannedCast:
+    """One cast, shared by all its consumers."""
+
+    tensor: str
+    """Name of the node that makes the tensor."""
+    to: str
+    """Name of a format."""
+    bytes: int
+    """Read and written."""
+    ms: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The precision of each operation of one captured graph; `plan` makes it."""
+
+    dtype: str
+    """Name of the 16-bit format."""
+    method: str
+    nodes: tuple[PlannedNode, ...]
+    casts: tuple[PlannedCast, ...]
+    fp32_ms: float
+    """Predicted milliseconds with every operation in fp32."""
+    graph_module: fx.GraphModule = field(repr=False, compare=False)
+    """As captured; it shares the parameters of the model."""
+
+    @property
+    def ms(self) -> float:
+        """Predicted milliseconds, forward and backward, casts included."""
+        return sum(node.ms for node in self.nodes) + sum(cast.ms for cast in self.casts)
+
+    @property
+    def low(self) -> frozenset[str]:
+        """Names of the nodes in 16 bits."""
+        return frozenset(node.name for node in self.nodes if node.low)
+
+    def table(self) -> Table:
+        """Return a row for each operation, as a table to print."""
+        rows = tuple(
+            (
+                node.name,
+                node.op,
+                node.module,
+                node.source,
+                self.dtype if node.low else "fp32",
+                f"{node.kind}: {node.reason}",
+                f"{node.ms:.3f}",
+            )
+            for node in self.nodes
+        )
+        casts = f"{len(self.casts)} casts ({self.method})"
+        times = f"{self.ms:.3f} ms forward and backward, {self.fp32_ms:.3f} in fp32"
+        num_low = sum(node.low for node in self.nodes)
+        return Table(
+            "plan",
+            ("node", "op", "module", "source", "runs in", "why", "ms"),
+            rows,
+            notes=(
+                f"{num_low} of {len(rows)} operations in {self.dtype}, {casts}",
+                f"predicted: {times}",
+            ),
+        )
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        return self.table().text()
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Sequence[Any],
+    *,
+    dtype: str | torch.dtype = "bf16",
+    policy: Policy | str = "lean",
+    method: str = "min-cut",
+) -> Plan:
+    """Decide for each operation of a model in which format it runs.
+
+    Args:
+        model: In the mode it will be used in. Parameters are fp32.
+        example_inputs: Positional arguments of one batch, of the shapes to be planned
+            for.
+        dtype: "bf16" or "fp16".
+        policy: What must stay fp32, and what gains: tables and rules, as for
+            `autocast`.
+        method: "min-cut": the least predicted time, casts included, over the times of
+            operations measured here. "painting": TensorFlow's rule, without costs.
+
+    Raises:
+        UserError: If an argument is wrong, or the model cannot be captured as one
+            graph.
+
+    Example:
+        >>> import halfstep as hs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))
+        >>> plan = hs.plan(model, [torch.randn(8, 64)], method="painting")
+        >>> [(node.op, node.low) for node in plan.nodes]
+        [('linear', True), ('softmax.int', False)]
+        >>> {(cast.tensor, cast.to) for cast in plan.casts} >= {("linear", "fp32")}
+        True
+    """
+    format_ = formats.parse(dtype)
+    require("dtype", dtype, format_ is not formats.FP32, "bf16 or fp16")
+    require("method", method, method in METHODS, " or ".join(METHODS))
+    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    graph_module = capture.capture(model, example_inputs)
+    device = _device(model, example_inputs)
+    return plan_graph(graph_module, device, format_, chosen, method)
+
+
+def plan_graph(
+    graph_module: fx.GraphModule,
+    device: torch.device,
+    format_: formats.FloatFormat,
+    policy: Policy,
+    method: str,
+    inputs: Sequence[Any] = (),
+) -> Plan:
+    """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
+
+    Args:
+        graph_module: The graph.
+        device: Of its tensors.
+        format_: The 16-bit format.
+        policy: As for `plan`.
+        method: As for `plan`.
+        inputs: Of the graph, where parameters are among them.
+    """
+    low = format_.dtype
+    facts = capture.facts(
+        graph_module.graph, device=device.type, policy=policy, low=low
+    )
+    times = OpTimes(device, low, capture.differentiable(graph_module, inputs))
+    operations: dict[str, Operation] = {}
+    for node in graph_module.graph.nodes:
+        if node in facts:
+            kind = facts[node].kind
+            fp32_cost = times.operation(node, low=False) or 0
+            low_cost = None if kind == DENY else times.operation(node, low=True)
+            if low_cost is None:
+                kind = DENY  # by the policy, or because there is no kernel
+            operations[node.name] = Operation(kind, low_cost or 0, fp32_cost)
+        else:
+            operations[node.name] = Operation(DENY)
+    problem = Problem(
+        operations, tuple(_uses(graph_module.graph, times, device.type)), _tied(facts)
+    )
+    choose = min_cut.cheapest if method == "min-cut" else painting.paint
+    chosen = choose(problem)
+    by_name = {node.name: node for node in graph_module.graph.nodes}
+    nodes = tuple(
+        PlannedNode(
+            node.name,
+            fact.op,
+            fact.module,
+            fact.source,
+            node.name in chosen,
+            operations[node.name].kind,
+            fact.reason
+            if operations[node.name].kind == fact.kind
+            else f"it has no {format_} kernel",
+            (
+                operations[node.name].low_cost
+                if node.name in chosen
+                else operations[node.name].fp32_cost
+            )
+            / 1e6,
+        )
+        for node, fact in facts.items()
+    )
+    casts = tuple(
+        PlannedCast(
+            cast.producer,
+            format_.name if cast.to_low else "fp32",
+            6 * sum(v.numel() for v in capture.tensors(by_name[cast.producer])),
+            cast.cost / 1e6,
+        )
+        for cast in problem.casts(chosen)
+    )
+    fp32_ms = sum(operation.fp32_cost for operation in operations.values()) / 1e6
+    return Plan(format_.name, method, nodes, casts, fp32_ms, graph_module)
+
+
+def _uses(graph: fx.Graph, times: OpTimes, device: str) -> list[TensorUse]:
+    """Return the fp32 tensors that a plan may cast, with who needs them."""
+    uses = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            continue  # the parts of a tuple are nodes of their own
+        consumers = tuple(
+            user.name for user in node.users if node in castable_inputs(user, device)
+        )
+        if consumers:
+            cost = times.cast([int(size) for size in value.shape])
+            uses.append(TensorUse(node.name, consumers, cost))
+    return uses
+
+
+def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
+    """Return the inputs of a node that come in its own format."""
+    keep = capture.fp32_arguments(node, device)
+    kept = [node.args[index] for index in keep if index < len(node.args)]
+    arguments = [a for i, a in enumerate(node.args) if i not in keep]
+    inputs: list[fx.Node] = []
+    fx.map_arg((arguments, node.kwargs), inputs.append)
+    return [each for each in inputs if each not in kept or each in arguments]
+
+
+def _tied(facts: dict[fx.Node, capture.NodeFacts]) -> tuple[frozenset[str], ...]:
+    """Return what must have one format: the parts of a result, and the result."""
+    return tuple(
+        frozenset((node.name, node.args[0].name))
+        for node in facts
+        if node.target is not None
+        and getattr(node.target, "__name__", "") == "getitem"
+        and isinstance(node.args[0], fx.Node)
+    )
+
+
+def _device(model: nn.Module, example_inputs: Sequence[Any]) -> torch.device:
+    tensors = [*model.parameters(), *capture.tensors(list(example_inputs))]
+    if not tensors:
+        message = "the model has no parameters, and example_inputs hold no tensor."
+        raise UserError(message)
+    return tensors[0].device

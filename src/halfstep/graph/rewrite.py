@@ -1,0 +1,231 @@
+"""A captured graph with a plan's casts in it, and the check that it keeps its promises.
+
+In: a graph and the nodes that run in 16 bits. Out: a copy with one cast for each tensor
+and direction. The check was written apart from the rewriting, runs after each, and
+computes every dtype anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from halfstep.errors import UserError
+from halfstep.graph import capture
+from halfstep.graph.plan import castable_inputs
+from halfstep.numerics import formats
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from halfstep.graph.plan import Plan
+
+_CAST = torch.ops.aten.to.dtype
+
+
+def rewrite(model: nn.Module, plan: Plan) -> fx.GraphModule:
+    """Return a model that runs as planned; it shares the model's parameters.
+
+    It trains as the model does, in the mode it was captured in; its inputs and outputs
+    keep their dtypes.
+
+    Args:
+        model: The one that was planned.
+        plan: Of `plan`.
+
+    Raises:
+        UserError: If the plan is of another model.
+
+    Example:
+        >>> import halfstep as hs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> batch = torch.randn(8, 64)
+        >>> rewritten = hs.rewrite(model, hs.plan(model, [batch], method="painting"))
+        >>> rewritten(batch).dtype, rewritten.get_parameter("0.weight").dtype
+        (torch.float32, torch.float32)
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in plan.graph_module.named_parameters(remove_duplicate=False):
+        if own.get(name) is not param:
+            message = (
+                f"the plan is of another model: its parameter {name!r} is not this "
+                f"{type(model).__name__}'s. Plan the model anew: halfstep.plan."
+            )
+            raise UserError(message)
+    dtype = formats.parse(plan.dtype).dtype
+    device = next(
+        (
+            v.device.type
+            for n in plan.graph_module.graph.nodes
+            for v in capture.tensors(n)
+        ),
+        "cpu",
+    )
+    return rewrite_graph(plan.graph_module, plan.low, dtype, device)
+
+
+def rewrite_graph(
+    graph_module: fx.GraphModule, low: Collection[str], dtype: torch.dtype, device: str
+) -> fx.GraphModule:
+    """Return a copy of a graph in which some nodes run in 16 bits.
+
+    Args:
+        graph_module: Nodes have `meta["val"]`.
+        low: Names of the nodes in 16 bits.
+        dtype: The 16-bit dtype.
+        device: Device type of its tensors.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    changing = capture.changed_in_place(graph_module.graph)
+
+    def in_format(source: fx.Node, to: torch.dtype) -> fx.Node:
+        """Return a copied tensor in a format, cast once."""
+        value = source.meta.get("val")
+        has_fp32 = isinstance(value, Tensor) and value.dtype == torch.float32
+        now = dtype if source.name in low else torch.float32
+        if not has_fp32 or now == to:
+            return copies[source]
+        if source in changing:
+            return graph.call_function(_CAST, (copies[source], to))  # as it is now
+        if (source, to) not in casts:
+            last = copies[source]
+            if last.op in ("placeholder", "get_attr"):
+                # Behind the inputs, which stand together.
+                casts[source, to] = graph.call_function(_CAST, (last, to))
+            else:
+                with graph.inserting_after(last):
+                    casts[source, to] = graph.call_function(_CAST, (last, to))
+        return casts[source, to]
+
+    for node in graph_module.graph.nodes:
+        wanted = dtype if node.name in low else torch.float32
+        castable = castable_inputs(node, device)
+        arguments = {
+            source: in_format(source, wanted if source in castable else torch.float32)
+            for source in node.all_input_nodes
+        }
+
+        def argument(
+            source: fx.Node, arguments: dict[fx.Node, fx.Node] = arguments
+        ) -> fx.Node:
+            return arguments[source]
+
+        new_args = fx.map_arg(node.args, argument)
+        new_kwargs = fx.map_arg(node.kwargs, argument)
+        created = graph.create_node(
+            node.op, node.target, new_args, new_kwargs, node.name, node.type
+        )
+        created.meta = copy.copy(node.meta)
+        copies[node] = created
+    graph._codegen = copy.copy(graph_module.graph._codegen)  # noqa: SLF001
+    rewritten = fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+    planned = {created: node.name in low for node, created in copies.items()}
+    shared = {copies[source] for source in graph_module.graph.nodes} - {
+        copies[source] for source in changing
+    }
+    verify(rewritten, graph_module, planned, dtype, device, shared)
+    return rewritten
+
+
+def verify(
+    rewritten: fx.GraphModule,
+    original: fx.GraphModule,
+    low: Mapping[fx.Node, bool],
+    dtype: torch.dtype,
+    device: str,
+    shared: Collection[fx.Node],
+) -> None:
+    """Check a rewritten graph against what a plan promises.
+
+    No fp32 operation takes 16 bits and no 16-bit operation takes fp32 but where it
+    must, outputs have the dtypes they had, no cast is undone by the next, and no tensor
+    is cast twice to one dtype.
+
+    Args:
+        rewritten: To be checked.
+        original: What it was.
+        low: For each node that is not a cast, whether it is to run in 16 bits.
+        dtype: The 16-bit dtype.
+        device: Device type of its tensors.
+        shared: Nodes of which one cast serves all; the others' memory changes.
+
+    Raises:
+        AssertionError: If a promise is broken; it is a defect of the rewriting.
+    """
+    dtypes = _dtypes(rewritten)
+    cast_to = set()
+    for node in rewritten.graph.nodes:
+        if node not in low:
+            source, to = node.args
+            _promise(source in low, f"{node} casts what is a cast already")
+            is_new = (source, to) not in cast_to or source not in shared
+            _promise(is_new, f"{source} is cast twice to {to}")
+            cast_to.add((source, to))
+            continue
+        if node.op == "output":
+            before = dict(_leaves(original.graph.output_node().args))
+            after = {path: dtypes[each] for path, each in _leaves(node.args)}
+            for path, each in before.items():
+                expected = [v.dtype for v in capture.tensors(each)]
+                _promise(after[path] == expected, f"output {path} is {after[path]}")
+        if node.op != "call_function" or getattr(node.target, "_schema", None) is None:
+            continue
+        for source in castable_inputs(node, device):
+            wrong = torch.float32 if low[node] else dtype
+            _promise(wrong not in dtypes[source], f"{node} takes {wrong} of {source}")
+        results = [d for d in dtypes[node] if d in (torch.float32, dtype)]
+        wrong = torch.float32 if low[node] else dtype
+        planned = any(v.dtype == torch.float32 for v in capture.tensors(node))
+        if planned:
+            _promise(wrong not in results, f"{node} computes {wrong}")
+
+
+def _promise(kept: bool, broken: str) -> None:
+    if not kept:
+        raise AssertionError(broken)
+
+
+def _leaves(value: Any) -> list[tuple[str, fx.Node]]:  # noqa: ANN401
+    pairs, _ = pytree.tree_flatten_with_path(value)
+    return [(pytree.keystr(k), v) for k, v in pairs if isinstance(v, fx.Node)]
+
+
+def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
+    """Return the dtypes of each node's tensors, computed anew without memory."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found: dict[fx.Node, list[torch.dtype]] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
+            if n.op == "placeholder":
+                fake: Any = pytree.tree_map_only(
+                    Tensor,
+                    lambda v: torch.empty_strided(
+                        [int(s) for s in v.shape],
+                        [int(s) for s in v.stride()],
+                        dtype=v.dtype,
+                        device=v.device,
+                    ),
+                    n.meta.get("val"),
+                )
+                result = fake
+            else:
+                result = super().run_node(n)
+                if n.op == "get_attr" and isinstance(result, Tensor):
+                    result = mode.from_tensor(result)
+            found[n] = [
+                v.dtype for v in pytree.tree_leaves(result) if isinstance(v, Tensor)
+            ]
+            return result
+
+    num_inputs = sum(n.op == "placeholder" for n in graph_module.graph.nodes)
+    with mode, torch.no_grad():
+        Recorder(graph_module).run(*[None] * num_inputs, enable_io_processing=False)
+    return found
