@@ -184,26 +184,6 @@ def test_a_policy_file_that_is_not_wanted(tmp_path: Path) -> None:
         parse("--config", str(file))
 
 
-def test_resuming_with_a_file(tmp_path: Path) -> None:
-    """Law: a file is as good as typed words, and contradicts a saved run as they do."""
-    saved = TrainConfig(batch_size=16, dev_share=0.1).data_dict()
-    file = tmp_path / "run.toml"
-    file.write_text("batch_size = 16\ndev_share = 0.1\n")
-    assert resume_config(saved, parse("--config", str(file))) == TrainConfig(**saved)
-    for line, message in (
-        ("batch-size = 8", "--batch-size 8 differs from this run's 16; "),
-        ("dev_share = 0.2", "--dev-share 0.2 differs from this run's 0.1; "),
-        ("compile = true", "--compile True differs from this run's False; "),
-        ("patience = 2", "--patience 2 differs from this run's default; "),
-    ):
-        file.write_text(line)
-        with pytest.raises(UserError) as caught:
-            resume_config(saved, parse("--config", str(file)))
-        assert str(caught.value) == (
-            f"{message}resume without it, or start anew with another --out."
-        )
-
-
 FILLED_IN = {
     "mask_tokens": 0.3,
     "epochs": 20,

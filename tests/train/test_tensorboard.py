@@ -100,6 +100,8 @@ def test_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Law: what the disk refuses is said once; no more is tried, and no run ends."""
+    from torch.utils.tensorboard import SummaryWriter
+
     events = TensorBoardWriter(tmp_path, 0)
     calls = []
 
@@ -109,7 +111,7 @@ def test_a_full_disk(
 
     events.write(step(1))
     with monkeypatch.context() as patch:
-        patch.setattr(events._writer, where, full)
+        patch.setattr(SummaryWriter, where, full)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for number in (2, 3):
@@ -123,7 +125,7 @@ def test_a_full_disk(
     )
     assert len(calls) == 1
     if where == "close":
-        events._writer.close()
+        events.close()
     else:
         assert {n for n, _ in read(tmp_path)["train/loss"]} == {1}
 

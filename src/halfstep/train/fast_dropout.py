@@ -165,6 +165,7 @@ def _install_attention(table: MutableMapping[str, Callable[..., Any]] | None) ->
         return False
     if not isinstance(shared[_IMPLEMENTATION], _Attention):
         ours = _Attention(shared[_IMPLEMENTATION])
+        _register_kernel()
         # For all of its models: those that are not marked get what they got before.
         if hasattr(shared, "register"):
             shared.register(_IMPLEMENTATION, ours)
