@@ -30,6 +30,14 @@ def write(name: str, content: str | bytes) -> Path:
     return path
 
 
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Return the name of everything below a folder, and the bytes of files."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in root.rglob("*")
+    }
+
+
 def refused(call: Callable[[], object]) -> str:
     """Return the message of a call that refuses, checked for its form."""
     with pytest.raises(UserError) as caught:

@@ -17,6 +17,7 @@ from torch import Tensor
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.machine import hardware
 from halfstep.train import model
+from halfstep.train.loop import Trainer
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+
+    from halfstep.train.step_dataset import StepBatch
 
 TIMED = {
     *("seconds", "examples_per_s", "train_seconds", "evaluate_seconds"),
@@ -56,6 +59,20 @@ def small_settings(folder: Path, source: Path, **more: Any) -> dict[str, Any]:
 def without_figures(patch: pytest.MonkeyPatch) -> None:
     """Leave the page blank: drawing takes longer than all the training here."""
     patch.setattr(html_report, "page", lambda *_: "<html></html>")
+
+
+def interrupt_before(patch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Interrupt before some optimizer steps, each once."""
+    left = list(steps)
+    step = Trainer.train_step
+
+    def interrupted(self: Trainer, batch: StepBatch, *rest: Any) -> dict[str, Any]:
+        if left and batch.number == left[0]:
+            left.pop(0)
+            raise KeyboardInterrupt
+        return step(self, batch, *rest)
+
+    patch.setattr(Trainer, "train_step", interrupted)
 
 
 @contextlib.contextmanager

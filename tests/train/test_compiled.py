@@ -9,24 +9,21 @@ import pytest
 import torch
 from small_training import (
     assert_same_run,
-    one_thread,
-    small_and_measured,
+    interrupt_before,
     small_settings,
     steps_of,
-    without_figures,
     write_letters,
 )
 
-from halfstep.train.loop import Trainer
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from halfstep.train.step_dataset import StepBatch
 
 pytestmark = [
+    pytest.mark.usefixtures("small_runs"),
     pytest.mark.slow,  # the first batches take half a minute to compile
     # torch's own, on the way into its compiler
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`"),
@@ -37,18 +34,14 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums depend on how many threads share them."""
-    with one_thread():
-        yield
+def _forget_compiled() -> Iterator[None]:
+    yield
     torch.compiler.reset()
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of a run of a few steps without dropout."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
     source = write_letters(tmp_path, 106)
     more = {"dropout": 0.0, "mask_tokens": 0.0, "lr": 1e-3, "epochs": 1}
     return small_settings(tmp_path, source, eval_every=3, **more)
@@ -82,17 +75,9 @@ def test_resumed(
     """Law: a compiled run that is cut off goes on to the same end."""
     given = settings | {"compile": True, "level": "O2", "dtype": "bf16"}
     whole = run(given | {"out": str(tmp_path / "whole")})
-    step = Trainer.train_step
-
-    def cut(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
-        if work.number == STEPS - 1:
-            raise KeyboardInterrupt
-        return step(self, work, *rest)
-
-    monkeypatch.setattr(Trainer, "train_step", cut)
+    interrupt_before(monkeypatch, STEPS - 1)
     with pytest.raises(KeyboardInterrupt):
         run(given | {"out": str(tmp_path / "cut")})
-    monkeypatch.setattr(Trainer, "train_step", step)
     torch.compiler.reset()
     again = run({"out": str(tmp_path / "cut")}, resume=True)
     assert_same_run(again.folder.path, whole.folder.path)

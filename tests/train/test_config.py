@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from small_training import letters, one_thread, same, small_and_measured
+from small_training import interrupt_before, letters, same, small_and_measured
 from train_settings import OTHERS, TOGETHER
 
 from halfstep.checkpoint import single
@@ -19,13 +19,11 @@ from halfstep.train.config import (
     flag_of,
     resume_config,
 )
-from halfstep.train.loop import Timers, Trainer
 from halfstep.train.output import html_report
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from halfstep.train.output.run_directory import RunFolder
-    from halfstep.train.step_dataset import StepBatch
 
 COUNT = "must be from 1 to 2147483647."
 VAST = 99999999999999999999
@@ -62,9 +60,7 @@ REFUSED = [
     ("mask_tokens", 1.5, "--mask-tokens 1.5 must be at least 0 and below 1."),
     ("warmup", float("nan"), "--warmup nan must be at least 0 and below 1."),
     ("epochs", 0, f"--epochs 0 {COUNT}"),
-    ("batch_size", 0, f"--batch-size 0 {COUNT}"),
     ("accumulate", -2, f"--accumulate -2 {COUNT}"),
-    ("eval_every", 0, f"--eval-every 0 {COUNT}"),
     ("limit", 1, "--limit 1 must be from 2 to 2147483647."),
     ("dev_share", 1.0, "--dev-share 1.0 must be above 0 and below 1."),
     ("lr", 0.0, "--lr 0.0 must be above 0 and finite."),
@@ -86,8 +82,6 @@ REFUSED = [
     ("label_smoothing", 1.0, "--label-smoothing 1.0 must be at least 0 and below 1."),
     ("layer_decay", 0.0, "--layer-decay 0.0 must be above 0 and at most 1."),
     ("layer_decay", 1.1, "--layer-decay 1.1 must be above 0 and at most 1."),
-    ("patience", 0, f"--patience 0 {COUNT}"),
-    ("keep", 0, f"--keep 0 {COUNT}"),
     ("workers", -1, "--workers -1 must be from 0 to 1024."),
     (
         "freeze",
@@ -339,8 +333,7 @@ def test_masters(
     short: dict[str, Any], capsys: pytest.CaptureFixture[str], master: str
 ) -> None:
     """Law: masters are of the form asked for, and all that is written says so."""
-    with one_thread():
-        done = run(short | {"master": master})
+    done = run(short | {"master": master})
     assert newest(done.folder).state["masters"]["form"] == master
     assert done.summary["master"] == done.folder.settings()["master"] == master
     said = f"evel O2 bf16, master weights {master}: level O2 was asked for"
@@ -351,8 +344,7 @@ def test_masters(
 
 def test_no_masters_to_speak_of(short: dict[str, Any]) -> None:
     """Law: a level without master weights is said to keep none, whatever is set."""
-    with one_thread():
-        done = run(short | {"level": "O1"})
+    done = run(short | {"level": "O1"})
     assert done.summary["master"] == "none"
     assert newest(done.folder).state["masters"]["form"] == "none"
     lead = (done.folder.path / "report.html").read_text()
@@ -375,7 +367,7 @@ NO_FIT = {
 def test_masters_that_do_not_fit(short: dict[str, Any], words: str) -> None:
     """Law: a form that level or dtype rule out is refused, and nothing written."""
     given = dict(zip(("level", "dtype", "master"), words.split(), strict=True))
-    with one_thread(), pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as caught:
         run(short | given)
     assert str(caught.value) == NO_FIT[words]
     assert not Path(short["out"]).exists()
@@ -390,23 +382,14 @@ def test_resumed_masters(
     What another form would make of its checkpoint is not tried: it is refused.
     """
     given = short | {"master": master, "epochs": 2, "eval_every": 1}
-    clean = Trainer.train_step
-
-    def stop(self: Trainer, work: StepBatch, clock: Timers) -> dict[str, Any]:
-        if work.number == 3:
-            raise KeyboardInterrupt
-        return clean(self, work, clock)
-
-    with one_thread():
-        straight = run(given | {"out": short["out"] + "-straight"}).folder
-        monkeypatch.setattr(Trainer, "train_step", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(given)
-        monkeypatch.setattr(Trainer, "train_step", clean)
-        other = "--master fp32 differs from this run's " + master
-        with pytest.raises(UserError, match=other):
-            run({"out": short["out"], "master": "fp32"}, resume=True)
-        again = run({"out": short["out"]}, resume=True).folder
+    straight = run(given | {"out": short["out"] + "-straight"}).folder
+    interrupt_before(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        run(given)
+    other = "--master fp32 differs from this run's " + master
+    with pytest.raises(UserError, match=other):
+        run({"out": short["out"], "master": "fp32"}, resume=True)
+    again = run({"out": short["out"]}, resume=True).folder
     one, two = newest(straight), newest(again)
     assert one.notes["step"] == two.notes["step"] == 4
     assert same(one.weights, two.weights)

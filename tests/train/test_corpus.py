@@ -15,7 +15,7 @@ from data_files import in_tmp_path, refused  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.data.corpus import Corpus, Split, _dev_counts, _random_splits, load
+from halfstep.train.data.corpus import Corpus, Split, dev_counts, load, random_splits
 from halfstep.train.data.example_store import open_store
 
 
@@ -120,12 +120,12 @@ def test_a_file_is_cut_in_two(number: int, dev_share: float, seed: int) -> None:
     Path("posts.csv").write_text("x,a\n" * number, encoding="utf-8")
     store = open_store(Path("posts.csv"), "classify", None)
     whole = Split(store, np.arange(number), np.zeros(1, np.int64))
-    splits = _random_splits(whole, dev_share, seed)
+    splits = random_splits(whole, dev_share, seed)
     assert list(splits) == ["train", "dev"]
     assert len(splits["dev"]) == min(max(round(number * dev_share), 1), number - 1)
     drawn = [*splits["train"].rows, *splits["dev"].rows]
     assert sorted(drawn) == list(range(number))
-    again = _random_splits(whole, dev_share, seed)
+    again = random_splits(whole, dev_share, seed)
     assert [*again["train"].rows, *again["dev"].rows] == drawn
 
 
@@ -163,7 +163,7 @@ def test_any_seed_splits_a_file_with_rare_labels(seed: int) -> None:
 )
 def test_shares_of_dev(counts: list[int], seats: int) -> None:
     """Law: train keeps one of each label; no label has two before all have one."""
-    got = _dev_counts(np.array(counts), seats).tolist()
+    got = dev_counts(np.array(counts), seats).tolist()
     assert sum(got) == min(seats, sum(counts) - len(counts))
     for count, taken in zip(counts, got, strict=True):
         assert 0 <= taken <= count - 1

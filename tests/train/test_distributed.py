@@ -20,7 +20,6 @@ import pytest
 from processes import ONE_THREAD, torchrun
 from small_training import (
     assert_same_run,
-    one_thread,
     small_and_measured,
     without_figures,
     write_letters,
@@ -89,13 +88,6 @@ def write_data(folder: Path) -> None:
     write_letters(folder, TRAIN + DEV, "abc", "def", lengths=(2, 30))
     write_marked(folder, TRAIN + DEV)
     (folder / "share.toml").write_text(f"dev_share = {DEV / (TRAIN + DEV)}\n")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Sums depend on how many threads share them."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

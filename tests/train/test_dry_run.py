@@ -5,49 +5,25 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from small_training import one_thread, small_and_measured, write_letters
+from data_files import tree
+from small_training import small_settings, write_letters
 
 from halfstep import cli
 from halfstep.errors import UserError
 from halfstep.train import dry_run
 from halfstep.train.run import run
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of a run of 18 steps."""
-    small_and_measured(monkeypatch)
-    return {
-        "data": str(write_letters(tmp_path, 100)),
-        "dev_share": 0.1,
-        "model": "mini",
-        "level": "O2",
-        "dtype": "bf16",
-        "epochs": 3,
-        "batch_size": 16,
-        "out": str(tmp_path / "run"),
-    }
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Return the name of everything below a folder, and the bytes of files."""
-    return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
-        for path in root.rglob("*")
-    }
+    source = write_letters(tmp_path, 100)
+    return small_settings(tmp_path, source, level="O2", dtype="bf16", epochs=3)
 
 
 def test_it_writes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:

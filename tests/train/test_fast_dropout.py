@@ -190,8 +190,8 @@ def _bert(implementation: str = "sdpa") -> Any:
         intermediate_size=64,
         max_position_embeddings=16,
         num_labels=2,
+        attn_implementation=implementation,
     )
-    config._attn_implementation = implementation
     torch.manual_seed(0)
     return transformers.BertForSequenceClassification(config)
 
@@ -209,7 +209,7 @@ def test_attention_without_dropout_is_torchs(masked: str) -> None:
         mask[1, :, :, 3:] = False
         if masked == "a row":
             mask[0, :, 2] = False
-    shares = fast_dropout._attention_probs(query, key, mask, 0.5)
+    shares = fast_dropout.attention_probs(query, key, mask, 0.5)
     theirs = functional.scaled_dot_product_attention(query, key, value, mask, scale=0.5)
     # Two sums of five products each and a softmax, of numbers near one.
     bound = 64 * torch.finfo(torch.float64).eps
@@ -235,9 +235,8 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
 
 def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) -> Tensor:
     """Return quick attention, with the same drops at each call."""
-    fast_dropout._register_kernel()
     torch.manual_seed(7)
-    with fast_dropout._fast_attention:
+    with fast_dropout.fast_attention():
         return functional.scaled_dot_product_attention(*operands, mask, p, scale=0.4)
 
 
@@ -254,7 +253,7 @@ def test_attention_drops_shares() -> None:
     ours = _attention(query, key, value, p=0.5)
     torch.manual_seed(7)
     shares = fast_dropout.dropout(
-        fast_dropout._attention_probs(query, key, None, 0.4), 0.5
+        fast_dropout.attention_probs(query, key, None, 0.4), 0.5
     )
     torch.testing.assert_close(ours, shares @ value)
     torch.manual_seed(7)

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from small_training import (
-    one_thread,
     seal_again,
-    small_and_measured,
-    without_figures,
 )
 from torch import nn
 
@@ -22,17 +19,11 @@ from halfstep.machine import hardware
 from halfstep.reporting.table import write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("small_runs")
+
 TRAIN = ("train", "--data", "letters.json", "--model", "mini", "--out", "run")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +32,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
     (tmp_path / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
     return tmp_path
 
 
@@ -64,45 +53,6 @@ def test_a_run_goes_on_at_the_level_it_began(
     assert (first["level"], first["dtype"]) == ("O2", "bf16")
     for key in ("level", "dtype", "reason", "test", "dev"):
         assert first.get(key) == again.get(key)
-
-
-def test_overwrite_spares_what_no_run_wrote(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: a folder named like ours, with no settings of a run beside it, stays."""
-    (here / "run" / "model").mkdir(parents=True)
-    (here / "run" / "model" / "mine.py").write_text("precious")
-    assert cli.run([*TRAIN, "--overwrite"]) == 2
-    assert (here / "run" / "model" / "mine.py").read_text() == "precious"
-    assert "not a halfstep run's" in capsys.readouterr().err
-
-
-def test_lost_checkpoints_are_missed(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: resuming never starts anew where checkpoints were written."""
-    assert cli.run([*TRAIN, "--epochs", "2"]) == 0
-    checkpoints = here / "run" / "checkpoints"
-    for each in checkpoints.iterdir():
-        each.rename(here / each.name)
-    metrics = (here / "run" / "metrics.jsonl").read_bytes()
-    assert cli.run(["train", "--resume", "--out", "run"]) == 2
-    assert "has lost its checkpoints" in capsys.readouterr().err
-    assert (here / "run" / "metrics.jsonl").read_bytes() == metrics
-
-
-@pytest.mark.parametrize("line", [b"{", b"\xff\xfe", b"123", b"{}", b'{"step": "a"}'])
-def test_damaged_metrics_are_named(
-    here: Path, line: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: a bad line in the middle is named and nothing is rewritten."""
-    assert cli.run([*TRAIN, "--epochs", "1"]) == 0
-    metrics = here / "run" / "metrics.jsonl"
-    spoilt = line + b"\n" + metrics.read_bytes()
-    metrics.write_bytes(spoilt)
-    assert cli.run(["train", "--resume", "--out", "run"]) == 2
-    assert "metrics.jsonl line 1 is damaged" in capsys.readouterr().err
-    assert metrics.read_bytes() == spoilt
 
 
 def test_predict_refuses_random_weights(
@@ -202,18 +152,3 @@ def test_loading_ends_what_was_under_way() -> None:
         used.weights().values(), fresh.weights().values(), strict=True
     ):
         assert torch.equal(mine, other)
-
-
-def test_an_epsilon_that_vanishes_is_warned_of() -> None:
-    """Law: O3 in fp16 with AdamW's usual epsilon is called what it is."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.warns(UserWarning, match="eps=1e-08 rounds to 0 in fp16"):
-        hs.prepare(model, optimizer, "O3", dtype="fp16")
-
-
-def test_lbfgs_is_refused() -> None:
-    """Law: an optimizer that evaluates inside its step is refused at once."""
-    model = nn.Linear(2, 2)
-    with pytest.raises(hs.UserError, match="LBFGS evaluates the model inside"):
-        hs.prepare(model, torch.optim.LBFGS(model.parameters()), "O1", dtype="bf16")

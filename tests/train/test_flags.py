@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from itertools import permutations
 from pathlib import Path
@@ -37,24 +36,6 @@ TEXTS = {name: text for texts in HELP.values() for name, text in texts.items()}
 MOST = 46
 WIDTH = 80
 SWITCHES = ("compile", "recompute", "tensorboard")
-
-
-def train_parser() -> argparse.ArgumentParser:
-    """Return the real parser of `halfstep train`."""
-    commands = next(
-        action
-        for action in cli._parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    found = commands.choices["train"]
-    assert isinstance(found, argparse.ArgumentParser)
-    return found
-
-
-def test_number_of_options() -> None:
-    """Law: the program has few options, -h and modes counted."""
-    options = [each for each in train_parser()._actions if each.option_strings]
-    assert len(options) == 1 + len(SETTINGS) + 1 + len(MODES) <= MOST
 
 
 def test_every_setting_has_its_help() -> None:
@@ -103,14 +84,14 @@ def test_numbers_in_help_are_those_of_the_plan() -> None:
         for size in model.SIZES.values()
         for key in ("num_hidden_layers", "hidden_size")
     ]
-    rates, masks = plan._LR_SCRATCH, plan._MASK_SCRATCH
+    rates, masks = plan.LR_SCRATCH, plan.MASK_SCRATCH
     wanted: dict[str, list[float]] = {
         "model": shapes,
         "dropout": [model.DROPOUT],
         "mask_tokens": [masks["classify"], masks["ner"], 0],
-        "epochs": [plan._EPOCHS_FEW, plan._FEW_EXAMPLES, plan._EPOCHS_MANY],
-        "lr": [rates["classify"], rates["ner"], plan._LR_TUNE],
-        "workers": [plan._WORKERS_GPU, 0],
+        "epochs": [plan.EPOCHS_FEW, plan.FEW_EXAMPLES, plan.EPOCHS_MANY],
+        "lr": [rates["classify"], rates["ner"], plan.LR_TUNE],
+        "workers": [plan.WORKERS_GPU, 0],
     }
     assert {name: said_numbers(name) for name in wanted} == wanted
 
@@ -154,6 +135,8 @@ def test_help_can_be_read(
         assert re.search(rf"^  {flag_of(setting)} ", out, re.MULTILINE)
     for mode in (*MODES, "config"):
         assert re.search(rf"^  --{mode} ", out, re.MULTILINE)
+    options = re.findall(r"^  (?:-h, )?--", out, re.MULTILINE)
+    assert len(options) == 1 + len(SETTINGS) + 1 + len(MODES) <= MOST
     assert out.split()[-len(epilog().split()) :] == epilog().split()
     statuses = out[out.index("exit status:") :]
     assert re.findall(r"^  (\d+) ", statuses, re.MULTILINE) == [
@@ -199,26 +182,6 @@ def test_a_policy_file_that_is_not_wanted(tmp_path: Path) -> None:
     assert parse("--config", str(file), "--policy", "torch") == {"policy": "torch"}
     with pytest.raises(UserError, match=r"^policy file 'nowhere\.toml' cannot be read"):
         parse("--config", str(file))
-
-
-def test_resuming_with_a_file(tmp_path: Path) -> None:
-    """Law: a file is as good as typed words, and contradicts a saved run as they do."""
-    saved = TrainConfig(batch_size=16, dev_share=0.1).data_dict()
-    file = tmp_path / "run.toml"
-    file.write_text("batch_size = 16\ndev_share = 0.1\n")
-    assert resume_config(saved, parse("--config", str(file))) == TrainConfig(**saved)
-    for line, message in (
-        ("batch-size = 8", "--batch-size 8 differs from this run's 16; "),
-        ("dev_share = 0.2", "--dev-share 0.2 differs from this run's 0.1; "),
-        ("compile = true", "--compile True differs from this run's False; "),
-        ("patience = 2", "--patience 2 differs from this run's default; "),
-    ):
-        file.write_text(line)
-        with pytest.raises(UserError) as caught:
-            resume_config(saved, parse("--config", str(file)))
-        assert str(caught.value) == (
-            f"{message}resume without it, or start anew with another --out."
-        )
 
 
 FILLED_IN = {

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from small_training import (
-    one_thread,
     seal_again,
-    small_and_measured,
-    without_figures,
     write_letters,
 )
 from transformers import BertConfig, BertForSequenceClassification
@@ -27,6 +24,8 @@ from halfstep.train import model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 PROGRAM = """\
 from pathlib import Path
@@ -50,18 +49,9 @@ REASON = (
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_and_measured() -> Iterator[None]:
-    """Train in a moment, and reach no network."""
+def _no_network() -> Iterator[None]:
+    """Reach no network, and be no process of torchrun's."""
     with pytest.MonkeyPatch.context() as patch:
-        small_and_measured(patch)
-        without_figures(patch)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.delenv("RANK", raising=False)
         yield

@@ -53,10 +53,12 @@ def test_a_torn_line(folder: RunFolder, torn: str, *, rewound: bool) -> None:
     assert folder.records() == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", "3", '{"loss": 1}', '{"step": "1"}'])
-def test_a_damaged_line(folder: RunFolder, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[]", b"3", b'{"loss": 1}', b'{"step": "1"}', b"\xff\xfe"]
+)
+def test_a_damaged_line(folder: RunFolder, line: bytes) -> None:
     """Law: a line that is whole and no record is named by its number."""
-    folder.metrics.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
+    folder.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
     before = folder.metrics.read_bytes()
     for use in (folder.records, lambda: folder.rewind(1)):
         with pytest.raises(UserError) as caught:

@@ -6,32 +6,25 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from small_training import (
-    one_thread,
-    small_and_measured,
+    small_settings,
     steps_of,
     timeless,
-    without_figures,
     write_letters,
 )
 from torch import nn
 
 from halfstep.errors import UserError
 from halfstep.train import model
-from halfstep.train.config import TrainConfig
 from halfstep.train.data import length_batches, tokenized
 from halfstep.train.data.corpus import load
-from halfstep.train.data.tokenized import EncodedTexts
-from halfstep.train.param_groups import LR_FACTOR, make_param_groups
 from halfstep.train.run import pick_device, run
-from halfstep.train.step_dataset import TokenMasking
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 KINDS = ("O0 auto", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
 ROWS, DEV = 100, 10
@@ -42,51 +35,19 @@ RECORD = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train a small size, draw no figures."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of a short run on texts whose characters tell their class."""
-    return {
-        "data": str(write_letters(tmp_path, ROWS, "defxy", "abcxy")),
-        "dev_share": DEV / ROWS,
-        "model": "mini",
-        "level": "O0",
-        "lr": 5e-3,
-        "epochs": 2,
-        "batch_size": 16,
-        "out": str(tmp_path / "run"),
-    }
+    source = write_letters(tmp_path, ROWS, "defxy", "abcxy")
+    share = DEV / ROWS
+    return small_settings(
+        tmp_path, source, dev_share=share, level="O0", lr=5e-3, epochs=2
+    )
 
 
 def records(settings: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
     """Train; return the records of the steps."""
     return steps_of(run(settings | more, overwrite=True).folder.records())
-
-
-def test_parameter_groups() -> None:
-    """Law: each parameter is in one group; matrices decay, the rest does not."""
-    model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    decayed, spared = make_param_groups(model, 0.01)
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
-    assert decayed[LR_FACTOR] == spared[LR_FACTOR] == 1.0
-    embedding, norm, linear = model
-    matrices = (embedding.weight, linear.weight)
-    assert [id(p) for p in decayed["params"]] == [id(p) for p in matrices]
-    left = (norm.weight, norm.bias, linear.bias)
-    assert [id(p) for p in spared["params"]] == [id(p) for p in left]
 
 
 def test_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,19 +167,6 @@ def test_a_seed_is_a_run(settings: dict[str, Any]) -> None:
     assert one[0]["loss"] != records(settings, seed=1)[0]["loss"]
 
 
-def test_hidden_tokens() -> None:
-    """Law: the share asked for is hidden, and never a special token or padding."""
-    hiding = TokenMasking(0.3, 4, torch.arange(5))
-    ids = torch.arange(10).repeat(4000, 1)
-    hidden = hiding.mask(ids, torch.Generator().manual_seed(0))
-    assert torch.equal(hidden[:, :5], ids[:, :5])
-    changed = hidden[:, 5:] != ids[:, 5:]
-    assert set(hidden[:, 5:][changed].tolist()) == {4}
-    # 20,000 draws: five standard deviations are 5 * sqrt(0.21 / 20000) = 0.0162.
-    assert float(changed.float().mean()) == pytest.approx(0.3, abs=0.0162)
-    assert torch.equal(ids, torch.arange(10).repeat(4000, 1))
-
-
 def test_hiding_leaves_evaluation_alone(settings: dict[str, Any]) -> None:
     """Law: tokens are hidden from training only."""
     result = run(settings | {"mask_tokens": 0.99, "dropout": 0.0, "lr": 1e-9})
@@ -227,28 +175,3 @@ def test_hiding_leaves_evaluation_alone(settings: dict[str, Any]) -> None:
     # The weights hardly move, so any difference would be the hiding's.
     assert evals[0] == pytest.approx(evals[1], rel=1e-5)
     assert len({round(r["loss"], 6) for r in steps_of(found)}) > 1
-
-
-def test_every_text_once_an_epoch(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: what trains is what was encoded: every text in each epoch, once."""
-    seen: list[int] = []
-    collate = EncodedTexts.collate
-
-    def noting(self: EncodedTexts, indices: Any, *rest: int) -> Any:
-        if len(self) == ROWS - DEV:
-            seen.extend(indices.tolist())
-        return collate(self, indices, *rest)
-
-    monkeypatch.setattr(EncodedTexts, "collate", noting)
-    records(settings, epochs=2, accumulate=2)
-    each = list(range(ROWS - DEV))
-    assert sorted(seen[: ROWS - DEV]) == each
-    assert sorted(seen[ROWS - DEV :]) == each
-
-
-def test_more_micro_batches_than_texts_are_refused() -> None:
-    """Law: micro-batches that would hold no text are refused before anything."""
-    with pytest.raises(UserError, match="--accumulate 40 is more than --batch-size 16"):
-        TrainConfig(batch_size=16, accumulate=40)

@@ -28,22 +28,13 @@ from halfstep.train.data import tokenized as encoding
 from halfstep.train.data.tokenized import EncodedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 PAD, UNKNOWN, START, END, MASK = range(5)
 LABELS = ("no", "yes")
 HEAD = "SequenceClassification"
 OWN_DROPOUT = 0.25
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

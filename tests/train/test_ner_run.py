@@ -7,38 +7,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from small_training import (
     assert_same_run,
+    interrupt_before,
     marked_text,
-    one_thread,
-    small_and_measured,
     steps_of,
-    without_figures,
     write_marked,
 )
 
-from halfstep.train.loop import Trainer
 from halfstep.train.predict import Entities, Predictor
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_and_measured() -> Iterator[None]:
-    """Train a small size, draw no figures."""
-    with pytest.MonkeyPatch.context() as patch:
-        small_and_measured(patch)
-        without_figures(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 
 def text_in_context(draw: random.Random) -> dict[str, Any]:
@@ -105,17 +88,9 @@ def test_resumed_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Law: a run of entities that breaks off in an epoch ends as if it had not."""
     given = settings(tmp_path, "O2 bf16") | {"epochs": 2, "eval_every": 4}
     run(given | {"out": str(tmp_path / "straight")})
-    train_step = Trainer.train_step
-
-    def broken(self: Trainer, *rest: Any) -> dict[str, Any]:
-        if self.state.step == 6:
-            raise KeyboardInterrupt
-        return train_step(self, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", broken)
-        with pytest.raises(KeyboardInterrupt):
-            run(given)
+    interrupt_before(monkeypatch, 7)
+    with pytest.raises(KeyboardInterrupt):
+        run(given)
     run({"out": given["out"]}, resume=True)
     assert_same_run(tmp_path / "run", tmp_path / "straight")
 

@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file
 from small_training import (
     letters,
-    one_thread,
-    small_and_measured,
+    small_settings,
     steps_of,
-    without_figures,
     write_letters,
 )
 
@@ -25,34 +23,18 @@ from halfstep.train.run import run
 from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 QUIET = {"dropout": 0.0, "mask_tokens": 0.0}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Sums depend on how many threads share them."""
-    with one_thread():
-        yield
-
-
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of a run of 12 steps; draw no figures."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
-    return {
-        "data": str(write_letters(tmp_path, 100)),
-        "dev_share": 0.1,
-        "model": "mini",
-        "level": "O0",
-        "lr": 5e-3,
-        "epochs": 2,
-        "batch_size": 16,
-        "out": str(tmp_path / "run"),
-    }
+    source = write_letters(tmp_path, 100)
+    return small_settings(tmp_path, source, level="O0", lr=5e-3, epochs=2)
 
 
 def records(settings: dict[str, Any], **more: Any) -> list[dict[str, Any]]:

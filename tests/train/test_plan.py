@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_corpora import split_of
-from torch import nn
 
 from halfstep.distributed.process_group import World
-from halfstep.train import model
 from halfstep.train.config import TrainConfig
-from halfstep.train.data.corpus import Corpus, Split, load
+from halfstep.train.data.corpus import Corpus, Split
 from halfstep.train.plan import Plan, lr_factor, resolve_config, resolve_plan
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU, GPU = World(0, 1, torch.device("cpu")), World(0, 1, torch.device("cuda", 0))
 
@@ -36,11 +30,13 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
     return split_of(path, "classify", ("a", "b"))
 
 
-def plan_of(split: Split, count: int, *, scratch: bool, **given: Any) -> Plan:
+def plan_of(
+    split: Split, count: int, *, scratch: bool, world: World = CPU, **given: Any
+) -> Plan:
     """Return the plan of settings for a corpus of so many training texts."""
     train = Split(split.store, np.zeros(count, np.int64), split.ids)
     corpus = Corpus("c", "classify", ("a", "b"), train, split, split, "print")
-    return resolve_plan(TrainConfig(**given), corpus, CPU, scratch=scratch)
+    return resolve_plan(TrainConfig(**given), corpus, world, scratch=scratch)
 
 
 def test_rate_by_hand() -> None:
@@ -151,9 +147,8 @@ def test_most_steps(
 )
 def test_workers(split: Split, world: World, told: int | None, workers: int) -> None:
     """Law: two processes prepare batches for a GPU, none for a CPU, or as told."""
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "")
-    config = TrainConfig(workers=told)
-    assert resolve_plan(config, corpus, world, scratch=True).workers == workers
+    plan = plan_of(split, 2, scratch=True, world=world, workers=told)
+    assert plan.workers == workers
 
 
 def test_one_text_is_a_step(split: Split) -> None:
@@ -164,13 +159,13 @@ def test_one_text_is_a_step(split: Split) -> None:
 
 def test_every_default_is_filled_in(split: Split) -> None:
     """Law: settings that were resolved resolve to the same plan again."""
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
-    config = TrainConfig(batch_size=1, label_smoothing=0.1)
-    plan = resolve_plan(config, corpus, GPU, scratch=True)
+    given: dict[str, Any] = {"batch_size": 1, "label_smoothing": 0.1}
+    plan = plan_of(split, 2, scratch=True, world=GPU, **given)
+    config = TrainConfig(**given)
     full = resolve_config(config, plan, "O2", "bf16")
     assert (full.level, full.dtype, full.label_smoothing) == ("O2", "bf16", 0.1)
     assert (full.device, full.loss_scale, full.dropout) == ("cuda", "none", 0.1)
-    again = resolve_plan(full, corpus, CPU, scratch=False)
+    again = plan_of(split, 2, scratch=False, **full.data_dict())
     assert dataclasses.replace(again, device="cuda") == plan
     left = {name for name, value in full.data_dict().items() if value is None}
     # None has a meaning of its own for these: all, the data's own, none.
@@ -194,65 +189,13 @@ def test_the_scale_is_filled_in(
 ) -> None:
     """Law: the scale is what the help says of each format, or what was told."""
     config = TrainConfig(loss_scale=told)
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
-    plan = resolve_plan(config, corpus, CPU, scratch=True)
+    plan = plan_of(split, 2, scratch=True, loss_scale=told)
     assert resolve_config(config, plan, "O2", dtype).loss_scale == scale
 
 
 def test_a_models_own_dropout(split: Split) -> None:
     """Law: a fine-tuned model keeps its own rates, which no one number says."""
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
     for told in (None, 0.0, 0.3):
         config = TrainConfig(dropout=told)
-        plan = resolve_plan(config, corpus, CPU, scratch=False)
+        plan = plan_of(split, 2, scratch=False, dropout=told)
         assert resolve_config(config, plan, "O0", "fp32").dropout == told
-
-
-def test_the_dropout_is_that_of_the_network(
-    split: Split, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a network from scratch, told nothing, drops what the plan says."""
-    shape = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
-    monkeypatch.setitem(model.SIZES, "mini", shape | {"intermediate_size": 8})
-    made = model.build(
-        "mini",
-        lambda clean: Counter(clean("xy")),
-        ("a", "b"),
-        head="SequenceClassification",
-        max_length=8,
-        dropout=None,
-    )
-    rates = [part.p for part in made.model.modules() if isinstance(part, nn.Dropout)]
-    assert rates
-    assert {*rates} == {plan_of(split, 10, scratch=True).dropout}
-
-
-def test_the_plan_knows_its_data(tmp_path: Path) -> None:
-    """Law: the fingerprint tells texts, labels, their names, order, splits apart."""
-    makes = {
-        "base": ("x,a\ny,b\n", "x,a\n"),
-        "order": ("y,b\nx,a\n", "x,a\n"),
-        "label": ("x,b\ny,a\n", "x,a\n"),
-        "dev": ("x,a\ny,b\n", "y,b\n"),
-        "text": ("x,a\nz,b\n", "x,a\n"),
-        "more": ("x,a\ny,b\nx,a\ny,b\n", "x,a\n"),
-    }
-    found = {}
-    for name, (train, dev) in makes.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.csv").write_text(train, encoding="utf-8")
-        (folder / "dev.csv").write_text(dev, encoding="utf-8")
-        found[name] = fingerprint(folder, None)
-    found["names"] = fingerprint(tmp_path / "base", ("b", "a"))
-    assert len({*found.values()}) == len(makes) + 1
-    assert fingerprint(tmp_path / "base", None) == found["base"]
-    assert fingerprint(tmp_path / "base", ("a", "b")) == found["base"]
-
-
-def fingerprint(folder: Path, names: tuple[str, ...] | None) -> str:
-    """Return the fingerprint of the plan for a directory of splits."""
-    corpus = load(
-        folder, task="classify", label_names=names, limit=None, dev_share=0.5, seed=0
-    )
-    return resolve_plan(TrainConfig(), corpus, CPU, scratch=True).fingerprint

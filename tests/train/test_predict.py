@@ -6,17 +6,14 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from small_corpora import letters_tokenizer
 from small_training import (
     letters,
-    one_thread,
     seal_again,
-    small_and_measured,
-    without_figures,
 )
 
 from halfstep.errors import UserError
@@ -28,21 +25,13 @@ from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.predict import Entities, Entity, Label, Predictor
 from halfstep.train.run import run
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 NAMES = ("rain", "晴")
 LETTERS = ("defxy", "abcxy")
 LONGEST = 24
 # Sums of fp32 in another order, through a layer and its norms.
 CLOSE = 1e-5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "epochs": 2,
         "out": str(folder / "run"),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        small_and_measured(patch)
-        without_figures(patch)
-        run(settings)
+    run(settings)
     return folder / "run"
 
 
@@ -100,16 +86,14 @@ class Copyist(torch.nn.Module):
 def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
     """Return what finds entities by the rule of `Copyist`."""
     tokenizer = letters_tokenizer("abc", 8)
-    with pytest.MonkeyPatch.context() as patch:
-        small_and_measured(patch)
-        network = model.build(
-            "mini",
-            lambda _: dict.fromkeys("abc", 2),  # type: ignore[arg-type]
-            ("O", "B-PER", "I-PER"),
-            head="TokenClassification",
-            max_length=8,
-            dropout=None,
-        )
+    network = model.build(
+        "mini",
+        lambda _: dict.fromkeys("abc", 2),  # type: ignore[arg-type]
+        ("O", "B-PER", "I-PER"),
+        head="TokenClassification",
+        max_length=8,
+        dropout=None,
+    )
     folder = RunFolder(tmp_path / "run")
     folder.begin({"task": "ner"}, overwrite=False)
     folder.save_model(network.model, tokenizer)

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from small_training import (
-    one_thread,
+    interrupt_before,
     same,
-    small_and_measured,
     small_settings,
     steps_of,
     timeless,
-    without_figures,
     write_letters,
 )
 
@@ -24,27 +22,18 @@ from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from halfstep.train.result import RunResult
-    from halfstep.train.step_dataset import StepBatch
+
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 STEPS = 12
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Sums depend on how many threads share them."""
-    with one_thread():
-        yield
-
-
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of a run of 12 steps with dropout."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
     source = write_letters(tmp_path, 106)
     more = {"level": "O2", "dtype": "bf16", "epochs": 2, "eval_every": 4}
     return small_settings(tmp_path, source, **more)
@@ -94,13 +83,13 @@ def test_flags_name_what_is_not_finite(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: a step with an inf has its places written down, the replay's passes not."""
-    clean = Trainer._loss
+    clean = Trainer.micro_batch_loss
 
     def loss(self: Trainer, part: dict[str, Any]) -> Any:
         spoilt = self.state.step + 1 == 3
         return clean(self, part) * (float("inf") if spoilt else 1.0)
 
-    monkeypatch.setattr(Trainer, "_loss", loss)
+    monkeypatch.setattr(Trainer, "micro_batch_loss", loss)
     result = run(settings | {"out": str(tmp_path / "run"), "probe": "flags"})
     (event,) = events(result, "non_finite")
     assert event["step"] == 3
@@ -115,12 +104,12 @@ def test_a_collapse_is_seen(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: the step that ends a run is among the events of its probe."""
-    clean = Trainer._loss
+    clean = Trainer.micro_batch_loss
 
     def loss(self: Trainer, part: dict[str, Any]) -> Any:
         return clean(self, part) * float("inf")
 
-    monkeypatch.setattr(Trainer, "_loss", loss)
+    monkeypatch.setattr(Trainer, "micro_batch_loss", loss)
     given = settings | {"dtype": "fp16", "loss_scale": "dynamic", "probe": "flags"}
     given |= {"epochs": 9, "eval_every": 99, "out": str(tmp_path / "run")}
     with pytest.raises(LossScaleCollapse):
@@ -137,17 +126,9 @@ def test_resumed(
     """Law: a run that is cut off and resumed has the events of one that was not."""
     given = settings | {"probe": "full"}
     whole = run(given | {"out": str(tmp_path / "whole")})
-    step = Trainer.train_step
-
-    def cut(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
-        if work.number == 7:
-            raise KeyboardInterrupt
-        return step(self, work, *rest)
-
-    monkeypatch.setattr(Trainer, "train_step", cut)
+    interrupt_before(monkeypatch, 7)
     with pytest.raises(KeyboardInterrupt):
         run(given | {"out": str(tmp_path / "cut")})
-    monkeypatch.setattr(Trainer, "train_step", step)
     again = run({"out": str(tmp_path / "cut")}, resume=True)
     metrics = [timeless(each.folder.records()) for each in (whole, again)]
     assert metrics[0] == metrics[1]

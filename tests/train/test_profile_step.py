@@ -10,9 +10,6 @@ import pytest
 import torch
 from small_training import (
     assert_same_run,
-    one_thread,
-    small_and_measured,
-    without_figures,
     write_letters,
 )
 from torch.profiler import profile as watch
@@ -23,21 +20,15 @@ from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.train import profile_step
 from halfstep.train.run import run
-from halfstep.train.timers import Timers
+from halfstep.train.train_state import Timers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("small_runs")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
-    with one_thread():
-        yield
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:

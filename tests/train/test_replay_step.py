@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from small_training import (
-    one_thread,
-    small_and_measured,
     small_settings,
-    without_figures,
     write_letters,
 )
 from torch import Tensor
@@ -28,24 +25,9 @@ from halfstep.train.run import run
 from halfstep.train.signals import Diverged
 from halfstep.train.step_dataset import StepBatch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 LAYER = "bert.encoder.layer.1.output.dense"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train a small size, draw no figures."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
 
 
 @pytest.fixture
@@ -63,7 +45,7 @@ def events(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float) -> None:
     """Multiply what one layer gives, in some steps."""
-    clean = Trainer._loss
+    clean = Trainer.micro_batch_loss
 
     def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
         names = {name for name, _ in self.session.model.named_modules()}
@@ -78,11 +60,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float) -> None:
         finally:
             vars(module).pop("forward", None)
 
-    monkeypatch.setattr(Trainer, "_loss", loss)
+    monkeypatch.setattr(Trainer, "micro_batch_loss", loss)
 
 
-@pytest.mark.parametrize("kind", ["O1 fp16", "O2 bf16", "O0 auto"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"), [("O1 fp16", 1), ("O2 bf16", 2), ("O0 auto", 1)]
+)
 def test_a_step_that_failed_is_told(
     settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,

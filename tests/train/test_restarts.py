@@ -7,37 +7,24 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from mini_train import REASON
 from processes import ONE_THREAD, torchrun
 from small_training import (
     assert_same_run,
-    one_thread,
-    small_and_measured,
     steps_of,
-    without_figures,
     write_letters,
 )
 
 from halfstep import cli
 from halfstep.train.output.run_directory import RunFolder
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "mini_train.py")
 STEPS, EVERY = 12, 2  # 92 texts in batches of 16, twice
 LONGEST = 300.0  # seconds, on a machine that is busy
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _as_the_program_does() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, one_thread():
-        small_and_measured(patch)
-        without_figures(patch)
-        yield
 
 
 def words(folder: Path, out: str) -> list[str]:

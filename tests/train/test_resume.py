@@ -19,7 +19,7 @@ import pytest
 from processes import ONE_THREAD
 from small_training import (
     assert_same_run,
-    one_thread,
+    interrupt_before,
     small_and_measured,
     steps_of,
     without_figures,
@@ -59,14 +59,14 @@ def small_and_spoilt(patch: pytest.MonkeyPatch) -> None:
     """Train a small size, draw no figures; let one step overflow."""
     small_and_measured(patch)
     without_figures(patch)
-    clean = Trainer._loss
+    clean = Trainer.micro_batch_loss
 
     def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
         moves = self.session.scaler.rule.backoff_factor < 1
         bad = moves and self.state.step + 1 == SPOILT
         return clean(self, part) * (math.inf if bad else 1.0)
 
-    patch.setattr(Trainer, "_loss", loss)
+    patch.setattr(Trainer, "micro_batch_loss", loss)
 
 
 def settings(folder: Path, kind: str) -> dict[str, Any]:
@@ -88,16 +88,9 @@ def settings(folder: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _patched() -> Iterator[None]:
+def _spoilt() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         small_and_spoilt(patch)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Sums depend on how many threads share them."""
-    with one_thread():
         yield
 
 
@@ -112,20 +105,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return folder / kind
 
     return path
-
-
-def stop_before(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Interrupt before some optimizer steps, each once."""
-    left = list(steps)
-    step = Trainer.train_step
-
-    def interrupted(self: Trainer, work: Any, *rest: Any) -> dict[str, Any]:
-        if left and work.number == left[0]:
-            left.pop(0)
-            raise KeyboardInterrupt
-        return step(self, work, *rest)
-
-    monkeypatch.setattr(Trainer, "train_step", interrupted)
 
 
 def test_the_straight_run(straight: Callable[[str], Path]) -> None:
@@ -153,7 +132,7 @@ def test_stopped_and_resumed(
     """Law: a run that is stopped and resumed ends as one that was not."""
     given = settings(tmp_path, kind)
     expected = straight(kind)
-    stop_before(monkeypatch, *stops)
+    interrupt_before(monkeypatch, *stops)
     for number in range(len(stops)):
         with pytest.raises(KeyboardInterrupt):
             run(given, resume=number > 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_training import one_thread, small_and_measured, without_figures
+from data_files import tree
 
 from halfstep import cli
 from halfstep.checkpoint import atomic_directory, single
@@ -18,19 +18,14 @@ from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a finished run; while it is asked for, its model can be built."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a finished run."""
     folder = tmp_path_factory.mktemp("finished")
     rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
     (folder / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -43,11 +38,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "batch_size": 8,
         "out": str(folder / "run"),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        small_and_measured(patch)
-        without_figures(patch)
-        run(settings)
-        yield folder / "run"
+    run(settings)
+    return folder / "run"
 
 
 @pytest.fixture
@@ -84,14 +76,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no state": ("state.pt", Path.unlink, "has no state.pt; it is not whole."),
     "no manifest": ("manifest.json", Path.unlink, "it has no manifest.json."),
 }
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Return the name of everything below a folder, and the bytes of files."""
-    return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
-        for path in root.rglob("*")
-    }
 
 
 def refused(place: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -151,14 +135,12 @@ NOTES: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", ["missing", "another"])
 @pytest.mark.parametrize("name", NOTES)
-def test_notes_of_another(
-    copy: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
-) -> None:
+def test_notes_of_another(copy: Path, name: str, value: str) -> None:
     """Law: notes without what a run reads are refused, by their file and field."""
     rewrite(last(copy), name, NOTES[name] if value == "another" else MISSING)
-    line = refused(copy, capsys)
-    assert line.startswith(f"no checkpoint in {copy / 'checkpoints'} is whole (step-")
-    assert line.endswith(
+    with pytest.raises(single.CheckpointError) as caught:
+        checkpointing.checked_notes(last(copy))
+    assert str(caught.value) == (
         f"checkpoint file {last(copy) / 'manifest.json'} was not written by a run: "
         f"{name!r} of its notes is missing, or not what a run notes there."
     )
@@ -188,7 +170,7 @@ def test_negative_notes(
 def test_notes_before_a_score(copy: Path) -> None:
     """Law: notes as a run writes them before its first evaluation are taken."""
     rewrite(last(copy), "best_score", None)
-    notes = checkpointing._checked_notes(last(copy))
+    notes = checkpointing.checked_notes(last(copy))
     assert checkpointing.train_state_from_notes(notes).best_score is None
 
 

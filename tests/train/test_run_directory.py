@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from data_files import tree
 
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.errors import UserError
@@ -44,14 +45,6 @@ def save(folder: RunFolder, step: int, **notes: int) -> None:
     """Save a checkpoint that tells its step."""
     number = torch.tensor(float(step))
     folder.save(step, {"w": number}, {"step": step}, {"step": step} | notes)
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Return the name of everything below a folder, and the bytes of files."""
-    return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
-        for path in root.rglob("*")
-    }
 
 
 def names(folder: RunFolder) -> set[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from data_files import tree
 
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.errors import UserError
@@ -52,16 +52,6 @@ def flip(name: str, place: float) -> Callable[[Path], None]:
         data = bytearray((path / name).read_bytes())
         data[int(place * (len(data) - 1))] ^= 1
         (path / name).write_bytes(data)
-
-    return damage
-
-
-def longer(name: str) -> Callable[[Path], None]:
-    """Add a byte to a file."""
-
-    def damage(path: Path) -> None:
-        with (path / name).open("ab") as file:
-            file.write(b"\0")
 
     return damage
 
@@ -142,12 +132,6 @@ def torch_code(path: Path) -> bytes:
     return (path / STATE).read_bytes()
 
 
-def bare_code(path: Path) -> bytes:
-    """Return a pickle without torch that runs code."""
-    # As torch's oldest form: of a later protocol it warns before it refuses.
-    return pickle.dumps(Runs(path.parent.parent / MARK), protocol=2)
-
-
 def nothing(path: Path) -> None:
     """Leave an empty directory."""
     for each in path.iterdir():
@@ -169,45 +153,17 @@ GONE = "it has no manifest.json"
 
 DAMAGES: dict[str, Damage] = {
     "weights empty": (truncate(WEIGHTS, lambda _: 0), SIZE),
-    "weights halved": (truncate(WEIGHTS, lambda n: n // 2), SIZE),
-    "weights one short": (truncate(WEIGHTS, lambda n: n - 1), SIZE),
-    "weights longer": (longer(WEIGHTS), SIZE),
-    "weights first bit": (flip(WEIGHTS, 0.0), ALIKE),
-    "weights middle bit": (flip(WEIGHTS, 0.5), ALIKE),
-    "weights last bit": (flip(WEIGHTS, 1.0), ALIKE),
-    "weights gone": (delete(WEIGHTS), f"has no {WEIGHTS}"),
     "weights a folder": (folder_for(WEIGHTS), f"has no {WEIGHTS}"),
-    "weights a broken link": (broken_link(WEIGHTS), f"has no {WEIGHTS}"),
     "weights of before": (before_it(WEIGHTS), ALIKE),
     "weights foreign": (foreign(WEIGHTS, lambda _: b"x" * 99), HERE),
-    "state empty": (truncate(STATE, lambda _: 0), SIZE),
-    "state halved": (truncate(STATE, lambda n: n // 2), SIZE),
-    "state one short": (truncate(STATE, lambda n: n - 1), SIZE),
-    "state longer": (longer(STATE), SIZE),
-    "state first bit": (flip(STATE, 0.0), ALIKE),
     "state middle bit": (flip(STATE, 0.5), ALIKE),
-    "state last bit": (flip(STATE, 1.0), ALIKE),
-    "state gone": (delete(STATE), f"has no {STATE}"),
-    "state a folder": (folder_for(STATE), f"has no {STATE}"),
     "state a broken link": (broken_link(STATE), f"has no {STATE}"),
-    "state of before": (before_it(STATE), ALIKE),
     "state with code": (foreign(STATE, torch_code), "more than tensors"),
-    "state a bare pickle with code": (foreign(STATE, bare_code), "more than tensors"),
-    "manifest empty": (truncate(MANIFEST, lambda _: 0), JSON),
-    "manifest halved": (truncate(MANIFEST, lambda n: n // 2), JSON),
     "manifest gone": (delete(MANIFEST), GONE),
     "manifest a folder": (folder_for(MANIFEST), GONE),
-    "manifest a broken link": (broken_link(MANIFEST), GONE),
     "manifest of before": (before_it(MANIFEST), ALIKE),
-    "manifest a list": (text("[]"), "has schema None"),
-    "manifest another program's": (text('{"format": "pt"}'), "has schema None"),
-    "manifest not text": (flip(MANIFEST, 0.0), JSON),
     "manifest deep": (text("[" * 100_000), JSON),
-    "schema later": (says(again=True, schema=2), "has schema 2"),
-    "schema gone": (says(again=True, schema=None), "has schema None"),
-    "seal wrong": (says(again=False, seal="0" * 64), SEAL),
     "seal gone": (says(again=False, seal=None), SEAL),
-    "notes altered": (says(again=False, notes={"step": 3}), SEAL),
     "notes gone": (says(again=True, notes=None), HERE),
     "format sharded": (
         says(again=True, format=atomic_directory.SHARDED),
@@ -235,14 +191,6 @@ def folder(tmp_path: Path) -> RunFolder:
         found.save(step, weights, state, {"step": step})
         found.log({"step": step})
     return found
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Return the name of everything below a folder, and the bytes of files."""
-    return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
-        for path in root.rglob("*")
-    }
 
 
 def numbers(found: single.Checkpoint) -> tuple[list[float], list[float], Any]:
@@ -281,13 +229,12 @@ def test_the_newest_is_damaged(folder: RunFolder, name: str) -> None:
     assert {k: v for k, v in tree(folder.path).items() if aside in k} == moved
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_all_are_damaged(folder: RunFolder, name: str) -> None:
+def test_all_are_damaged(folder: RunFolder) -> None:
     """Law: one line says that none is whole, names them, and tells the newest's fault.
 
     Nothing is changed.
     """
-    damage, fault = DAMAGES[name]
+    damage, fault = DAMAGES["state with code"]
     damage(folder.checkpoint_path(2))
     truncate(STATE, lambda _: 0)(folder.checkpoint_path(1))
     kept = tree(folder.path)

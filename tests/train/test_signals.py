@@ -1,4 +1,4 @@
-"""Signals as a wish to stop, in programs of their own: a first, a second, none."""
+"""Signals as a wish to stop: a first, a second, none."""
 
 from __future__ import annotations
 
@@ -6,119 +6,113 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
+from halfstep.train import signals
 from halfstep.train.signals import Stopped, StopRequest, stop_on_signals
 
-START = """
-import os, signal
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BOTH = (signal.SIGTERM, signal.SIGINT)
+
+SECOND_WISH = """
+import os, signal, time
 from types import SimpleNamespace
-from halfstep.train import signals as stopping
-from halfstep.train.signals import StopRequest, stop_on_signals
-
+from halfstep.train import signals
 now = 5.0
-stopping.time = SimpleNamespace(monotonic=lambda: now)
-
-def send(number):
-    os.kill(os.getpid(), number)
-
-stop = StopRequest()
+signals.time = SimpleNamespace(monotonic=lambda: now)
+with signals.stop_on_signals(signals.StopRequest()):
+    os.kill(os.getpid(), signal.SIGINT)
+    now += 0.99
+    os.kill(os.getpid(), signal.SIGINT)
+    now += 0.02  # a second after the first, not after the last
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("not reached")
 """
 
 
-def run(body: str, *, ignoring: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a program; return how it ended and what it wrote."""
-    # A shell's background has it ignored, and so has what is started there.
-    heed = "SIG_IGN" if ignoring else "default_int_handler"
-    first = f"import signal; signal.signal({signal.SIGINT:d}, signal.{heed})\n"
-    return subprocess.run(
-        [sys.executable, "-c", first + START + body],
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Return what a clock shows; put handlers back, and heed both signals."""
+    shown = [5.0]
+    clock = SimpleNamespace(monotonic=lambda: shown[0])
+    monkeypatch.setattr(signals, "time", clock)
+    before = {number: signal.getsignal(number) for number in BOTH}
+    for number in BOTH:
+        signal.signal(number, signal.default_int_handler)
+    yield shown
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("now")
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_is_a_wish(number: signal.Signals) -> None:
+    """Law: a signal is remembered, and the program goes on to its end."""
+    stop = StopRequest()
+    with stop_on_signals(stop):
+        assert stop.signal == 0
+        signal.raise_signal(number)
+        assert stop.signal == number
+
+
+def test_twice_within_a_second(now: list[float]) -> None:
+    """Law: what comes within a second, whichever signal, is the same wish."""
+    stop = StopRequest()
+    with stop_on_signals(stop):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += 0.99
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == signal.SIGTERM
+
+
+def test_a_second_wish_ends_the_program() -> None:
+    """Law: a signal after that second ends the program as the system does."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SECOND_WISH],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_a_wish(number: signal.Signals) -> None:
-    """Law: a signal is remembered, and the program goes on to its end."""
-    ended = run(f"""
-with stop_on_signals(stop):
-    assert stop.signal == 0
-    send({number:d})
-    print("on", stop.signal)
-""")
-    assert (ended.returncode, ended.stdout) == (0, f"on {number:d}\n"), ended.stderr
-
-
-def test_twice_within_a_second() -> None:
-    """Law: what comes within a second, whichever signal, is the same wish."""
-    ended = run("""
-with stop_on_signals(stop):
-    send(signal.SIGTERM)
-    send(signal.SIGTERM)
-    now += 0.99
-    send(signal.SIGINT)
-    print("on", stop.signal)
-""")
-    wanted = (0, f"on {signal.SIGTERM:d}\n")
-    assert (ended.returncode, ended.stdout) == wanted, ended.stderr
-
-
-def test_a_second_wish_ends_the_program() -> None:
-    """Law: a signal after that second ends the program as the system does."""
-    ended = run("""
-with stop_on_signals(stop):
-    send(signal.SIGINT)
-    now += 0.99
-    send(signal.SIGINT)
-    now += 0.02  # a second after the first, not after the last
-    send(signal.SIGTERM)
-    print("not reached")
-""")
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
 
 
+@pytest.mark.usefixtures("now")
 def test_ignored_stays_ignored() -> None:
     """Law: what is ignored, as in a shell's background, is no wish and stays so."""
-    ended = run(
-        """
-with stop_on_signals(stop):
-    send(signal.SIGINT)
-    print("wish", stop.signal)
-    send(signal.SIGTERM)
-    print("wish", stop.signal)
-assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-""",
-        ignoring=True,
-    )
-    told = f"wish 0\nwish {signal.SIGTERM:d}\n"
-    assert (ended.returncode, ended.stdout) == (0, told), ended.stderr
-
-
-def test_handlers_come_back() -> None:
-    """Law: after the region signals do what they did, even if it failed."""
-    ended = run("""
-def own(number, frame):
-    print("own", number)
-signal.signal(signal.SIGTERM, own)
-try:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop = StopRequest()
     with stop_on_signals(stop):
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == 0
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("now")
+def test_handlers_come_back() -> None:
+    """Law: after the context signals do what they did, even if it failed."""
+    calls: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
+    stop = StopRequest()
+    with pytest.raises(KeyError), stop_on_signals(stop):
         raise KeyError
-except KeyError:
-    send(signal.SIGTERM)
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-assert stop.signal == 0
-""")
-    wanted = (0, f"own {signal.SIGTERM:d}\n")
-    assert (ended.returncode, ended.stdout) == wanted, ended.stderr
+    signal.raise_signal(signal.SIGTERM)
+    assert calls == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert stop.signal == 0
 
 
 def test_in_another_thread() -> None:
-    """Law: where signals cannot be taken, the region runs and changes nothing."""
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    """Law: where signals cannot be taken, the context runs and changes nothing."""
+    before = [signal.getsignal(n) for n in BOTH]
     inside: list[object] = []
 
     def work() -> None:

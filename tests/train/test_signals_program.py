@@ -9,15 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from mini_train import REASON
 from processes import ONE_THREAD
 from small_training import (
-    one_thread,
-    small_and_measured,
-    without_figures,
     write_letters,
 )
 
@@ -25,8 +22,7 @@ from halfstep.checkpoint import atomic_directory
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 PROGRAM = Path(__file__).parents[1] / "support" / "mini_train.py"
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
@@ -35,14 +31,6 @@ STEPS = 2 * EPOCH
 HELD = 3
 """Step that waits for the signal."""
 LONGEST = 300.0  # seconds, on a machine that is busy
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _as_the_program_does() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, one_thread():
-        small_and_measured(patch)
-        without_figures(patch)
-        yield
 
 
 def settings(folder: Path, workers: int = 0) -> dict[str, Any]:

@@ -6,17 +6,14 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from small_training import (
-    one_thread,
     same,
-    small_and_measured,
     small_settings,
     steps_of,
-    without_figures,
     write_letters,
 )
 from torch import Tensor
@@ -27,25 +24,10 @@ from halfstep.train.output import html_report
 from halfstep.train.plan import lr_factor
 from halfstep.train.run import run
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 CULPRIT = "classifier.weight"
 STEPS = 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train a small size, draw no figures."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
 
 
 @pytest.fixture
@@ -73,13 +55,13 @@ def clone(state: Any) -> Any:
 
 def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the loss of some optimizer steps inf."""
-    clean = Trainer._loss
+    clean = Trainer.micro_batch_loss
 
     def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
         bad = self.state.step + 1 in steps
         return clean(self, part) * (math.inf if bad else 1.0)
 
-    monkeypatch.setattr(Trainer, "_loss", loss)
+    monkeypatch.setattr(Trainer, "micro_batch_loss", loss)
 
 
 @pytest.mark.parametrize("kind", ["O0 auto", "O1 fp16", "O2 fp16", "O2 bf16"])
@@ -92,7 +74,7 @@ def test_an_overflow_in_one_gradient(
     scale halves where it moves; the schedule stands still.
     """
     seen: dict[int, dict[str, Any]] = {}
-    step, loss, bad = Trainer.train_step, Trainer._loss, 5
+    step, loss, bad = Trainer.train_step, Trainer.micro_batch_loss, 5
     planted: list[int] = []
 
     def snapshot(trainer: Trainer) -> dict[str, Any]:
@@ -120,7 +102,7 @@ def test_an_overflow_in_one_gradient(
         return loss(self, part)
 
     monkeypatch.setattr(Trainer, "train_step", watched)
-    monkeypatch.setattr(Trainer, "_loss", hooked)
+    monkeypatch.setattr(Trainer, "micro_batch_loss", hooked)
     steps = train(settings, kind)
     assert [record["step"] for record in steps if record["skipped"]] == [bad]
     spoilt, after = steps[bad - 1], steps[bad]

@@ -132,7 +132,7 @@ def test_the_weight_is_that_of_the_whole_batch() -> None:
 
 def alike(one: list[StepBatch], other: list[StepBatch]) -> bool:
     """Say whether all is equal, to the bit."""
-    return same([work._asdict() for work in one], [work._asdict() for work in other])
+    return same(one, other)
 
 
 HIDING = TokenMasking(0.5, MASK, torch.tensor([0, 100]))

@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from small_training import small_and_measured, without_figures, write_letters
+from small_training import write_letters
 
 from halfstep.errors import UserError
 from halfstep.train.loop import Trainer
@@ -100,6 +100,8 @@ def test_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Law: what the disk refuses is said once; no more is tried, and no run ends."""
+    from torch.utils.tensorboard import SummaryWriter
+
     events = TensorBoardWriter(tmp_path, 0)
     calls = []
 
@@ -109,7 +111,7 @@ def test_a_full_disk(
 
     events.write(step(1))
     with monkeypatch.context() as patch:
-        patch.setattr(events._writer, where, full)
+        patch.setattr(SummaryWriter, where, full)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for number in (2, 3):
@@ -123,7 +125,7 @@ def test_a_full_disk(
     )
     assert len(calls) == 1
     if where == "close":
-        events._writer.close()
+        events.close()
     else:
         assert {n for n, _ in read(tmp_path)["train/loss"]} == {1}
 
@@ -169,10 +171,9 @@ def test_infinite_numbers(tmp_path: Path) -> None:
     assert read(tmp_path) == {"train/loss": [(1, math.inf)]}
 
 
+@pytest.mark.usefixtures("small_runs")
 def test_a_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: TensorBoard shows the numbers of the run's records, each step once."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
     settings = {
         "data": str(write_letters(tmp_path)),
         "model": "mini",

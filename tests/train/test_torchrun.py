@@ -107,35 +107,6 @@ def test_when_the_agent_began(tmp_path: Path) -> None:
     assert torchrun.identity()["agent_began"] == stat[19]
 
 
-@pytest.mark.parametrize(
-    ("begun", "here", "expected"),
-    [
-        (HERE, HERE, True),
-        (NAMED, NAMED, True),
-        (None, HERE, False),
-        (NAMED, HERE, False),
-        (HERE, NAMED, False),
-        (HERE | {"agent": "box 8"}, HERE, False),
-        (HERE | {"agent_began": "124"}, HERE, False),
-        (HERE | {"boot": "c"}, HERE, False),
-        # Later, with the same name, on the same machine.
-        (NAMED | {"agent": "box 8"}, NAMED, False),
-        (NAMED | {"agent_began": "124"}, NAMED, False),
-        # Machines of one launch share a name, and nothing else.
-        (NAMED | {"agent": "other 7", "boot": "c"}, NAMED, True),
-        (HERE | {"agent": "other 7", "boot": "c"}, HERE, False),
-    ],
-)
-def test_same(
-    begun: dict[str, str | None] | None,
-    here: dict[str, str | None],
-    *,
-    expected: bool,
-) -> None:
-    """Law: one launch is one name and one agent; on two machines a name is needed."""
-    assert torchrun.is_same_launch(begun, here) is expected
-
-
 def test_read(tmp_path: Path) -> None:
     """Law: an identity that was written is read; anything else is none."""
     path = tmp_path / "launch.json"
@@ -148,55 +119,53 @@ def test_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "machines", "begun", "expected"),
+    ("named", "count", "machines", "begun", "expected"),
     [
         # Processes of this machine have failed.
-        (1, 1, {}, True),
-        (1, 2, {}, True),
-        (1, 2, {"agent": "other 7", "boot": "c"}, True),
-        # Those of another have, of which this one's agent keeps no count.
-        (0, 2, {}, True),
+        (True, "1", "1", {}, True),
+        (True, "1", "2", {}, True),
+        (False, "1", "1", {}, True),
+        (False, "1", "2", {}, True),
+        (False, "1", "x", {}, True),
+        # Machines of one launch share a name, and nothing else.
+        (True, "1", "2", {"agent": "other 7", "boot": "c"}, True),
+        (False, "1", "2", {"agent": "other 7", "boot": "c"}, False),
+        # Those of another have failed, of which this one's agent keeps no count.
+        (True, "0", "2", {}, True),
         # A first start: the name is an old one, or the program runs twice.
-        (0, 2, {"agent": "other 7", "boot": "c"}, False),
-        (0, 2, {"agent_began": "124"}, False),
-        (0, 1, {}, False),
-        # Another launch.
-        (1, 2, {"run_id": "another"}, False),
-        (1, 1, {"agent": "box 8"}, False),
+        (True, "0", "2", {"agent": "other 7", "boot": "c"}, False),
+        (True, "0", "2", {"agent_began": "124"}, False),
+        (True, "0", "1", {}, False),
+        (False, "0", "2", {}, False),
+        # Another launch, perhaps later, with the same name, on the same machine.
+        (True, "1", "2", {"run_id": "another"}, False),
+        (True, "1", "1", {"run_id": None}, False),
+        (False, "1", "1", {"run_id": "another"}, False),
+        (True, "1", "1", {"agent": "box 8"}, False),
+        (True, "1", "1", {"agent_began": "124"}, False),
+        (False, "1", "1", {"agent": "box 8"}, False),
+        (False, "1", "1", {"agent_began": "124"}, False),
+        (False, "1", "1", {"boot": "c"}, False),
     ],
 )
 def test_started_again(
     monkeypatch: pytest.MonkeyPatch,
-    count: int,
-    machines: int,
-    begun: dict[str, str],
-    *,
-    expected: bool,
-) -> None:
-    """Law: a failure on any machine restarts all; each knows what it had begun."""
-    monkeypatch.setattr(torchrun, "identity", lambda: NAMED)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
-    monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
-    assert torchrun.is_restart_of(NAMED | begun) is expected
-    assert not torchrun.is_restart_of(None)
-
-
-@pytest.mark.parametrize(("count", "expected"), [("0", False), ("1", True)])
-@pytest.mark.parametrize("machines", [None, "x", "1", "2"])
-def test_without_a_name(
-    monkeypatch: pytest.MonkeyPatch,
+    named: bool,
     count: str,
-    machines: str | None,
-    *,
+    machines: str,
+    begun: dict[str, str | None],
     expected: bool,
 ) -> None:
-    """Law: where torchrun was given no name, its count alone tells."""
-    monkeypatch.setattr(torchrun, "identity", lambda: HERE)
+    """Law: one launch is one name and one agent; on two machines a name is needed.
+
+    A failure on any machine restarts all; each knows what it had begun.
+    """
+    here = NAMED if named else HERE
+    monkeypatch.setattr(torchrun, "identity", lambda: here)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
-    if machines is not None:
-        monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
-    assert torchrun.is_restart_of(dict(HERE)) is expected
+    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+    assert torchrun.is_restart_of(here | begun) is expected
+    assert not torchrun.is_restart_of(None)
 
 
 def test_resumes_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

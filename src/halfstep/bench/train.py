@@ -27,7 +27,7 @@ from halfstep.train.config import TrainConfig
 from halfstep.train.data import tokenized
 from halfstep.train.plan import lr_factor, resolve_plan
 from halfstep.train.run import run
-from halfstep.train.timers import Timers
+from halfstep.train.train_state import Timers
 
 if TYPE_CHECKING:
     import argparse

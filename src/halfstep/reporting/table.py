@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import os
@@ -11,10 +12,10 @@ import shutil
 import unicodedata
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 Cell = str | int | float | bool | None
@@ -167,28 +168,39 @@ def format_count(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file so that whoever opens `path` finds all of it or the old one.
+@contextlib.contextmanager
+def open_atomic(path: Path) -> Iterator[TextIO]:
+    """Open a UTF-8 file so that readers of `path` find all of it or the old one.
 
-    Args:
-        path: File to write or to replace, through links; its directory exists.
-        text: Contents; line ends are written as they are.
+    A link is followed, a terminal or a pipe is written directly, and line ends are
+    written as they are.
     """
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8", newline="")  # a terminal, a pipe
-        return
-    path = path.resolve()
+    direct = path.exists() and not path.is_file()
+    target = path if direct else path.resolve()
     # The mode of a file from `tempfile` would hide the report from other users.
-    temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
+    part = path if direct else target.parent / f".{secrets.token_hex(8)}.tmp"
+    file = part.open("w" if direct else "x", encoding="utf-8", newline="")
     try:
-        with temporary.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
+        yield file
+        file.flush()
+        if not direct:
             os.fsync(file.fileno())
-        temporary.replace(path)
+        file.close()
+        if not direct:
+            part.replace(target)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        # What could not be flushed fails again; the first error is the one to tell.
+        with contextlib.suppress(OSError):
+            file.close()
+        if not direct:
+            part.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file in one piece, as `open_atomic` does."""
+    with open_atomic(path) as file:
+        file.write(text)
 
 
 def single_line(text: str) -> str:

@@ -130,7 +130,7 @@ def find_resume_checkpoint(
     """
 
     def find() -> tuple[dict[str, Any], list[str]] | None:
-        newest = folder.newest(_checked_notes)
+        newest = folder.newest(checked_notes)
         return None if newest is None else _check_best(folder, *newest)
 
     return process_group.broadcast_object(run_on_first_rank(world, find))
@@ -144,14 +144,14 @@ def _check_best(
     if best in {0, notes["step"]}:
         return notes, faults
     try:
-        _checked_notes(folder.checkpoint_path(best))
+        checked_notes(folder.checkpoint_path(best))
     except CheckpointError as error:
         fault = f"the checkpoint of step {best}, the best, is not used: {error}"
         return notes | {"best_step": 0, "best_score": None}, [*faults, fault]
     return notes, faults
 
 
-def _checked_notes(path: Path) -> dict[str, Any]:
+def checked_notes(path: Path) -> dict[str, Any]:
     """Return a checkpoint's notes, their shape and every byte of it checked.
 
     Raises:

@@ -1,8 +1,4 @@
-"""The settings of a training run: one dataclass, from which flags and files are made.
-
-In: values by name. Out: a `TrainConfig`, checked; and the same as plain values for
-`config.json`. The help of each setting is in the module `flags`.
-"""
+"""The settings of a training run: one dataclass, which makes flags and files."""
 
 from __future__ import annotations
 

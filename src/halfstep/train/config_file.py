@@ -1,8 +1,4 @@
-"""Settings of a run as a file of TOML, a setting a line.
-
-In: a file that somebody wrote, or settings. Out: settings by name, each of the right
-type and in its range; or a file that reads back to the same.
-"""
+"""Settings of a run as a file of TOML, a setting a line."""
 
 from __future__ import annotations
 

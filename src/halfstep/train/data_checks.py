@@ -1,6 +1,5 @@
 """Checks of a run's data, with what to do about each finding.
 
-In: a trainer. Out: sentences for the report, none where there is nothing to report.
 Findings about the training itself are the doctor's, and so are those about repeated
 texts, which are counted here.
 """

@@ -1,7 +1,4 @@
-"""The libraries that training and predicting need beside torch.
-
-In: a command. Out: one line, if some are missing. Importing this needs none of them.
-"""
+"""Which libraries training and predicting need; importing this needs none of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """`halfstep train --check`: a few steps of a run, and what the whole of it would be.
 
-In: a run that stands at its first step. Out: tables of the plan, its time and memory,
-and of what the first batch says of level and format. Nothing is written in --out; what
-was read and tokenised stays in the cache.
+Nothing is written in --out; what was read and tokenised stays in the cache.
 """
 
 from __future__ import annotations
@@ -18,18 +16,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfstep.diagnostics.doctor import RunFacts, examine, run_reader
+from halfstep.diagnostics.preflight import check
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table, format_count
+from halfstep.train import checkpointing, fast_dropout, parallelize, param_groups
 from halfstep.train.data_checks import count_repeats, data_findings
-from halfstep.train.evaluate import EVAL_BATCH, collect_outputs
-from halfstep.train.preflight_batch import check_first_batch
-from halfstep.train.result import RunResult
+from halfstep.train.evaluate import EVAL_BATCH
+from halfstep.train.result import RunResult, portable_model
 from halfstep.train.step_dataset import iterate_steps, padding_fraction
-from halfstep.train.timers import Timers
+from halfstep.train.train_state import Timers
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from halfstep.diagnostics.preflight import CheckReport
     from halfstep.train.config import TrainConfig
     from halfstep.train.output.run_directory import RunFolder
     from halfstep.train.result import PreparedRun
@@ -39,6 +43,7 @@ _MAX_SECONDS = 15.0  # seconds after which fewer must do
 _NUM_EVAL_TEXTS = 2 * EVAL_BATCH
 _WARM_UP = 3  # steps that also allocate, compile and fill caches
 _WEIGHT_BYTES = 4
+_TIMED = 3  # steps of each kind in the check: the dry run has timed those of the run
 
 
 def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunResult:
@@ -72,14 +77,7 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
     step = statistics.median(times[_WARM_UP:] or times)
     # A large dev split takes minutes; the longest texts take the most memory.
     eval_texts = job.encoded["dev"].longest(_NUM_EVAL_TEXTS)
-    _, dev_loss = collect_outputs(
-        session,
-        job.task,
-        eval_texts,
-        trainer.world,
-        pad_id=job.pad_id,
-        multiple=job.multiple,
-    )
+    _, dev_loss = trainer.collect_outputs(eval_texts)
     num_params = sum(param.numel() for param in network.model.parameters())
     num_trainable = sum(
         p.numel() for p in network.model.parameters() if p.requires_grad
@@ -140,11 +138,7 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
 
 
 def _free_bytes(folder: RunFolder) -> int:
-    """Return the bytes that are free where a run would write.
-
-    Raises:
-        UserError: If nothing could be written there, or files of others are there.
-    """
+    """Return the bytes that are free where a run would write; refuse other places."""
     parents = itertools.chain([folder.path], folder.path.absolute().parents)
     existing = next(path for path in parents if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -161,3 +155,57 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"about {hours} h {minutes} min"
     return f"about {minutes} min {rest} s" if minutes else f"about {rest} s"
+
+
+def check_first_batch(ready: PreparedRun, config: TrainConfig) -> CheckReport | None:
+    """Check level and format of a run on its first batch; all processes must call it.
+
+    The model is the run's, in fp32, with its frozen parameters and its activation
+    checkpoints, in one process and not compiled.
+
+    Returns:
+        None on all processes but the first.
+    """
+    weights = ready.full_weights()
+    return checkpointing.run_on_first_rank(
+        ready.trainer.world, lambda: _check(ready, config, weights)
+    )
+
+
+def _check(
+    ready: PreparedRun, config: TrainConfig, weights: Mapping[str, Tensor]
+) -> CheckReport:
+    trainer = ready.trainer
+    job, world, session = trainer.job, trainer.world, trainer.session
+    step_batch = job.steps[1]
+    share = world.size * session.accumulate / step_batch.weight
+    batch = {name: one.to(world.device) for name, one in step_batch.parts[0].items()}
+
+    def loss_fn(model: nn.Module, part: dict[str, Any]) -> Tensor:
+        inputs = dict(part)
+        targets = inputs.pop("labels")
+        return job.objective.loss_sum(model(**inputs).logits, targets) * share
+
+    # The run's model as it was before it was prepared, with its weights.
+    model: nn.Module = portable_model(ready.network, weights).to(world.device).train()
+    param_groups.freeze(model, config.frozen)
+    fast_dropout.use_fast_dropout(model)
+    if config.recompute:
+        parallelize.parallelize_model(
+            model,
+            session.choice,
+            world,
+            parallel="ddp",
+            recompute=True,
+            compiled=False,
+        )
+    return check(
+        model,
+        loss_fn,
+        batch,
+        level=session.choice,
+        policy=config.policy,
+        optimizer=param_groups.make_optimizer(model, config, job.plan.lr),
+        master=config.master,
+        steps=_TIMED,
+    )

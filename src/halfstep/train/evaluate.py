@@ -1,8 +1,4 @@
-"""Evaluates a split over all processes, each example once.
-
-In: a session and encoded examples. Out: what the task notes of each example, the
-mean loss, and the score of a plain baseline.
-"""
+"""Evaluates a split over all processes, each example once."""
 
 from __future__ import annotations
 

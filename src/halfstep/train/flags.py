@@ -1,8 +1,4 @@
-"""The flags of `halfstep train`: what is said about each setting, and what was typed.
-
-In: a parser to fill; words that it took. Out: the settings that were given, on the
-command line or in the file of --config. The help of each setting stands here.
-"""
+"""The flags of `halfstep train`: the help of each setting, and what was typed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The training loop: the work of each step in, applied steps out.
 
-In: a prepared session, and a `Job` that says what to do. Out: metrics, checkpoints,
-and the best weights. Every random number of a step is drawn from (seed, step, rank),
-so a resumed run needs no saved generators to continue to the bit.
+Every random number of a step is drawn from (seed, step, rank), so a resumed run needs
+no saved generators to continue to the bit.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from halfstep.train.param_groups import LR_FACTOR
 from halfstep.train.plan import lr_factor
 from halfstep.train.signals import Diverged, Stopped, StopRequest
 from halfstep.train.step_dataset import iterate_steps
-from halfstep.train.timers import Timers
-from halfstep.train.train_state import TrainJob, TrainState
+from halfstep.train.train_state import Timers, TrainJob, TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from halfstep.nonfinite.origin import BadOp
     from halfstep.reporting.table import Table
     from halfstep.session.session import Session
+    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.metrics.result import EvalMetrics
     from halfstep.train.output.progress import Progress
     from halfstep.train.output.run_directory import RunFolder
@@ -174,11 +173,7 @@ class Trainer:
                 raise Stopped(self._stop_signal, number, plan.total_steps, out)
 
     def _step_with_replay(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
-        """Make one step; where it fails for good or without end, see why.
-
-        Raises:
-            LossScaleCollapse: With what was found.
-        """
+        """Make one step; where it fails for good or without end, see why."""
         self._last_batch = batch
         try:
             record = self._step_with_profile(batch, clock)
@@ -199,7 +194,7 @@ class Trainer:
         origin = replay_step.replay(
             self.session,
             batch,
-            self._loss,
+            self.micro_batch_loss,
             lambda: self._seed(batch),
             scale=scale,
             losses=self._skip_watcher.history(self.session.steps_applied),
@@ -256,7 +251,7 @@ class Trainer:
         summed = torch.zeros((), device=world.device)
         for part, real in zip(batch.parts, batch.is_real, strict=True):
             with clock.time("forward"):
-                loss = self._loss(part) * real
+                loss = self.micro_batch_loss(part) * real
             with clock.time("backward"):
                 session.backward(loss * weight)
             with clock.time("update"):
@@ -285,7 +280,7 @@ class Trainer:
             "seconds": clock.seconds,
         }
 
-    def _loss(self, part: dict[str, Tensor]) -> Tensor:
+    def micro_batch_loss(self, part: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of a micro-batch."""
         device = self.world.device
         moved = {
@@ -320,7 +315,8 @@ class Trainer:
         """Evaluate the dev split, write a checkpoint; return a line for the console."""
         began = time.perf_counter()
         with self._probe_paused():
-            metrics = self.compute_metrics("dev", *self.collect_outputs("dev"))
+            dev = self.job.encoded["dev"]
+            metrics = self.compute_metrics("dev", *self.collect_outputs(dev))
         self.seconds["evaluate"] += time.perf_counter() - began
         number, name = self.state.step, self.job.plan.best_by
         if not math.isfinite(metrics.loss):
@@ -381,13 +377,13 @@ class Trainer:
         rows, labels = getattr(job.corpus, split), job.corpus.labels
         return job.task.worst_examples(outputs, job.encoded[split], rows, labels)
 
-    def collect_outputs(self, split: str) -> tuple[Tensor, float]:
-        """Return the stored outputs of a split, and the loss."""
+    def collect_outputs(self, encoded: EncodedTexts) -> tuple[Tensor, float]:
+        """Return the stored outputs of some examples, and the loss."""
         job = self.job
         return collect_outputs(
             self.session,
             job.task,
-            job.encoded[split],
+            encoded,
             self.world,
             pad_id=job.pad_id,
             multiple=job.multiple,

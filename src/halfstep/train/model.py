@@ -1,8 +1,4 @@
-"""From texts to token ids and models: built from scratch, or loaded with transformers.
-
-In: a model name, the training texts, the names of a model's outputs. Out: a tokenizer
-and a model that fit each other.
-"""
+"""Tokenizers and models: built from scratch, or loaded with transformers."""
 
 from __future__ import annotations
 
@@ -187,9 +183,6 @@ def _refuse_code(name: str | Path) -> None:
     Why: left to itself, transformers asks on standard input whether to run it, which
     takes the first line of what `predict RUN -` is to read. And where it has a class
     of the same type it takes that instead, which need not compute the same.
-
-    Raises:
-        CodeError: If it does.
     """
     from transformers import PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config

@@ -1,8 +1,4 @@
-"""How a model is laid out over processes, compiled, and spared of activations.
-
-In: a bare model on its device and the settings --parallel, --recompute, --compile.
-Out: the same model, split or ready to be wrapped.
-"""
+"""How a model is laid out over processes, compiled, and spared of activations."""
 
 from __future__ import annotations
 

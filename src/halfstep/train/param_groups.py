@@ -1,8 +1,4 @@
-"""Which parameters learn, how fast, and which of them decay.
-
-In: a model and the settings --freeze, --layer-decay and --weight-decay. Out: groups
-for an optimizer, each with the share of the learning rate that it gets.
-"""
+"""Which parameters learn, how fast, and which of them decay."""
 
 from __future__ import annotations
 
@@ -11,12 +7,16 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import AdamW
+
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+
+    from halfstep.train.config import TrainConfig
 
 LR_FACTOR = "rate_share"
 """Key of a group: what its learning rate is multiplied by."""
@@ -72,6 +72,12 @@ def layer_depth(name: str, blocks: int) -> int:
     if match:
         return int(match[1]) + 1
     return 0 if _EMBEDDING.search(name) else blocks + 1
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig, lr: float) -> AdamW:
+    """Return the optimizer of a run."""
+    groups = make_param_groups(model, config.weight_decay, config.layer_decay)
+    return AdamW(groups, lr=lr, fused=True)
 
 
 def make_param_groups(

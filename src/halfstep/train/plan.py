@@ -1,7 +1,4 @@
-"""What a run will do, every default resolved.
-
-In: settings, a corpus, a network. Out: a `Plan`; and the learning rate of each step.
-"""
+"""What a run will do, every default resolved."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ if TYPE_CHECKING:
     from halfstep.train.config import TrainConfig
     from halfstep.train.data.corpus import Corpus
 
-_FEW_EXAMPLES = 5000
-_EPOCHS_FEW, _EPOCHS_MANY = 20, 3
-_LR_SCRATCH = {"classify": 5e-4, "ner": 1e-3}
-_LR_TUNE = 3e-5
-_MASK_SCRATCH = {"classify": 0.3, "ner": 0.1}  # a tag hangs on its own token
-_WORKERS_GPU = 2  # a GPU's step is short enough for the making of a batch to show
+FEW_EXAMPLES = 5000
+EPOCHS_FEW, EPOCHS_MANY = 20, 3
+LR_SCRATCH = {"classify": 5e-4, "ner": 1e-3}
+LR_TUNE = 3e-5
+MASK_SCRATCH = {"classify": 0.3, "ner": 0.1}  # a tag hangs on its own token
+WORKERS_GPU = 2  # a GPU's step is short enough for the making of a batch to show
 
 
 @dataclass(frozen=True)
@@ -61,24 +58,24 @@ def resolve_plan(
         scratch: The model's weights begin at random.
     """
     count = len(corpus.train)
-    few = scratch and count < _FEW_EXAMPLES
+    few = scratch and count < FEW_EXAMPLES
     steps = math.ceil(count / config.batch_size)
     epochs = config.epochs
     if epochs is None and config.max_steps is not None:
         epochs = math.ceil(config.max_steps / steps)
-    epochs = epochs or (_EPOCHS_FEW if few else _EPOCHS_MANY)
+    epochs = epochs or (EPOCHS_FEW if few else EPOCHS_MANY)
     mask = config.mask_tokens
     if mask is None:
-        mask = _MASK_SCRATCH[corpus.task] if scratch else 0.0
+        mask = MASK_SCRATCH[corpus.task] if scratch else 0.0
     dropout = config.dropout
     if dropout is None and scratch:
         dropout = model.DROPOUT
     workers = config.workers
     if workers is None:
-        workers = _WORKERS_GPU if world.device.type == "cuda" else 0
+        workers = WORKERS_GPU if world.device.type == "cuda" else 0
     return Plan(
         order=Order(config.batch_size, epochs, config.accumulate, config.seed),
-        lr=config.lr or (_LR_SCRATCH[corpus.task] if scratch else _LR_TUNE),
+        lr=config.lr or (LR_SCRATCH[corpus.task] if scratch else LR_TUNE),
         warmup=config.warmup,
         dropout=dropout,
         mask_tokens=mask,

@@ -1,8 +1,4 @@
-"""Predictions of a finished run for new texts: labels, or entities.
-
-In: the folder of a run and texts. Out: one prediction a text, in order, as they come,
-and how many texts were longer than the model reads.
-"""
+"""Predictions of a finished run for new texts: labels, or entities."""
 
 from __future__ import annotations
 

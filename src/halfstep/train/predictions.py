@@ -1,22 +1,16 @@
-"""Output of predictions: tables to read, and files of JSON lines.
-
-In: predictions as they come. Out: a table, or a file of JSON lines, whole or not at
-all, with progress.
-"""
+"""Output of predictions: tables to read, and files of JSON lines."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 import sys
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import Cell, Table, format_count
+from halfstep.reporting.table import Cell, Table, format_count, open_atomic
 from halfstep.train.data.text_lines import decode_lines
 from halfstep.train.predict import Label
 
@@ -118,11 +112,7 @@ def write(
     """
     began = last_report = time.monotonic()
     number = 0
-    with (
-        contextlib.nullcontext(sys.stdout)
-        if path is None
-        else _atomic_file(path) as file
-    ):
+    with contextlib.nullcontext(sys.stdout) if path is None else _output(path) as file:
         for number, each in enumerate(predictions, 1):
             line = json.dumps(asdict(each), ensure_ascii=False) + "\n"
             with contextlib.nullcontext() if path is None else _writing(path):
@@ -136,29 +126,14 @@ def write(
 
 
 @contextlib.contextmanager
-def _atomic_file(path: Path) -> Iterator[TextIO]:
-    """Open a file that takes the place of another when all is written."""
-    with _writing(path):
-        direct = path.exists() and not path.is_file()
-        place = path.resolve()
-        part = path if direct else place.parent / f".{secrets.token_hex(8)}.tmp"
-        file = part.open("w" if direct else "x", encoding="utf-8")
-    try:
+def _output(path: Path) -> Iterator[TextIO]:
+    """Open a file as `open_atomic` does; say what is wrong with it, and no more."""
+    with contextlib.ExitStack() as stack:
+        with _writing(path):
+            file = stack.enter_context(open_atomic(path))
         yield file
         with _writing(path):
-            file.flush()
-            if not direct:
-                os.fsync(file.fileno())
-            file.close()
-            if not direct:
-                part.replace(place)
-    except BaseException:
-        # What could not be flushed fails again; the first error is the one to tell.
-        with contextlib.suppress(OSError):
-            file.close()
-        if not direct:
-            part.unlink(missing_ok=True)
-        raise
+            stack.close()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,4 @@
-"""One ordinary step of a run under the profiler, for the doctor to judge speed by.
-
-In: a step that is due. Out: what it returned, and where its time went, if that can be
-read.
-"""
+"""One ordinary step of a run under the profiler, for the doctor to judge speed by."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.profiling.profile_result import Profile
     from halfstep.diagnostics.profiling.timeline import Timeline
     from halfstep.machine.recommendation import Choice
-    from halfstep.train.timers import Timers
+    from halfstep.train.train_state import Timers
 
 T = TypeVar("T")
 

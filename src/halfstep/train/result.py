@@ -1,8 +1,4 @@
-"""What a finished run leaves behind: summary, report, and a model to predict with.
-
-In: a trainer that has come to the end of its plan. Out: `summary.json`,
-`report.html`, `model/`, and a `RunResult` to show.
-"""
+"""What a finished run leaves behind: summary, report, and a model to predict with."""
 
 from __future__ import annotations
 
@@ -48,6 +44,14 @@ class PreparedRun:
     tokenise_seconds: float
     """What it took to tokenise every split, or to find that done."""
 
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """Return all weights by name; all processes must call it.
+
+        Of a sharded model each process holds a part.
+        """
+        weights = self.trainer.session.weights()
+        return {**fsdp_checkpoint.full_tensors(weights), **self.originals}
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -80,14 +84,14 @@ def finish_run(
     summary = _summary(config, trainer, ready.tokenise_seconds)
     # From here on the session's counters are those of the best step.
     trainer.load_best()
-    splits = [name for name in ("dev", "test") if len(trainer.job.encoded[name])]
-    outputs = {name: trainer.collect_outputs(name) for name in splits}
+    encoded = trainer.job.encoded
+    splits = [name for name in ("dev", "test") if len(encoded[name])]
+    outputs = {name: trainer.collect_outputs(encoded[name]) for name in splits}
     metrics = {name: trainer.compute_metrics(name, *outputs[name]) for name in splits}
     final = splits[-1]
     tables = [metrics[final].table(f"Quality on {final}")]
     summary |= {name: one.data() for name, one in metrics.items()}
-    # Of a sharded model each process holds a part: all take part.
-    weights = {**fsdp_checkpoint.full_tensors(session.weights()), **ready.originals}
+    weights = ready.full_weights()
 
     def write() -> None:
         folder = trainer.folder

@@ -1,7 +1,4 @@
-"""A whole run, from settings to a finished model and its report.
-
-In: settings as typed. Out: the run's folder, and a `RunResult` to show.
-"""
+"""A whole run, from settings to a finished model and its report."""
 
 from __future__ import annotations
 
@@ -152,11 +149,7 @@ def _resumed_config(folder: RunFolder, settings: Mapping[str, Any]) -> TrainConf
 
 
 def _is_restart(folder: RunFolder, settings: Mapping[str, Any], world: World) -> bool:
-    """Say whether torchrun has started this very run again, the same to all.
-
-    Raises:
-        UserError: If the settings are no longer those of the run.
-    """
+    """Say whether torchrun has started this very run again, with its settings."""
 
     def ask() -> bool:
         is_restart = folder.resumes_after_restart()
@@ -219,15 +212,7 @@ def _prepare_run(
     world: World,
     notes: Mapping[str, Any] | None,
 ) -> PreparedRun:
-    """Return a trainer that stands where the run does.
-
-    Args:
-        config: As given.
-        corpus: To learn from.
-        folder: The run's.
-        world: All processes.
-        notes: Of the checkpoint to go on from; None to begin.
-    """
+    """Return a trainer at the checkpoint of `notes`, or at the beginning without."""
     if notes is not None:
         checkpointing.check_fingerprint(notes, corpus.fingerprint)
     task = tasks.TASKS[config.task]
@@ -303,11 +288,9 @@ def _session(
     notes: Mapping[str, Any] | None,
     world: World,
 ) -> tuple[Session, dict[str, Tensor]]:
-    """Return the model and its optimizer at work, laid out over all processes.
+    """Return the session; and, by name, values that 16-bit storage will round.
 
-    Returns:
-        The session; and what 16-bit storage will round of parameters that do not
-        learn, and so have no masters: their values, by name.
+    These are of parameters that do not learn, and so have no master weights.
     """
     model = network.model.to(world.device).train()
     param_groups.freeze(model, config.frozen)
@@ -329,11 +312,7 @@ def _session(
         recompute=config.recompute,
         compiled=config.compile,
     )
-    optimizer = torch.optim.AdamW(
-        param_groups.make_param_groups(model, config.weight_decay, config.layer_decay),
-        lr=plan.lr,
-        fused=True,
-    )
+    optimizer = param_groups.make_optimizer(model, config, plan.lr)
     session = prepare(
         model,
         optimizer,

@@ -1,9 +1,4 @@
-"""Ends before the end: a signal stops after the step under way, and saves before.
-
-In: SIGTERM, as schedulers and torchrun send it, or SIGINT from a keyboard. Out: a
-question that the loop asks after each step, and the exit status that says what
-happened.
-"""
+"""Ends before the end: a signal stops after the step under way, and saves before."""
 
 from __future__ import annotations
 

@@ -20,11 +20,6 @@ from halfstep.errors import UserError
 from halfstep.train.data import file_lock
 
 
-def is_restarted() -> bool:
-    """Say whether processes of this machine failed, and torchrun has restarted them."""
-    return _env_int("TORCHELASTIC_RESTART_COUNT") > 0
-
-
 def is_restart_of(saved: dict[str, Any] | None) -> bool:
     """Say whether torchrun has started again the launch that a file names.
 
@@ -36,9 +31,14 @@ def is_restart_of(saved: dict[str, Any] | None) -> bool:
         saved: What the file held, of `read_identity`.
     """
     current = identity()
-    machines = _env_int("GROUP_WORLD_SIZE")
-    uncounted = saved == current and current["run_id"] is not None and machines > 1
-    return uncounted or (is_restarted() and is_same_launch(saved, current))
+    if saved is None or saved["run_id"] != current["run_id"]:
+        return False
+    named, same_agent = current["run_id"] is not None, saved == current
+    if _env_int("TORCHELASTIC_RESTART_COUNT") > 0:
+        # A name alone may be used again by a later launch, but not on two machines.
+        hosts = {str(one["agent"]).rpartition(" ")[0] for one in (saved, current)}
+        return same_agent or (named and len(hosts) > 1)
+    return same_agent and named and _env_int("GROUP_WORLD_SIZE") > 1
 
 
 def _env_int(name: str) -> int:
@@ -85,20 +85,6 @@ def read_identity(path: Path) -> dict[str, Any] | None:
         return None
     ours = isinstance(saved, dict) and {"run_id", "agent"} <= saved.keys()
     return saved if ours else None
-
-
-def is_same_launch(
-    saved: dict[str, Any] | None, current: dict[str, str | None]
-) -> bool:
-    """Say whether what a file held is the identity of this launch.
-
-    Formula: one name, and on one machine one starting process; on two machines a name
-    must be there. A name alone may be used again by a later launch.
-    """
-    if saved is None or saved["run_id"] != current["run_id"]:
-        return False
-    machines = {str(one["agent"]).rpartition(" ")[0] for one in (saved, current)}
-    return saved == current or (current["run_id"] is not None and len(machines) > 1)
 
 
 class FolderLock:

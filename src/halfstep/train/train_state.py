@@ -1,15 +1,14 @@
-"""What is trained, from what, and how far that has come.
-
-In: what was made ready for a run. Out: two values, for the loop and for checkpoints.
-"""
+"""What is trained, from what, how far that has come, and where the time went."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from halfstep.train.data.corpus import Corpus
     from halfstep.train.data.tokenized import EncodedTexts
@@ -47,3 +46,22 @@ class TrainState:
     """Its score; a loss counts as its negative. None before the first evaluation."""
     waited: int = 0
     """Evaluations since then."""
+
+
+@dataclass
+class Timers:
+    """Seconds by what they went to.
+
+    On a GPU these are the host's: work goes on after the part that began it, and the
+    part that waits for it is charged.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        """Add the time that the context lasts to a part."""
+        began = time.perf_counter()
+        yield
+        spent = time.perf_counter() - began
+        self.seconds[part] = self.seconds.get(part, 0.0) + spent

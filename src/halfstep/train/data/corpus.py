@@ -201,7 +201,7 @@ def load(
         for split, store in stores.items()
     }
     if "dev" not in splits:
-        splits = _random_splits(splits["train"], dev_share, seed)
+        splits = random_splits(splits["train"], dev_share, seed)
     train = splits["train"]
     splits.setdefault("test", Split(train.store, train.rows[:0], train.ids))
     _check_train(str(path or name), task, splits)
@@ -261,7 +261,7 @@ def _load_splits(
     return stores
 
 
-def _random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]:
+def random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]:
     """Return the rows of one file, shuffled and cut in two.
 
     Each label has its share of dev, and at least one row of it stays in train. Of
@@ -292,7 +292,7 @@ def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
     """Say which of the rows of a store, in their order, go to dev; `seats` or fewer."""
     if store.task == "classify":
         words = store.word_at[rows]
-        quota = _dev_counts(np.bincount(words), num_dev)
+        quota = dev_counts(np.bincount(words), num_dev)
         # Of each row, how many with its label come before.
         by_word = np.argsort(words, kind="stable")
         counts = np.bincount(words)
@@ -316,7 +316,7 @@ def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
     return is_dev
 
 
-def _dev_counts(counts: Int64, seats: int) -> Int64:
+def dev_counts(counts: Int64, seats: int) -> Int64:
     """Return how many rows of each label go to dev.
 
     Formula: the next seat is that of the label with the largest n / sqrt(k (k + 1)),

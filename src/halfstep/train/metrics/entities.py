@@ -1,8 +1,4 @@
-"""Metrics of predicted entities: scores, confusion matrix, and the worst examples.
-
-In: the true and the predicted entities of each text. Out: an `EvalMetrics`, and a
-table of errors.
-"""
+"""Metrics of predicted entities: scores, confusion matrix, and the worst examples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Metrics of a classifier: scores, confusion matrix, and the worst examples.
-
-In: the logits and labels of a split. Out: an `EvalMetrics`, and a table of errors.
-"""
+"""Metrics of a classifier: scores, confusion matrix, and the worst examples."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Metrics of predictions, whatever the task.
-
-In: scores that have been computed. Out: the same as a table to read and as data
-for `summary.json`.
-"""
+"""Metrics of predictions, whatever the task."""
 
 from __future__ import annotations
 
@@ -40,10 +36,11 @@ class EvalMetrics:
         """Return what was found of each label as a table; averages come last."""
         rows: tuple[tuple[Cell, ...], ...] = self.per_class
         if self.per_class:
-            support = sum(row[-1] for row in self.per_class)
+            _, *shares, counts = zip(*self.per_class, strict=True)
+            support = sum(counts)
             rows = (
                 *rows,
-                ("macro average", *self._macro(), support),
+                ("macro average", *map(statistics.fmean, shares), support),
                 ("weighted average", *self.weighted(), support),
             )
         columns = ("label", "precision", "recall", "F1", "support")
@@ -57,10 +54,6 @@ class EvalMetrics:
             label: {"true": true, "predicted": self.predicted.get(label, 0)}
             for label, *_, true in self.per_class
         }
-
-    def _macro(self) -> tuple[float, ...]:
-        _, *shares, _ = zip(*self.per_class, strict=True)
-        return tuple(map(statistics.fmean, shares))
 
     def weighted(self) -> tuple[float, ...]:
         """Return precision, recall and F1, each label weighted by how many are true.

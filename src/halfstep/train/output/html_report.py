@@ -1,7 +1,4 @@
-"""The report of a training run, as one page of HTML.
-
-In: the data of a report, as plain values. Out: the document, which needs no network.
-"""
+"""The report of a training run, as one page of HTML."""
 
 from __future__ import annotations
 

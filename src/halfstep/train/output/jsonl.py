@@ -1,8 +1,4 @@
-"""What a run writes down: settings, and metrics of which only the last can be torn.
-
-In: records of steps. Out: a file with a JSON object a line, and what it holds; what
-`config.json` holds, and whether it is there.
-"""
+"""JSON objects, one a line, in a file of which only the last line can be torn."""
 
 from __future__ import annotations
 
@@ -88,64 +84,3 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise UserError(message) from error
         records.append(record)
     return records
-
-
-def settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the run whose `config.json` this is.
-
-    Raises:
-        UserError: If there is no run, or its settings are damaged.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        message = f"{path.parent} holds no run; it has no config.json."
-        raise UserError(message) from error
-    except OSError as error:
-        message = f"{path} cannot be read: {atomic_directory.os_reason(error)}."
-        raise UserError(message) from error
-    except ValueError as error:
-        message = f"{path} is damaged: it is not valid JSON."
-        raise UserError(message) from error
-    if not isinstance(content, dict):
-        message = f"{path} is damaged: it holds no settings."
-        raise UserError(message)
-    return content
-
-
-def check_is_run(path: Path) -> None:
-    """Refuse to replace what no run of ours has written.
-
-    Raises:
-        UserError: If this is not the `config.json` of one.
-    """
-    try:
-        ours = {"model", "level", "dtype", "out"} <= settings(path).keys()
-    except UserError:
-        ours = False
-    if not ours:
-        message = (
-            f"--overwrite: {path.parent} holds files of these names that are not a "
-            "halfstep run's; choose another --out."
-        )
-        raise UserError(message)
-
-
-def check_exists(path: Path) -> None:
-    """Refuse to write where the run did not begin.
-
-    Why: where a disk was mounted there is an empty folder once it is gone, and what is
-    written into that is lost to the run.
-
-    Raises:
-        UserError: If this, the run's `config.json`, is gone.
-        OSError: If the disk does not tell.
-    """
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        message = (
-            f"{path.parent} is no longer the folder of this run: its config.json is "
-            "gone. Is its disk? Mend that, then go on with --resume."
-        )
-        raise UserError(message) from error

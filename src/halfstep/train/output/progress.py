@@ -1,14 +1,11 @@
-"""What a person sees while a run goes on: a live line, or plain lines on a pipe.
-
-In: one record a step. Out: text on standard output; nothing on ranks but the first.
-"""
+"""What a person sees while a run goes on: a live line, or plain lines on a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from halfstep.reporting.table import terminal_width, wrap
 
@@ -19,24 +16,17 @@ _LINES = 20
 """Plain lines in a whole run."""
 
 
-class Progress(Protocol):
-    """Shows a run while it goes on."""
-
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Show a training step."""
-
-    def print_line(self, line: str) -> None:
-        """Show a line that stays."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
 def progress(total: int, done: int, *, leads: bool) -> Progress:
-    """Return what suits this process and its standard output."""
-    if not leads:
-        return _Silent()
-    return _Live(total, done) if sys.stdout.isatty() else _Plain(total, done)
+    """Return what suits this process and its standard output.
+
+    Args:
+        total: Steps of the run.
+        done: Steps that a resumed run has made before.
+        leads: This process is the first; the others print nothing.
+    """
+    if leads and sys.stdout.isatty():
+        return _Live(total, done)
+    return _Plain(total, done, leads=leads)
 
 
 def _numbers(record: Mapping[str, Any]) -> str:
@@ -48,19 +38,11 @@ def _numbers(record: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-class _Silent:
-    def step(self, record: Mapping[str, Any]) -> None:
-        pass
-
-    def print_line(self, line: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class _Plain:
-    def __init__(self, total: int, done: int) -> None:
+    """Lines on a pipe; none where the process does not lead."""
+
+    def __init__(self, total: int, done: int, *, leads: bool) -> None:
+        self._leads = leads
         self._total = total
         self._first = done
         self._every = max(1, total // _LINES)
@@ -76,6 +58,8 @@ class _Plain:
         self.print_line(f"step {number}/{self._total}  {numbers}  {left:.0f} s left")
 
     def print_line(self, line: str) -> None:
+        if not self._leads:
+            return
         # A reader that left (`| head`) must not end the training.
         with contextlib.suppress(BrokenPipeError):
             print(*wrap(line, terminal_width()), sep="\n", flush=True)
@@ -85,6 +69,8 @@ class _Plain:
 
 
 class _Live:
+    """A line that changes on a terminal."""
+
     def __init__(self, total: int, done: int) -> None:
         from rich.progress import (
             BarColumn,
@@ -111,3 +97,7 @@ class _Live:
 
     def close(self) -> None:
         self._bar.stop()
+
+
+Progress = _Plain | _Live
+"""Shows a run: a step, a line that stays; closed, the terminal is as it was."""

@@ -87,7 +87,7 @@ class RunFolder:
                 )
                 raise UserError(message)
             if began:
-                jsonl.check_is_run(self._config)
+                self._check_is_run()
             else:
                 self.check_no_foreign_files()
             self._sweep()
@@ -172,7 +172,50 @@ class RunFolder:
         Raises:
             UserError: If there is no run, or its settings are damaged.
         """
-        return jsonl.settings(self._config)
+        path = self._config
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            message = f"{self.path} holds no run; it has no config.json."
+            raise UserError(message) from error
+        except OSError as error:
+            message = f"{path} cannot be read: {atomic_directory.os_reason(error)}."
+            raise UserError(message) from error
+        except ValueError as error:
+            message = f"{path} is damaged: it is not valid JSON."
+            raise UserError(message) from error
+        if not isinstance(content, dict):
+            message = f"{path} is damaged: it holds no settings."
+            raise UserError(message)
+        return content
+
+    def _check_is_run(self) -> None:
+        """Refuse to replace what no run of ours has written."""
+        try:
+            ours = {"model", "level", "dtype", "out"} <= self.settings().keys()
+        except UserError:
+            ours = False
+        if not ours:
+            message = (
+                f"--overwrite: {self.path} holds files of these names that are not a "
+                "halfstep run's; choose another --out."
+            )
+            raise UserError(message)
+
+    def _check_exists(self) -> None:
+        """Refuse to write where the run did not begin.
+
+        Why: where a disk was mounted there is an empty folder once it is gone, and what
+        is written into that is lost to the run.
+        """
+        try:
+            self._config.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            message = (
+                f"{self.path} is no longer the folder of this run: its config.json is "
+                "gone. Is its disk? Mend that, then go on with --resume."
+            )
+            raise UserError(message) from error
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics, whole or, if the disk is full, torn at its end.
@@ -374,7 +417,7 @@ class RunFolder:
                 longer that of the run.
         """
         try:
-            jsonl.check_exists(self._config)
+            self._check_exists()
             yield
         except Exception as error:
             reason = atomic_directory.os_reason(error)
@@ -392,7 +435,7 @@ class RunFolder:
         advice = "No checkpoint is whole; mend that, then start anew."
         unread = f"What was saved cannot be read now; {go_on}"
         try:
-            jsonl.check_exists(self._config)
+            self._check_exists()
             self._checkpoints.stat()  # made with the folder
             for step in self.steps():
                 is_intact = self._is_intact(step)

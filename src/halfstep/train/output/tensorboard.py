@@ -1,7 +1,4 @@
-"""The run's numbers for TensorBoard, beside `metrics.jsonl`.
-
-In: the records of steps and evaluations. Out: event files in `tensorboard/`.
-"""
+"""The run's numbers for TensorBoard, beside `metrics.jsonl`."""
 
 from __future__ import annotations
 
