@@ -111,7 +111,7 @@ GARBAGE = 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"'
         (None, "not compiled: "),
         ("int other;\n", "halfstep_update"),
         (
-            "void halfstep_update(){} int halfstep_look(){return 0;}\n",
+            "void halfstep_update(){} int halfstep_check_finite(){return 0;}\n",
             "not compiled: what it compiled does not compute as it should",
         ),
     ],

@@ -23,7 +23,7 @@ class PreStepHook:
     """Looks at each step of an optimizer before it is taken.
 
     Args:
-        look: May raise.
+        check: May raise.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ _callbacks: list[Callable[[Optimizer], None]] = []
 def register_post_step_callback(hook: Callable[[Optimizer], None]) -> None:
     """Call a function of ours with each optimizer that has stepped.
 
-    Only while `STEPS` has a user does it hear of steps that torch takes.
+    Only while `STEP_PATCH` has a user does it hear of steps that torch takes.
     """
     _callbacks.append(hook)
 

@@ -3,7 +3,7 @@
 In: functions that change torch and return how to undo it. Out: they hold while anybody
 uses them, in whatever thread, and torch is as it was when the last user is gone.
 
-These are all of them:
+These are all that are shared:
 
 - `casting.torch_cache`: leaving a grad mode empties torch's cache of casts, inside
   contexts;
@@ -17,8 +17,10 @@ These are all of them:
 - `optimizer_hooks`: optimizer steps make caches of casts forget, inside contexts and
   while a `CastCache` lives.
 
-A process that was started with HALFSTEP set has those of `launch.script_training`, for
-as long as it lives.
+Not shared, and elsewhere: a process that was started with HALFSTEP set has the patches
+of `launch.script_training` for as long as it lives; `compat.apex.amp_handle` patches
+what apex patches, until its handle is closed; `halfstep train` registers a CPU kernel
+for dropout (`train.fast_dropout`).
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class CastCache:
         hits: Times that a cast was found.
         misses: Times that one was made.
         bytes_cast: Size of all casts made, those since forgotten too.
-        open: A region uses it: a weight's gradients are summed in 16 bits, as under
+        is_open: A context uses it: a weight's gradients are summed in 16 bits, as under
             torch's cache, from all its uses in the region.
     """
 
@@ -188,7 +188,7 @@ class CastCache:
         """Return a weight in a 16-bit dtype; its gradient flows to the weight.
 
         Args:
-            weight: One that it `takes`.
+            weight: One of which `is_weight` is true.
             dtype: What to cast it to.
         """
         key = id(weight), dtype

@@ -1,7 +1,7 @@
-"""Are the numbers of a program's steps finite, and if not, which operation made them?
+"""Checks losses, gradients and weights of a program's steps, and replays the first bad.
 
-Why `torch.autograd.backward` is replaced meanwhile: only there the loss of a program is
-known whose code is not ours. It calls on, and other threads go straight through.
+`torch.autograd.backward` is patched meanwhile: it is the only place where the loss of a
+user's code is visible. The original is called, and other threads are unaffected.
 """
 
 from __future__ import annotations

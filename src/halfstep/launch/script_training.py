@@ -1,4 +1,4 @@
-"""A script's training in mixed precision, by what it calls anyway.
+"""Runs an unedited training script in mixed precision, by patching torch.
 
 In: calls of modules, backward passes, steps of optimizers and schedulers, as a script
 makes them. Out: the outermost call of a module runs under the lean policy and returns
@@ -86,8 +86,8 @@ def _subclasses(kind: type) -> list[type]:
     return [each for sub in direct for each in (sub, *_subclasses(sub))]
 
 
-class _Thread(threading.local):
-    """What a thread is inside of."""
+class _ThreadState(threading.local):
+    """What a thread is inside of: calls of patched functions inside are left alone."""
 
     forward_or_backward = False
     """The outermost call of a module, or a backward pass."""
@@ -99,7 +99,7 @@ class _Thread(threading.local):
 
 
 class ScriptTraining:
-    """The state of one process that trains in mixed precision without knowing it.
+    """Mixed precision in one process, whose script does not know of it.
 
     Args:
         dtype: One of `DTYPES`.
@@ -112,7 +112,7 @@ class ScriptTraining:
         self._scaler: LossScaler | None = None
         """Made with the format. On the host: there it is decided what is skipped."""
         self._is_off = False
-        self._thread = _Thread()
+        self._thread = _ThreadState()
         self._lock = threading.Lock()
         self._num_open = 0
         """Outermost module calls and backward passes under way, in all threads."""
@@ -189,7 +189,7 @@ class ScriptTraining:
         param = next(module.parameters(), None)
         if param is not None:
             if param.dtype in _LOW_DTYPES:
-                self._stand_aside("its model has 16-bit weights")
+                self._switch_off("its model has 16-bit weights")
             return param.device.type
         if not torch.is_grad_enabled():
             return ""
@@ -204,9 +204,9 @@ class ScriptTraining:
         if self._num_open and (is_enabled or _is_torch_thread()):
             return None  # the thread of a replica, or a recomputation
         if is_enabled:
-            self._stand_aside("it opens autocast contexts")
+            self._switch_off("it opens autocast contexts")
         elif "apex.amp" in sys.modules:
-            self._stand_aside("it imports apex.amp")
+            self._switch_off("it imports apex.amp")
         if self._is_off:
             return None
         if device_type not in self._contexts:
@@ -228,12 +228,14 @@ class ScriptTraining:
             self._scaler = LossScaler(ScaleRule.parse(rule))
             caution = hardware.emulation_warning(self._format.name, device_type)
             if caution and _is_first_rank():
-                _say(caution)
+                _print_line(caution)
         return self._format
 
-    def _stand_aside(self, reason: str) -> None:
+    def _switch_off(self, reason: str) -> None:
         if not self._is_off and _is_first_rank():
-            _say(f"the script has mixed precision of its own ({reason}): left alone.")
+            _print_line(
+                f"the script has mixed precision of its own ({reason}): left alone."
+            )
         self._is_off = True
 
     def wrap_grad_scaler_init(
@@ -245,7 +247,7 @@ class ScriptTraining:
         def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
-                self._stand_aside("it makes a GradScaler")
+                self._switch_off("it makes a GradScaler")
 
         return init
 
@@ -409,8 +411,8 @@ class ScriptTraining:
     def _has_overflow(self, optimizer: Optimizer) -> bool:
         """Say whether the gradients of a step are not finite. Waits for the device."""
         from halfstep._torch.optimizer_params import named_parameters
+        from halfstep.scaling.found_inf_reduction import reduce_found_inf
         from halfstep.scaling.step_report import find_nonfinite_params
-        from halfstep.scaling.unscale import reduce_found_inf
 
         params = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
@@ -470,7 +472,7 @@ class ScriptTraining:
         @functools.wraps(original)
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
             thread = self._thread
-            if thread.scheduler or not self._stands_still(scheduler):
+            if thread.scheduler or not self._all_skipped_since(scheduler):
                 before, thread.scheduler = thread.scheduler, True
                 try:
                     original(scheduler, *args, **kwargs)
@@ -480,7 +482,7 @@ class ScriptTraining:
         step.halfstep = True  # type: ignore[attr-defined]
         kind.step = step  # type: ignore[attr-defined]
 
-    def _stands_still(self, scheduler: LRScheduler) -> bool:
+    def _all_skipped_since(self, scheduler: LRScheduler) -> bool:
         """Say whether all steps since the scheduler's last one were skipped."""
         counts = list(self._counts.get(scheduler.optimizer, (0, 0)))
         seen = self._counts_seen.get(scheduler, counts)
@@ -498,15 +500,17 @@ class ScriptTraining:
         applied, skipped = self._totals
         if self._format is None:
             if os.environ.get(PID_VARIABLE) == str(os.getpid()):
-                _say("no module was called: nothing ran in 16 bits.")
+                _print_line("no module was called: nothing ran in 16 bits.")
             return
         steps = f"{applied + skipped} optimizer steps, {skipped} skipped"
         elapsed = time.perf_counter() - self._start
         seconds = f"{self._forward_seconds:.1f} of {elapsed:.1f} s"
-        _say(f"O1 {self._format}: {steps}; 16-bit forward passes took {seconds}.")
+        _print_line(
+            f"O1 {self._format}: {steps}; 16-bit forward passes took {seconds}."
+        )
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(f"halfstep: {text}\n")
 
 

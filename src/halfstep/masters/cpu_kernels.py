@@ -135,11 +135,14 @@ class Kernels:
 
     def __post_init__(self) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        update, look = self.library.halfstep_update, self.library.halfstep_look
+        update, check = (
+            self.library.halfstep_update,
+            self.library.halfstep_check_finite,
+        )
         update.argtypes = [address, number, address, number, number, address, address]
         update.restype = None
-        look.argtypes = [address, number, number, address, address, address]
-        look.restype = ctypes.c_int32
+        check.argtypes = [address, number, number, address, address, address]
+        check.restype = ctypes.c_int32
 
     def _team(self) -> _Threads:
         """Return the threads that torch would use now."""
@@ -189,7 +192,7 @@ class Kernels:
         table = array("q", [*map(_numel, gradients), *map(_address, gradients), *codes])
         found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
         total = torch.zeros((), dtype=torch.float64, device="cpu")
-        failed = self.library.halfstep_look(
+        failed = self.library.halfstep_check_finite(
             table.buffer_info()[0],
             len(gradients),
             int(norm),

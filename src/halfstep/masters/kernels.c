@@ -1,8 +1,8 @@
-/* One pass over memory: gradients, moments, truths and weights of many parameters.
+/* One pass over memory: gradients, moments, fp32 values and weights of many parameters.
 
    In: a table with one column of 64-bit numbers and addresses for each thing that a
    parameter has. Out: everything updated where it lies (halfstep_update), or what is in
-   the gradients (halfstep_look). cpu_kernels.py calls these, and holds the same constants.
+   the gradients (halfstep_check_finite). cpu_kernels.py calls these, and holds the same constants.
 
    Why blocks: a block of numbers is widened to fp32 into the innermost cache, updated
    there by one loop that all forms share, and written back. So main memory is touched
@@ -57,7 +57,7 @@ static inline half nearest(float number) {
 }
 
 /* No draw carries into infinity. */
-static inline half drawn(float number, uint32_t sixteen) {
+static inline half stochastic_round(float number, uint32_t sixteen) {
     uint32_t bits = bits_of(number), high = bits >> 16;
     uint32_t carry = ((bits & 0xffff) + sixteen) >> 16;
     carry = (high & 0x7fff) < 0x7f7f ? carry : 0;
@@ -72,51 +72,51 @@ static void publish(const float *restrict from, half *restrict to, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] = nearest(from[i]);
 }
 
-static void draw_high(const float *restrict from, half *restrict to,
+static void stochastic_round_high(const float *restrict from, half *restrict to,
                       const uint32_t *restrict random, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] = drawn(from[i], random[i] >> 16);
+    for (int64_t i = 0; i < n; i++) to[i] = stochastic_round(from[i], random[i] >> 16);
 }
 
-static void draw_low(const float *restrict from, half *restrict to,
+static void stochastic_round_low(const float *restrict from, half *restrict to,
                      const uint32_t *restrict random, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] = drawn(from[i], random[i] & 0xffff);
+    for (int64_t i = 0; i < n; i++) to[i] = stochastic_round(from[i], random[i] & 0xffff);
 }
 
 /* bf16 with 16 more bits: see bf16_codecs.py. */
 
 static void split_decode(const half *restrict weight, const uint16_t *restrict rest,
-                         float *restrict truth, int64_t n) {
+                         float *restrict fp32, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t high = weight[i], low = rest[i], size = high & 0x7fff;
         /* Only these were ever carried into: not zero, and not NaN. */
         uint32_t carried = (low >> 15) & (size - 1 < INFINITE >> 16);
-        truth[i] = float_of(((high - carried) << 16) | low);
+        fp32[i] = float_of(((high - carried) << 16) | low);
     }
 }
 
-static void split_encode(const float *restrict truth, half *restrict weight,
+static void split_encode(const float *restrict fp32, half *restrict weight,
                          uint16_t *restrict rest, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits = bits_of(truth[i]);
+        uint32_t bits = bits_of(fp32[i]);
         rest[i] = (uint16_t)bits;
         weight[i] = (half)keep_nan(bits, (bits + 0x8000) >> 16);
     }
 }
 
-/* bf16 and what is missing from it: see bf16_codecs.py. */
+/* bf16 and the residual: see bf16_codecs.py. */
 
-static void kahan_decode(const half *restrict weight, const half *restrict missing,
-                         float *restrict truth, int64_t n) {
-    for (int64_t i = 0; i < n; i++) truth[i] = wide(weight[i]) + wide(missing[i]);
+static void kahan_decode(const half *restrict weight, const half *restrict residual,
+                         float *restrict fp32, int64_t n) {
+    for (int64_t i = 0; i < n; i++) fp32[i] = wide(weight[i]) + wide(residual[i]);
 }
 
-static void kahan_encode(const float *restrict truth, half *restrict weight,
-                         half *restrict missing, int64_t n) {
+static void kahan_encode(const float *restrict fp32, half *restrict weight,
+                         half *restrict residual, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
-        half high = nearest(truth[i]);
-        half low = nearest(truth[i] - wide(high));
+        half high = nearest(fp32[i]);
+        half low = nearest(fp32[i] - wide(high));
         weight[i] = high;
-        missing[i] = (high & 0x7f80) == 0x7f80 ? 0 : low;
+        residual[i] = (high & 0x7f80) == 0x7f80 ? 0 : low;
     }
 }
 
@@ -202,19 +202,19 @@ typedef struct {
     float near, beta2, rest2, root, eps, size;
 } Rounded;
 
-static void decay(float *restrict g, const float *restrict w, float factor, int64_t n) {
+static void add_l2(float *restrict g, const float *restrict w, float factor, int64_t n) {
     for (int64_t i = 0; i < n; i++) g[i] = g[i] + factor * w[i];
 }
 
-static void shrink(float *restrict w, float factor, int64_t n) {
+static void decoupled_weight_decay(float *restrict w, float factor, int64_t n) {
     for (int64_t i = 0; i < n; i++) w[i] = w[i] * factor;
 }
 
-static void descend(float *restrict w, const float *restrict g, float lr, int64_t n) {
+static void sgd_step(float *restrict w, const float *restrict g, float lr, int64_t n) {
     for (int64_t i = 0; i < n; i++) w[i] = w[i] - lr * g[i];
 }
 
-static inline void follow(float *restrict w, const float *restrict g, float *restrict a,
+static inline void sgd_momentum_step(float *restrict w, const float *restrict g, float *restrict a,
                           const Rounded *at, int64_t n, int first, int nesterov) {
     float lr = at->lr, momentum = at->momentum, keep = at->keep;
     for (int64_t i = 0; i < n; i++) {
@@ -224,7 +224,7 @@ static inline void follow(float *restrict w, const float *restrict g, float *res
     }
 }
 
-static inline void adapt(float *restrict w, const float *restrict g, float *restrict a,
+static inline void adam_step(float *restrict w, const float *restrict g, float *restrict a,
                          float *restrict b, float *restrict c, const Rounded *at,
                          int64_t n, int far, int amsgrad) {
     float near = at->near, beta2 = at->beta2, rest2 = at->rest2;
@@ -282,7 +282,7 @@ typedef struct {
 } Update;
 
 typedef struct {
-    float gradient[BLOCK], truth[BLOCK], states[3][BLOCK];
+    float gradient[BLOCK], fp32[BLOCK], states[3][BLOCK];
     uint32_t random[2][BLOCK];
 } Stage;
 
@@ -292,20 +292,22 @@ static void apply(const Update *up, const Rounded *at, int first, float *w, floa
     int64_t flags = up->flags;
     int nesterov = (flags & NESTEROV) != 0, far = up->given.first <= 0.5;
     if (flags & DECOUPLED)
-        shrink(w, at->shrink, n);
+        decoupled_weight_decay(w, at->shrink, n);
     else if (up->given.weight_decay != 0)
-        decay(g, w, at->decay, n);
+        add_l2(g, w, at->decay, n);
     if (flags & ADAM) {
         if (flags & AMSGRAD)
-            far ? adapt(w, g, a, b, c, at, n, 1, 1) : adapt(w, g, a, b, c, at, n, 0, 1);
+            far ? adam_step(w, g, a, b, c, at, n, 1, 1) : adam_step(w, g, a, b, c, at, n, 0, 1);
         else
-            far ? adapt(w, g, a, b, c, at, n, 1, 0) : adapt(w, g, a, b, c, at, n, 0, 0);
+            far ? adam_step(w, g, a, b, c, at, n, 1, 0) : adam_step(w, g, a, b, c, at, n, 0, 0);
     } else if (!(flags & MOMENTUM))
-        descend(w, g, at->lr, n);
+        sgd_step(w, g, at->lr, n);
     else if (first)
-        nesterov ? follow(w, g, a, at, n, 1, 1) : follow(w, g, a, at, n, 1, 0);
+        nesterov ? sgd_momentum_step(w, g, a, at, n, 1, 1)
+                 : sgd_momentum_step(w, g, a, at, n, 1, 0);
     else
-        nesterov ? follow(w, g, a, at, n, 0, 1) : follow(w, g, a, at, n, 0, 0);
+        nesterov ? sgd_momentum_step(w, g, a, at, n, 0, 1)
+                 : sgd_momentum_step(w, g, a, at, n, 0, 0);
 }
 
 static Rounded rounded(const Update *up, const float *step) {
@@ -341,22 +343,22 @@ static void read_gradient(const void *from, int64_t at, int64_t dtype, float fac
     for (int64_t i = 0; i < n; i++) to[i] = to[i] * factor;
 }
 
-/* Return where the truth is to be updated: where it lies, or on the stage. */
-static float *read_truth(int64_t form, void *weight, void *extra, int64_t at, float *to,
+/* Return where the fp32 value is to be updated: where it lies, or on the stage. */
+static float *decode_fp32(int64_t form, void *weight, void *residual, int64_t at, float *to,
                          int64_t n) {
     if (form == PLAIN) return (float *)weight + at;
-    if (form == MASTER_BF16 || form == MASTER_FP16) return (float *)extra + at;
+    if (form == MASTER_BF16 || form == MASTER_FP16) return (float *)residual + at;
     const half *low = (const half *)weight + at;
     if (form == SPLIT)
-        split_decode(low, (const half *)extra + at, to, n);
+        split_decode(low, (const half *)residual + at, to, n);
     else if (form == KAHAN)
-        kahan_decode(low, (const half *)extra + at, to, n);
+        kahan_decode(low, (const half *)residual + at, to, n);
     else
         widen(low, to, n);
     return to;
 }
 
-static void write_truth(int64_t form, void *weight, void *extra, int64_t at,
+static void encode_fp32(int64_t form, void *weight, void *residual, int64_t at,
                         const float *from, const uint32_t *random, int64_t n) {
     if (form == PLAIN) return;
     half *low = (half *)weight + at;
@@ -365,11 +367,11 @@ static void write_truth(int64_t form, void *weight, void *extra, int64_t at,
     else if (form == MASTER_FP16)
         publish16(from, low, n);
     else if (form == SPLIT)
-        split_encode(from, low, (half *)extra + at, n);
+        split_encode(from, low, (half *)residual + at, n);
     else if (form == KAHAN)
-        kahan_encode(from, low, (half *)extra + at, n);
+        kahan_encode(from, low, (half *)residual + at, n);
     else
-        draw_high(from, low, random, n);
+        stochastic_round_high(from, low, random, n);
 }
 
 static int64_t cell(const int64_t *table, int64_t items, int column, int64_t item) {
@@ -384,7 +386,7 @@ static void update_item(const Update *up, int64_t item, int64_t begin, int64_t e
     const int64_t *table = up->table, items = up->items;
     void *weight = place(table, items, WEIGHT, item);
     void *gradient = place(table, items, GRADIENT, item);
-    void *extra = place(table, items, EXTRA, item);
+    void *residual = place(table, items, EXTRA, item);
     void *kept[3];
     for (int k = 0; k < 3; k++) kept[k] = place(table, items, STATE0 + k, item);
     int64_t index = cell(table, items, INDEX, item) >> 1;
@@ -396,9 +398,9 @@ static void update_item(const Update *up, int64_t item, int64_t begin, int64_t e
     Rounded at = rounded(up, place(table, items, STEP, item));
     float factor = (float)up->given.inverse;
     if (up->flags & MAXIMIZE) factor = -factor;
-    int lean = form == KAHAN || form == STOCHASTIC;
+    int compact = form == KAHAN || form == STOCHASTIC;
     uint64_t words[2] = {0, 0};
-    if (lean) {
+    if (compact) {
         words[0] = key(up->seed, up->step, (uint64_t)index, 0);
         words[1] = key(up->seed, up->step, (uint64_t)index, 1);
     }
@@ -407,20 +409,20 @@ static void update_item(const Update *up, int64_t item, int64_t begin, int64_t e
         int64_t n = end - i < BLOCK ? end - i : BLOCK;
         float *states[3];
         read_gradient(gradient, i, dtype, factor, stage.gradient, n);
-        float *truth = read_truth(form, weight, extra, i, stage.truth, n);
+        float *fp32 = decode_fp32(form, weight, residual, i, stage.fp32, n);
         for (int k = 0; k < 3; k++) {
-            states[k] = lean || !kept[k] ? stage.states[k] : (float *)kept[k] + i;
-            if (lean && kept[k]) widen((half *)kept[k] + i, states[k], n);
+            states[k] = compact || !kept[k] ? stage.states[k] : (float *)kept[k] + i;
+            if (compact && kept[k]) widen((half *)kept[k] + i, states[k], n);
         }
-        apply(up, &at, first, truth, stage.gradient, states, n);
-        if (lean && (form == STOCHASTIC || kept[0]))
+        apply(up, &at, first, fp32, stage.gradient, states, n);
+        if (compact && (form == STOCHASTIC || kept[0]))
             randoms(words[0], i, stage.random[0], n);
-        if (lean && kept[1]) randoms(words[1], i, stage.random[1], n);
-        write_truth(form, weight, extra, i, truth, stage.random[0], n);
-        if (!lean) continue;
-        if (kept[0]) draw_low(states[0], (half *)kept[0] + i, stage.random[0], n);
-        if (kept[1]) draw_high(states[1], (half *)kept[1] + i, stage.random[1], n);
-        if (kept[2]) draw_low(states[2], (half *)kept[2] + i, stage.random[1], n);
+        if (compact && kept[1]) randoms(words[1], i, stage.random[1], n);
+        encode_fp32(form, weight, residual, i, fp32, stage.random[0], n);
+        if (!compact) continue;
+        if (kept[0]) stochastic_round_low(states[0], (half *)kept[0] + i, stage.random[0], n);
+        if (kept[1]) stochastic_round_high(states[1], (half *)kept[1] + i, stage.random[1], n);
+        if (kept[2]) stochastic_round_low(states[2], (half *)kept[2] + i, stage.random[1], n);
     }
 }
 
@@ -479,7 +481,7 @@ void halfstep_update(const int64_t *table, int64_t items, const double *numbers,
         threads->parallel(update_team, &up, (unsigned)up.parts, 0);
 }
 
-/* Looking. */
+/* Checking gradients for inf and NaN. */
 
 typedef struct {
     const int64_t *table;
@@ -487,7 +489,7 @@ typedef struct {
     double *sums;
     int32_t *found;
     const Threads *threads;
-} Look;
+} Check;
 
 static double squares(const float *restrict from, int64_t n) {
     double sum = 0;
@@ -496,20 +498,20 @@ static double squares(const float *restrict from, int64_t n) {
     return sum;
 }
 
-static int32_t seen(const half *restrict from, int64_t n, half infinite) {
+static int32_t has_nonfinite16(const half *restrict from, int64_t n, half infinite) {
     int32_t any = 0;
     for (int64_t i = 0; i < n; i++) any |= (from[i] & infinite) == infinite;
     return any;
 }
 
-static int32_t seen32(const float *restrict from, int64_t n) {
+static int32_t has_nonfinite32(const float *restrict from, int64_t n) {
     int32_t any = 0;
     for (int64_t i = 0; i < n; i++)
         any |= (bits_of(from[i]) & INFINITE) == INFINITE;
     return any;
 }
 
-static int32_t look_chunk(const Look *at, int64_t item, int64_t begin, int64_t n,
+static int32_t check_chunk(const Check *at, int64_t item, int64_t begin, int64_t n,
                           double *sum) {
     const void *from = place(at->table, at->items, 1, item);
     int64_t dtype = cell(at->table, at->items, 2, item);
@@ -521,9 +523,9 @@ static int32_t look_chunk(const Look *at, int64_t item, int64_t begin, int64_t n
     for (int64_t i = 0; i < n; i += BLOCK) {
         int64_t size = n - i < BLOCK ? n - i : BLOCK;
         if (dtype == FP32)
-            any |= seen32(full + i, size);
+            any |= has_nonfinite32(full + i, size);
         else
-            any |= seen(low + i, size, dtype == BF16 ? 0x7f80 : 0x7c00);
+            any |= has_nonfinite16(low + i, size, dtype == BF16 ? 0x7f80 : 0x7c00);
         if (!at->norm) continue;
         if (dtype == BF16)
             widen(low + i, numbers, size);
@@ -534,7 +536,7 @@ static int32_t look_chunk(const Look *at, int64_t item, int64_t begin, int64_t n
     return any;
 }
 
-static void look_part(const Look *at, int64_t part) {
+static void check_part(const Check *at, int64_t part) {
     int64_t low = point(at->total, part, at->parts);
     int64_t high = point(at->total, part + 1, at->parts);
     int64_t chunk = 0;
@@ -544,24 +546,24 @@ static void look_part(const Look *at, int64_t part) {
         for (int64_t begin = 0; begin < numel; begin += CHUNK, chunk++) {
             int64_t n = numel - begin < CHUNK ? numel - begin : CHUNK;
             if (chunk < low || chunk >= high) continue;
-            any |= look_chunk(at, item, begin, n, at->sums + chunk);
+            any |= check_chunk(at, item, begin, n, at->sums + chunk);
         }
     }
     at->found[part] = any;
 }
 
-static void look_team(void *given) {
-    const Look *at = given;
+static void check_team(void *given) {
+    const Check *at = given;
     int64_t team = at->threads->count();
     for (int64_t part = at->threads->number(); part < at->parts; part += team)
-        look_part(at, part);
+        check_part(at, part);
 }
 
 /* Write whether a number is not finite, and the sum of squares; return 0, or 1 if there
    is no memory for a partial sum of each chunk. */
-int32_t halfstep_look(const int64_t *table, int64_t items, int64_t norm, float *found,
+int32_t halfstep_check_finite(const int64_t *table, int64_t items, int64_t norm, float *found,
                       double *sum, const Threads *threads) {
-    Look at = {.table = table, .items = items, .norm = norm, .threads = threads};
+    Check at = {.table = table, .items = items, .norm = norm, .threads = threads};
     for (int64_t item = 0; item < items; item++)
         at.total += (table[item] + CHUNK - 1) / CHUNK;
     at.parts = parts_of(threads, at.total * CHUNK);
@@ -570,9 +572,9 @@ int32_t halfstep_look(const int64_t *table, int64_t items, int64_t norm, float *
     int32_t failed = !at.sums || !at.found, any = 0;
     if (!failed) {
         if (at.parts == 1)
-            look_part(&at, 0);
+            check_part(&at, 0);
         else
-            threads->parallel(look_team, &at, (unsigned)at.parts, 0);
+            threads->parallel(check_team, &at, (unsigned)at.parts, 0);
         *sum = 0;
         /* In the order of the chunks, whoever summed them. */
         for (int64_t chunk = 0; chunk < at.total; chunk++) *sum += at.sums[chunk];

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.loss_scale import ScaleRule, ScaleState
     from halfstep.scaling.step_report import NonFiniteParam
 
-FLOOR_PATIENCE = 10
+MAX_OVERFLOWS_AT_MIN_SCALE = 10
 """Skips in a row after which a scale that lies at its floor is given up: one bad batch
 must not end a run, and a lower scale is not to be had."""
 
@@ -192,7 +192,7 @@ def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
 
 def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
     """Say whether steps keep overflowing at the floor of the scale."""
-    if rule.backoff_factor == 1 or overflows_in_a_row < FLOOR_PATIENCE:
+    if rule.backoff_factor == 1 or overflows_in_a_row < MAX_OVERFLOWS_AT_MIN_SCALE:
         return False
     # The scale is fp32, and so may hold the floor rounded up.
     return scale <= rule.min_scale * (1 + 2**-23)

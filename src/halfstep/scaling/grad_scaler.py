@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep._torch import fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of, name_of
-from halfstep.scaling import misuse, optimizer_step, unscale
+from halfstep.scaling import found_inf_reduction, misuse, optimizer_step, unscale
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.per_pass import LossScalers, PerPassBackward, Retry
@@ -236,11 +236,13 @@ class GradScaler(TorchGradScaler):
             dtypes = unscale.dtypes_of(checked)
         flags = unscale.unscale_by_device_(checked, inv_scale, dtypes, recheck=recheck)
         state = self._per_optimizer_states[id(optimizer)]
-        return unscale.start_reduction(flags, found_inf, gradients, self._group, state)
+        return found_inf_reduction.start_reduction(
+            flags, found_inf, gradients, self._group, state
+        )
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._per_optimizer_states[id(optimizer)]
-        unscale.reduced_flags(state)
+        found_inf_reduction.reduced_flags(state)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -287,7 +289,7 @@ class GradScaler(TorchGradScaler):
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            if not unscale.reduced_flags(state):
+            if not found_inf_reduction.reduced_flags(state):
                 raise misuse.no_gradients(optimizer)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
@@ -341,7 +343,11 @@ class GradScaler(TorchGradScaler):
             return
         main = self._main_scaler()
         states = list(self._per_optimizer_states.values())
-        flags = [flag for state in states for flag in unscale.reduced_flags(state)]
+        flags = [
+            flag
+            for state in states
+            for flag in found_inf_reduction.reduced_flags(state)
+        ]
         scale_used = main.state.scale.clone()
         if new_scale is not None:
             # torch knows no int, and leaves its counter alone.
@@ -377,7 +383,9 @@ class GradScaler(TorchGradScaler):
         self._host_scale.mark_multiplied((*self._factors[:2], low, high))
         joint_states = [state for state in states if "unscaled_gradients" not in state]
         joint_flags = [
-            flag for state in joint_states for flag in unscale.reduced_flags(state)
+            flag
+            for state in joint_states
+            for flag in found_inf_reduction.reduced_flags(state)
         ]
         if joint_flags and not self._proposed:
             self._propose(joint_flags)  # a fused kernel unscaled them

@@ -16,8 +16,9 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from halfstep._torch import async_read, fused_optimizers, optimizer_hooks
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.scaling import misuse
+from halfstep.scaling.found_inf_reduction import reduced_flags
 from halfstep.scaling.loss_scale import FP32_MAX, is_power_of_two
-from halfstep.scaling.unscale import dtypes_of, max_flag, reduced_flags
+from halfstep.scaling.unscale import dtypes_of, max_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -22,9 +22,10 @@ from halfstep.errors import UserError, require, require_int
 from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling import misuse
 from halfstep.scaling.collapse import LossHistory, StepHistory
+from halfstep.scaling.found_inf_reduction import reduce_found_inf
 from halfstep.scaling.loss_scaler import LossScaler
 from halfstep.scaling.strategies import nodes_of
-from halfstep.scaling.unscale import dtypes_of, reduce_found_inf, unscale_
+from halfstep.scaling.unscale import dtypes_of, unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

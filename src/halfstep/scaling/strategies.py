@@ -25,7 +25,7 @@ from halfstep.numerics.exponents import (
     unscale_histogram,
 )
 from halfstep.numerics.formats import is_low
-from halfstep.scaling.unscale import reduce_over_ranks
+from halfstep.scaling.found_inf_reduction import reduce_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Models whose weights FSDP2 has split over ranks: fp32 shards, computed in 16 bits.
 
 In: a model, and how it is to be prepared. Out: whether its shards can be the master
-weights, or what has to be called otherwise; and parts of whole tensors.
+weights, or what has to be called otherwise; and parts of whole tensors. Ranks agree on
+an overflow in `scaling.found_inf_reduction`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from halfstep.errors import require_type, warn_caller
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.scaling import misuse
+from halfstep.scaling.found_inf_reduction import reduce_found_inf
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry, free_graph
 from halfstep.scaling.step_report import (
     Constant,
@@ -31,7 +32,6 @@ from halfstep.scaling.step_report import (
     deferred_nonfinite,
     find_nonfinite_params,
 )
-from halfstep.scaling.unscale import reduce_found_inf
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
