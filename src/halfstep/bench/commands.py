@@ -119,8 +119,10 @@ def _flag(
 ) -> dict[str, Any]:
     """Return a flag whose help ends with its default, if it has one."""
     if default is not None:
-        shown = ",".join(map(str, default)) if isinstance(default, list) else default
-        text = f"{text} (default {shown})".lstrip()
+        default_text = (
+            ",".join(map(str, default)) if isinstance(default, list) else default
+        )
+        text = f"{text} (default {default_text})".lstrip()
     return {"type": read, "default": default, "metavar": metavar, "help": text}
 
 

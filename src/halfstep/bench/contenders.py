@@ -35,7 +35,7 @@ def _o2(description: str, master: str) -> StepContender:
     return StepContender(description, "session", {"level": "O2", "master": master})
 
 
-KEPT = "-kept"
+MEMORY_HELD_SUFFIX = "-kept"
 """Suffix of contenders whose C allocator gives no memory back to the system."""
 
 RECIPE = {
@@ -43,7 +43,7 @@ RECIPE = {
         "weights, gradients and matmuls in fp32", "plain", {"low": 0}
     ),
     "torch.amp": _AMP,
-    f"torch.amp{KEPT}": StepContender(
+    f"torch.amp{MEMORY_HELD_SUFFIX}": StepContender(
         "the same; the C library's allocator keeps all memory", "plain"
     ),
     "accelerate": StepContender(
@@ -71,7 +71,7 @@ RECIPE = {
         {"level": "O1"},
     ),
     "O2": _O2,
-    f"O2{KEPT}": StepContender(
+    f"O2{MEMORY_HELD_SUFFIX}": StepContender(
         "the same; the C library's allocator keeps all memory", "session", _O2.settings
     ),
     "O2-split": _o2("halfstep: bf16 weights and the low 16 bits of fp32", "split"),

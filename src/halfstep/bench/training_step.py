@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from halfstep.bench.loops import Batches, Loop
     from halfstep.reporting.table import Table
 
-BASELINES = ("torch.amp", f"torch.amp{contenders.KEPT}", "pure")
+BASELINES = ("torch.amp", f"torch.amp{contenders.MEMORY_HELD_SUFFIX}", "pure")
 """torch.amp as people run it; with memory kept; and the speed limit."""
 
 KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
@@ -186,7 +186,7 @@ def measure_steps(
 
 def why_absent(name: str, contender: StepContender, work: Workload) -> str | None:
     """Return why a contender cannot run here; None if it can."""
-    keeps_memory = name.endswith(contenders.KEPT)
+    keeps_memory = name.endswith(contenders.MEMORY_HELD_SUFFIX)
     if contender.package and find_spec(contender.package) is None:
         return "not installed"
     if keeps_memory and work.device != "cpu":
@@ -199,7 +199,7 @@ def why_absent(name: str, contender: StepContender, work: Workload) -> str | Non
 
 
 def _start(name: str, contender: StepContender, work: Workload) -> WorkerProcess:
-    keeps_memory = name.endswith(contenders.KEPT)
+    keeps_memory = name.endswith(contenders.MEMORY_HELD_SUFFIX)
     environment = keep_memory(os.environ) if keeps_memory else {}
     task = {"contender": asdict(contender), "work": asdict(work)}
     return WorkerProcess(name, __name__, task, PASSIVE_WAIT | environment)

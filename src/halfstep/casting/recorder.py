@@ -206,8 +206,8 @@ class Recorder:
             (*key, counts.calls, counts.casts, counts.bytes)
             for key, counts in self._counts.items()
         )
-        total = sum(tally.bytes for tally in self._counts.values())
-        casts = sum(tally.casts for tally in self._counts.values())
+        total = sum(count.bytes for count in self._counts.values())
+        casts = sum(count.casts for count in self._counts.values())
         notes = (f"{casts} casts in all, which wrote {total:,} bytes",)
         return Table("What ran how", _COLUMNS, rows, notes)
 

@@ -111,7 +111,7 @@ def facts(
         low: The 16-bit dtype.
     """
     in_place = changed_in_place(graph)
-    found = {}
+    node_facts = {}
     for node in graph.nodes:
         if node.op != "call_function" or not has_fp32(node):
             continue
@@ -127,8 +127,8 @@ def facts(
             kind, reason = _kind(answer.category, op, low), answer.reason
             if answer.dtype == torch.float32 and answer.category == op_tables.LOW:
                 kind = DENY
-        found[node] = NodeFacts(kind, reason, op, module, _source(node))
-    return found
+        node_facts[node] = NodeFacts(kind, reason, op, module, _source(node))
+    return node_facts
 
 
 def differentiable(
@@ -140,7 +140,7 @@ def differentiable(
         graph_module: As captured.
         inputs: Of the graph, where parameters are among them.
     """
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     values = iter(inputs)
     for node in graph_module.graph.nodes:
         if node.op in ("get_attr", "placeholder"):
@@ -151,12 +151,12 @@ def differentiable(
                 else _attribute(graph_module, str(node.target))
             )
             if isinstance(value, Tensor) and value.requires_grad:
-                found.add(node)
-        elif any(each in found for each in node.all_input_nodes) and any(
+                nodes.add(node)
+        elif any(each in nodes for each in node.all_input_nodes) and any(
             value.is_floating_point() for value in tensors(node)
         ):
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def _attribute(module: nn.Module, path: str) -> Any:  # noqa: ANN401

@@ -249,11 +249,11 @@ def _uses(graph: fx.Graph, times: OpTimes, device: str) -> list[TensorUse]:
 def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
     """Return the inputs of a node that come in its own format."""
     keep = capture.fp32_arguments(node, device)
-    kept = [node.args[index] for index in keep if index < len(node.args)]
+    fp32_inputs = [node.args[index] for index in keep if index < len(node.args)]
     arguments = [a for i, a in enumerate(node.args) if i not in keep]
     inputs: list[fx.Node] = []
     fx.map_arg((arguments, node.kwargs), inputs.append)
-    return [each for each in inputs if each not in kept or each in arguments]
+    return [each for each in inputs if each not in fp32_inputs or each in arguments]
 
 
 def _tied(facts: dict[fx.Node, capture.NodeFacts]) -> tuple[frozenset[str], ...]:

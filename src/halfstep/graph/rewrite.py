@@ -187,8 +187,8 @@ def verify(
             _promise(wrong not in results, f"{node} computes {wrong}")
 
 
-def _promise(kept: bool, broken: str) -> None:
-    if not kept:
+def _promise(holds: bool, broken: str) -> None:
+    if not holds:
         raise AssertionError(broken)
 
 
@@ -200,7 +200,7 @@ def _leaves(value: Any) -> list[tuple[str, fx.Node]]:  # noqa: ANN401
 def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
     """Return the dtypes of each node's tensors, computed anew without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    found: dict[fx.Node, list[torch.dtype]] = {}
+    dtypes: dict[fx.Node, list[torch.dtype]] = {}
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
@@ -220,7 +220,7 @@ def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
                 result = super().run_node(n)
                 if n.op == "get_attr" and isinstance(result, Tensor):
                     result = mode.from_tensor(result)
-            found[n] = [
+            dtypes[n] = [
                 v.dtype for v in pytree.tree_leaves(result) if isinstance(v, Tensor)
             ]
             return result
@@ -228,4 +228,4 @@ def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
     num_inputs = sum(n.op == "placeholder" for n in graph_module.graph.nodes)
     with mode, torch.no_grad():
         Recorder(graph_module).run(*[None] * num_inputs, enable_io_processing=False)
-    return found
+    return dtypes

@@ -531,12 +531,12 @@ def _found_inf(gradients: Sequence[Tensor | None]) -> Tensor:
     values = [dense_values(gradient) for gradient in gradients if gradient is not None]
     on_cpu = [value for value in values if value.is_cpu]
     # A sum is inf or NaN if a part is; on a CPU it takes a tenth of the largest norm.
-    found = any(
+    has_overflow = any(
         not value.sum().isfinite() and not value.isfinite().all() for value in on_cpu
     )
     on_devices = [value for value in values if not value.is_cpu and value.numel()]
-    if found or not on_devices:
-        return torch.tensor(float(found))
+    if has_overflow or not on_devices:
+        return torch.tensor(float(has_overflow))
     return (~nn.utils.get_total_norm(on_devices, torch.inf).isfinite()).float()
 
 

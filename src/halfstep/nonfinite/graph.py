@@ -438,8 +438,8 @@ class _Graph:
 
     def _unknown_upstream(self, op: _Op) -> list[_Op]:
         """Return an operation, and before it those with unknown results."""
-        known_edges = self.values.keys() | self.in_range
-        nodes = _upstream(op.node, lambda edge: edge not in known_edges)
+        examined_edges = self.values.keys() | self.in_range
+        nodes = _upstream(op.node, lambda edge: edge not in examined_edges)
         parts = [part for part in self.ops.values() if part.node in nodes]
         return [part for part in parts if part is op or not part.keeps_values]
 

@@ -200,10 +200,10 @@ def _is_profiled(facts: RunFacts) -> bool:
     return facts.profile is not None and facts.profile.wall_s > 0
 
 
-def _scale_is_known(facts: RunFacts) -> bool:
-    known = facts.config.loss_scale == "none" or any(s.scale for s in facts.steps)
+def _has_loss_scale(facts: RunFacts) -> bool:
+    is_set = facts.config.loss_scale == "none" or any(s.scale for s in facts.steps)
     samples = (s for history in facts.gradients.values() for s in history)
-    return known or any(s.scale != 1 for s in samples)
+    return is_set or any(s.scale != 1 for s in samples)
 
 
 def _is_probed(facts: RunFacts) -> bool:
@@ -254,7 +254,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     "outputs": (lambda f: any(True for _ in f.samples(":output")), _no_stats),
     "gradients": (lambda f: bool(f.gradients), _no_gradients),
     "scale of gradients": (
-        _scale_is_known,
+        _has_loss_scale,
         'nothing tells at which loss scale gradients were seen ("scale" in records)',
     ),
     "probe": (_is_probed, _no_stats),

@@ -78,12 +78,12 @@ def read(folder: Path) -> RunFacts:
         return {n: json_fields.optional_text(formats, n) or "unknown" for n in formats}
 
     def machine() -> MachineFacts | None:
-        found = "machine" in environment
-        return MachineFacts.from_data(environment["machine"]) if found else None
+        has_it = "machine" in environment
+        return MachineFacts.from_data(environment["machine"]) if has_it else None
 
     def padding() -> float | None:
-        found = summary.get("padded_share") is not None
-        return json_fields.fraction(summary, "padded_share") if found else None
+        has_it = summary.get("padded_share") is not None
+        return json_fields.fraction(summary, "padded_share") if has_it else None
 
     config = reader.try_parse(
         "settings", lambda: Config.from_data({**settings, **resolved})

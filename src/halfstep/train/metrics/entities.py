@@ -50,10 +50,10 @@ def compute_metrics(
     pairs = list(zip(true_sets, predicted_sets, strict=True))
     true = _counts_by_kind(true_sets)
     predicted = _counts_by_kind(predicted_sets)
-    found = _counts_by_kind([one & two for one, two in pairs])
-    precision, recall, f1, _ = _shares(found.total(), predicted.total(), true.total())
+    correct = _counts_by_kind([one & two for one, two in pairs])
+    precision, recall, f1, _ = _shares(correct.total(), predicted.total(), true.total())
     per = tuple(
-        (name, *_shares(found[kind], predicted[kind], true[kind]))
+        (name, *_shares(correct[kind], predicted[kind], true[kind]))
         for kind, name in enumerate(kinds)
     )
     scores = {
@@ -72,10 +72,10 @@ def _counts_by_kind(texts: Iterable[set[Entity]]) -> Counter[int]:
     return Counter(kind for entities in texts for _, _, kind in entities)
 
 
-def _shares(found: int, predicted: int, true: int) -> tuple[float, float, float, int]:
+def _shares(correct: int, predicted: int, true: int) -> tuple[float, float, float, int]:
     """Return precision, recall, F1 and how many are true; a share of nothing is 0."""
-    precision, recall = found / (predicted or 1), found / (true or 1)
-    f1 = 2 * (precision * recall) / (precision + recall) if found else 0.0
+    precision, recall = correct / (predicted or 1), correct / (true or 1)
+    f1 = 2 * (precision * recall) / (precision + recall) if correct else 0.0
     return precision, recall, f1, true
 
 
