@@ -124,7 +124,7 @@ def divergence(facts: RunFacts) -> Iterator[Observation]:
 
 
 @RULES.add(OURS, needs=("losses",), severity="error", limit=Limit(0.5, "{:.0%}"))
-def loss_rebound(facts: RunFacts) -> Iterator[Observation]:
+def loss_rises_again(facts: RunFacts) -> Iterator[Observation]:
     """Share of what the training loss had fallen by that it rose again."""
     losses = _losses(facts)
     if len(losses) < 2 * _FIRST:
