@@ -227,10 +227,97 @@ def test_skipped_steps(launch: Any, dtype: str) -> None:
     assert last_line.startswith(f"halfstep: O1 {dtype}: 4 optimizer steps, 2 skipped;")
 
 
+ODD = {
+    "arguments of a step": """
+        class Optimizer(torch.optim.SGD):
+            def step(self, factor=None, closure=None):
+                assert factor in (None, 2)
+                return super().step(closure)
+        optimizer = Optimizer(model.parameters(), 0.1)
+        model(x).square().mean().backward()
+        optimizer.step(None)
+        optimizer.step(2)
+    """,
+    "steps that a script skips": """
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        taken = 0
+        for step in range(20):
+            loss = model(x).square().sum() * 1e3
+            optimizer.zero_grad()
+            loss.backward()
+            if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                optimizer.step()
+                taken += 1
+        assert taken > 3, taken
+    """,
+    "heads used in turn": """
+        heads = net(4, 4, 1), net(4, 4, 1)
+        params = [p for part in (model, *heads) for p in part.parameters()]
+        optimizer = torch.optim.SGD(params, 1e-3)
+        for step in range(8):
+            before = heads[1][0].weight.detach().clone()
+            loss = heads[step > 1](model(x)).square().mean() * 1e-2
+            optimizer.zero_grad()
+            with warnings.catch_warnings(action="ignore"):
+                (loss * (torch.inf if step == 1 else 1)).backward()
+            optimizer.step()
+            assert step < 2 or (heads[1][0].weight != before).any(), step
+    """,
+    "threads that share a model": """
+        from threading import Thread
+        def train(rows):
+            for step in range(40):
+                model(rows).square().mean().backward()
+        def run(parallel):
+            model.zero_grad()
+            threads = [Thread(target=train, args=(rows,)) for rows in x.split(16)]
+            for thread in threads:
+                thread.start()
+                if not parallel:
+                    thread.join()
+            for thread in threads:
+                thread.join()
+            return model[0].weight.grad
+        torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
+    """,
+    "a loss that is a parameter": """
+        model(x)
+        weight = nn.Parameter(torch.tensor(2.0))
+        weight.backward()
+        assert weight.grad == 1
+    """,
+    "hooks on a parameter": """
+        seen, weight = [], model[0].weight
+        weight.register_hook(lambda grad: seen.append(grad.norm()))
+        weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        model(x).square().mean().backward()
+        assert seen[0] < 10 and weight.grad.abs().max() == torch.tensor(1e-3)
+    """,
+    "weights computed from others": """
+        layer = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
+        error = (layer.weight @ layer.weight.T - torch.eye(16)).abs().max()
+        assert error < 1e-5, error
+    """,
+    "a traced model": """
+        traced = torch.jit.trace(model.eval(), x)
+        assert "aten::to" not in str(traced.inlined_graph)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_programs(launch: Any, name: str) -> None:
+    """Law: their assertions, which hold in fp32, hold in fp16."""
+    program = "import warnings" + BEGIN + textwrap.dedent(ODD[name])
+    plain, ours = launch(program), launch(program, HALFSTEP="fp16")
+    assert plain.returncode == ours.returncode == 0, plain.stderr + ours.stderr
+
+
 def test_the_script_is_itself(launch: Any) -> None:
-    """Law: arguments, name, path, traceback, exit status are as without us."""
+    """Law: arguments, name, path, flags, traceback, exit status are as without us."""
     program = """
 import sys, torch
+print(sys.flags.optimize)
 if __name__ == "__main__":
     print(sys.argv, __file__, sys.path[0], "halfstep.session" in sys.modules)
     if sys.argv[1:] == ["--level", "fail"]:
@@ -238,12 +325,36 @@ if __name__ == "__main__":
     sys.exit(7)
 """
     for words, status in ((("--level", "fail"), 1), (("-m",), 7)):
-        plain, ours = (launch(program, *flags, words=words) for flags in ((), RUN))
+        plain, ours = (
+            launch(program, "-O", *flags, words=words) for flags in ((), RUN)
+        )
         assert plain.returncode == ours.returncode == status
         assert plain.stdout == ours.stdout
-        idle = "halfstep: no module was called: nothing ran in 16 bits.\n"
+        idle = "halfstep: this process called no module: nothing ran in 16 bits.\n"
         assert ours.stderr == plain.stderr + idle
     assert "site-packages" not in plain.stdout
+
+
+def test_a_closed_error_stream(launch: Any) -> None:
+    """Law: a line that cannot be written ends nothing."""
+    for closing in ("sys.stderr.close()", "sys.stderr = None"):
+        done = launch(BEGIN + closing + "\nmodel(x); sys.exit(3)", HALFSTEP="bf16")
+        assert done.returncode == 3
+
+
+def test_a_package_is_imported_once(tmp_path: Path) -> None:
+    """Law: `run -m a.b` imports a once, as `python -m a.b` does."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "__init__.py").write_text("print('imported')")
+    (tmp_path / "a" / "b.py").write_text("import torch")
+    done = subprocess.run(
+        [sys.executable, *RUN, "-m", "a.b"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "imported\n"
 
 
 def test_a_module_and_the_variable(launch: Any, tmp_path: Path) -> None:
@@ -277,16 +388,19 @@ def test_a_module_and_the_variable(launch: Any, tmp_path: Path) -> None:
 
 
 OWN = {
-    "it opens autocast contexts": "with torch.autocast('cpu'): model(x)",
-    "it makes a GradScaler": "torch.amp.GradScaler('cpu')",
-    "its model has 16-bit weights": "model.bfloat16()(x.bfloat16())",
+    "with torch.autocast('cpu'): model(x)": "it opens autocast contexts",
+    "model.forward = torch.autocast('cpu')(model.forward); model(x)": "it opens "
+    "autocast contexts",
+    "torch.amp.GradScaler('cpu')": "it makes a GradScaler",
+    "model.bfloat16()(x.bfloat16())": "its model has 16-bit weights",
 }
 
 
-@pytest.mark.parametrize("reason", OWN)
-def test_scripts_with_amp_are_left_alone(launch: Any, reason: str) -> None:
+@pytest.mark.parametrize("line", OWN)
+def test_scripts_with_amp_are_left_alone(launch: Any, line: str) -> None:
     """Law: one notice, and results as without us."""
-    program = f"{BEGIN}{OWN[reason]}\nprint(model(x.to(model[0].weight.dtype)).sum())"
+    reason = OWN[line]
+    program = f"{BEGIN}{line}\nprint(model(x.to(model[0].weight.dtype)).sum())"
     plain, ours = (launch(program, *flags) for flags in ((), RUN))
     assert ours.stdout == plain.stdout
     assert ours.stderr == (
@@ -348,6 +462,62 @@ def test_ranks_skip_together(launch: Any) -> None:
     lines = [line for line in done.stderr.splitlines() if "optimizer steps" in line]
     assert len(lines) == 1
     assert "O1 fp16: 3 optimizer steps, 1 skipped" in lines[0]
+
+
+SHARDED = (
+    BEGIN
+    + """
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("gloo")
+model = FullyShardedDataParallel(
+    nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=sys.argv[1] == "1"
+)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    factor = torch.ones(8)
+    factor[7] = torch.inf if step == 1 else 1  # in one shard
+    (model(x[:, :8]) * factor).sum().mul(1e-3).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    pairs = zip(model.parameters(), before)
+    moved = torch.tensor(float(any((p != q).any() for p, q in pairs)))
+    assert moved == (step != 1)
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.parametrize("use_orig_params", ["0", "1"])
+def test_shards_skip_together(launch: Any, use_orig_params: str) -> None:
+    """Law: under FSDP1 too, where the inf lies in the shard of one rank."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = launch(SHARDED, *torchrun, words=(use_orig_params,), HALFSTEP="bf16")
+    assert done.returncode == 0, done.stderr
+
+
+SPAWNED = """
+import os, torch
+from torch import nn
+import torch.distributed as dist
+def train(rank, folder):
+    store = dist.FileStore(folder + "/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(model.parameters()).step()
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, (os.getcwd(),), 2)
+"""
+
+
+def test_spawned_ranks(launch: Any) -> None:
+    """Law: one process of a spawned group reports."""
+    done = launch(SPAWNED, HALFSTEP="bf16", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("1 optimizer steps, 0 skipped") == 1
 
 
 REFUSED = {

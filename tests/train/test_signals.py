@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
 SECOND_WISH = """
-import os, signal, time
+import signal
 from types import SimpleNamespace
 from halfstep.train import signals
 now = 5.0
 signals.time = SimpleNamespace(monotonic=lambda: now)
 with signals.stop_on_signals(signals.StopRequest()):
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
     now += 0.99
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
     now += 0.02  # a second after the first, not after the last
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     print("not reached")
 """
 

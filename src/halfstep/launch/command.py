@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -56,7 +57,8 @@ def exec_script(
     if level == "O1":
         _check_autoload()
         environment[VARIABLE] = dtype
-    arguments = [sys.executable, *(["-m"] if module else []), *words]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 -- as multiprocessing does
+    arguments = [sys.executable, *flags, *(["-m"] if module else []), *words]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, arguments, environment)  # noqa: S606 -- no shell is wanted
@@ -69,10 +71,9 @@ def _check_target(words: Sequence[str], *, module: bool) -> None:
     target = words[0]
     if module:
         sys.path.insert(0, "")  # where `python -m` looks first
-        try:
-            exists = importlib.util.find_spec(target) is not None
-        except (ImportError, ValueError):
-            exists = False
+        # To look for a.b would import a, here and again in the script's process.
+        first = target.partition(".")[0]
+        exists = bool(first) and importlib.util.find_spec(first) is not None
         if not exists:
             message = f"there is no module named {target}."
             raise UserError(message)

@@ -6,9 +6,10 @@ fp32; fp16 losses are scaled, and gradients unscaled before they reach `.grad`; 
 whose gradients are not finite is skipped, and its schedule stands still.
 
 What is replaced in torch, for the life of the process: `nn.Module.__call__`,
-`torch.autograd.backward` and `grad`, `Optimizer.profile_hook_step` (torch's own wrapper
-of every optimizer's step), `step` of the schedulers, and `GradScaler.__init__`. A
-script that brings its own mixed precision is left alone.
+`torch.autograd.backward` and `grad`, `Tensor.register_hook`,
+`Optimizer.profile_hook_step` (torch's own wrapper of every optimizer's step), `step` of
+the schedulers, `autocast.__enter__` and `GradScaler.__init__`. A script that brings its
+own mixed precision is left alone.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE
+from halfstep.launch.scaled_backward import (
+    OverflowFlags,
+    find_inf,
+    leaf_nodes,
+    scale_of_pass,
+    unscaled_leaves,
+    wrap_register_hook,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch.autograd.graph import Node
 
     from halfstep.casting.autocast_mode import Autocast
     from halfstep.casting.policy_autocast import PolicyAutocast
@@ -48,6 +56,7 @@ _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
+@functools.cache  # two installed copies have two entry points
 def install(dtype: str) -> None:
     """Train this process in mixed precision from now on.
 
@@ -65,10 +74,12 @@ def install(dtype: str) -> None:
     _patch(nn.Module, "__call__", training.wrap_module_call)
     _patch(torch.autograd, "backward", training.wrap_backward)
     _patch(torch.autograd, "grad", training.wrap_grad)
+    _patch(Tensor, "register_hook", wrap_register_hook)
     _patch(Optimizer, "profile_hook_step", training.wrap_profile_hook_step)
     _patch(LRScheduler, "__init__", training.wrap_scheduler_init)
     for kind in (LRScheduler, *_subclasses(LRScheduler)):
         training.wrap_schedulers_of(kind)
+    _patch(torch.autocast, "__enter__", training.wrap_autocast_enter)
     _patch(GradScaler, "__init__", training.wrap_grad_scaler_init)
     atexit.register(training.report)
 
@@ -92,6 +103,8 @@ class _ThreadState(threading.local):
     forward_or_backward = False
     """The outermost call of a module, or a backward pass."""
     backward = False
+    own_autocast = False
+    """A context of ours that opens."""
     step = False
     """An optimizer's step."""
     scheduler = False
@@ -117,21 +130,19 @@ class ScriptTraining:
         self._num_open = 0
         """Outermost module calls and backward passes under way, in all threads."""
         self._contexts: dict[str, Autocast | PolicyAutocast] = {}
-        self._unscaled_ids: set[int] = set()
-        """Of the leaves whose gradients are unscaled in the passes under way."""
-        self._overflowed = WeakIdKeyDictionary()
-        """Parameter -> whether the fp16 pass that reached it last left inf or NaN there
-        (it shares the tensor, shape (), with the others of the pass)."""
+        self._overflow_flags = OverflowFlags()
+        self._is_first_rank = True
+        """When the first module was called: at exit the ranks have parted."""
         self._found_inf: bool | None = None
         """Of the steps since the last backward pass; None: there was none."""
         self._culprits: tuple[NonFiniteParam, ...] = ()
-        self._counts: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        self._steps_of: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         """Optimizer -> steps applied and skipped."""
-        self._counts_seen: WeakKeyDictionary[LRScheduler, list[int]] = (
+        self._steps_when_scheduled: WeakKeyDictionary[LRScheduler, list[int]] = (
             WeakKeyDictionary()
         )
         """Scheduler -> the counts of its optimizer when it was stepped last."""
-        self._totals = [0, 0]
+        self._all_steps = [0, 0]
         self._forward_seconds = 0.0
         self._start = time.perf_counter()
 
@@ -147,13 +158,18 @@ class ScriptTraining:
                 thread.forward_or_backward
                 or self._is_off
                 or torch.compiler.is_compiling()
+                or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             ):
                 return original(module, *args, **kwargs)
+            if isinstance(module, ParametrizationList):
+                # Reading `layer.weight` calls it, and what it returns may be stored.
+                with self._inside():
+                    return original(module, *args, **kwargs)
             context = self._context(self._device_type(module, args, kwargs))
             if context is None:
                 return original(module, *args, **kwargs)
             start = time.perf_counter()
-            with self._inside(), context:
+            with self._inside(), self._opened(context):
                 output = original(module, *args, **kwargs)
             self._forward_seconds += time.perf_counter() - start
             from halfstep.numerics.formats import cast_floating
@@ -176,6 +192,16 @@ class ScriptTraining:
             with self._lock:
                 self._num_open -= 1
             thread.forward_or_backward, thread.backward = before
+
+    @contextlib.contextmanager
+    def _opened(self, context: Autocast | PolicyAutocast) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            self._thread.own_autocast = True
+            try:
+                stack.enter_context(context)
+            finally:
+                self._thread.own_autocast = False
+            yield
 
     def _device_type(
         self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
@@ -226,8 +252,9 @@ class ScriptTraining:
             self._format = recommendation.resolve("O1", self._dtype, device_type).format
             rule = "dynamic" if self._format is formats.FP16 else "none"
             self._scaler = LossScaler(ScaleRule.parse(rule))
+            self._is_first_rank = _is_first_rank()
             caution = hardware.emulation_warning(self._format.name, device_type)
-            if caution and _is_first_rank():
+            if caution and self._is_first_rank:
                 _print_line(caution)
         return self._format
 
@@ -237,6 +264,24 @@ class ScriptTraining:
                 f"the script has mixed precision of its own ({reason}): left alone."
             )
         self._is_off = True
+
+    def wrap_autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `autocast.__enter__`, which says that a script casts by itself."""
+
+        @functools.wraps(original)
+        def enter(context: torch.autocast) -> Any:  # noqa: ANN401
+            thread = self._thread
+            is_low = context._enabled and context.fast_dtype in _LOW_DTYPES  # noqa: SLF001
+            if (
+                is_low
+                and not (self._is_off or thread.own_autocast or thread.backward)
+                and not torch.compiler.is_compiling()
+                and not (self._num_open and _is_torch_thread())
+            ):
+                self._switch_off("it opens autocast contexts")
+            return original(context)
+
+        return enter
 
     def wrap_grad_scaler_init(
         self, original: Callable[..., None]
@@ -290,62 +335,39 @@ class ScriptTraining:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if thread.backward or (self._num_open and _is_torch_thread()):
                 # Inside a pass, by reentrant checkpointing, whose roots are scaled.
-                with self._unscaled_leaves(roots, params_only=True):
+                scale = scale_of_pass()
+                nodes = [
+                    node
+                    for node in leaf_nodes(roots)
+                    # What checkpointing detaches passes its gradient on, scaled.
+                    if isinstance(node.variable, nn.Parameter)
+                ]
+                with unscaled_leaves(roots, nodes, scale or 1.0):
                     original(tensors, *args, **kwargs)
                 return
-            self._update_scale()
+            nodes = leaf_nodes(roots) if scaler.rule.scales else []
+            leaves = [node.variable for node in nodes]
+            self._update_scale(leaves)
             for root in roots:
                 if root.ndim == 0:
                     scaler.observe_loss(root.detach())
             if not scaler.rule.scales:
                 self._run_backward(original, tensors, *args, **kwargs)
                 return
-            with self._unscaled_leaves(roots) as leaves:
-                scaled = [scaler.scale(root) for root in roots]
+            kept = {id(leaf) for leaf in leaves if leaf.grad is not None}
+            scale = self._scale
+            scaled = [
+                root.to(torch.promote_types(root.dtype, torch.float32)) * scale
+                for root in roots
+            ]
+            with unscaled_leaves(scaled, nodes, scale):
                 self._run_backward(original, scaled, *args, **kwargs)
             reached = [leaf for leaf in leaves if leaf.grad is not None]
             # Now: clipping by value would make an inf finite.
-            found_inf = _found_inf([leaf.grad for leaf in reached])
-            for leaf in reached:
-                self._overflowed[leaf] = found_inf
+            found_inf = find_inf([leaf.grad for leaf in reached])
+            self._overflow_flags.add(reached, kept, found_inf)
 
         return backward
-
-    @contextlib.contextmanager
-    def _unscaled_leaves(
-        self, roots: Sequence[Tensor], *, params_only: bool = False
-    ) -> Iterator[list[Tensor]]:
-        """Divide gradients by the loss scale where a graph adds them to `.grad`.
-
-        Args:
-            roots: The graph's.
-            params_only: Leave other leaves alone: what reentrant checkpointing
-                detaches passes its gradient on.
-
-        Yields:
-            The leaves.
-        """
-        assert self._scaler is not None  # noqa: S101
-        inverse = 1 / self._scaler.state.scale.item()
-
-        def unscale(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-            return tuple(None if grad is None else grad * inverse for grad in grads)
-
-        nodes: list[Any] = [
-            node
-            for node in _leaf_nodes(roots)
-            if id(node.variable) not in self._unscaled_ids  # by the pass around this
-            and (not params_only or isinstance(node.variable, nn.Parameter))
-        ]
-        ids = {id(node.variable) for node in nodes}
-        handles = [node.register_prehook(unscale) for node in nodes]
-        self._unscaled_ids |= ids
-        try:
-            yield [node.variable for node in nodes]
-        finally:
-            self._unscaled_ids -= ids
-            for handle in handles:
-                handle.remove()
 
     # Steps
 
@@ -365,7 +387,7 @@ class ScriptTraining:
 
         @functools.wraps(original)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            has_closure = bool(args) or kwargs.get("closure") is not None
+            has_closure = callable(args[0] if args else kwargs.get("closure"))
             untouched = self._scaler is None and not has_closure
             if self._is_off or untouched or self._thread.step:
                 return original(optimizer, *args, **kwargs)
@@ -416,13 +438,12 @@ class ScriptTraining:
 
         params = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
-        found_inf = reduce_found_inf(_found_inf(grads), grads, None)
-        flags = {
-            id(flag): flag
-            for p in params
-            if (flag := self._overflowed.get(p)) is not None  # type: ignore[no-untyped-call]
-        }
-        has_overflow = bool(found_inf) or any(map(bool, flags.values()))
+        flags = [find_inf(grads), *self._overflow_flags.of_step(params)]
+        # Before ranks agree: each of FSDP knows of its own shard.
+        found_inf = torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+        is_fsdp1 = any(getattr(param, "_fsdp_flattened", False) for param in params)
+        group = dist.group.WORLD if is_fsdp1 else None
+        has_overflow = bool(reduce_found_inf(found_inf, grads, group))
         if has_overflow:
             named = named_parameters(optimizer)
             pairs = [(name, p.grad) for name, p in named if p.grad is not None]
@@ -431,16 +452,31 @@ class ScriptTraining:
         return has_overflow
 
     def _count(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        for counts in (self._counts.setdefault(optimizer, [0, 0]), self._totals):
+        for counts in (self._steps_of.setdefault(optimizer, [0, 0]), self._all_steps):
             counts[skipped] += 1
 
-    def _update_scale(self) -> None:
+    @property
+    def _scale(self) -> float:
+        assert self._scaler is not None  # noqa: S101
+        return self._scaler.state.scale.item()
+
+    def _update_scale(self, leaves: Sequence[Tensor]) -> None:
         """Move the loss scale by what the steps since the last pass met.
+
+        A script that looks for inf itself takes no step, and drops the gradients: that
+        is an overflow too.
+
+        Args:
+            leaves: Those that the pass to come will reach.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        if self._found_inf is None or self._scaler is None:
+        if self._scaler is None:
+            return
+        if self._found_inf is None and self._overflow_flags.discarded(leaves):
+            self._found_inf = True
+        if self._found_inf is None:
             return
         found_inf, culprits = torch.tensor(float(self._found_inf)), self._culprits
         self._found_inf, self._culprits = None, ()
@@ -484,9 +520,9 @@ class ScriptTraining:
 
     def _all_skipped_since(self, scheduler: LRScheduler) -> bool:
         """Say whether all steps since the scheduler's last one were skipped."""
-        counts = list(self._counts.get(scheduler.optimizer, (0, 0)))
-        seen = self._counts_seen.get(scheduler, counts)
-        self._counts_seen[scheduler] = counts
+        counts = list(self._steps_of.get(scheduler.optimizer, (0, 0)))
+        seen = self._steps_when_scheduled.get(scheduler, counts)
+        self._steps_when_scheduled[scheduler] = counts
         return counts[0] == seen[0] and counts[1] > seen[1]
 
     # The end
@@ -495,12 +531,12 @@ class ScriptTraining:
         """Say in one line what was done; nothing in processes that did not train."""
         main = getattr(sys.modules.get("__main__"), "__spec__", None)
         is_launcher = main is not None and main.name in _LAUNCHERS
-        if self._is_off or is_launcher or not _is_first_rank():
+        if self._is_off or is_launcher or not self._is_first_rank:
             return
-        applied, skipped = self._totals
+        applied, skipped = self._all_steps
         if self._format is None:
             if os.environ.get(PID_VARIABLE) == str(os.getpid()):
-                _print_line("no module was called: nothing ran in 16 bits.")
+                _print_line("this process called no module: nothing ran in 16 bits.")
             return
         steps = f"{applied + skipped} optimizer steps, {skipped} skipped"
         elapsed = time.perf_counter() - self._start
@@ -511,46 +547,17 @@ class ScriptTraining:
 
 
 def _print_line(text: str) -> None:
-    sys.stderr.write(f"halfstep: {text}\n")
+    if sys.stderr is not None:  # as under pythonw
+        with contextlib.suppress(OSError, ValueError):  # closed
+            sys.stderr.write(f"halfstep: {text}\n")
 
 
 def _is_first_rank() -> bool:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 
 
 def _is_torch_thread() -> bool:
     """Say whether torch started this thread, as it does for backward passes on GPUs."""
     return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001
-
-
-@torch.no_grad()
-def _found_inf(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return 1.0 if one of some gradients is inf or NaN, else 0.0; float32."""
-    from halfstep.numerics.local_tensor import dense_values
-
-    values = [dense_values(gradient) for gradient in gradients if gradient is not None]
-    on_cpu = [value for value in values if value.is_cpu]
-    # A sum is inf or NaN if a part is; on a CPU it takes a tenth of the largest norm.
-    has_overflow = any(
-        not value.sum().isfinite() and not value.isfinite().all() for value in on_cpu
-    )
-    on_devices = [value for value in values if not value.is_cpu and value.numel()]
-    if has_overflow or not on_devices:
-        return torch.tensor(float(has_overflow))
-    return (~nn.utils.get_total_norm(on_devices, torch.inf).isfinite()).float()
-
-
-def _leaf_nodes(roots: Sequence[Tensor]) -> list[Any]:
-    """Return the nodes of a graph that add gradients to `.grad`."""
-    to_visit = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(to_visit)
-    leaves: list[Node] = []
-    while to_visit:
-        node = to_visit.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node)
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                to_visit.append(upstream)
-    return leaves

@@ -393,7 +393,9 @@ class CollapseMonitor:
         nonfinite_texts = [
             f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
         ]
-        nonfinite_text = "; ".join(nonfinite_texts) or "another process found it"
+        nonfinite_text = (
+            "; ".join(nonfinite_texts) or "no such gradient is left in this process"
+        )
         history = self._history.history
         first, last = history[0], history[-1]
         scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
