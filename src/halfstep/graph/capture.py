@@ -98,7 +98,12 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def facts(
-    graph: fx.Graph, *, device: str, policy: Policy, low: torch.dtype
+    graph: fx.Graph,
+    *,
+    device: str,
+    policy: Policy,
+    low: torch.dtype,
+    kinds: Mapping[str, str],
 ) -> dict[fx.Node, NodeFacts]:
     """Return what may be decided of each node that computes fp32 tensors.
 
@@ -109,6 +114,7 @@ def facts(
         device: Device type of its tensors.
         policy: Whose rules and table are asked.
         low: The 16-bit dtype.
+        kinds: Operation -> kind, in place of the policy's.
     """
     in_place = changed_in_place(graph)
     node_facts = {}
@@ -127,6 +133,9 @@ def facts(
             kind, reason = _kind(answer.category, op, low), answer.reason
             if answer.dtype == torch.float32 and answer.category == op_tables.LOW:
                 kind = DENY
+            asked = kinds.get(op, kinds.get(op.partition(".")[0]))
+            if asked is not None:
+                kind, reason = asked, "the plan was asked for it"
         node_facts[node] = NodeFacts(kind, reason, op, module, _source(node))
     return node_facts
 

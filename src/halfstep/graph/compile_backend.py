@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep.errors import UserError, require
-from halfstep.graph.plan import METHODS, plan_graph
+from halfstep.graph.plan import METHODS, check_kinds, plan_graph
 from halfstep.graph.rewrite import rewrite_graph
 from halfstep.numerics import formats
 from halfstep.policy.rules import Policy
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from halfstep.graph.plan import Plan
 
-_OPTIONS = ("dtype", "method", "policy", "on_plan")
+_OPTIONS = ("dtype", "kinds", "method", "policy", "on_plan")
 
 
 def compile_graph(
@@ -38,7 +38,8 @@ def compile_graph(
         graph_module: As Dynamo traced it; parameters are inputs.
         example_inputs: Their values, perhaps fake.
         options: Of `torch.compile`: `dtype` ("bf16"), `policy` ("lean"), `method`
-            ("min-cut"), as for `plan`; `on_plan`: called with each graph's `Plan`.
+            ("min-cut"), `kinds`, as for `plan`; `on_plan`: called with each graph's
+            `Plan`. No calibration: what is traced has no values yet.
 
     Raises:
         UserError: If an option is unknown or wrong.
@@ -61,7 +62,14 @@ def compile_graph(
         return graph_module.forward
     device = tensors[0].device
     plan: Plan = plan_graph(
-        aten, device, format_, policy, chosen["method"], example_inputs
+        aten,
+        device,
+        format_,
+        policy,
+        chosen["method"],
+        example_inputs,
+        kinds=check_kinds(chosen.get("kinds")),
+        found={},
     )
     if "on_plan" in chosen:
         chosen["on_plan"](plan)

@@ -6,25 +6,26 @@ reason and time, and each cast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from halfstep.errors import UserError, require
-from halfstep.graph import capture, min_cut, painting
+from halfstep.graph import capture, min_cut, painting, ranges
 from halfstep.graph.op_times import OpTimes
-from halfstep.graph.problem import DENY, Operation, Problem, TensorUse
+from halfstep.graph.problem import DENY, KINDS, Operation, Problem, TensorUse
 from halfstep.numerics import formats
 from halfstep.policy.rules import Policy
 from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from halfstep.graph.ranges import Range
 
 METHODS = ("painting", "min-cut")
-_SOURCES = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,14 @@ class PlannedNode:
     kind: str
     """allow, infer, clear or deny."""
     reason: str
-    ms: float
-    """Predicted milliseconds in the format chosen, forward and backward."""
+    low_ms: float
+    """Predicted milliseconds in 16 bits, forward and backward; 0.0 if denied."""
+    fp32_ms: float
+
+    @property
+    def ms(self) -> float:
+        """Predicted milliseconds in the format chosen."""
+        return self.low_ms if self.low else self.fp32_ms
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,6 @@ class Plan:
     method: str
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
-    fp32_ms: float
-    """Predicted milliseconds with every operation in fp32."""
     graph_module: fx.GraphModule = field(repr=False, compare=False)
     """As captured; it shares the parameters of the model."""
 
@@ -77,6 +82,11 @@ class Plan:
     def ms(self) -> float:
         """Predicted milliseconds, forward and backward, casts included."""
         return sum(node.ms for node in self.nodes) + sum(cast.ms for cast in self.casts)
+
+    @property
+    def fp32_ms(self) -> float:
+        """Predicted milliseconds with every operation in fp32."""
+        return sum(node.fp32_ms for node in self.nodes)
 
     @property
     def low(self) -> frozenset[str]:
@@ -122,6 +132,8 @@ def plan(
     dtype: str | torch.dtype = "bf16",
     policy: Policy | str = "lean",
     method: str = "min-cut",
+    kinds: Mapping[str, str] | None = None,
+    calibrate: Callable[[nn.Module], object] | None = None,
 ) -> Plan:
     """Decide for each operation of a model in which format it runs.
 
@@ -134,6 +146,11 @@ def plan(
             `autocast`.
         method: "min-cut": the least predicted time, casts included, over the times of
             operations measured here. "painting": TensorFlow's rule, without costs.
+        kinds: Operation, as in `torch.ops.aten`, -> "allow", "deny", "infer" or
+            "clear", in place of what the policy says of it.
+        calibrate: Runs a few training steps, forward and backward, with the fp32 model
+            it is given: operations whose values or gradients come within a factor of 4
+            of fp16's largest number stay fp32. Only with fp16; bf16 has fp32's range.
 
     Raises:
         UserError: If an argument is wrong, or the model cannot be captured as one
@@ -152,9 +169,28 @@ def plan(
     require("dtype", dtype, format_ is not formats.FP32, "bf16 or fp16")
     require("method", method, method in METHODS, " or ".join(METHODS))
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    fits = calibrate is None or format_ is formats.FP16
+    require("calibrate", calibrate, fits, "None with bf16, which has fp32's range")
+    kinds = check_kinds(kinds)
     graph_module = capture.capture(model, example_inputs)
     device = _device(model, example_inputs)
-    return plan_graph(graph_module, device, format_, chosen, method)
+    found = {} if calibrate is None else ranges.measure(graph_module, calibrate)
+    return plan_graph(
+        graph_module, device, format_, chosen, method, kinds=kinds, found=found
+    )
+
+
+def check_kinds(kinds: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return what `plan` is given as kinds.
+
+    Raises:
+        UserError: If torch has no such operation, or a kind is none.
+    """
+    for op, kind in (kinds or {}).items():
+        is_op = hasattr(torch.ops.aten, str(op).partition(".")[0])
+        require("kinds: operation", op, is_op, "a name in torch.ops.aten")
+        require(f"kinds: {op}", kind, kind in KINDS, ", ".join(KINDS))
+    return kinds or {}
 
 
 def plan_graph(
@@ -164,6 +200,9 @@ def plan_graph(
     policy: Policy,
     method: str,
     inputs: Sequence[Any] = (),
+    *,
+    kinds: Mapping[str, str],
+    found: Mapping[str, Range],
 ) -> Plan:
     """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
 
@@ -174,23 +213,26 @@ def plan_graph(
         policy: As for `plan`.
         method: As for `plan`.
         inputs: Of the graph, where parameters are among them.
+        kinds: As for `plan`.
+        found: Ranges by node; empty if none were measured.
     """
     low = format_.dtype
     facts = capture.facts(
-        graph_module.graph, device=device.type, policy=policy, low=low
+        graph_module.graph, device=device.type, policy=policy, low=low, kinds=kinds
     )
+    for node, fact in facts.items():
+        too_large = ranges.why_fp32([*castable_inputs(node, device.type), node], found)
+        if too_large and fact.kind != DENY:
+            facts[node] = replace(fact, kind=DENY, reason=too_large)
     times = OpTimes(device, low, capture.differentiable(graph_module, inputs))
-    operations: dict[str, Operation] = {}
-    for node in graph_module.graph.nodes:
-        if node in facts:
-            kind = facts[node].kind
-            fp32_cost = times.operation(node, low=False) or 0
-            low_cost = None if kind == DENY else times.operation(node, low=True)
-            if low_cost is None:
-                kind = DENY  # by the policy, or because there is no kernel
-            operations[node.name] = Operation(kind, low_cost or 0, fp32_cost)
-        else:
-            operations[node.name] = Operation(DENY)
+    operations = {node.name: Operation(DENY) for node in graph_module.graph.nodes}
+    for node, fact in facts.items():
+        fp32_cost = times.operation(node, low=False) or 0
+        low_cost = None if fact.kind == DENY else times.operation(node, low=True)
+        if low_cost is None and fact.kind != DENY:
+            reason = f"it has no {format_} kernel"
+            facts[node] = replace(fact, kind=DENY, reason=reason)
+        operations[node.name] = Operation(facts[node].kind, low_cost or 0, fp32_cost)
     problem = Problem(
         operations, tuple(_uses(graph_module.graph, times, device.type)), _tied(facts)
     )
@@ -204,16 +246,10 @@ def plan_graph(
             fact.module,
             fact.source,
             node.name in chosen,
-            operations[node.name].kind,
-            fact.reason
-            if operations[node.name].kind == fact.kind
-            else f"it has no {format_} kernel",
-            (
-                operations[node.name].low_cost
-                if node.name in chosen
-                else operations[node.name].fp32_cost
-            )
-            / 1e6,
+            fact.kind,
+            fact.reason,
+            operations[node.name].low_cost / 1e6,
+            operations[node.name].fp32_cost / 1e6,
         )
         for node, fact in facts.items()
     )
@@ -226,8 +262,7 @@ def plan_graph(
         )
         for cast in problem.casts(chosen)
     )
-    fp32_ms = sum(operation.fp32_cost for operation in operations.values()) / 1e6
-    return Plan(format_.name, method, nodes, casts, fp32_ms, graph_module)
+    return Plan(format_.name, method, nodes, casts, graph_module)
 
 
 def _uses(graph: fx.Graph, times: OpTimes, device: str) -> list[TensorUse]:

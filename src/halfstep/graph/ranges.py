@@ -1,0 +1,136 @@
+"""Which operations fp16 cannot hold, by the values and gradients of fp32 steps.
+
+In: a captured graph and a function that runs training steps with it. Out: for each node
+the largest value and the largest gradient it had, and the reason to keep it in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from halfstep.errors import UserError
+from halfstep.graph import capture
+from halfstep.numerics.formats import FP16
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+HEADROOM = 4
+"""How far below fp16's largest number what was seen must stay: other batches, and the
+steps to come, reach further than a few batches did."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The largest magnitudes seen of a node's fp32 results."""
+
+    value: float
+    gradient: float
+    """With respect to the unscaled loss; 0.0 if no backward pass reached it."""
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph in fp32 and keeps the largest magnitudes on the device."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self.values: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
+        result = super().run_node(n)
+        for tensor in capture.tensors(result):
+            if tensor.dtype != torch.float32 or not tensor.numel():
+                continue
+            _raise_to(self.values, n.name, tensor)
+            if tensor.requires_grad and n.op == "call_function":
+                tensor.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad, name=n.name: _raise_to(self.gradients, name, grad)
+                )
+        return result
+
+
+def _raise_to(maxima: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    largest = tensor.detach().abs().amax()
+    if name in maxima:
+        largest = torch.maximum(maxima[name], largest)
+    maxima[name] = largest
+
+
+class _Recorded(nn.Module):
+    """A captured model that records while it runs."""
+
+    def __init__(self, graph_module: fx.GraphModule, recorder: _Recorder) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        self._recorder = [recorder]  # no submodule of this
+
+    def forward(self, *args: Any) -> Any:  # noqa: ANN401
+        """Run the graph on the inputs of the model."""
+        return self._recorder[0].run(*args)
+
+
+def measure(
+    graph_module: fx.GraphModule, step: Callable[[nn.Module], object]
+) -> dict[str, Range]:
+    """Return what some steps in fp32 reach, by node.
+
+    Args:
+        graph_module: As captured. Gradients and buffers are left as they were.
+        step: Is given the model, calls it on batches of the shapes it was captured
+            with, and runs backward passes.
+
+    Raises:
+        UserError: If it never calls the model, or fp32 itself overflows.
+    """
+    params = list(graph_module.parameters())
+    grads = [param.grad for param in params]
+    buffers = [(buffer, buffer.clone()) for buffer in graph_module.buffers()]
+    recorder = _Recorder(graph_module)
+    try:
+        for param in params:
+            param.grad = None
+        step(_Recorded(graph_module, recorder))
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    if not recorder.values:
+        message = "calibrate never called the model it was given."
+        raise UserError(message)
+    ranges = {
+        name: Range(float(value), float(recorder.gradients.get(name, 0.0)))
+        for name, value in recorder.values.items()
+    }
+    for name, range_ in ranges.items():
+        if not (torch.tensor([range_.value, range_.gradient]).isfinite().all()):
+            message = (
+                f"calibration in fp32 met inf or NaN at {name}; "
+                "halfstep.find_nonfinite(model, step) finds its origin."
+            )
+            raise UserError(message)
+    return ranges
+
+
+def why_fp32(nodes: Iterable[fx.Node], ranges: Mapping[str, Range]) -> str:
+    """Return why an operation cannot run in fp16; "" if it can.
+
+    Args:
+        nodes: Its inputs that would be fp16, and itself.
+        ranges: Of `measure`.
+    """
+    limit = FP16.max / HEADROOM
+    for node in nodes:
+        seen = ranges.get(node.name, Range(0.0, 0.0))
+        for what, largest in (("values", seen.value), ("gradients", seen.gradient)):
+            if largest > limit:
+                return (
+                    f"{what} of {node.name} reached {largest:.3g} in calibration; fp16 "
+                    f"ends at {FP16.max:.0f}, of which a {HEADROOM}th is used"
+                )
+    return ""
