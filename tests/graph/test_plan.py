@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.graph import rewrite as rewriting
 from halfstep.graph.compile_backend import compile_graph
+from halfstep.graph.op_times import OpTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(16, 32)
         self.norm = nn.LayerNorm(16)
         self.drop = nn.Dropout(0.0)
-        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1, bias=False)
         self.batch_norm = nn.BatchNorm1d(16)
         self.out = nn.Linear(16, 4)
 
@@ -83,10 +84,17 @@ def test_decisions_have_reasons() -> None:
     assert "predicted: " in text
 
 
-@pytest.mark.parametrize("method", ["painting", "min-cut"])
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_rewritten_model_trains(method: str, dtype: str) -> None:
+def test_a_rewritten_model_trains(
+    monkeypatch: pytest.MonkeyPatch, seed: int, dtype: str
+) -> None:
     """Law: it shares parameters, keeps output dtypes, and stays near fp32."""
+    method = "min-cut" if seed else "painting"
+    torch.manual_seed(seed)  # of times: plans differ, and none asks the clock
+    costs = iter(torch.randint(1, 50, (999,)).tolist())
+    monkeypatch.setattr(OpTimes, "operation", lambda *_, **__: next(costs))
+    monkeypatch.setattr(OpTimes, "cast", lambda *_: next(costs) // 5)
     model, batch = attention()
     reference = copy.deepcopy(model)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}

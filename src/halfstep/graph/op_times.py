@@ -1,11 +1,12 @@
 """How long an operation, forward and backward, takes on this machine in a format.
 
 In: a node of a captured graph. Out: nanoseconds, measured once for each operation,
-shapes and format in a process.
+shapes and format, and kept on disk for processes under the same conditions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from halfstep.graph import capture
+from halfstep.machine import gemm, hardware, rate_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+_CACHE = "op-times"
+"""Kind of file, for `rate_cache`."""
 _REPEATS = 5
 _BUDGET_S = 0.2
 """Seconds after which an operation is not repeated once more."""
@@ -41,21 +45,39 @@ class OpTimes:
         self._device = device
         self._low = low
         self._differentiable = differentiable
-        self._times: dict[Any, int | None] = {}
+        self._conditions = hardware.conditions(device.type)
+        kept = rate_cache.read(_CACHE, self._conditions)
+        self._times = _fresh_times(kept)
+        self._since = kept["time"] if self._times else int(time.time())
+        self._num_kept = len(self._times)
+        self._waited = gemm.count_waiting()
+        self.doubt = ""
+        """What speaks against the times measured; "" after `save` if nothing does."""
+
+    def save(self) -> None:
+        """Keep new times for other processes, unless the machine was busy."""
+        if len(self._times) == self._num_kept:
+            return
+        if (waited := self._waited()) > gemm.WAITED:
+            self.doubt = f"threads waited {waited:.0%} of the time for a CPU"
+            return
+        with contextlib.suppress(OSError):  # no folder: measured again next time
+            entry = {"time": self._since, "times": self._times}
+            rate_cache.write(_CACHE, self._conditions, entry)
 
     def operation(self, node: fx.Node, *, low: bool) -> int | None:
         """Return a node's nanoseconds in one format; None if it has no such kernel."""
         dtype = self._low if low else torch.float32
         keep = capture.fp32_arguments(node, self._device.type) if low else ()
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
-        key = (str(node.target), repr(specs), dtype)
+        key = f"{node.target} {specs!r} {dtype}"
         if key not in self._times:
             self._times[key] = self._measure(node, dtype, keep)
         return self._times[key]
 
     def cast(self, shape: Sequence[int]) -> int:
         """Return the nanoseconds of a cast to 16 bits, and of its gradient's back."""
-        key = ("cast", tuple(shape))
+        key = f"cast {tuple(shape)!r} {self._low}"
         if key not in self._times:
             value = torch.randn(shape, device=self._device, requires_grad=True)
             self._times[key] = self._time(lambda: value.to(self._low), [value])
@@ -136,6 +158,16 @@ class OpTimes:
         while len(times) < _REPEATS and time.perf_counter() - start < _BUDGET_S:
             times.append(once())
         return min(times or [once()])
+
+
+def _fresh_times(kept: dict[str, Any]) -> dict[str, int | None]:
+    """Return times that were read; {} if they are old, or no times."""
+    times, written = kept.get("times"), kept.get("time")
+    if not (isinstance(times, dict) and isinstance(written, int)):
+        return {}
+    is_fresh = 0 <= time.time() - written <= rate_cache.MAX_AGE_SECONDS
+    are_times = all(t is None or (type(t) is int and t >= 0) for t in times.values())
+    return times if is_fresh and are_times else {}
 
 
 def _is_node(value: object) -> bool:

@@ -77,6 +77,8 @@ class Plan:
     casts: tuple[PlannedCast, ...]
     graph_module: fx.GraphModule = field(repr=False, compare=False)
     """As captured; it shares the parameters of the model."""
+    doubt: str = ""
+    """What speaks against the times: the machine was busy."""
 
     @property
     def ms(self) -> float:
@@ -117,6 +119,7 @@ class Plan:
             notes=(
                 f"{num_low} of {len(rows)} operations in {self.dtype}, {casts}",
                 f"predicted: {times}",
+                *([f"measured under load: {self.doubt}"] if self.doubt else []),
             ),
         )
 
@@ -236,6 +239,7 @@ def plan_graph(
     problem = Problem(
         operations, tuple(_uses(graph_module.graph, times, device.type)), _tied(facts)
     )
+    times.save()
     choose = min_cut.cheapest if method == "min-cut" else painting.paint
     chosen = choose(problem)
     by_name = {node.name: node for node in graph_module.graph.nodes}
@@ -262,7 +266,7 @@ def plan_graph(
         )
         for cast in problem.casts(chosen)
     )
-    return Plan(format_.name, method, nodes, casts, graph_module)
+    return Plan(format_.name, method, nodes, casts, graph_module, times.doubt)
 
 
 def _uses(graph: fx.Graph, times: OpTimes, device: str) -> list[TensorUse]:

@@ -151,9 +151,7 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
     from_environment = _rates_from_environment(where)
     if from_environment is not None:
         return from_environment
-    machine = capabilities()
-    chip = machine.gpus[0].name if where == "cuda" else machine.cpu
-    facts = rate_cache.conditions(where, chip)
+    facts = conditions(where)
     key = json.dumps(facts, sort_keys=True)
     with _measure_lock:  # two threads that measure disturb each other
         if refresh or key not in _process_rates:
@@ -161,6 +159,17 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
         rates = _process_rates[key]
         _latest[where] = rates
     return rates
+
+
+def conditions(device: str) -> dict[str, Any]:
+    """Return what decides how fast a device is in this process, as plain values.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    machine = capabilities()
+    chip = machine.gpus[0].name if device == "cuda" else machine.cpu
+    return rate_cache.conditions(device, chip)
 
 
 _measure_lock = threading.Lock()

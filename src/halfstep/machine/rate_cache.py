@@ -1,8 +1,8 @@
-"""Measured rates on disk: a file for each set of conditions that they depend on.
+"""Measurements on disk: a file for each set of conditions that they depend on.
 
-In: a device and what it is called. Out: the `GemmRates` measured under the conditions
-of this process, or None. A home folder may be shared by unlike machines, and many
-processes may write at once: each file is replaced whole, and none holds two entries.
+In: a device and what it is called. Out: what was measured under the conditions of this
+process, as the `GemmRates`, or nothing. A home folder may be shared by unlike machines,
+and many processes may write at once: each file is replaced whole.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from halfstep.reporting import table
 MAX_AGE_SECONDS = 30 * 24 * 3600
 """Age after which rates are measured again: a power limit, a driver or a host may have
 changed, and no system tells of all that."""
+
+RATES = "rates"
+"""Kind of file that holds `GemmRates`."""
 
 MAX_FILES = 64
 """Files in the folder; beyond that the oldest are deleted."""
@@ -75,15 +78,18 @@ def conditions(device: str, chip: str) -> dict[str, Any]:
     }
 
 
-def folder() -> Path:
+def folder(kind: str = RATES) -> Path:
     """Return where the files are: `halfstep/rates` in the user's cache folder.
+
+    Args:
+        kind: What was measured: the folder's name.
 
     Raises:
         OSError: If this user has no home folder.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return Path(base or Path.home() / ".cache") / "halfstep" / "rates"
+        return Path(base or Path.home() / ".cache") / "halfstep" / kind
     except RuntimeError as error:
         message = "this user has no home folder; set XDG_CACHE_HOME"
         raise OSError(message) from error
@@ -99,24 +105,19 @@ def load(facts: dict[str, Any], now: float) -> GemmRates | None:
         now: Seconds since 1970.
     """
     try:
-        file = _file(facts)
-        if not file.is_file():  # a pipe would never end
-            return None
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read(RATES, facts)
         rates = GemmRates(
             rates={name: float(data["rates"][name]) for name in formats.FORMATS},
             spread={name: float(data["spread"][name]) for name in formats.FORMATS},
             waited=float(data["waited"]),
             time=float(data["time"]),
         )
-    # RecursionError: of JSON that is nested too deep.
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+    except (ValueError, TypeError, LookupError):
         return None
     is_fresh = 0 <= now - rates.time <= MAX_AGE_SECONDS
     is_positive = all(0 < rate < math.inf for rate in rates.rates.values())
     is_share = all(0 <= part <= 1 for part in (*rates.spread.values(), rates.waited))
-    is_same = data["conditions"] == facts
-    return rates if is_fresh and is_positive and is_share and is_same else None
+    return rates if is_fresh and is_positive and is_share else None
 
 
 def save(facts: dict[str, Any], rates: GemmRates) -> None:
@@ -125,17 +126,42 @@ def save(facts: dict[str, Any], rates: GemmRates) -> None:
     Raises:
         OSError: If the folder cannot be written.
     """
-    file = _file(facts)
-    file.parent.mkdir(parents=True, exist_ok=True)
     fields = asdict(rates)
-    entry = {name: fields[name] for name in ("rates", "spread", "waited", "time")}
+    write(RATES, facts, {n: fields[n] for n in ("rates", "spread", "waited", "time")})
+
+
+def read(kind: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a kind under some conditions; {} if nothing is.
+
+    A file that is damaged, or not about these conditions, counts as absent.
+    """
+    try:
+        file = _file(kind, facts)
+        if not file.is_file():  # a pipe would never end
+            return {}
+        data = json.loads(file.read_text(encoding="utf-8"))
+    # RecursionError: of JSON that is nested too deep.
+    except (OSError, ValueError, RecursionError):
+        return {}
+    is_same = isinstance(data, dict) and data.get("conditions") == facts
+    return data if is_same else {}
+
+
+def write(kind: str, facts: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Keep what was measured for the processes to come.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    file = _file(kind, facts)
+    file.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(file, json.dumps(entry | {"conditions": facts}, indent=1))
     _prune(file.parent)
 
 
-def _file(facts: dict[str, Any]) -> Path:
+def _file(kind: str, facts: dict[str, Any]) -> Path:
     plain = json.dumps(facts, sort_keys=True)
-    return folder() / f"{hashlib.sha256(plain.encode()).hexdigest()[:32]}.json"
+    return folder(kind) / f"{hashlib.sha256(plain.encode()).hexdigest()[:32]}.json"
 
 
 def _prune(place: Path) -> None:

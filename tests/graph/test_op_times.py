@@ -1,0 +1,79 @@
+"""Times of operations are measured once, and kept for other processes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.graph.op_times import OpTimes
+from halfstep.machine import gemm, rate_cache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Count measurements, each of which takes 1000 ns more; use an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls: list[int] = []
+
+    def time(*_: Any) -> int:
+        calls.append(0)
+        return 1000 * len(calls)
+
+    monkeypatch.setattr(OpTimes, "_time", time)
+    monkeypatch.setattr(gemm, "count_waiting", lambda: lambda: 0.0)
+    return calls
+
+
+def plan() -> hs.Plan:
+    """Return a plan of a small model, made anew."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
+    return hs.plan(model, [torch.zeros(4, 8)])
+
+
+def test_measured_once(measured: list[int]) -> None:
+    """Law: same operation, shapes and format: one time, also in the next process."""
+    first = plan()
+    num_measured = len(measured)
+    linears = [node for node in first.nodes if node.op == "linear"]
+    assert linears[1].fp32_ms == linears[2].fp32_ms > linears[0].fp32_ms
+    again = plan()
+    assert len(measured) == num_measured
+    assert (again.nodes, again.casts, again.doubt) == (first.nodes, first.casts, "")
+
+
+def test_a_busy_machine_keeps_nothing(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: what was measured under load is said to be so, and measured again."""
+    monkeypatch.setattr(gemm, "count_waiting", lambda: lambda: 0.5)
+    assert "measured under load: threads waited 50%" in str(plan())
+    num_measured = len(measured)
+    plan()
+    assert len(measured) == 2 * num_measured
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda _: "{",
+        lambda entry: json.dumps(entry | {"time": 0}),
+        lambda entry: json.dumps(entry | {"times": {"cast (4, 8)": "soon"}}),
+        lambda entry: json.dumps(entry | {"conditions": {}}),
+    ],
+)
+def test_a_file_that_will_not_do(measured: list[int], spoil: Any) -> None:
+    """Law: damaged, old and foreign files count as absent."""
+    plan()
+    num_measured = len(measured)
+    (file,) = rate_cache.folder("op-times").iterdir()
+    file.write_text(spoil(json.loads(file.read_text())))
+    plan()
+    assert len(measured) == 2 * num_measured
