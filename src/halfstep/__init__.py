@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.replay import find_nonfinite
     from halfstep.diagnostics.step_diagnosis import diagnose
     from halfstep.errors import UserError
-    from halfstep.graph.plan import plan
+    from halfstep.graph.planner import plan
     from halfstep.graph.rewrite import rewrite
     from halfstep.masters import MasterWeights
     from halfstep.numerics import formats
@@ -67,7 +67,7 @@ _MODULE_OF_NAME = {
     "find_nonfinite": "diagnostics.replay",
     "full_precision": "casting.custom_functions",
     "low_precision": "casting.custom_functions",
-    "plan": "graph.plan",
+    "plan": "graph.planner",
     "prepare": "session.factory",
     "promote": "casting.custom_functions",
     "rewrite": "graph.rewrite",

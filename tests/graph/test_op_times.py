@@ -16,6 +16,8 @@ from halfstep.machine import gemm, rate_cache
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from halfstep.graph import Plan
+
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
@@ -32,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     return calls
 
 
-def plan() -> hs.Plan:
+def plan() -> Plan:
     """Return a plan of a small model, made anew."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     return hs.plan(model, [torch.zeros(4, 8)])

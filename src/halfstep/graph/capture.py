@@ -66,6 +66,8 @@ class NodeFacts:
     """Path of the module that ran it; "" is the model itself."""
     source: str
     """File and line of the user's code, or ""."""
+    fixed: bool
+    """It must run as captured, whatever a policy says."""
 
 
 def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -136,7 +138,9 @@ def facts(
             asked = kinds.get(op, kinds.get(op.partition(".")[0]))
             if asked is not None:
                 kind, reason = asked, "the plan was asked for it"
-        node_facts[node] = NodeFacts(kind, reason, op, module, _source(node))
+        node_facts[node] = NodeFacts(
+            kind, reason, op, module, _source(node), bool(fixed)
+        )
     return node_facts
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep.errors import UserError, require
-from halfstep.graph.plan import METHODS, check_kinds, plan_graph
+from halfstep.graph.planner import METHODS, check_kinds, plan_graph
 from halfstep.graph.rewrite import rewrite_graph
 from halfstep.numerics import formats
 from halfstep.policy.rules import Policy

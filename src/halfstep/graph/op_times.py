@@ -42,7 +42,7 @@ class OpTimes:
         low: torch.dtype,
         differentiable: Collection[fx.Node],
     ) -> None:
-        self._device = device
+        self.device = device
         self._low = low
         self._differentiable = differentiable
         self._conditions = hardware.conditions(device.type)
@@ -68,7 +68,7 @@ class OpTimes:
     def operation(self, node: fx.Node, *, low: bool) -> int | None:
         """Return a node's nanoseconds in one format; None if it has no such kernel."""
         dtype = self._low if low else torch.float32
-        keep = capture.fp32_arguments(node, self._device.type) if low else ()
+        keep = capture.fp32_arguments(node, self.device.type) if low else ()
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
         key = f"{node.target} {specs!r} {dtype}"
         if key not in self._times:
@@ -79,7 +79,7 @@ class OpTimes:
         """Return the nanoseconds of a cast to 16 bits, and of its gradient's back."""
         key = f"cast {tuple(shape)!r} {self._low}"
         if key not in self._times:
-            value = torch.randn(shape, device=self._device, requires_grad=True)
+            value = torch.randn(shape, device=self.device, requires_grad=True)
             self._times[key] = self._time(lambda: value.to(self._low), [value])
         return self._times[key] or 0
 
@@ -130,9 +130,9 @@ class OpTimes:
     def _example(self, fake: Tensor, dtype: torch.dtype, *, needs_grad: bool) -> Tensor:
         shape = [int(size) for size in fake.shape]
         if not fake.is_floating_point():
-            return torch.zeros(shape, dtype=fake.dtype, device=self._device)
+            return torch.zeros(shape, dtype=fake.dtype, device=self.device)
         dtype = dtype if fake.dtype == torch.float32 else fake.dtype
-        value = torch.rand(shape, device=self._device).to(dtype)
+        value = torch.rand(shape, device=self.device).to(dtype)
         return value.requires_grad_(needs_grad)
 
     def _time(self, call: Callable[[], Any], leaves: list[Tensor]) -> int:
@@ -148,8 +148,8 @@ class OpTimes:
             if leaves and results:
                 ones = [torch.ones_like(value) for value in results]
                 torch.autograd.grad(results, leaves, ones, allow_unused=True)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             return time.perf_counter_ns() - start
 
         once()

@@ -1,31 +1,22 @@
-"""Which operations of a model run in 16 bits, decided once for the whole graph.
+"""`Plan`: the format of each operation of a graph, with its reason, time and casts.
 
-In: a model, example inputs, a policy. Out: a `Plan`: each operation with its format,
-reason and time, and each cast.
+In: what `planner` decided. Out: tables to print, and a file that a person can edit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import fx, nn
-
-from halfstep.errors import UserError, require
-from halfstep.graph import capture, min_cut, painting, ranges
-from halfstep.graph.op_times import OpTimes
-from halfstep.graph.problem import DENY, KINDS, Operation, Problem, TensorUse
-from halfstep.numerics import formats
-from halfstep.policy.rules import Policy
-from halfstep.reporting.table import Table
+from halfstep.errors import UserError
+from halfstep.reporting.table import Table, write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
 
-    from halfstep.graph.ranges import Range
-
-METHODS = ("painting", "min-cut")
+    from torch import fx
 
 
 @dataclass(frozen=True)
@@ -127,188 +118,46 @@ class Plan:
         """Return the table as text."""
         return self.table().text()
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan as TOML, which `load_plan` reads.
 
-def plan(
-    model: nn.Module,
-    example_inputs: Sequence[Any],
-    *,
-    dtype: str | torch.dtype = "bf16",
-    policy: Policy | str = "lean",
-    method: str = "min-cut",
-    kinds: Mapping[str, str] | None = None,
-    calibrate: Callable[[nn.Module], object] | None = None,
-) -> Plan:
-    """Decide for each operation of a model in which format it runs.
+        Args:
+            path: File to write or to replace, in one piece. A line holds an operation;
+                `runs_in` may be edited.
 
-    Args:
-        model: In the mode it will be used in. Parameters are fp32.
-        example_inputs: Positional arguments of one batch, of the shapes to be planned
-            for.
-        dtype: "bf16" or "fp16".
-        policy: What must stay fp32, and what gains: tables and rules, as for
-            `autocast`.
-        method: "min-cut": the least predicted time, casts included, over the times of
-            operations measured here. "painting": TensorFlow's rule, without costs.
-        kinds: Operation, as in `torch.ops.aten`, -> "allow", "deny", "infer" or
-            "clear", in place of what the policy says of it.
-        calibrate: Runs a few training steps, forward and backward, with the fp32 model
-            it is given: operations whose values or gradients come within a factor of 4
-            of fp16's largest number stay fp32. Only with fp16; bf16 has fp32's range.
+        Raises:
+            UserError: If it cannot be written.
 
-    Raises:
-        UserError: If an argument is wrong, or the model cannot be captured as one
-            graph.
+        Example:
+            >>> import tempfile
+            >>> import halfstep as hs, torch
+            >>> from halfstep.graph import load_plan
+            >>> path = Path(tempfile.mkdtemp()) / "plan.toml"
+            >>> model, inputs = torch.nn.Linear(8, 2), [torch.randn(4, 8)]
+            >>> hs.plan(model, inputs, method="painting").save(path)
+            >>> load_plan(path, model, inputs).low
+            frozenset({'linear'})
+        """
+        lines = [
+            "# halfstep plan: runs_in may be edited; casts follow from it.",
+            f"dtype = {json.dumps(self.dtype)}",
+            f"method = {json.dumps(self.method)}",
+        ]
+        for name, rows in (("nodes", self.nodes), ("casts", self.casts)):
+            lines += [f"{name} = [", *(f"  {self._inline(row)}," for row in rows), "]"]
+        try:
+            write_text(Path(path), "\n".join(lines) + "\n")
+        except OSError as error:
+            message = f"{path} cannot be written: {error.strerror}."
+            raise UserError(message) from error
 
-    Example:
-        >>> import halfstep as hs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))
-        >>> plan = hs.plan(model, [torch.randn(8, 64)], method="painting")
-        >>> [(node.op, node.low) for node in plan.nodes]
-        [('linear', True), ('softmax.int', False)]
-        >>> {(cast.tensor, cast.to) for cast in plan.casts} >= {("linear", "fp32")}
-        True
-    """
-    format_ = formats.parse(dtype)
-    require("dtype", dtype, format_ is not formats.FP32, "bf16 or fp16")
-    require("method", method, method in METHODS, " or ".join(METHODS))
-    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
-    fits = calibrate is None or format_ is formats.FP16
-    require("calibrate", calibrate, fits, "None with bf16, which has fp32's range")
-    kinds = check_kinds(kinds)
-    graph_module = capture.capture(model, example_inputs)
-    device = _device(model, example_inputs)
-    found = {} if calibrate is None else ranges.measure(graph_module, calibrate)
-    return plan_graph(
-        graph_module, device, format_, chosen, method, kinds=kinds, found=found
-    )
-
-
-def check_kinds(kinds: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return what `plan` is given as kinds.
-
-    Raises:
-        UserError: If torch has no such operation, or a kind is none.
-    """
-    for op, kind in (kinds or {}).items():
-        is_op = hasattr(torch.ops.aten, str(op).partition(".")[0])
-        require("kinds: operation", op, is_op, "a name in torch.ops.aten")
-        require(f"kinds: {op}", kind, kind in KINDS, ", ".join(KINDS))
-    return kinds or {}
-
-
-def plan_graph(
-    graph_module: fx.GraphModule,
-    device: torch.device,
-    format_: formats.FloatFormat,
-    policy: Policy,
-    method: str,
-    inputs: Sequence[Any] = (),
-    *,
-    kinds: Mapping[str, str],
-    found: Mapping[str, Range],
-) -> Plan:
-    """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
-
-    Args:
-        graph_module: The graph.
-        device: Of its tensors.
-        format_: The 16-bit format.
-        policy: As for `plan`.
-        method: As for `plan`.
-        inputs: Of the graph, where parameters are among them.
-        kinds: As for `plan`.
-        found: Ranges by node; empty if none were measured.
-    """
-    low = format_.dtype
-    facts = capture.facts(
-        graph_module.graph, device=device.type, policy=policy, low=low, kinds=kinds
-    )
-    for node, fact in facts.items():
-        too_large = ranges.why_fp32([*castable_inputs(node, device.type), node], found)
-        if too_large and fact.kind != DENY:
-            facts[node] = replace(fact, kind=DENY, reason=too_large)
-    times = OpTimes(device, low, capture.differentiable(graph_module, inputs))
-    operations = {node.name: Operation(DENY) for node in graph_module.graph.nodes}
-    for node, fact in facts.items():
-        fp32_cost = times.operation(node, low=False) or 0
-        low_cost = None if fact.kind == DENY else times.operation(node, low=True)
-        if low_cost is None and fact.kind != DENY:
-            reason = f"it has no {format_} kernel"
-            facts[node] = replace(fact, kind=DENY, reason=reason)
-        operations[node.name] = Operation(facts[node].kind, low_cost or 0, fp32_cost)
-    problem = Problem(
-        operations, tuple(_uses(graph_module.graph, times, device.type)), _tied(facts)
-    )
-    times.save()
-    choose = min_cut.cheapest if method == "min-cut" else painting.paint
-    chosen = choose(problem)
-    by_name = {node.name: node for node in graph_module.graph.nodes}
-    nodes = tuple(
-        PlannedNode(
-            node.name,
-            fact.op,
-            fact.module,
-            fact.source,
-            node.name in chosen,
-            fact.kind,
-            fact.reason,
-            operations[node.name].low_cost / 1e6,
-            operations[node.name].fp32_cost / 1e6,
+    def _inline(self, row: PlannedNode | PlannedCast) -> str:
+        """Return an inline table of TOML, whose strings are those of JSON."""
+        fields = asdict(row)
+        if "low" in fields:
+            fields["low"] = self.dtype if fields["low"] else "fp32"
+        pairs = (
+            f"{'runs_in' if name == 'low' else name} = {json.dumps(value)}"
+            for name, value in fields.items()
         )
-        for node, fact in facts.items()
-    )
-    casts = tuple(
-        PlannedCast(
-            cast.producer,
-            format_.name if cast.to_low else "fp32",
-            6 * sum(v.numel() for v in capture.tensors(by_name[cast.producer])),
-            cast.cost / 1e6,
-        )
-        for cast in problem.casts(chosen)
-    )
-    return Plan(format_.name, method, nodes, casts, graph_module, times.doubt)
-
-
-def _uses(graph: fx.Graph, times: OpTimes, device: str) -> list[TensorUse]:
-    """Return the fp32 tensors that a plan may cast, with who needs them."""
-    uses = []
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
-            continue  # the parts of a tuple are nodes of their own
-        consumers = tuple(
-            user.name for user in node.users if node in castable_inputs(user, device)
-        )
-        if consumers:
-            cost = times.cast([int(size) for size in value.shape])
-            uses.append(TensorUse(node.name, consumers, cost))
-    return uses
-
-
-def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
-    """Return the inputs of a node that come in its own format."""
-    keep = capture.fp32_arguments(node, device)
-    fp32_inputs = [node.args[index] for index in keep if index < len(node.args)]
-    arguments = [a for i, a in enumerate(node.args) if i not in keep]
-    inputs: list[fx.Node] = []
-    fx.map_arg((arguments, node.kwargs), inputs.append)
-    return [each for each in inputs if each not in fp32_inputs or each in arguments]
-
-
-def _tied(facts: dict[fx.Node, capture.NodeFacts]) -> tuple[frozenset[str], ...]:
-    """Return what must have one format: the parts of a result, and the result."""
-    return tuple(
-        frozenset((node.name, node.args[0].name))
-        for node in facts
-        if node.target is not None
-        and getattr(node.target, "__name__", "") == "getitem"
-        and isinstance(node.args[0], fx.Node)
-    )
-
-
-def _device(model: nn.Module, example_inputs: Sequence[Any]) -> torch.device:
-    tensors = [*model.parameters(), *capture.tensors(list(example_inputs))]
-    if not tensors:
-        message = "the model has no parameters, and example_inputs hold no tensor."
-        raise UserError(message)
-    return tensors[0].device
+        return f"{{{', '.join(pairs)}}}"

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.errors import UserError
 from halfstep.graph import capture
-from halfstep.graph.plan import castable_inputs
+from halfstep.graph.planner import castable_inputs
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:

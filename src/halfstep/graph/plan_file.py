@@ -1,0 +1,143 @@
+"""Plans read from files: `load_plan`.
+
+In: a file that `Plan.save` wrote and a person may have edited, and the model. Out: the
+`Plan`, once its operations are those of the model, one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import UserError
+from halfstep.graph import capture
+from halfstep.graph.op_times import OpTimes
+from halfstep.graph.planner import assemble, device_of, weigh
+from halfstep.graph.problem import DENY, KINDS, Operation
+from halfstep.numerics import formats
+from halfstep.policy.rules import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from torch import nn
+
+    from halfstep.graph.plan import Plan
+
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("name", "op", "module", "runs_in", "kind", "reason"), str),
+    **dict.fromkeys(("low_ms", "fp32_ms"), (int, float)),
+}
+
+
+def load_plan(
+    path: str | PathLike[str], model: nn.Module, example_inputs: Sequence[Any]
+) -> Plan:
+    """Return the plan in a file, for a model that has the operations it names.
+
+    Args:
+        path: As `Plan.save` wrote it; `runs_in` may have been edited. Casts and where
+            they are follow from it; those in the file are not read.
+        model: As for `plan`.
+        example_inputs: As for `plan`; shapes may be others.
+
+    Raises:
+        UserError: If the file is no plan, the model has other operations, or one that
+            cannot run in 16 bits is asked to.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_bytes().decode())
+    except (OSError, ValueError) as error:
+        message = f"{path} cannot be read as a plan: {error}."
+        raise UserError(message) from error
+    rows = _rows(path, content)
+    graph_module = capture.capture(model, example_inputs)
+    device = device_of(model, example_inputs)
+    format_ = formats.FORMATS[content["dtype"]]
+    facts = capture.facts(
+        graph_module.graph,
+        device=device.type,
+        policy=Policy.parse("lean"),
+        low=format_.dtype,
+        kinds={},
+    )
+    op_times = OpTimes(device, format_.dtype, capture.differentiable(graph_module))
+    operations = {node.name: Operation(DENY) for node in graph_module.graph.nodes}
+    low = set()
+    for number, (node, fact) in enumerate(facts.items()):
+        row = rows[number] if number < len(rows) else {}
+        own = {"name": node.name, "op": fact.op, "module": fact.module}
+        if own != {name: row.get(name) for name in own}:
+            found = _place(row) if row else "ends there"
+            message = (
+                f"{path} is of another model: operation {number + 1} of this "
+                f"{type(model).__name__} is {_place(own)}; the file's {found}."
+            )
+            raise UserError(message)
+        if row["runs_in"] != "fp32":
+            low_time = op_times.operation(node, low=True)
+            if fact.fixed or low_time is None:
+                why = fact.reason if fact.fixed else f"it has no {format_} kernel"
+                message = f"{path}: {node.name} must run in fp32: {why}."
+                raise UserError(message)
+            low.add(node.name)
+            row["low_ms"] = row["low_ms"] or low_time / 1e6  # 0.0 where it was denied
+        facts[node] = replace(fact, kind=row["kind"], reason=row["reason"])
+        times = round(row["low_ms"] * 1e6), round(row["fp32_ms"] * 1e6)
+        operations[node.name] = Operation(row["kind"], *times)
+    if len(rows) > len(facts):
+        message = (
+            f"{path} is of another model: this {type(model).__name__} ends before "
+            f"operation {len(facts) + 1} of the file, {_place(rows[len(facts)])}."
+        )
+        raise UserError(message)
+    problem = weigh(graph_module.graph, operations, op_times)
+    op_times.save()
+    for group in problem.tied:
+        if group & low and group - low:
+            names = " and ".join(sorted(group))
+            message = f"{path}: {names} share memory, so they must run in one format."
+            raise UserError(message)
+    return assemble(
+        graph_module, format_.name, content["method"], facts, problem, low, ""
+    )
+
+
+def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the nodes of a file, checked.
+
+    Raises:
+        UserError: If something is missing, or not of its kind.
+    """
+    dtype, rows = content.get("dtype"), content.get("nodes")
+    if dtype not in ("bf16", "fp16"):
+        message = f"{path}: dtype is {dtype!r}; it must be 'bf16' or 'fp16'."
+        raise UserError(message)
+    if not isinstance(rows, list) or not isinstance(content.get("method"), str):
+        message = f"{path} is no plan: it needs nodes and a method."
+        raise UserError(message)
+    for number, row in enumerate(rows):
+        for name, kind in _FIELDS.items():
+            if not (isinstance(row, dict) and isinstance(row.get(name), kind)):
+                what = "a text" if kind is str else "a number"
+                message = f"{path}: node {number + 1} needs {name}, {what}."
+                raise UserError(message)
+        if not all(0 <= row[name] < math.inf for name in ("low_ms", "fp32_ms")):
+            message = f"{path}: {row['name']} has times that are none."
+            raise UserError(message)
+        for name, words in (("runs_in", (dtype, "fp32")), ("kind", KINDS)):
+            if row[name] not in words:
+                message = (
+                    f"{path}: {row['name']} has {name} = {row[name]!r}; it must be "
+                    f"{' or '.join(words)}."
+                )
+                raise UserError(message)
+    return rows
+
+
+def _place(row: dict[str, Any]) -> str:
+    return f"{row['name']} ({row['op']} of {row['module'] or 'the model'})"
