@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,6 +65,49 @@ def painted(make: Callable[[], Any]) -> tuple[nn.Module, Any, Any]:
     """Return a model, its batch and its plan by painting."""
     model, batch = make()
     return model, batch, hs.plan(model, batch, method="painting")
+
+
+class Residual(nn.Module):
+    """Writes in place to results of its own, and to what it must not touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        out = self.one(x)
+        branch = self.two(out.relu())
+        branch += out
+        branch.mul_(2.0)
+        torch.relu_(branch)
+        self.count += 1
+        viewed = self.two(branch)
+        viewed[0].add_(1.0)
+        return branch + viewed
+
+
+def test_writes_that_nobody_can_tell() -> None:
+    """Law: a write to a result without views is no reason for fp32; others are one."""
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(4, 8)
+    reference = copy.deepcopy(model)
+    plan = hs.plan(model, [x], method="painting")
+    free = {node.op for node in plan.nodes if "in place" not in node.reason}
+    assert free == {"linear", "relu", "add.Tensor", "mul.Tensor"}
+    fixed = {node.op for node in plan.nodes if "in place" in node.reason}
+    assert fixed >= {"linear", "select.int", "add_.Tensor"}
+    everything_fp32 = dataclasses.replace(
+        plan, nodes=tuple(dataclasses.replace(node, low=False) for node in plan.nodes)
+    )
+    rewritten = hs.rewrite(model, everything_fp32)
+    for run, own in ((rewritten, model), (reference, reference)):
+        run(x).square().sum().backward()
+        assert own.count == 1
+    assert all(
+        a.grad.equal(b.grad)
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def test_decisions_have_reasons() -> None:

@@ -210,7 +210,7 @@ class Bench:
                 contender's process fails.
         """
         module, _, function = self.function.partition(".")
-        if module in {"train", "accuracy"}:
+        if module in {"train", "accuracy", "plan"}:
             dependencies.check(f"halfstep bench {function}", dependencies.TO_TRAIN)
         measured = getattr(import_module(f"halfstep.bench.{module}"), function)
         tables: list[Table] = measured(arguments)
@@ -322,6 +322,17 @@ BENCHES = {
             "threads": _flag("threads inside an operation on a CPU", 1),
             **_PLACE,
             "rounds": _flag(_ROUNDS, 21),
+        },
+    ),
+    "plan": Bench(
+        "plan.tables",
+        "planned models beside torch.autocast: casts, step time, predicted time",
+        "Train five models under torch.autocast, under the lean policy, and as planned "
+        "by painting and by the minimum cut; print casts, times, and predictions.",
+        {
+            "models": _names(contenders.PLANNED),
+            **_PLACE,
+            "rounds": _flag(_ROUNDS, 9),
         },
     ),
     "accumulate": Bench(

@@ -217,3 +217,6 @@ SCALER_OPTIMIZERS = {
     "adamw-fused": TorchOptimizer("AdamW", {"fused": True}),
 }
 """What `bench scaler` can step; None does nothing."""
+
+PLANNED = ("bert", "resnet", "gpt", "t5", "mlp")
+"""Models of `bench plan`."""

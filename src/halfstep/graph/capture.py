@@ -8,6 +8,7 @@ format may be chosen, and why not.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,40 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         # A check of the inputs' shapes, which takes them in fp32.
         if node.op == "call_module" and node.target == "_guards_fn":
             graph_module.graph.erase_node(node)
-    graph_module.recompile()
+    make_functional(graph_module)
     return graph_module
+
+
+def make_functional(graph_module: fx.GraphModule) -> None:
+    """Replace `x.add_(y)` by `x.add(y)`, and the like, where nothing else can tell.
+
+    Why: what is written to in place must stay fp32, and `out += x` is common. Nobody
+    can tell where x is a result of the graph's own of which there is no view.
+    """
+    order = {node: number for number, node in enumerate(graph_module.graph.nodes)}
+    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, root in _alias_roots(graph_module.graph).items():
+        groups[root].append(node)
+    for root, (_, *others) in groups.items():
+        overloads = [_functional_overload(node) for node in others]
+        if root.op != "call_function" or None in overloads:
+            continue
+        for node, overload in zip(others, overloads, strict=True):
+            written: Any = node.args[0]
+            node.target = overload
+            for user in list(written.users):
+                if order[user] > order[node]:
+                    user.replace_input_with(written, node)
+    graph_module.recompile()
+
+
+def _functional_overload(node: fx.Node) -> Any:  # noqa: ANN401
+    """Return the operation that computes what an in-place one writes, if any."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.name.endswith("_") or len(schema.returns) != 1:
+        return None
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
+    return getattr(packet, schema.overload_name or "default", None)
 
 
 def facts(
@@ -213,29 +246,34 @@ def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str]) -> str:
 
 def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return the nodes whose memory an operation writes to, with the reason."""
-    alias_of: dict[fx.Node, fx.Node] = {}
-
-    def root(node: fx.Node) -> fx.Node:
-        while node in alias_of:
-            node = alias_of[node]
-        return node
-
-    written: set[fx.Node] = set()
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            if _is_getitem(node):
-                alias_of[node] = root(node.args[0])
-            continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if not isinstance(value, fx.Node) or argument.alias_info is None:
-                continue
-            if argument.alias_info.is_write:
-                written.add(root(value))
-            if root(value) is not node:
-                alias_of.setdefault(node, root(value))
+    roots = _alias_roots(graph)
+    written = {
+        roots[value] for node in graph.nodes for value in _aliased(node, written=True)
+    }
     reason = "its memory is written to in place"
-    return {node: reason for node in graph.nodes if root(node) in written}
+    return {node: reason for node in graph.nodes if roots[node] in written}
+
+
+def _alias_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return for each node the one whose memory its result is, perhaps itself."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        roots[node] = next((roots[value] for value in _aliased(node)), node)
+    return roots
+
+
+def _aliased(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
+    """Return the arguments whose memory the result may be, or that are written to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [node.args[0]] if _is_getitem(node) and not written else []  # type: ignore[list-item]
+    return [
+        value
+        for argument, value in zip(schema.arguments, node.args, strict=False)
+        if isinstance(value, fx.Node)
+        and argument.alias_info is not None
+        and (argument.alias_info.is_write or not written)
+    ]
 
 
 def op_name(node: fx.Node) -> str:

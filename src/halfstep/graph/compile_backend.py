@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep.errors import UserError, require
+from halfstep.graph import capture
 from halfstep.graph.planner import METHODS, check_kinds, plan_graph
 from halfstep.graph.rewrite import rewrite_graph
 from halfstep.numerics import formats
@@ -94,4 +95,5 @@ def _aten_graph(
         run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
     )
     traced: fx.GraphModule = trace(*example_inputs)
+    capture.make_functional(traced)
     return traced

@@ -34,6 +34,7 @@ class OpTimes:
         device: Where they run.
         low: The 16-bit dtype.
         differentiable: Nodes whose results need gradients: `capture.differentiable`.
+        refresh: Measure again although times are kept.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class OpTimes:
         device: torch.device,
         low: torch.dtype,
         differentiable: Collection[fx.Node],
+        *,
+        refresh: bool = False,
     ) -> None:
         self.device = device
         self._low = low
         self._differentiable = differentiable
         self._conditions = hardware.conditions(device.type)
-        kept = rate_cache.read(_CACHE, self._conditions)
+        kept = {} if refresh else rate_cache.read(_CACHE, self._conditions)
         self._times = _fresh_times(kept)
         self._since = kept["time"] if self._times else int(time.time())
         self._num_kept = len(self._times)

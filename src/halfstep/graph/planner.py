@@ -37,6 +37,7 @@ def plan(
     method: str = "min-cut",
     kinds: Mapping[str, str] | None = None,
     calibrate: Callable[[nn.Module], object] | None = None,
+    refresh: bool = False,
 ) -> Plan:
     """Decide for each operation of a model in which format it runs.
 
@@ -54,6 +55,7 @@ def plan(
         calibrate: Runs a few training steps, forward and backward, with the fp32 model
             it is given: operations whose values or gradients come within a factor of 4
             of fp16's largest number stay fp32. Only with fp16; bf16 has fp32's range.
+        refresh: Measure all operations again although their times are kept.
 
     Raises:
         UserError: If an argument is wrong, or the model cannot be captured as one
@@ -79,7 +81,14 @@ def plan(
     device = device_of(model, example_inputs)
     found = {} if calibrate is None else ranges.measure(graph_module, calibrate)
     return plan_graph(
-        graph_module, device, format_, chosen, method, kinds=kinds, found=found
+        graph_module,
+        device,
+        format_,
+        chosen,
+        method,
+        kinds=kinds,
+        found=found,
+        refresh=refresh,
     )
 
 
@@ -106,6 +115,7 @@ def plan_graph(
     *,
     kinds: Mapping[str, str],
     found: Mapping[str, Range],
+    refresh: bool = False,
 ) -> Plan:
     """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
 
@@ -118,6 +128,7 @@ def plan_graph(
         inputs: Of the graph, where parameters are among them.
         kinds: As for `plan`.
         found: Ranges by node; empty if none were measured.
+        refresh: As for `plan`.
     """
     low = format_.dtype
     facts = capture.facts(
@@ -127,7 +138,8 @@ def plan_graph(
         too_large = ranges.why_fp32([*castable_inputs(node, device.type), node], found)
         if too_large and fact.kind != DENY:
             facts[node] = replace(fact, kind=DENY, reason=too_large)
-    times = OpTimes(device, low, capture.differentiable(graph_module, inputs))
+    needs_grad = capture.differentiable(graph_module, inputs)
+    times = OpTimes(device, low, needs_grad, refresh=refresh)
     operations = {node.name: Operation(DENY) for node in graph_module.graph.nodes}
     for node, fact in facts.items():
         fp32_cost = times.operation(node, low=False) or 0

@@ -1,0 +1,298 @@
+"""`halfstep bench plan`: casts and step times of planned models, beside autocast's.
+
+In: flags. Out: tables. Each model is trained under torch.autocast, under the lean
+policy, and as planned by painting and by the minimum cut; all begin with the same
+weights and take turns. Predicted times are held against those measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter, defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.bench import journal, measure
+from halfstep.casting.autocast_mode import autocast
+from halfstep.graph.op_times import OpTimes
+from halfstep.graph.planner import METHODS, plan
+from halfstep.graph.rewrite import rewrite
+from halfstep.numerics import formats
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from halfstep.graph.plan import Plan
+    from halfstep.reporting.table import Cell, Table
+
+BASELINE = "torch.autocast"
+MAX_RATIO, MAX_RATIO_OF_FEW_CASTS = 0.9, 1.0
+"""Targets of a planned step over torch.autocast's: where casts take at least
+`MANY_CASTS` of that, and elsewhere."""
+MANY_CASTS = 0.1
+MAX_CASTS = 0.5
+"""Target of the casts of a planned model, over torch.autocast's."""
+MAX_ERROR = 0.1
+"""Target of the prediction: how far it may lie from the measured time."""
+_WARM_UP = 2  # steps of each contender whose time does not count
+
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+"""A model, and its inputs, the last of them the classes to predict."""
+
+
+class WithLoss(nn.Module):
+    """A model that returns its cross entropy: what is planned is the whole step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the loss; the last of the inputs are the classes."""
+        scores = self.model(*inputs[:-1])
+        scores = getattr(scores, "logits", scores)
+        return nn.functional.cross_entropy(scores.flatten(0, -2), inputs[-1].flatten())
+
+
+class _EncoderDecoder(nn.Module):
+    """A T5 that is given both of its inputs by position."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Any:  # noqa: ANN401
+        return self.model(input_ids=tokens, decoder_input_ids=target)
+
+
+def _tokens(*shape: int, of: int = 4096) -> Tensor:
+    return torch.randint(1, of, shape)
+
+
+def _bert() -> Made:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        hidden_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        vocab_size=4096,
+    )
+    model = BertForSequenceClassification(config)
+    return model, (_tokens(32, 128), _tokens(32, of=2))
+
+
+def _gpt() -> Made:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=256, n_layer=4, n_head=8, n_positions=128, vocab_size=4096
+    )
+    config.use_cache = False
+    return GPT2LMHeadModel(config), (_tokens(8, 128), _tokens(8, 128))
+
+
+def _t5() -> Made:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=256, d_kv=32, d_ff=1024, num_layers=3, num_heads=8, vocab_size=4096
+    )
+    config.use_cache = False
+    model = _EncoderDecoder(T5ForConditionalGeneration(config))
+    return model, (_tokens(8, 64), _tokens(8, 64), _tokens(8, 64))
+
+
+def _resnet() -> Made:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=32,
+        hidden_sizes=[32, 64, 128, 256],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
+    )
+    config.num_labels = 10
+    images = torch.randn(16, 3, 96, 96)
+    return ResNetForImageClassification(config), (images, _tokens(16, of=10))
+
+
+def _mlp() -> Made:
+    sizes = [512, 2048, 2048, 512]
+    layers = [
+        layer
+        for a, b in itertools.pairwise(sizes)
+        for layer in (nn.Linear(a, b), nn.ReLU())
+    ]
+    return nn.Sequential(*layers), (torch.randn(512, 512), _tokens(512, of=512))
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "bert": _bert,
+    "resnet": _resnet,
+    "gpt": _gpt,
+    "t5": _t5,
+    "mlp": _mlp,
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train a model."""
+
+    run: nn.Module
+    """What is called."""
+    optimizer: torch.optim.Optimizer
+    make_context: Callable[[], AbstractContextManager[Any]]
+    plan: Plan | None = None
+
+    def forward_backward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Return the loss, after its backward pass."""
+        with self.make_context():
+            loss: Tensor = self.run(*inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def update(self) -> None:
+        """Step, and drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def tables(arguments: argparse.Namespace) -> list[Table]:
+    """Train each model with every contender, in turn."""
+    device = measure.pick_device(arguments.device)
+    dtype = formats.parse(arguments.dtype).dtype
+    rows: list[dict[str, Cell]] = []
+    verdicts: list[dict[str, Cell]] = []
+    for name in arguments.models:
+        contenders, inputs = make_contenders(name, device, dtype)
+        copies = {n: count_copies(each, inputs) for n, each in contenders.items()}
+        casts = {n: list((c - copies["fp32"]).elements()) for n, c in copies.items()}
+        passes, steps = train_in_turn(
+            name, contenders, inputs, device, arguments.rounds
+        )
+        of_casts = OpTimes(torch.device(device), dtype, ())
+        cast_ms = sum(map(of_casts.cast, casts[BASELINE])) / 1e6
+        share = cast_ms / (steps.median(BASELINE, 1e3) or 1)
+        limit = MAX_RATIO if share >= MANY_CASTS else MAX_RATIO_OF_FEW_CASTS
+        for each, contender in contenders.items():
+            predicted = None if contender.plan is None else contender.plan.ms
+            measured = passes.median(each, 1e3) or 0.0
+            rows.append(
+                {
+                    "model": name,
+                    "contender": each,
+                    "casts": len(casts[each]),
+                    "ms a step": steps.median(each, 1e3),
+                    f"x {BASELINE}": steps.ratio(each, BASELINE),
+                    "+-": steps.spread(each, BASELINE),
+                    "ms of passes": measured,
+                    "predicted": predicted,
+                    "x measured": None if predicted is None else predicted / measured,
+                }
+            )
+        cut = contenders["min-cut"].plan
+        error = abs((cut.ms if cut else 0.0) / (passes.median("min-cut", 1e3) or 1) - 1)
+        fewer = len(casts["min-cut"]) / max(1, len(casts[BASELINE]))
+        ratio = steps.ratio("min-cut", BASELINE)
+        verdicts.append(
+            {
+                "model": name,
+                f"casts, of {BASELINE}'s time": share,
+                "target": limit,
+                "min-cut step": ratio,
+                "met": measure.within(ratio, limit),
+                f"casts x {BASELINE}": fewer,
+                f"within {MAX_CASTS}": fewer <= MAX_CASTS,
+                "prediction off by": error,
+                f"within {MAX_ERROR}": error <= MAX_ERROR,
+            }
+        )
+        measure.progress(f"{name}: done")
+    notes = (
+        f"{measure.in_turn(arguments.rounds)}; {measure.SPREAD}",
+        "casts: of a forward pass, by torch's profiler, beyond those in fp32",
+        "ms of passes: forward and backward, no update; predicted: by the plan",
+        *measure.conditions("plan", device, arguments),
+    )
+    return [
+        measure.table("Planned models", rows, notes),
+        measure.table("Targets", verdicts, ()),
+    ]
+
+
+def make_contenders(
+    name: str, device: str, dtype: torch.dtype
+) -> tuple[dict[str, Contender], tuple[Tensor, ...]]:
+    """Return the ways to train a model, with the same weights, and a batch."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    model = WithLoss(model).to(device).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the same losses for all
+    inputs = tuple(each.to(device) for each in inputs)
+
+    def contender(make_context: Any, method: str = "") -> Contender:  # noqa: ANN401
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(own.parameters(), 1e-4)
+        if not method:
+            return Contender(own, optimizer, make_context)
+        refresh = method == METHODS[0]  # its times serve the other method, too
+        planned = plan(own, inputs, dtype=dtype, method=method, refresh=refresh)
+        return Contender(rewrite(own, planned), optimizer, make_context, planned)
+
+    contexts = {
+        "fp32": nullcontext,
+        BASELINE: partial(torch.autocast, device, dtype),
+        "lean": partial(autocast, device, dtype, policy="lean"),
+    }
+    contenders = {each: contender(make) for each, make in contexts.items()}
+    return contenders | {m: contender(nullcontext, m) for m in METHODS}, inputs
+
+
+def count_copies(
+    contender: Contender, inputs: tuple[Tensor, ...]
+) -> Counter[tuple[int, ...]]:
+    """Count the copies to another format of a forward pass, by shape."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+    with profiler as profile, contender.make_context():
+        contender.run(*inputs)
+    return Counter(
+        tuple(event.input_shapes[0])
+        for event in profile.events() or ()
+        if event.name == "aten::_to_copy"
+    )
+
+
+def train_in_turn(
+    model: str,
+    contenders: dict[str, Contender],
+    inputs: tuple[Tensor, ...],
+    device: str,
+    rounds: int,
+) -> tuple[measure.Times, measure.Times]:
+    """Return the times of forward and backward passes, and of whole steps."""
+    passes: dict[str, list[float]] = defaultdict(list)
+    steps: dict[str, list[float]] = defaultdict(list)
+    for number in range(_WARM_UP + rounds):
+        for name in measure.order(contenders, number):
+            call = partial(contenders[name].forward_backward, inputs)
+            loss, forward_backward = measure.timed(call, device)
+            _, update = measure.timed(contenders[name].update, device)
+            if number >= _WARM_UP:
+                passes[name].append(forward_backward)
+                steps[name].append(forward_backward + update)
+                what = f"{model}: {name}"
+                journal.record(what, seconds=steps[name][-1], loss=loss.item())
+    return measure.Times(passes), measure.Times(steps)
