@@ -72,6 +72,9 @@ class _EncoderDecoder(nn.Module):
         return self.model(input_ids=tokens, decoder_input_ids=target)
 
 
+# Without dropout, so that all contenders have the same losses.
+
+
 def _tokens(*shape: int, of: int = 4096) -> Tensor:
     return torch.randint(1, of, shape)
 
@@ -85,6 +88,8 @@ def _bert() -> Made:
         num_attention_heads=8,
         intermediate_size=2048,
         vocab_size=4096,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     model = BertForSequenceClassification(config)
     return model, (_tokens(32, 128), _tokens(32, of=2))
@@ -94,7 +99,14 @@ def _gpt() -> Made:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_embd=256, n_layer=4, n_head=8, n_positions=128, vocab_size=4096
+        n_embd=256,
+        n_layer=4,
+        n_head=8,
+        n_positions=128,
+        vocab_size=4096,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     config.use_cache = False
     return GPT2LMHeadModel(config), (_tokens(8, 128), _tokens(8, 128))
@@ -104,7 +116,13 @@ def _t5() -> Made:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=256, d_kv=32, d_ff=1024, num_layers=3, num_heads=8, vocab_size=4096
+        d_model=256,
+        d_kv=32,
+        d_ff=1024,
+        num_layers=3,
+        num_heads=8,
+        vocab_size=4096,
+        dropout_rate=0.0,
     )
     config.use_cache = False
     model = _EncoderDecoder(T5ForConditionalGeneration(config))
@@ -237,9 +255,6 @@ def make_contenders(
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model = WithLoss(model).to(device).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the same losses for all
     inputs = tuple(each.to(device) for each in inputs)
 
     def contender(make_context: Any, method: str = "") -> Contender:  # noqa: ANN401
