@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COMMANDS = ("train", "predict", "doctor", "bench", "run", "env", "levels")
+COMMANDS = ("train", "predict", "doctor", "bench", "run", "plan", "env", "levels")
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 WORDS = 35  # words of our own in a message, at most
 LIBRARY = 20  # words of transformers, at most

@@ -33,6 +33,7 @@ examples:
   halfstep predict runs/latest "..."         labels, or entities
   halfstep doctor runs/latest                what went wrong or will, and what mends it
   halfstep run script.py --epochs 3          your own script, unedited, in 16 bits
+  halfstep plan my_models:make_one           which operations run in 16 bits, and why
   torchrun --nproc-per-node 2 -m halfstep train
 """
 
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_bench(commands)
     _add_run(commands)
+    _add_plan(commands)
     _add_env(commands)
     _add_levels(commands)
     return parser
@@ -372,6 +374,118 @@ def _run(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         module=arguments.module,
     )
+
+
+_KINDS = {
+    "allow": "that gain by 16 bits",
+    "infer": "that go with their neighbours",
+    "clear": "that only move values",
+    "deny": "that stay fp32",
+}
+
+
+def _add_plan(commands: Any) -> None:  # noqa: ANN401
+    from halfstep.bench.commands import positive_int
+
+    parser = commands.add_parser(
+        "plan",
+        help="which operations of a model run in 16 bits, and why",
+        usage="%(prog)s [flags] MODEL",
+        description="Plan the precision of a model for this machine: operations and "
+        "casts are timed, and the cheapest assignment that the policy allows is shown.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="module:function, which returns a model and a tuple of inputs; or the "
+        "folder of a transformers model, or of a run (weights are not read)",
+    )
+    parser.add_argument("--dtype", default="bf16", help="bf16 or fp16 (default bf16)")
+    parser.add_argument("--policy", default="lean", help="(default lean)")
+    parser.add_argument(
+        "--method",
+        default="min-cut",
+        help="min-cut, the least predicted time; or painting, TensorFlow's rule "
+        "(default min-cut)",
+    )
+    for kind, which in _KINDS.items():
+        parser.add_argument(
+            f"--{kind}", metavar="OP,OP", default="", help=f"operations {which}"
+        )
+    parser.add_argument(
+        "--batch", type=positive_int, default=8, metavar="N", help="texts (default 8)"
+    )
+    parser.add_argument(
+        "--length",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="tokens of a text (default 128)",
+    )
+    parser.add_argument("--explain", metavar="NODE", help="all about one operation")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run it, torch.autocast and fp32 in turn, and show their times, too",
+    )
+    parser.add_argument(
+        "--refresh", action="store_true", help="time all operations again"
+    )
+    parser.add_argument(
+        "--load", type=Path, metavar="FILE", help="show the plan in a file instead"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the plan as TOML, to edit"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the graph"
+    )
+    _add_json(parser)
+    parser.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from halfstep.bench import plan as measuring
+    from halfstep.bench import plan_model, plan_report
+    from halfstep.graph import load_plan
+    from halfstep.graph.planner import plan
+
+    model, inputs = plan_model.load_model(
+        arguments.model, arguments.batch, arguments.length
+    )
+    if arguments.load:
+        chosen = load_plan(arguments.load, model, inputs)
+    else:
+        chosen = plan(
+            model,
+            inputs,
+            dtype=arguments.dtype,
+            policy=arguments.policy,
+            method=arguments.method,
+            kinds={
+                op: kind
+                for kind in _KINDS
+                for op in filter(None, getattr(arguments, kind).split(","))
+            },
+            refresh=arguments.refresh,
+        )
+    shown = plan_report.tables(
+        chosen,
+        measuring.count_autocast_casts(model, inputs, chosen.dtype),
+        measuring.measure_plan(model, inputs, chosen) if arguments.measure else {},
+    )
+    if arguments.explain:
+        shown = [plan_report.explain(chosen, arguments.explain)]
+    _print_and_write(
+        lambda width: "\n\n".join(table.text(width).rstrip() for table in shown),
+        lambda: [table.data() for table in (*shown, chosen.table())],
+        arguments.json,
+    )
+    if arguments.save:
+        chosen.save(arguments.save)
+    if arguments.html:
+        page = plan_report.page(arguments.model, chosen, shown)
+        _write(page, arguments.html, "--html")
 
 
 def _add_env(commands: Any) -> None:  # noqa: ANN401

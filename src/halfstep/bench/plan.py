@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from halfstep.bench import journal, measure
 from halfstep.casting.autocast_mode import autocast
+from halfstep.diagnostics.profiling.profile_step import without_kineto_log
 from halfstep.graph.op_times import OpTimes
-from halfstep.graph.planner import METHODS, plan
+from halfstep.graph.planner import METHODS, device_of, plan
 from halfstep.graph.rewrite import rewrite
 from halfstep.numerics import formats
+from halfstep.numerics.formats import tensors_in
 
 if TYPE_CHECKING:
     import argparse
@@ -168,21 +170,25 @@ class Contender:
 
     run: nn.Module
     """What is called."""
-    optimizer: torch.optim.Optimizer
-    make_context: Callable[[], AbstractContextManager[Any]]
+    optimizer: torch.optim.Optimizer | None = None
+    make_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     plan: Plan | None = None
 
-    def forward_backward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss, after its backward pass."""
+    def forward_backward(self, inputs: tuple[Any, ...]) -> Tensor:
+        """Return the loss, after its backward pass; it is the sum of the outputs."""
         with self.make_context():
-            loss: Tensor = self.run(*inputs)
-        loss.backward()  # type: ignore[no-untyped-call]
+            output = self.run(*inputs)
+        outputs = [t for t in tensors_in(output) if t.is_floating_point()]
+        loss = torch.stack([each.float().sum() for each in outputs]).sum()
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     def update(self) -> None:
         """Step, and drop the gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.run.zero_grad()
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
@@ -276,12 +282,12 @@ def make_contenders(
 
 
 def count_copies(
-    contender: Contender, inputs: tuple[Tensor, ...]
+    contender: Contender, inputs: tuple[Any, ...]
 ) -> Counter[tuple[int, ...]]:
     """Count the copies to another format of a forward pass, by shape."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-    with profiler as profile, contender.make_context():
+    with without_kineto_log(), profiler as profile, contender.make_context():
         contender.run(*inputs)
     return Counter(
         tuple(event.input_shapes[0])
@@ -293,7 +299,7 @@ def count_copies(
 def train_in_turn(
     model: str,
     contenders: dict[str, Contender],
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     device: str,
     rounds: int,
 ) -> tuple[measure.Times, measure.Times]:
@@ -311,3 +317,36 @@ def train_in_turn(
                 what = f"{model}: {name}"
                 journal.record(what, seconds=steps[name][-1], loss=loss.item())
     return measure.Times(passes), measure.Times(steps)
+
+
+def count_autocast_casts(model: nn.Module, inputs: tuple[Any, ...], dtype: str) -> int:
+    """Return how many tensors torch.autocast casts in a forward pass of a model."""
+    own = copy.deepcopy(model)  # a pass may change buffers
+    fp32, autocasted = Contender(own), _under_autocast(own, inputs, dtype)
+    return (count_copies(autocasted, inputs) - count_copies(fp32, inputs)).total()
+
+
+def measure_plan(
+    model: nn.Module, inputs: tuple[Any, ...], chosen: Plan, rounds: int = 9
+) -> dict[str, float]:
+    """Return milliseconds of passes, as planned, under torch.autocast, and in fp32.
+
+    Args:
+        model: That was planned; gradients and buffers change.
+        inputs: Of one batch.
+        chosen: The plan.
+        rounds: Turns of each.
+    """
+    contenders = {
+        "this plan": Contender(rewrite(model, chosen)),
+        BASELINE: _under_autocast(model, inputs, chosen.dtype),
+        "fp32": Contender(model),
+    }
+    device = device_of(model, inputs).type
+    passes, _ = train_in_turn("plan", contenders, inputs, device, rounds)
+    return {name: passes.median(name, 1e3) or 0.0 for name in contenders}
+
+
+def _under_autocast(model: nn.Module, inputs: tuple[Any, ...], dtype: str) -> Contender:
+    device, low = device_of(model, inputs).type, formats.parse(dtype).dtype
+    return Contender(model, make_context=partial(torch.autocast, device, low))

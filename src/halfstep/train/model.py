@@ -120,7 +120,7 @@ def _pretrained(
     dropout: float | None,
 ) -> Network:
     try:
-        config = _config(name, words)
+        config = load_config(name, **words)
         rates = [key for key in _DROPOUTS if hasattr(config, key)]
         if dropout is not None:
             config.update(dict.fromkeys(rates, dropout))
@@ -165,7 +165,12 @@ def _positions(model: Any) -> int | None:  # noqa: ANN401
     return positions
 
 
-def _config(name: str, words: dict[str, Any]) -> Any:  # noqa: ANN401
+def load_config(name: str | Path, **words: Any) -> Any:  # noqa: ANN401
+    """Return the configuration that transformers finds under a name.
+
+    Raises:
+        UserError: If it cannot load it, or not without running code of theirs.
+    """
     from transformers import AutoConfig
 
     with _as_user_error(name):

@@ -107,7 +107,7 @@ def watched(
         cuda: Whether kernels of a GPU are to be seen.
     """
     plain, device = _calls(), "cuda" if cuda else None
-    with _without_kineto_log(), watch(record_shapes=True, use_device=device) as seen:
+    with without_kineto_log(), watch(record_shapes=True, use_device=device) as seen:
         slower = _calls() - plain
         for _ in range(times):
             with record_function(_STEP):
@@ -288,7 +288,7 @@ def _device(given: str | torch.device | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _without_kineto_log() -> Iterator[None]:
+def without_kineto_log() -> Iterator[None]:
     """Keep the profiler's library from announcing itself on the error stream.
 
     Why by the environment: it is read when the library first logs, and nothing else

@@ -1,0 +1,97 @@
+"""The model that `halfstep plan` is asked about, and a batch for it.
+
+In: `module:function`, or a folder. Out: a model and its inputs. No weights are read
+from folders: a plan is about operations, shapes and times.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import UserError
+
+
+def load_model(word: str, batch: int, length: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return a model and the positional arguments of one batch.
+
+    Args:
+        word: `module:function`, a function without arguments that returns both; or the
+            folder of a transformers model, or of a run of `halfstep train`.
+        batch: Texts of the batch, for a folder.
+        length: Tokens of each, for a folder.
+
+    Raises:
+        UserError: If it is none of these, or cannot be loaded.
+    """
+    module, colon, function = word.partition(":")
+    if Path(word).is_dir():
+        return _from_folder(Path(word), batch, length)
+    if Path(word).suffix == ".pt2":
+        message = (
+            f"{word}: a saved program may run any code when it is loaded. If you trust "
+            "it, load it in a function of yours that returns "
+            "torch.export.load(path).module() and inputs, and give module:function."
+        )
+        raise UserError(message)
+    if not colon or not all(part.isidentifier() for part in module.split(".")):
+        message = (
+            f"{word} is no folder; give module:function, a function that returns a "
+            "model and its inputs, or the folder of a transformers model or a run."
+        )
+        raise UserError(message)
+    sys.path.insert(0, "")  # where `python -m` looks first
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] and error.name != module:
+            raise
+        message = f"there is no module named {module}."
+        raise UserError(message) from error
+    except AttributeError as error:
+        if error.name != function:
+            raise
+        message = f"{module} has no {function}."
+        raise UserError(message) from error
+    match made:
+        case (nn.Module() as model, list() | tuple() as inputs):
+            return model, tuple(inputs)
+    message = f"{word} must return a model and a tuple of its inputs."
+    raise UserError(message)
+
+
+def _from_folder(
+    folder: Path, batch: int, length: int
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return a model of transformers with random weights, and tokens for it."""
+    from halfstep.train import dependencies
+    from halfstep.train.model import load_config
+    from halfstep.train.output.run_directory import RunFolder
+
+    dependencies.check("halfstep plan of a folder", dependencies.TO_PREDICT)
+    import transformers
+
+    run = RunFolder(folder)
+    config = load_config(run.model if run.model.is_dir() else folder)
+    config.use_cache = False  # a graph returns tensors
+    name = (config.architectures or ["none"])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        message = f"{folder}: transformers has no architecture {name}."
+        raise UserError(message)
+    positions = getattr(config, "max_position_embeddings", None) or length
+    tokens = torch.randint(1, config.vocab_size, (batch, min(length, positions - 2)))
+    model: nn.Module = kind(config)
+    inputs = (tokens, torch.ones_like(tokens))
+    return model.train(), inputs if _takes_mask(model) else inputs[:1]
+
+
+def _takes_mask(model: nn.Module) -> bool:
+    """Say whether the second argument is the mask of attention."""
+    return list(inspect.signature(model.forward).parameters)[1:2] == ["attention_mask"]

@@ -1,0 +1,155 @@
+"""`halfstep plan`: what it shows, writes, reads and refuses."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import BertConfig
+
+from halfstep import cli
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODULE = """
+import torch
+from torch import nn
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.Softmax(-1))
+    return model, (torch.randn(6, 8),)
+def wrong():
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the word for a module of this test's own, in the working folder."""
+    name = f"planned_{next(_numbers)}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return f"{name}:make"
+
+
+_numbers = itertools.count()
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return what the command prints."""
+    assert cli.run(["plan", *words]) == 0
+    out = capsys.readouterr()
+    assert out.err == ""
+    return out.out
+
+
+def test_tables(capsys: Any, model: str) -> None:
+    """Law: counts, casts beside torch.autocast's, times, each op and module."""
+    text = shown(capsys, model, "--method", "painting", "--measure")
+    assert "operations" in text
+    assert "3 of 4 in bf16" in text
+    assert "torch.autocast: 5" in text  # an input, two weights, two biases
+    for name in ("this plan", "torch.autocast", "fp32"):
+        assert f"measured, {name}" in text
+    assert "softmax.int" in text
+
+
+def test_data_is_complete(capsys: Any, model: str) -> None:
+    """Law: as data there is a row for each operation, too."""
+    tables = json.loads(shown(capsys, model, "--json", "-"))
+    assert [table["title"] for table in tables] == [
+        "Plan by min-cut",
+        "By operation",
+        "By module",
+        "plan",
+    ]
+    assert [row["op"] for row in tables[-1]["rows"]] == [
+        "linear",
+        "gelu",
+        "linear",
+        "softmax.int",
+    ]
+
+
+def test_kinds_and_explain(capsys: Any, model: str) -> None:
+    """Law: flags move operations; one is explained with its inputs and users."""
+    words = (model, "--method", "painting", "--deny", "gelu,softmax")
+    text = shown(capsys, *words, "--explain", "gelu")
+    assert "the plan was asked for it" in text
+    assert "linear, made in bf16, cast in" in text
+    assert "linear_1 in bf16" in text
+
+
+def test_files(capsys: Any, model: str, tmp_path: Path) -> None:
+    """Law: a plan is written, edited and read; the page draws each operation."""
+    words = (model, "--method", "painting")
+    shown(capsys, *words, "--save", "plan.toml", "--html", "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<rect ") == 4
+    text = (tmp_path / "plan.toml").read_text()
+    (tmp_path / "plan.toml").write_text(
+        text.replace('runs_in = "bf16"', 'runs_in = "fp32"')
+    )
+    assert "0 of 4 in bf16" in shown(capsys, *words, "--load", "plan.toml")
+
+
+@pytest.mark.parametrize("nested", ["", "model"])
+def test_folders(capsys: Any, monkeypatch: Any, tmp_path: Path, nested: str) -> None:
+    """Law: a transformers folder, and a run that holds one; weights are not needed."""
+    monkeypatch.chdir(tmp_path)
+    config = BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+        max_position_embeddings=32,
+        architectures=["BertForSequenceClassification"],
+    )
+    config.save_pretrained(tmp_path / "bert" / nested)
+    text = shown(capsys, "bert", "--batch", "2", "--length", "64")
+    assert "bert.encoder.layer.0.attention" in text
+
+    data = json.loads((tmp_path / "bert" / nested / "config.json").read_text())
+    data["auto_map"] = {"AutoConfig": "evil.Config"}
+    (tmp_path / "bert" / nested / "config.json").write_text(json.dumps(data))
+    assert cli.run(["plan", "bert"]) == 2
+    assert "auto_map" in capsys.readouterr().err
+
+
+REFUSED = {
+    "no.such:make": "there is no module named no.such.",
+    "nothing": "nothing is no folder; give module:function",
+    "a.pt2": "a.pt2: a saved program may run any code when it is loaded.",
+    "{module}:none": "has no none.",
+    "{module}:wrong": "must return a model and a tuple of its inputs.",
+    "{module}:make --deny lineal": "'lineal' must be a name in torch.ops.aten.",
+    "{module}:make --explain linea": "no such node; is it linear?",
+    "{module}:make --dtype fp8": "dtype",
+    "{module}:make --load none.toml": "none.toml cannot be read as a plan",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals(capsys: Any, model: str, words: str) -> None:
+    """Law: one line, and status 2."""
+    module = model.partition(":")[0]
+    assert cli.run(["plan", *words.format(module=module).split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert REFUSED[words] in line
+
+
+def test_grad_is_not_needed(capsys: Any, model: str, monkeypatch: Any) -> None:
+    """Law: a model that does not learn is timed by its forward pass alone."""
+    module = importlib.import_module(model.partition(":")[0])
+    made = module.make()
+    made[0].requires_grad_(requires_grad=False)
+    monkeypatch.setattr(module, "make", lambda: made)
+    assert "measured, fp32" in shown(capsys, model, "--measure")
+    assert torch.is_grad_enabled()
