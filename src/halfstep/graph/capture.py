@@ -7,9 +7,11 @@ format may be chosen, and why not.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +51,8 @@ _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 """Their CUDA kernels want all arguments in one format."""
 
 
+_MAX_BREAKS = 3
+"""Breaks of a graph that an error names."""
 _TORCH_MODULES = "/torch/nn/"
 """In the path of a file: the line of a torch module says less than who called it."""
 
@@ -87,7 +91,8 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         first_line = str(error).strip().partition("\n")[0]
         message = (
             f"{type(model).__name__} cannot be captured as one graph by torch.export: "
-            f"{first_line} torch.compile(model, backend='halfstep') takes it in parts."
+            f"{first_line} torch.compile(model, backend='halfstep') takes it in parts"
+            f"{_graph_breaks(model, example_inputs)}."
         )
         raise UserError(message) from error
     graph_module = exported.module()
@@ -98,6 +103,22 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
             graph_module.graph.erase_node(node)
     make_functional(graph_module)
     return graph_module
+
+
+def _graph_breaks(model: nn.Module, example_inputs: Sequence[Any]) -> str:
+    """Return where Dynamo breaks the graph of a model, and why; "" if it cannot say."""
+    try:
+        explained = torch._dynamo.explain(copy.deepcopy(model))(*example_inputs)  # noqa: SLF001
+    except Exception:  # noqa: BLE001 -- whatever the model raises: torch.export said why
+        return ""
+    places = []
+    for each in explained.break_reasons[:_MAX_BREAKS]:
+        frame = each.user_stack[-1] if each.user_stack else None
+        where = f" at {Path(frame.filename).name}:{frame.lineno}" if frame else ""
+        places.append(f"{where} ({str(each.reason).partition(chr(10))[0]})")
+    more = explained.graph_break_count - len(places)
+    places += [f" at {more} places more"] if more > 0 else []
+    return f", with breaks{','.join(places)}" if places else ""
 
 
 def make_functional(graph_module: fx.GraphModule) -> None:
