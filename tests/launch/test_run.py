@@ -335,6 +335,20 @@ if __name__ == "__main__":
     assert "site-packages" not in plain.stdout
 
 
+def test_updates_without_an_optimizer(launch: Any) -> None:
+    """Law: where nothing can be skipped, one line says so."""
+    program = BEGIN + textwrap.dedent("""
+        for step in range(5):
+            model.zero_grad()
+            (model(x).square().sum() * 1e3).backward()
+            for param in model.parameters():
+                param.data.sub_(1e-9 * param.grad.nan_to_num(0, 0, 0))
+    """)
+    done = launch(program, HALFSTEP="fp16")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no optimizer of torch.optim has stepped yet") == 1
+
+
 def test_a_closed_error_stream(launch: Any) -> None:
     """Law: a line that cannot be written ends nothing."""
     for closing in ("sys.stderr.close()", "sys.stderr = None"):

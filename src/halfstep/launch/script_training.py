@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 _LOW_DTYPES = (torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
+_UNSTEPPED = 3
+"""Overflows without any step of an optimizer after which that is said."""
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
@@ -133,6 +135,8 @@ class ScriptTraining:
         self._overflow_flags = OverflowFlags()
         self._is_first_rank = True
         """When the first module was called: at exit the ranks have parted."""
+        self._num_unstepped = 0
+        """Passes that overflowed, and whose gradients were dropped without a step."""
         self._found_inf: bool | None = None
         """Of the steps since the last backward pass; None: there was none."""
         self._culprits: tuple[NonFiniteParam, ...] = ()
@@ -476,6 +480,13 @@ class ScriptTraining:
             return
         if self._found_inf is None and self._overflow_flags.discarded(leaves):
             self._found_inf = True
+            self._num_unstepped += 1
+            if self._num_unstepped == _UNSTEPPED and not any(self._all_steps):
+                _print_line(
+                    "gradients overflowed, and no optimizer of torch.optim has stepped "
+                    "yet: a script that updates weights by itself must leave such "
+                    "gradients out, or run in bf16."
+                )
         if self._found_inf is None:
             return
         found_inf, culprits = torch.tensor(float(self._found_inf)), self._culprits
