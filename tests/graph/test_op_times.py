@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import halfstep as hs
+from halfstep.graph import planner
 from halfstep.graph.op_times import OpTimes
 from halfstep.machine import gemm, rate_cache
+from halfstep.numerics import formats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +62,27 @@ def test_a_busy_machine_keeps_nothing(
     num_measured = len(measured)
     plan()
     assert len(measured) == 2 * num_measured
+
+
+def test_fused_casts_are_free(measured: list[int]) -> None:
+    """Law: what a compiler makes part of an operation before it costs nothing."""
+    graph = plan().graph_module
+    costs = {}
+    for fused in (False, True):
+        of_graph = planner.plan_graph(
+            graph,
+            torch.device("cpu"),
+            formats.BF16,
+            hs.Policy.parse("lean + op:relu=fp32"),
+            "painting",
+            kinds={},
+            found={},
+            fused=fused,
+        )
+        costs[fused] = {cast.tensor: cast.ms for cast in of_graph.casts}
+    assert costs[False]["relu"] > 0
+    assert costs[True] == costs[False] | {"relu": 0}
+    assert measured
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,25 @@ PROGRAMS = {
             optimizer.step()
             print(loss.item())
     """,
+    "saving and resuming": """
+        import io
+        for step in range(4):
+            loss = F.cross_entropy(model(x), y)  # low
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+            if step == 1:
+                file = io.BytesIO()
+                torch.save([model.state_dict(), optimizer.state_dict()], file)
+                file.seek(0)
+                weights, state = torch.load(file, weights_only=True)
+                assert {each.dtype for each in weights.values()} == {torch.float32}
+                model = net(16, 32, 4)
+                optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+    """,
     "torch.compile": """
         torch._dynamo.utils.counters.clear()
         compiled = torch.compile(model, backend="aot_eager")

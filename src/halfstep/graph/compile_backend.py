@@ -71,6 +71,7 @@ def compile_graph(
         example_inputs,
         kinds=check_kinds(chosen.get("kinds")),
         found={},
+        fused=device.type != "cpu",
     )
     if "on_plan" in chosen:
         chosen["on_plan"](plan)

@@ -116,6 +116,7 @@ def plan_graph(
     kinds: Mapping[str, str],
     found: Mapping[str, Range],
     refresh: bool = False,
+    fused: bool = False,
 ) -> Plan:
     """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
 
@@ -129,6 +130,8 @@ def plan_graph(
         kinds: As for `plan`.
         found: Ranges by node; empty if none were measured.
         refresh: As for `plan`.
+        fused: A compiler will run the graph, which makes a cast part of the operation
+            before it where that works number by number.
     """
     low = format_.dtype
     facts = capture.facts(
@@ -148,7 +151,7 @@ def plan_graph(
             reason = f"it has no {format_} kernel"
             facts[node] = replace(fact, kind=DENY, reason=reason)
         operations[node.name] = Operation(facts[node].kind, low_cost or 0, fp32_cost)
-    problem = weigh(graph_module.graph, operations, times)
+    problem = weigh(graph_module.graph, operations, times, fused=fused)
     times.save()
     choose = min_cut.cheapest if method == "min-cut" else painting.paint
     return assemble(
@@ -156,7 +159,13 @@ def plan_graph(
     )
 
 
-def weigh(graph: fx.Graph, operations: dict[str, Operation], times: OpTimes) -> Problem:
+def weigh(
+    graph: fx.Graph,
+    operations: dict[str, Operation],
+    times: OpTimes,
+    *,
+    fused: bool = False,
+) -> Problem:
     """Return a graph's operations with the tensors between them, and their casts."""
     tied = tuple(
         # The parts of a result, and the result.
@@ -166,7 +175,7 @@ def weigh(graph: fx.Graph, operations: dict[str, Operation], times: OpTimes) -> 
         and capture.has_fp32(node)
         and isinstance(node.args[0], fx.Node)
     )
-    return Problem(operations, tuple(_uses(graph, times)), tied)
+    return Problem(operations, tuple(_uses(graph, times, fused=fused)), tied)
 
 
 def assemble(
@@ -206,7 +215,7 @@ def assemble(
     return Plan(dtype, method, nodes, casts, graph_module, doubt)
 
 
-def _uses(graph: fx.Graph, times: OpTimes) -> list[TensorUse]:
+def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:
     """Return the fp32 tensors that a plan may cast, with who needs them."""
     uses = []
     for node in graph.nodes:
@@ -219,7 +228,8 @@ def _uses(graph: fx.Graph, times: OpTimes) -> list[TensorUse]:
             if node in castable_inputs(user, times.device.type)
         )
         if consumers:
-            cost = times.cast([int(size) for size in value.shape])
+            is_free = fused and torch.Tag.pointwise in getattr(node.target, "tags", ())
+            cost = 0 if is_free else times.cast([int(size) for size in value.shape])
             uses.append(TensorUse(node.name, consumers, cost))
     return uses
 
