@@ -149,8 +149,20 @@ def _functional_overload(node: fx.Node) -> Any:  # noqa: ANN401
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.name.endswith("_") or len(schema.returns) != 1:
         return None
-    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
-    return getattr(packet, schema.overload_name or "default", None)
+    name = schema.name.removeprefix("aten::")[:-1]
+    if name == "copy":  # it has no derivative
+        return None
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    arguments = [(each.name, str(each.type)) for each in schema.arguments]
+    return next(
+        (
+            overload
+            for overload in overloads
+            if arguments == [(a.name, str(a.type)) for a in overload._schema.arguments]  # noqa: SLF001
+        ),
+        None,
+    )
 
 
 def facts(

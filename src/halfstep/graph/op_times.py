@@ -69,7 +69,13 @@ class OpTimes:
             rate_cache.write(_CACHE, self._conditions, entry)
 
     def operation(self, node: fx.Node, *, low: bool) -> int | None:
-        """Return a node's nanoseconds in one format; None if it has no such kernel."""
+        """Return a node's nanoseconds in one format; None if it cannot run by itself.
+
+        Why it may not: it has no kernel for the format, or it is a part of the graph,
+        as what runs under `no_grad` is.
+        """
+        if any("val" not in each.meta for each in node.all_input_nodes):
+            return None
         dtype = self._low if low else torch.float32
         keep = capture.fp32_arguments(node, self.device.type) if low else ()
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
