@@ -205,7 +205,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
             name, contenders, inputs, device, arguments.rounds
         )
         of_casts = OpTimes(torch.device(device), dtype, ())
-        cast_ms = sum(map(of_casts.cast, casts[BASELINE])) / 1e6
+        cast_ms = sum(map(of_casts.cast_of_shape, casts[BASELINE])) / 1e6
         share = cast_ms / (steps.median(BASELINE, 1e3) or 1)
         limit = MAX_RATIO if share >= MANY_CASTS else MAX_RATIO_OF_FEW_CASTS
         for each, contender in contenders.items():

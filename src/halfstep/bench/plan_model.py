@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,25 @@ def _from_folder(
     if kind is None:
         message = f"{folder}: transformers has no architecture {name}."
         raise UserError(message)
+    if not hasattr(config, "vocab_size"):
+        message = (
+            f"{folder}: {name} takes no tokens; give module:function, which returns it "
+            "with its inputs."
+        )
+        raise UserError(message)
     positions = getattr(config, "max_position_embeddings", None) or length
     tokens = torch.randint(1, config.vocab_size, (batch, min(length, positions - 2)))
+    end = getattr(config, "eos_token_id", None)
+    if isinstance(end, int) and 1 < end < config.vocab_size:
+        tokens[tokens == end] = end - 1
+        tokens[:, -1] = end  # some classifiers look for it
     model: nn.Module = kind(config)
-    inputs = (tokens, torch.ones_like(tokens))
-    return model.train(), inputs if _takes_mask(model) else inputs[:1]
-
-
-def _takes_mask(model: nn.Module) -> bool:
-    """Say whether the second argument is the mask of attention."""
-    return list(inspect.signature(model.forward).parameters)[1:2] == ["attention_mask"]
+    known = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "decoder_input_ids": tokens,
+    }
+    names = itertools.takewhile(
+        known.__contains__, inspect.signature(model.forward).parameters
+    )
+    return model.train(), tuple(known[each] for each in names)

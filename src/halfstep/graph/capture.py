@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from halfstep.errors import UserError
 from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
@@ -329,6 +330,16 @@ def fp32_arguments(node: fx.Node, device: str) -> tuple[int, ...]:
 def has_fp32(node: fx.Node) -> bool:
     """Say whether a node computes an fp32 tensor."""
     return any(v.dtype == torch.float32 for v in tensors(node.meta.get("val")))
+
+
+def has_known_shapes(nodes: Iterable[fx.Node]) -> bool:
+    """Say whether all sizes of some nodes are numbers, and none depends on data."""
+    sizes = [
+        size for n in nodes for v in tensors(n) for size in (*v.shape, *v.stride())
+    ]
+    return all(
+        isinstance(size, int) or not free_unbacked_symbols(size) for size in sizes
+    )
 
 
 def tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401

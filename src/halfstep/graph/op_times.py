@@ -72,10 +72,13 @@ class OpTimes:
         """Return a node's nanoseconds in one format; None if it cannot run by itself.
 
         Why it may not: it has no kernel for the format, or it is a part of the graph,
-        as what runs under `no_grad` is.
+        as what runs under `no_grad` is. Where shapes depend on data, the time is not
+        known, and counts as 0.
         """
         if any("val" not in each.meta for each in node.all_input_nodes):
             return None
+        if not capture.has_known_shapes([node, *node.all_input_nodes]):
+            return 0
         dtype = self._low if low else torch.float32
         keep = capture.fp32_arguments(node, self.device.type) if low else ()
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
@@ -84,8 +87,17 @@ class OpTimes:
             self._times[key] = self._measure(node, dtype, keep)
         return self._times[key]
 
-    def cast(self, shape: Sequence[int]) -> int:
-        """Return the nanoseconds of a cast to 16 bits, and of its gradient's back."""
+    def cast(self, node: fx.Node) -> int:
+        """Return the nanoseconds of a cast of a result, and of its gradient's back.
+
+        0 if the shape depends on data.
+        """
+        if not capture.has_known_shapes([node]):
+            return 0
+        return self.cast_of_shape([int(size) for size in node.meta["val"].shape])
+
+    def cast_of_shape(self, shape: Sequence[int]) -> int:
+        """Return the same for a tensor of some shape."""
         key = f"cast {tuple(shape)!r} {self._low}"
         if key not in self._times:
             value = torch.randn(shape, device=self.device, requires_grad=True)

@@ -229,7 +229,7 @@ def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:
         )
         if consumers:
             is_free = fused and torch.Tag.pointwise in getattr(node.target, "tags", ())
-            cost = 0 if is_free else times.cast([int(size) for size in value.shape])
+            cost = 0 if is_free else times.cast(node)
             uses.append(TensorUse(node.name, consumers, cost))
     return uses
 

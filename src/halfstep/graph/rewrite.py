@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import UserError
@@ -199,7 +200,8 @@ def _leaves(value: Any) -> list[tuple[str, fx.Node]]:  # noqa: ANN401
 
 def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
     """Return the dtypes of each node's tensors, computed anew without memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # With symbols for sizes that depend on data.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     dtypes: dict[fx.Node, list[torch.dtype]] = {}
 
     class Recorder(fx.Interpreter):
