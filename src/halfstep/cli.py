@@ -469,22 +469,22 @@ def _plan(arguments: argparse.Namespace) -> None:
             },
             refresh=arguments.refresh,
         )
-    shown = plan_report.tables(
+    tables = plan_report.tables(
         chosen,
         measuring.count_autocast_casts(model, inputs, chosen.dtype),
         measuring.measure_plan(model, inputs, chosen) if arguments.measure else {},
     )
     if arguments.explain:
-        shown = [plan_report.explain(chosen, arguments.explain)]
+        tables = [plan_report.explain(chosen, arguments.explain)]
     _print_and_write(
-        lambda width: "\n\n".join(table.text(width).rstrip() for table in shown),
-        lambda: [table.data() for table in (*shown, chosen.table())],
+        lambda width: "\n\n".join(table.text(width).rstrip() for table in tables),
+        lambda: [table.data() for table in (*tables, chosen.table())],
         arguments.json,
     )
     if arguments.save:
         chosen.save(arguments.save)
     if arguments.html:
-        page = plan_report.page(arguments.model, chosen, shown)
+        page = plan_report.page(arguments.model, chosen, tables)
         _write(page, arguments.html, "--html")
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from halfstep.bench import plan
 
 if TYPE_CHECKING:
-    from halfstep.bench.plan import Made
+    from halfstep.bench.plan import ModelAndBatch
 
 
-def small() -> Made:
+def small() -> ModelAndBatch:
     """Return two layers, and a batch."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     return model, (torch.randn(6, 8), torch.randint(0, 4, (6,)))

@@ -45,7 +45,7 @@ MAX_ERROR = 0.1
 """Target of the prediction: how far it may lie from the measured time."""
 _WARM_UP = 2  # steps of each contender whose time does not count
 
-Made = tuple[nn.Module, tuple[Tensor, ...]]
+ModelAndBatch = tuple[nn.Module, tuple[Tensor, ...]]
 """A model, and its inputs, the last of them the classes to predict."""
 
 
@@ -81,7 +81,7 @@ def _tokens(*shape: int, of: int = 4096) -> Tensor:
     return torch.randint(1, of, shape)
 
 
-def _bert() -> Made:
+def _bert() -> ModelAndBatch:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -97,7 +97,7 @@ def _bert() -> Made:
     return model, (_tokens(32, 128), _tokens(32, of=2))
 
 
-def _gpt() -> Made:
+def _gpt() -> ModelAndBatch:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -114,7 +114,7 @@ def _gpt() -> Made:
     return GPT2LMHeadModel(config), (_tokens(8, 128), _tokens(8, 128))
 
 
-def _t5() -> Made:
+def _t5() -> ModelAndBatch:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -131,7 +131,7 @@ def _t5() -> Made:
     return model, (_tokens(8, 64), _tokens(8, 64), _tokens(8, 64))
 
 
-def _resnet() -> Made:
+def _resnet() -> ModelAndBatch:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
@@ -145,7 +145,7 @@ def _resnet() -> Made:
     return ResNetForImageClassification(config), (images, _tokens(16, of=10))
 
 
-def _mlp() -> Made:
+def _mlp() -> ModelAndBatch:
     sizes = [512, 2048, 2048, 512]
     layers = [
         layer
@@ -155,7 +155,7 @@ def _mlp() -> Made:
     return nn.Sequential(*layers), (torch.randn(512, 512), _tokens(512, of=512))
 
 
-MODELS: dict[str, Callable[[], Made]] = {
+MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     "bert": _bert,
     "resnet": _resnet,
     "gpt": _gpt,

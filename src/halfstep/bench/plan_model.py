@@ -49,7 +49,7 @@ def load_model(word: str, batch: int, length: int) -> tuple[nn.Module, tuple[Any
         raise UserError(message)
     sys.path.insert(0, "")  # where `python -m` looks first
     try:
-        made = getattr(importlib.import_module(module), function)()
+        result = getattr(importlib.import_module(module), function)()
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
             raise
@@ -60,7 +60,7 @@ def load_model(word: str, batch: int, length: int) -> tuple[nn.Module, tuple[Any
             raise
         message = f"{module} has no {function}."
         raise UserError(message) from error
-    match made:
+    match result:
         case (nn.Module() as model, list() | tuple() as inputs):
             return model, tuple(inputs)
     message = f"{word} must return a model and a tuple of its inputs."
@@ -99,12 +99,12 @@ def _from_folder(
         tokens[tokens == end] = end - 1
         tokens[:, -1] = end  # some classifiers look for it
     model: nn.Module = kind(config)
-    known = {
+    arguments = {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
         "decoder_input_ids": tokens,
     }
     names = itertools.takewhile(
-        known.__contains__, inspect.signature(model.forward).parameters
+        arguments.__contains__, inspect.signature(model.forward).parameters
     )
-    return model.train(), tuple(known[each] for each in names)
+    return model.train(), tuple(arguments[each] for each in names)

@@ -127,7 +127,7 @@ def explain(plan: Plan, name: str) -> Table:
     return Table(f"{name}", ("what", "value"), tuple(rows))
 
 
-def page(title: str, plan: Plan, shown: list[Table]) -> str:
+def page(title: str, plan: Plan, summary: list[Table]) -> str:
     """Return an HTML page: the picture, the tables, every operation.
 
     Raises:
@@ -142,7 +142,7 @@ def page(title: str, plan: Plan, shown: list[Table]) -> str:
         "red: what is cast. Point at an operation to read why.",
     )
     sections = [
-        Section("The plan", tables=tuple(shown)),
+        Section("The plan", tables=tuple(summary)),
         Section("The graph", drawings=(Drawing("Operations", picture(plan), legend),)),
         Section("Every operation", tables=(plan.table(),)),
     ]

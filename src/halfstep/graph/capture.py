@@ -332,7 +332,7 @@ def has_fp32(node: fx.Node) -> bool:
     return any(v.dtype == torch.float32 for v in tensors(node.meta.get("val")))
 
 
-def has_known_shapes(nodes: Iterable[fx.Node]) -> bool:
+def has_static_shapes(nodes: Iterable[fx.Node]) -> bool:
     """Say whether all sizes of some nodes are numbers, and none depends on data."""
     sizes = [
         size for n in nodes for v in tensors(n) for size in (*v.shape, *v.stride())

@@ -49,17 +49,17 @@ class OpTimes:
         self._low = low
         self._differentiable = differentiable
         self._conditions = hardware.conditions(device.type)
-        kept = {} if refresh else rate_cache.read(_CACHE, self._conditions)
-        self._times = _fresh_times(kept)
-        self._since = kept["time"] if self._times else int(time.time())
-        self._num_kept = len(self._times)
+        cached = {} if refresh else rate_cache.read(_CACHE, self._conditions)
+        self._times = _fresh_times(cached)
+        self._since = cached["time"] if self._times else int(time.time())
+        self._num_cached = len(self._times)
         self._waited = gemm.count_waiting()
         self.doubt = ""
         """What speaks against the times measured; "" after `save` if nothing does."""
 
     def save(self) -> None:
         """Keep new times for other processes, unless the machine was busy."""
-        if len(self._times) == self._num_kept:
+        if len(self._times) == self._num_cached:
             return
         if (waited := self._waited()) > gemm.WAITED:
             self.doubt = f"threads waited {waited:.0%} of the time for a CPU"
@@ -77,7 +77,7 @@ class OpTimes:
         """
         if any("val" not in each.meta for each in node.all_input_nodes):
             return None
-        if not capture.has_known_shapes([node, *node.all_input_nodes]):
+        if not capture.has_static_shapes([node, *node.all_input_nodes]):
             return 0
         dtype = self._low if low else torch.float32
         keep = capture.fp32_arguments(node, self.device.type) if low else ()
@@ -92,7 +92,7 @@ class OpTimes:
 
         0 if the shape depends on data.
         """
-        if not capture.has_known_shapes([node]):
+        if not capture.has_static_shapes([node]):
             return 0
         return self.cast_of_shape([int(size) for size in node.meta["val"].shape])
 
@@ -181,9 +181,9 @@ class OpTimes:
         return min(times or [once()])
 
 
-def _fresh_times(kept: dict[str, Any]) -> dict[str, int | None]:
+def _fresh_times(cached: dict[str, Any]) -> dict[str, int | None]:
     """Return times that were read; {} if they are old, or no times."""
-    times, written = kept.get("times"), kept.get("time")
+    times, written = cached.get("times"), cached.get("time")
     if not (isinstance(times, dict) and isinstance(written, int)):
         return {}
     is_fresh = 0 <= time.time() - written <= rate_cache.MAX_AGE_SECONDS

@@ -128,18 +128,20 @@ class OverflowFlags:
         }
         return any(map(bool, unused.values()))
 
-    def add(self, leaves: Iterable[Tensor], kept: set[int], found_inf: Tensor) -> None:
+    def add(
+        self, leaves: Iterable[Tensor], with_grad: set[int], found_inf: Tensor
+    ) -> None:
         """Take note of a pass.
 
         Args:
             leaves: Those that it reached.
-            kept: Ids of those that held gradients before.
+            with_grad: Ids of those that held gradients before.
             found_inf: 0.0 or 1.0, shape ().
         """
         merged: dict[int, Tensor] = {}
         for leaf in leaves:
             flag, is_used = self._flags.get(leaf) or (found_inf, True)  # type: ignore[no-untyped-call]
-            if is_used or id(leaf) not in kept:
+            if is_used or id(leaf) not in with_grad:
                 flag = found_inf
             elif id(flag) in merged:
                 flag = merged[id(flag)]

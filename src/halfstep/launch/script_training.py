@@ -358,7 +358,7 @@ class ScriptTraining:
             if not scaler.rule.scales:
                 self._run_backward(original, tensors, *args, **kwargs)
                 return
-            kept = {id(leaf) for leaf in leaves if leaf.grad is not None}
+            with_grad = {id(leaf) for leaf in leaves if leaf.grad is not None}
             scale = self._scale
             scaled = [
                 root.to(torch.promote_types(root.dtype, torch.float32)) * scale
@@ -369,7 +369,7 @@ class ScriptTraining:
             reached = [leaf for leaf in leaves if leaf.grad is not None]
             # Now: clipping by value would make an inf finite.
             found_inf = find_inf([leaf.grad for leaf in reached])
-            self._overflow_flags.add(reached, kept, found_inf)
+            self._overflow_flags.add(reached, with_grad, found_inf)
 
         return backward
 
