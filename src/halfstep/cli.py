@@ -368,8 +368,9 @@ def _add_run(commands: Any) -> None:  # noqa: ANN401
 def _run(arguments: argparse.Namespace) -> None:
     from halfstep.launch.command import exec_script
 
+    words = arguments.words
     exec_script(
-        arguments.words,
+        words[1:] if words[:1] == ["--"] else words,
         level=arguments.level,
         dtype=arguments.dtype,
         module=arguments.module,

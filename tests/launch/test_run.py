@@ -556,6 +556,7 @@ def test_spawned_ranks(launch: Any) -> None:
 REFUSED = {
     ("script.py",): "HALFSTEP='banana' must be bf16, fp16 or auto.",
     (*RUN, "other.py"): "there is no script other.py.",
+    (*RUN, "--", "other.py"): "there is no script other.py.",
     (*RUN, "-m", "no.such"): "there is no module named no.such.",
     (*RUN, "--dtype", "fp8", "script.py"): "--dtype fp8 must be bf16, fp16 or auto.",
     (*RUN,): "no script was given: halfstep run script.py, or run -m module.",

@@ -77,7 +77,8 @@ def compile_graph(
         chosen["on_plan"](plan)
     rewritten = rewrite_graph(aten, plan.low, format_.dtype, device.type)
     if device.type == "cpu":
-        # Inductor's training step in bf16 is slower than eager on a CPU.
+        # Inductor's step takes as long on a CPU, after a minute of compilation:
+        # docs/decisions/0022-plans-of-graphs.md
         return rewritten.forward
     inductor = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
     return inductor(rewritten, list(example_inputs))
