@@ -23,6 +23,7 @@ SECOND_WISH = """
 import signal
 from types import SimpleNamespace
 from halfstep.train import signals
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
 now = 5.0
 signals.time = SimpleNamespace(monotonic=lambda: now)
 with signals.stop_on_signals(signals.StopRequest()):
