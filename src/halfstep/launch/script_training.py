@@ -444,7 +444,9 @@ class ScriptTraining:
         grads = [param.grad for param in params if param.grad is not None]
         flags = [find_inf(grads), *self._overflow_flags.of_step(params)]
         # Before ranks agree: each of FSDP knows of its own shard.
-        found_inf = torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+        # On the parameters' device: a rank whose shards are empty takes part, too.
+        device = params[0].device if params else flags[0].device
+        found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
         is_fsdp1 = any(getattr(param, "_fsdp_flattened", False) for param in params)
         group = dist.group.WORLD if is_fsdp1 else None
         has_overflow = bool(reduce_found_inf(found_inf, grads, group))
