@@ -404,6 +404,11 @@ def _add_plan(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument("--dtype", default="bf16", help="bf16 or fp16 (default bf16)")
     parser.add_argument("--policy", default="lean", help="(default lean)")
     parser.add_argument(
+        "--level",
+        default="O1",
+        help="O1, fp32 weights; or O2, weights stored in 16 bits (default O1)",
+    )
+    parser.add_argument(
         "--method",
         default="min-cut",
         help="min-cut, the least predicted time; or painting, TensorFlow's rule "
@@ -463,6 +468,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             dtype=arguments.dtype,
             policy=arguments.policy,
             method=arguments.method,
+            level=arguments.level,
             kinds={
                 op: kind
                 for kind in _KINDS

@@ -60,6 +60,13 @@ def test_tables(capsys: Any, model: str) -> None:
     assert "softmax.int" in text
 
 
+def test_low_weights(capsys: Any, model: str) -> None:
+    """Law: weights stored in 16 bits are not cast, only the input and the result."""
+    text = shown(capsys, model, "--level", "O2", "--method", "painting", "--measure")
+    assert "2; torch.autocast: 5" in text
+    assert "measured, this plan" in text
+
+
 def test_data_is_complete(capsys: Any, model: str) -> None:
     """Law: as data there is a row for each operation, too."""
     tables = json.loads(shown(capsys, model, "--json", "-"))

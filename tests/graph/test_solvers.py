@@ -41,13 +41,18 @@ def problems(draw: st.DrawFn) -> Problem:
     if len(names) > 1 and draw(st.booleans()):
         pair = st.lists(st.sampled_from(names), min_size=2, max_size=2, unique=True)
         tied.append(frozenset(draw(pair)))
-    return Problem(operations, tuple(tensors), tuple(tied))
+    stored_low = frozenset[str]()
+    if tensors and draw(st.booleans()):  # a parameter, before all operations
+        operations["weight"] = Operation(DENY)
+        tensors.append(TensorUse("weight", tensors[0].consumers, draw(costs)))
+        stored_low = frozenset({"weight"})
+    return Problem(operations, tuple(tensors), tuple(tied), stored_low)
 
 
 @given(problems())
 def test_no_assignment_is_cheaper(problem: Problem) -> None:
     """Law: the cut is valid and none costs less; painting is valid, not cheaper."""
-    names = list(problem.operations)
+    names = [name for name in problem.operations if name not in problem.low_weights]
     choices = itertools.product((False, True), repeat=len(names))
     assignments = (
         frozenset(name for name, low in zip(names, choice, strict=True) if low)

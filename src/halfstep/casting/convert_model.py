@@ -122,11 +122,7 @@ def convert_(
             "session.model."
         )
         raise UserError(message)
-    fp32_modules = {
-        scope.path: model.get_submodule(scope.path)
-        for scope in hooks
-        if level.low and scope.category == op_tables.FP32
-    }
+    fp32_modules = _fp32_modules(model, level, hooks)
     low_tensors, fp32_tensors = list[Tensor](), list[Tensor]()
     if level.low_weights:
         fp32_ids = _fp32_tensor_ids(model, level, [*fp32_modules.values()])
@@ -166,6 +162,29 @@ def convert_(
     if level.fp32_outputs:
         model.register_forward_hook(_cast_outputs)
     return Conversion(originals, tuple(fp32_modules), rules)
+
+
+def low_parameters(model: nn.Module, level: Level, rules: Policy) -> list[nn.Parameter]:
+    """Return the fp32 parameters that `convert_` would store in 16 bits."""
+    if not level.low_weights:
+        return []
+    implied = _level_rules(model, level, rules)
+    hooks = hooks_for(model, replace(rules, rules=(*rules.rules, *implied)), implied)
+    fp32_modules = _fp32_modules(model, level, hooks)
+    fp32_ids = _fp32_tensor_ids(model, level, [*fp32_modules.values()])
+    params = model.parameters()
+    return [p for p in params if p.dtype == torch.float32 and id(p) not in fp32_ids]
+
+
+def _fp32_modules(
+    model: nn.Module, level: Level, hooks: list[ModuleRuleHook]
+) -> dict[str, nn.Module]:
+    """Return the modules, by path, that run in fp32 apart from the rest."""
+    return {
+        hook.path: model.get_submodule(hook.path)
+        for hook in hooks
+        if level.low and hook.category == op_tables.FP32
+    }
 
 
 def _level_rules(model: nn.Module, level: Level, rules: Policy) -> tuple[Rule, ...]:

@@ -20,11 +20,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from halfstep.errors import UserError
 from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
+from halfstep.numerics import formats
 from halfstep.policy import op_tables
 from halfstep.policy.decision import decide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from halfstep.policy.rules import Policy
 
@@ -84,8 +85,10 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         example_inputs: A batch's positional arguments; shapes are taken from it.
 
     Raises:
-        UserError: If torch.export cannot capture it; the text says where and why.
+        UserError: If its weights are in 16 bits, or torch.export cannot capture it; the
+            text says where and why.
     """
+    _refuse_low_weights(model)
     try:
         exported = torch.export.export(model, tuple(example_inputs))
     except Exception as error:
@@ -104,6 +107,17 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
             graph_module.graph.erase_node(node)
     make_functional(graph_module)
     return graph_module
+
+
+def _refuse_low_weights(model: nn.Module) -> None:
+    """Refuse a model whose weights are in 16 bits: its fp32 twin is what is planned."""
+    for name, param in model.named_parameters():
+        if formats.is_low(param.dtype):
+            message = (
+                f"{name!r} is {formats.word(param.dtype)}: plan the model while its "
+                "weights are fp32, with level='O2' if they will be stored in 16 bits."
+            )
+            raise UserError(message)
 
 
 def _graph_breaks(model: nn.Module, example_inputs: Sequence[Any]) -> str:
@@ -325,6 +339,12 @@ def fp32_arguments(node: fx.Node, device: str) -> tuple[int, ...]:
     if op in _FP32_ONLY_ON_CPU and device != "cpu":
         return ()
     return FP32_ARGUMENTS.get(op, ())
+
+
+def nodes_of(graph: fx.Graph, params: Collection[str]) -> frozenset[str]:
+    """Return the names of the nodes that read some parameters."""
+    names = (n.name for n in graph.nodes if n.op == "get_attr" and n.target in params)
+    return frozenset(names)
 
 
 def has_fp32(node: fx.Node) -> bool:

@@ -32,9 +32,12 @@ def cheapest(problem: Problem) -> frozenset[str]:
     graph = nx.DiGraph()
     graph.add_nodes_from([_LOW, _FP32])
     for name, operation in problem.operations.items():
+        if name in problem.low_weights:
+            graph.add_edge(_LOW, name)  # without a capacity: it is never cut
+            continue
         graph.add_edge(_LOW, name, capacity=operation.fp32_cost)
         if operation.kind == DENY:
-            graph.add_edge(name, _FP32)  # without a capacity: it is never cut
+            graph.add_edge(name, _FP32)
         else:
             graph.add_edge(name, _FP32, capacity=operation.low_cost)
     for index, use in enumerate(problem.tensors):
@@ -50,4 +53,5 @@ def cheapest(problem: Problem) -> frozenset[str]:
             graph.add_edge(first, other)
             graph.add_edge(other, first)
     _, (low_side, _) = nx.minimum_cut(graph, _LOW, _FP32)
-    return frozenset(name for name in problem.operations if name in low_side)
+    low = frozenset(name for name in problem.operations if name in low_side)
+    return low - problem.low_weights

@@ -2,7 +2,8 @@
 
 Allowed operations are low. Denied ones are fp32, and what follows them through inferred
 ones. What lies between allowed operations is low, and so is what only moves their
-values. Source: TensorFlow, core/grappler/optimizers/auto_mixed_precision.cc.
+values. Source: TensorFlow, core/grappler/optimizers/auto_mixed_precision.cc. Parameters
+stored in 16 bits, which TensorFlow has not, count as allowed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def paint(problem: Problem) -> frozenset[str]:
             after[use.producer].add(consumer)
             before[consumer].add(use.producer)
     allowed = {name for name, kind in kinds.items() if kind == ALLOW}
+    allowed |= problem.low_weights
     denied = _denied(kinds, after, before)
     passing = {n for n, kind in kinds.items() if kind in (INFER, CLEAR)} - denied
     downstream = _reachable(allowed, after, passing)
@@ -49,7 +51,7 @@ def paint(problem: Problem) -> frozenset[str]:
         group & low for group in problem.tied if group & low and group - low
     ]:
         low -= frozenset().union(*split)
-    return frozenset(low)
+    return frozenset(low) - problem.low_weights
 
 
 def _denied(

@@ -68,6 +68,8 @@ class Plan:
     casts: tuple[PlannedCast, ...]
     graph_module: fx.GraphModule = field(repr=False, compare=False)
     """As captured; it shares the parameters of the model."""
+    low_weights: tuple[str, ...] = ()
+    """Names of the parameters that are stored in 16 bits when the plan runs."""
     doubt: str = ""
     """What speaks against the times: the machine was busy."""
 
@@ -142,6 +144,7 @@ class Plan:
             "# halfstep plan: runs_in may be edited; casts follow from it.",
             f"dtype = {json.dumps(self.dtype)}",
             f"method = {json.dumps(self.method)}",
+            f"low_weights = {json.dumps(self.low_weights)}",
         ]
         for name, rows in (("nodes", self.nodes), ("casts", self.casts)):
             lines += [f"{name} = [", *(f"  {self._inline(row)}," for row in rows), "]"]

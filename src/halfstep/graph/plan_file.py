@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from torch import nn
+    from torch import fx, nn
 
     from halfstep.graph.plan import Plan
 
@@ -95,7 +95,8 @@ def load_plan(
             f"operation {len(facts) + 1} of the file, {_place(rows[len(facts)])}."
         )
         raise UserError(message)
-    problem = weigh(graph_module.graph, operations, op_times)
+    low_weights = _low_weights(path, content, graph_module)
+    problem = weigh(graph_module.graph, operations, op_times, low_weights=low_weights)
     op_times.save()
     for group in problem.tied:
         if group & low and group - low:
@@ -103,8 +104,35 @@ def load_plan(
             message = f"{path}: {names} share memory, so they must run in one format."
             raise UserError(message)
     return assemble(
-        graph_module, format_.name, content["method"], facts, problem, low, ""
+        graph_module,
+        format_.name,
+        content["method"],
+        facts,
+        problem,
+        low,
+        "",
+        low_weights,
     )
+
+
+def _low_weights(
+    path: str | PathLike[str], content: dict[str, Any], graph_module: fx.GraphModule
+) -> list[str]:
+    """Return the parameters that a file says are stored in 16 bits.
+
+    Raises:
+        UserError: If one is none of the model's.
+    """
+    content_names = content.get("low_weights", [])
+    names: list[Any] = (
+        content_names if isinstance(content_names, list) else [content_names]
+    )
+    own = dict(graph_module.named_parameters(remove_duplicate=False))
+    for name in names:
+        if not isinstance(name, str) or name not in own:
+            message = f"{path}: low_weights has {name!r}, which is no parameter."
+            raise UserError(message)
+    return names
 
 
 def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, Any]]:

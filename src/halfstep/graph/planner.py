@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from halfstep.casting.convert_model import low_parameters
 from halfstep.errors import UserError, require
 from halfstep.graph import capture, min_cut, painting, ranges
 from halfstep.graph.op_times import OpTimes
 from halfstep.graph.plan import Plan, PlannedCast, PlannedNode
 from halfstep.graph.problem import DENY, KINDS, Operation, Problem, TensorUse
 from halfstep.numerics import formats
+from halfstep.policy import levels
 from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def plan(
     dtype: str | torch.dtype = "bf16",
     policy: Policy | str = "lean",
     method: str = "min-cut",
+    level: str = "O1",
     kinds: Mapping[str, str] | None = None,
     calibrate: Callable[[nn.Module], object] | None = None,
     refresh: bool = False,
@@ -50,6 +53,9 @@ def plan(
             `autocast`.
         method: "min-cut": the least predicted time, casts included, over the times of
             operations measured here. "painting": TensorFlow's rule, without costs.
+        level: Of the training to come. "O1": weights are fp32, and cast where they are
+            used. "O2": those that `prepare(model, optimizer, "O2", policy=policy)` will
+            store in 16 bits need no cast.
         kinds: Operation, as in `torch.ops.aten`, -> "allow", "deny", "infer" or
             "clear", in place of what the policy says of it.
         calibrate: Runs a few training steps, forward and backward, with the fp32 model
@@ -76,8 +82,10 @@ def plan(
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
     fits = calibrate is None or format_ is formats.FP16
     require("calibrate", calibrate, fits, "None with bf16, which has fp32's range")
+    require("level", level, level in ("O1", "O2"), "O1 or O2")
     kinds = check_kinds(kinds)
     graph_module = capture.capture(model, example_inputs)
+    low_ids = {id(p) for p in low_parameters(model, levels.parse(level), chosen)}
     device = device_of(model, example_inputs)
     found = {} if calibrate is None else ranges.measure(graph_module, calibrate)
     return plan_graph(
@@ -89,6 +97,11 @@ def plan(
         kinds=kinds,
         found=found,
         refresh=refresh,
+        low_weights=[
+            name
+            for name, param in graph_module.named_parameters(remove_duplicate=False)
+            if id(param) in low_ids
+        ],
     )
 
 
@@ -117,6 +130,7 @@ def plan_graph(
     found: Mapping[str, Range],
     refresh: bool = False,
     fused: bool = False,
+    low_weights: Sequence[str] = (),
 ) -> Plan:
     """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
 
@@ -132,6 +146,7 @@ def plan_graph(
         refresh: As for `plan`.
         fused: A compiler will run the graph, which makes a cast part of the operation
             before it where that works number by number.
+        low_weights: Names of the parameters that will be stored in 16 bits.
     """
     low = format_.dtype
     facts = capture.facts(
@@ -151,11 +166,20 @@ def plan_graph(
             reason = f"it has no {format_} kernel"
             facts[node] = replace(fact, kind=DENY, reason=reason)
         operations[node.name] = Operation(facts[node].kind, low_cost or 0, fp32_cost)
-    problem = weigh(graph_module.graph, operations, times, fused=fused)
+    problem = weigh(
+        graph_module.graph, operations, times, fused=fused, low_weights=low_weights
+    )
     times.save()
     choose = min_cut.cheapest if method == "min-cut" else painting.paint
     return assemble(
-        graph_module, format_.name, method, facts, problem, choose(problem), times.doubt
+        graph_module,
+        format_.name,
+        method,
+        facts,
+        problem,
+        choose(problem),
+        times.doubt,
+        low_weights,
     )
 
 
@@ -165,6 +189,7 @@ def weigh(
     times: OpTimes,
     *,
     fused: bool = False,
+    low_weights: Collection[str] = (),
 ) -> Problem:
     """Return a graph's operations with the tensors between them, and their casts."""
     tied = tuple(
@@ -175,7 +200,8 @@ def weigh(
         and capture.has_fp32(node)
         and isinstance(node.args[0], fx.Node)
     )
-    return Problem(operations, tuple(_uses(graph, times, fused=fused)), tied)
+    uses = tuple(_uses(graph, times, fused=fused))
+    return Problem(operations, uses, tied, capture.nodes_of(graph, low_weights))
 
 
 def assemble(
@@ -186,6 +212,7 @@ def assemble(
     problem: Problem,
     low: Collection[str],
     doubt: str,
+    low_weights: Sequence[str] = (),
 ) -> Plan:
     """Return the plan in which some nodes of a problem run in 16 bits."""
     nodes = tuple(
@@ -212,7 +239,7 @@ def assemble(
         )
         for cast in problem.casts(low)
     )
-    return Plan(dtype, method, nodes, casts, graph_module, doubt)
+    return Plan(dtype, method, nodes, casts, graph_module, tuple(low_weights), doubt)
 
 
 def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:

@@ -65,11 +65,14 @@ class Problem:
         tensors: One for each tensor that a plan may cast.
         tied: Groups of operations that have one format: parts of one result, and what
             is changed in place.
+        low_weights: Parameters stored in 16 bits; they are no choice, so no assignment
+            names them.
     """
 
     operations: Mapping[str, Operation]
     tensors: tuple[TensorUse, ...]
     tied: tuple[frozenset[str], ...] = ()
+    low_weights: frozenset[str] = frozenset()
 
     def casts(self, low: Collection[str]) -> list[Cast]:
         """Return the casts that an assignment needs, one a tensor.
@@ -77,7 +80,7 @@ class Problem:
         Args:
             low: Names of the operations in 16 bits.
         """
-        low = frozenset(low)
+        low = self.low_weights.union(low)
         return [
             Cast(use.producer, use.producer not in low, use.cast_cost)
             for use in self.tensors

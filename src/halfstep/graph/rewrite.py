@@ -58,6 +58,7 @@ def rewrite(model: nn.Module, plan: Plan) -> fx.GraphModule:
                 f"{type(model).__name__}'s. Plan the model anew: halfstep.plan."
             )
             raise UserError(message)
+        _check_storage(name, param, plan)
     dtype = formats.parse(plan.dtype).dtype
     device = next(
         (
@@ -67,7 +68,25 @@ def rewrite(model: nn.Module, plan: Plan) -> fx.GraphModule:
         ),
         "cpu",
     )
-    return rewrite_graph(plan.graph_module, plan.low, dtype, device)
+    low = plan.low | capture.nodes_of(plan.graph_module.graph, plan.low_weights)
+    return rewrite_graph(plan.graph_module, low, dtype, device)
+
+
+def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
+    """Refuse a parameter that is not stored as it was planned."""
+    stored = formats.word(param.dtype)
+    if name in plan.low_weights and stored != plan.dtype:
+        message = (
+            f"the plan is for {plan.dtype} weights, and {name!r} is {stored}: call "
+            f"halfstep.prepare(model, optimizer, 'O2', dtype='{plan.dtype}') first."
+        )
+        raise UserError(message)
+    if name not in plan.low_weights and formats.is_low(param.dtype):
+        message = (
+            f"the plan is for fp32 weights, and {name!r} is {stored}: plan with "
+            "level='O2', before halfstep.prepare."
+        )
+        raise UserError(message)
 
 
 def rewrite_graph(
@@ -77,7 +96,7 @@ def rewrite_graph(
 
     Args:
         graph_module: Nodes have `meta["val"]`.
-        low: Names of the nodes in 16 bits.
+        low: Names of the nodes in 16 bits; of parameters, those stored so.
         dtype: The 16-bit dtype.
         device: Device type of its tensors.
     """
