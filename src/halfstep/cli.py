@@ -398,8 +398,9 @@ def _add_plan(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="module:function, which returns a model and a tuple of inputs; or the "
-        "folder of a transformers model, or of a run (weights are not read)",
+        help="module:function, which returns a model and a tuple of inputs; a .pt2 "
+        "file of torch.export.save; or the folder of a transformers model, or of a run "
+        "(weights are not read)",
     )
     parser.add_argument("--dtype", default="bf16", help="bf16 or fp16 (default bf16)")
     parser.add_argument("--policy", default="lean", help="(default lean)")
@@ -427,6 +428,11 @@ def _add_plan(commands: Any) -> None:  # noqa: ANN401
         default=128,
         metavar="N",
         help="tokens of a text (default 128)",
+    )
+    parser.add_argument(
+        "--trust-file",
+        action="store_true",
+        help="load a .pt2 file, which can run code that it holds",
     )
     parser.add_argument("--explain", metavar="NODE", help="all about one operation")
     parser.add_argument(
@@ -457,7 +463,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     from halfstep.graph.planner import plan
 
     model, inputs = plan_model.load_model(
-        arguments.model, arguments.batch, arguments.length
+        arguments.model,
+        arguments.batch,
+        arguments.length,
+        trusts_file=arguments.trust_file,
     )
     if arguments.load:
         chosen = load_plan(arguments.load, model, inputs)

@@ -130,10 +130,27 @@ def test_folders(capsys: Any, monkeypatch: Any, tmp_path: Path, nested: str) -> 
     assert "auto_map" in capsys.readouterr().err
 
 
+def test_a_saved_program(capsys: Any, model: str, tmp_path: Path) -> None:
+    """Law: it is planned as the model it was captured from, with its own inputs."""
+    module = importlib.import_module(model.partition(":")[0])
+    original, inputs = module.make()
+    torch.export.save(torch.export.export(original, inputs), tmp_path / "net.pt2")
+    words = ("net.pt2", "--trust-file", "--method", "painting", "--measure")
+    text = shown(capsys, *words, "--level", "O2")
+    assert "3 of 4 in bf16" in text
+    assert "measured, this plan" in text
+
+    named = torch.export.export(original, (), {"input": inputs[0]})
+    torch.export.save(named, tmp_path / "named.pt2")
+    assert cli.run(["plan", "named.pt2", "--trust-file"]) == 2
+    assert "inputs given by name (input)" in capsys.readouterr().err
+
+
 REFUSED = {
     "no.such:make": "there is no module named no.such.",
     "nothing": "nothing is no folder; give module:function",
-    "a.pt2": "a.pt2: a saved program may run any code when it is loaded.",
+    "a.pt2": "a.pt2: a saved program can run any code when it is loaded.",
+    "a.pt2 --trust-file": "a.pt2 cannot be loaded by torch.export: ",
     "{module}:none": "has no none.",
     "{module}:wrong": "must return a model and a tuple of its inputs.",
     "{module}:make --deny lineal": "'lineal' must be a name in torch.ops.aten.",

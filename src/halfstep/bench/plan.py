@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections import Counter, defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -374,7 +375,7 @@ def train_in_turn(
 
 def count_autocast_casts(model: nn.Module, inputs: tuple[Any, ...], dtype: str) -> int:
     """Return how many tensors torch.autocast casts in a forward pass of a model."""
-    own = copy.deepcopy(model)  # a pass may change buffers
+    own = _copied(model)  # a pass may change buffers
     fp32, autocasted = Contender(own), _under_autocast(own, inputs, dtype)
     return (count_copies(autocasted, inputs) - count_copies(fp32, inputs)).total()
 
@@ -390,7 +391,7 @@ def measure_plan(
         chosen: The plan.
         rounds: Turns of each.
     """
-    fp32_model = copy.deepcopy(model)
+    fp32_model = _copied(model)
     for name in chosen.low_weights:
         param = model.get_parameter(name)
         param.data = param.data.to(formats.parse(chosen.dtype).dtype)
@@ -402,6 +403,13 @@ def measure_plan(
     device = device_of(model, inputs).type
     passes, _ = train_in_turn("plan", contenders, inputs, device, rounds)
     return {name: passes.median(name, 1e3) or 0.0 for name in contenders}
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        # torch's own, of a program that was saved.
+        warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+        return copy.deepcopy(model)
 
 
 def _under_autocast(model: nn.Module, inputs: tuple[Any, ...], dtype: str) -> Contender:

@@ -1,7 +1,7 @@
 """The model that `halfstep plan` is asked about, and a batch for it.
 
-In: `module:function`, or a folder. Out: a model and its inputs. No weights are read
-from folders: a plan is about operations, shapes and times.
+In: `module:function`, a saved program, or a folder. Out: a model and its inputs. No
+weights are read from folders: a plan is about operations, shapes and times.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from torch import Tensor, nn
 from halfstep.errors import UserError
 
 
-def load_model(word: str, batch: int, length: int) -> tuple[nn.Module, tuple[Any, ...]]:
+def load_model(
+    word: str, batch: int, length: int, *, trusts_file: bool = False
+) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return a model and the positional arguments of one batch.
 
     Args:
-        word: `module:function`, a function without arguments that returns both; or the
-            folder of a transformers model, or of a run of `halfstep train`.
+        word: `module:function`, a function without arguments that returns both; a file
+            of `torch.export.save`; or the folder of a transformers model, or of a run
+            of `halfstep train`.
         batch: Texts of the batch, for a folder.
         length: Tokens of each, for a folder.
+        trusts_file: A saved program may be loaded, which can run code that it holds.
 
     Raises:
         UserError: If it is none of these, or cannot be loaded.
@@ -35,12 +39,7 @@ def load_model(word: str, batch: int, length: int) -> tuple[nn.Module, tuple[Any
     if Path(word).is_dir():
         return _from_folder(Path(word), batch, length)
     if Path(word).suffix == ".pt2":
-        message = (
-            f"{word}: a saved program may run any code when it is loaded. If you trust "
-            "it, load it in a function of yours that returns "
-            "torch.export.load(path).module() and inputs, and give module:function."
-        )
-        raise UserError(message)
+        return _from_program(Path(word), trusts_file=trusts_file)
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         message = (
             f"{word} is no folder; give module:function, a function that returns a "
@@ -65,6 +64,32 @@ def load_model(word: str, batch: int, length: int) -> tuple[nn.Module, tuple[Any
             return model, tuple(inputs)
     message = f"{word} must return a model and a tuple of its inputs."
     raise UserError(message)
+
+
+def _from_program(
+    path: Path, *, trusts_file: bool
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return a saved program as a module, with the inputs it was captured with."""
+    if not trusts_file:
+        # Formulas of its shapes are evaluated as Python, beside all unpickling.
+        message = (
+            f"{path}: a saved program can run any code when it is loaded. If you trust "
+            "whoever wrote it, add --trust-file."
+        )
+        raise UserError(message)
+    try:
+        program = torch.export.load(path)
+    except (OSError, RuntimeError, ValueError) as error:
+        message = f"{path} cannot be loaded by torch.export: {error}"
+        raise UserError(message) from error
+    args, kwargs = program.example_inputs or ((), {})
+    if kwargs:
+        message = (
+            f"{path}: inputs given by name ({', '.join(kwargs)}) cannot be planned "
+            "for; export the model with positional ones."
+        )
+        raise UserError(message)
+    return program.module(), tuple(args)
 
 
 def _from_folder(
