@@ -80,7 +80,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 def profile(**more: Any) -> dict[str, Any]:
     """Return the profile of a sound step, as part of a run's folder."""
-    row = {"calls": 12, "dtypes": ["bf16", "bf16"], "flops": 1e9, "module": None}
+    row = {"calls": 12, "dtypes": ["bf16", "bf16"], "module": None}
     told = {
         "wall_s": 0.1,
         "rows": [
@@ -204,7 +204,7 @@ def sick(folder: Path, hostile: str = "") -> Path:
         "reproduced": True,
     }
     records.append({"step": 114, "event": "bad_op", **bad})
-    half = {"dtypes": ["fp16", "fp16"], "calls": 24, "flops": 1e8}
+    half = {"dtypes": ["fp16", "fp16"], "calls": 24}
     rows = [
         {"op": "mm", "shapes": [[500, 770], [770, 770]], "self_s": 0.03, **half},
         {"op": "_to_copy", "shapes": [[770, 770]], "self_s": 0.03, **half},

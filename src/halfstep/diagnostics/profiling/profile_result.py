@@ -39,8 +39,6 @@ class Row:
     """In one step."""
     self_s: float
     """Seconds of one step, what it calls left out; on a GPU those of its kernels."""
-    flops: int
-    """Of all calls; 0 where it is no product, or its work is not known."""
 
     def operands(self) -> str:
         """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
@@ -69,7 +67,6 @@ class Row:
             json_fields.texts(fields, "dtypes"),
             int(json_fields.non_negative(fields, "calls")),
             json_fields.non_negative(fields, "self_s"),
-            int(json_fields.non_negative(fields, "flops")),
         )
 
 

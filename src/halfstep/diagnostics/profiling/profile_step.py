@@ -215,7 +215,7 @@ def _rows(ops: Iterable[Op], factor: float) -> tuple[Row, ...]:
     rows = []
     for key, group in groups.items():
         spent = sum(op.own for op in group) / 1e9 * factor
-        rows.append(Row(*key, len(group), spent, sum(op.flops for op in group)))
+        rows.append(Row(*key, len(group), spent))
     return tuple(sorted(rows, key=lambda row: -row.self_s))
 
 

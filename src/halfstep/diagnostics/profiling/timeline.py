@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch._C._autograd import DeviceType
-from torch.utils import flop_counter
 
 from halfstep._torch import profiler_marks
 from halfstep._torch.profiler_marks import PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
 """Begin and end, in nanoseconds of the profiler's clock."""
@@ -64,8 +63,6 @@ class Op:
     span: Span
     own: float
     """Nanoseconds outside the operations that it called; on a GPU, of its kernels."""
-    flops: int
-    """Floating-point operations of a product or convolution; 0 of anything else."""
     part: str
     """`UPDATE`, `FETCH`, or "" for the passes."""
 
@@ -295,75 +292,14 @@ def _op_of(event: Any, name: str, part: str, kernels: dict[int, int] | None) -> 
         for shape, dtype in zip(event.shapes(), event.dtypes(), strict=True)
         if dtype not in _NO_TENSOR
     ]
-    shapes = tuple(shape for shape, _ in tensors)
     own: float = event.duration_ns()
     if kernels is not None:
         own = kernels.get(event.correlation_id(), 0)
-    short = name.removeprefix("aten::")
     return Op(
-        short,
-        shapes,
+        name.removeprefix("aten::"),
+        tuple(shape for shape, _ in tensors),
         tuple(dtype for _, dtype in tensors),
         (event.start_ns(), event.end_ns()),
         own,
-        _flops(short, shapes, event),
         part,
     )
-
-
-def _convolution(shapes: Sequence[tuple[int, ...]], event: Any) -> int:  # noqa: ANN401
-    """Return the work of a convolution, whose result's shape follows from its words."""
-    words = event.concrete_inputs()
-    lists = [word for word in words if isinstance(word, list)]
-    transposed = next((word for word in words if isinstance(word, bool)), False)
-    x, weight = shapes[:2]
-    if transposed or len(lists) < 3 or len(weight) < 3:  # noqa: PLR2004
-        return 0
-    if event.name() == "aten::mkldnn_convolution":
-        padding, stride, dilation = lists[:3]
-    else:
-        stride, padding, dilation = lists[:3]
-    kernel = weight[2:]
-    out = [
-        (size + 2 * pad - step * (width - 1) - 1) // jump + 1
-        for size, pad, step, width, jump in zip(
-            x[2:], padding, dilation, kernel, stride, strict=True
-        )
-    ]
-    work: int = 2 * x[0] * math.prod(out) * math.prod(weight)
-    return work
-
-
-def _attention(shapes: Sequence[tuple[int, ...]], _event: object) -> int:
-    """Return the work of both products: queries by keys, and the result by values."""
-    query, key, value = shapes[:3]
-    heads = math.prod(query[:-2])
-    return 2 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
-
-
-_FLOPS: dict[str, Callable[[Sequence[tuple[int, ...]], Any], int]] = {
-    "mm": lambda shapes, _: flop_counter.mm_flop(*shapes[:2]),
-    "addmm": lambda shapes, _: flop_counter.mm_flop(*shapes[1:3]),
-    "bmm": lambda shapes, _: flop_counter.bmm_flop(*shapes[:2]),
-    "baddbmm": lambda shapes, _: flop_counter.bmm_flop(*shapes[1:3]),
-    "mkldnn_convolution": _convolution,
-    "cudnn_convolution": _convolution,
-    "miopen_convolution": _convolution,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention": _attention,
-    "_scaled_dot_product_efficient_attention": _attention,
-    "_scaled_dot_product_cudnn_attention": _attention,
-    # Both the gradient of the input and that of the weight.
-    "convolution_backward": lambda shapes, _: (
-        4 * shapes[0][0] * math.prod(shapes[0][2:]) * math.prod(shapes[2])
-    ),
-}
-"""Operation -> its work, from the shapes of its tensors and the profiler's event."""
-
-
-def _flops(name: str, shapes: tuple[tuple[int, ...], ...], event: Any) -> int:  # noqa: ANN401
-    count = _FLOPS.get(name)
-    # Nested and sparse operands have no shapes to count by.
-    if count is None or any(not shape for shape in shapes[:2]):
-        return 0
-    return int(count(shapes, event))
