@@ -7,19 +7,14 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sick_run import sick, step, write
 
 from halfstep.diagnostics.doctor import examination, run_reader
 from halfstep.diagnostics.doctor.html_report import page
 from halfstep.diagnostics.doctor.run_record import RunFacts
-from halfstep.reporting import exponent_plots
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def shown(html: str) -> ET.Element:
@@ -76,7 +71,8 @@ def test_names_are_text(html: str) -> None:
 
 def test_it_needs_no_network(html: str) -> None:
     """Law: nothing on the page loads, runs or points elsewhere."""
-    loads = r"<(script|link|img|iframe)|@import| src=| href=|(url\(|xlink:href=\")[^#]"
+    loads = r"<(script|link|img|iframe)|@import| src=| href=|url\([^#]"
+    loads += r'|xlink:href="(?!#|data:)'
     assert not re.search(loads, html)
 
 
@@ -95,55 +91,3 @@ def test_nothing_known_is_a_page() -> None:
     told = page(RunFacts(name="x", problems=("a < b",)), examination(RunFacts()))
     assert headings(told) == ["Findings", "Not checked", "Could not be read"]
     assert "a &lt; b" in told
-
-
-LINES = [exponent_plots.Line(-25, "zero"), exponent_plots.Line(16, "inf")]
-
-
-def test_cells_stand_where_their_powers_are() -> None:
-    """Law: a strip has a cell for each power that has numbers, the borders beside."""
-    root = ET.fromstring(  # noqa: S314
-        exponent_plots.plot_layers(
-            [("a & b", {-25: 1, 0: 9, 15: 1})], LINES, "t"
-        ).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    )
-    cells = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == "#0072b2"]
-    zero, inf = (float(line.get("x1", "")) for line in root.iter(f"{SVG}line"))
-    lefts = [float(cell.get("x", "")) for cell in cells]
-    width = float(cells[0].get("width", ""))
-    assert lefts[0] == pytest.approx(zero, abs=0.1)
-    assert lefts[2] + width == pytest.approx(inf, abs=0.1)
-    assert lefts[1] == pytest.approx(zero + 25 * width, abs=0.2)
-    shades = [float(cell.get("fill-opacity", "1")) for cell in cells]
-    assert shades[1] == 1.0
-    assert shades[0] == shades[2] == pytest.approx(0.15 + 0.85 / 3, abs=0.01)
-
-
-def test_a_long_name_keeps_both_ends() -> None:
-    """Law: what does not fit is cut in the middle, and told in full on pointing."""
-    name = "encoder." * 20 + "query"
-    drawn = exponent_plots.plot_layers([(name, {0: 1})], [], "t")
-    assert f"<title>{name}</title>encoder.encoder" in drawn
-    assert "...der.encoder.encoder.query</text>" in drawn
-
-
-histograms = st.dictionaries(st.integers(-1074, 1023), st.integers(1, 10**12))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(histograms, min_size=1, max_size=5), st.text(max_size=60))
-def test_any_histograms_can_be_drawn(found: list[dict[int, int]], name: str) -> None:
-    """Law: whatever was counted, the picture is whole and inside its frame."""
-    name = "".join(c for c in name if c.isprintable())
-    pictures = (
-        exponent_plots.plot_layers([(name, each) for each in found], LINES, name),
-        exponent_plots.plot_steps(list(enumerate(found)), LINES, name),
-    )
-    for drawn in pictures:
-        root = ET.fromstring(drawn)  # noqa: S314
-        _, _, width, height = map(float, root.get("viewBox", "").split())
-        for rect in root.iter("rect"):
-            x, y = float(rect.get("x", "")), float(rect.get("y", ""))
-            assert -0.1 <= x <= width
-            assert x + float(rect.get("width", "")) <= width + 0.2
-            assert 0 <= y + float(rect.get("height", "")) <= height

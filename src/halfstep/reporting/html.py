@@ -16,13 +16,17 @@ from halfstep.errors import UserError
 from halfstep.reporting.table import Table, single_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import LogFormatter
 
 _NOT_INSTALLED = (
     "report.html needs matplotlib and jinja2: "
     "install them with pip install 'halfstep[report]'."
 )
 _SHORT = 15  # letters of a name that has room, and is not worth a line break
+_MAX_NAME = 40  # letters of a name beside a picture
 _LONG = 60  # letters that make a tower in a narrow column
 _MOST_POINTS = 2000  # a chart is some 600 pixels wide: more points only cost bytes
 _FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # no longer than a narrow page
@@ -183,39 +187,16 @@ class Chart:
         Raises:
             UserError: matplotlib is not installed.
         """
-        try:
-            from matplotlib import style
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import LogFormatter
-        except ModuleNotFoundError as error:
-            raise UserError(_NOT_INSTALLED) from error
-
-        class Plain(LogFormatter):
-            """Labels the ticks that its parent would, with 60000 for 6e+04."""
-
-            def __call__(self, x: float, pos: int | None = None) -> str:
-                return f"{x:g}" if super().__call__(x, pos) else ""
-
         names = [curve.name for curve in self.curves]
-        rules = {
-            "font.size": 10.5,
-            "svg.fonttype": "none",
-            "svg.hashsalt": hashlib.sha256(repr(self).encode()).hexdigest(),
-            "text.parse_math": False,  # a dollar sign in a name is a dollar sign
-        }
-        with style.context(rules, after_reset=True), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph")  # the browser has it
-            across = 3 if max(map(len, names), default=0) <= _SHORT else 1
-            inches = (5.2, 2.8 + 0.22 * math.ceil(len(names) / across))
-            figure = Figure(figsize=inches, layout="constrained")
-            axes = figure.subplots()
+        across = 3 if max(map(len, names), default=0) <= _SHORT else 1
+
+        def draw(axes: Axes) -> None:
             axes.set(xlabel=self.x_label, ylabel=self.y_label)
-            axes.spines[["right", "top"]].set_visible(False)
             axes.grid(color="#e4e6ea")
             if self.log_y:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter(Plain())
+                axes.yaxis.set_minor_formatter(_plain_log_formatter())
             lowest = 1 / _LARGEST if self.log_y else -_LARGEST
             drawstyle = "steps-post" if self.step else "default"
             lines = []
@@ -231,16 +212,116 @@ class Chart:
                     [x[i] for i in isolated], [y[i] for i in isolated], ".", c=colour
                 )
             if any(names):
-                legend = {"frameon": False, "ncols": across}
-                figure.legend(lines, names, loc="outside upper left", **legend)
-            buffer = StringIO()
-            nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
-            figure.savefig(buffer, format="svg", metadata=nothing)
-        # Groups have an id that nothing refers to, the same in every figure.
-        element = re.sub('<g id="[^"]*"', "<g", buffer.getvalue().partition("<svg ")[2])
-        return (
-            f'<svg role="img" aria-label="{escape(single_line(self.title))}" {element}'
-        )
+                axes.figure.legend(
+                    lines, names, loc="outside upper left", frameon=False, ncols=across
+                )
+
+        height = 2.8 + 0.22 * math.ceil(len(names) / across)
+        return _svg(self.title, repr(self), height, draw)
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Histograms side by side: the darker, the more of a histogram's numbers."""
+
+    title: str
+    "The words of a screen reader."
+    histograms: tuple[tuple[str, Mapping[int, int]], ...]
+    "Names, and how many numbers lie in each power of two; at least one."
+    borders: tuple[tuple[int, str], ...] = ()
+    "Powers of two at which a line is drawn, and what it says."
+    over_steps: bool = False
+    "From left to right, the first and the last named; otherwise one below the other."
+
+    def svg(self) -> str:
+        """Draw it as an element to put into HTML, as `Chart.svg` does.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        names = [_shortened(name) for name, _ in self.histograms]
+        powers = [power for _, histogram in self.histograms for power in histogram]
+        powers += [power for power, _ in self.borders]
+        low, high = min(powers, default=0) - 1, max(powers, default=0) + 2
+        shades = [[0.0] * (high - low) for _ in names]
+        for row, (_, histogram) in zip(shades, self.histograms, strict=True):
+            most = max(histogram.values(), default=0)
+            for power, count in histogram.items():
+                if count:  # rare ones must still be seen
+                    row[power - low] = 0.15 + 0.85 * math.sqrt(count / most)
+
+        def draw(axes: Axes) -> None:
+            options = {"cmap": "Blues", "vmin": 0, "vmax": 1, "aspect": "auto"}
+            if self.over_steps:
+                columns = list(zip(*shades, strict=True))
+                extent = (0, len(names), low, high)
+                axes.imshow(columns, extent=extent, origin="lower", **options)
+                ends = {0.5: names[0], len(names) - 0.5: names[-1]}
+                axes.set_xticks([*ends], [*ends.values()])
+            else:
+                axes.imshow(shades, extent=(low, high, len(names), 0), **options)
+                axes.set_yticks([at + 0.5 for at in range(len(names))], names)
+            axes.set(**{"ylabel" if self.over_steps else "xlabel": "power of two"})
+            for power, label in self.borders:
+                line = axes.axhline if self.over_steps else axes.axvline
+                line(power, color=_COLOURS[1], linestyle="--", linewidth=1, label=label)
+            if self.borders:
+                axes.figure.legend(loc="outside upper left", frameon=False, ncols=2)
+
+        rows = 12 if self.over_steps else len(names)
+        return _svg(self.title, repr(self), 1.2 + 0.2 * rows, draw)
+
+
+def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) -> str:
+    """Return a figure as an SVG element, the same for the same content.
+
+    Args:
+        title: The words of a screen reader.
+        content: Salt of the ids.
+        height: Inches.
+        draw: Draws on the figure's axes.
+    """
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UserError(_NOT_INSTALLED) from error
+
+    rules = {
+        "font.size": 10.5,
+        "svg.fonttype": "none",
+        "svg.hashsalt": hashlib.sha256(content.encode()).hexdigest(),
+        "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    }
+    with style.context(rules, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # the browser has it
+        figure = Figure(figsize=(5.2, height), layout="constrained")
+        axes = figure.subplots()
+        axes.spines[["right", "top"]].set_visible(False)
+        draw(axes)
+        buffer = StringIO()
+        nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    # Groups have an id that nothing refers to, the same in every figure.
+    element = re.sub('<g id="[^"]*"', "<g", buffer.getvalue().partition("<svg ")[2])
+    return f'<svg role="img" aria-label="{escape(single_line(title))}" {element}'
+
+
+def _plain_log_formatter() -> LogFormatter:
+    """Return what labels the ticks that matplotlib would, with 60000 for 6e+04."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    return Plain()
+
+
+def _shortened(name: str) -> str:
+    """Return a name that fits beside a picture, its middle left out."""
+    half = (_MAX_NAME - 3) // 2
+    return name if len(name) <= _MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 @dataclass(frozen=True)

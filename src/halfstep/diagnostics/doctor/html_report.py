@@ -9,8 +9,8 @@ from halfstep.diagnostics.doctor.gemm_shapes import name_of
 from halfstep.diagnostics.doctor.text import lead, not_evaluated_lines
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import max_exponent, merged, underflow_exponent
-from halfstep.reporting import exponent_plots, html
-from halfstep.reporting.html import Bar, Card, Chart, Curve, Drawing, Section
+from halfstep.reporting import html
+from halfstep.reporting.html import Bar, Card, Chart, Curve, Drawing, Heatmap, Section
 from halfstep.reporting.table import Table, single_line
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from halfstep.reporting.finding import Finding
 
 _MOST_ROWS = 40  # tensors in one picture
+_MAX_COLUMNS = 64  # of a picture over steps: more cannot be told apart
 _MAX_HISTORIES = 6  # tensors shown over steps
 _MOST_OPERATIONS = 15
 _MOST_SKIPS = 10
@@ -84,22 +85,22 @@ def _card(finding: Finding) -> Card:
     )
 
 
-def _lines(
+def _borders(
     facts: RunFacts, histograms: Sequence[Counter[int]]
-) -> list[exponent_plots.Line]:
+) -> tuple[tuple[int, str], ...]:
     """Return the borders of fp16, and of the run's own format if they are near."""
     powers = [power for histogram in histograms for power in histogram]
-    lines = []
+    borders = []
     for name in dict.fromkeys(("fp16", facts.dtype or "fp16")):
         format_ = formats.FORMATS.get(name)
         if format_ is None:
             continue
         zero, full = underflow_exponent(format_), max_exponent(format_) + 1
         if name == "fp16" or min(powers) <= zero:
-            lines.append(exponent_plots.Line(zero, f"{name}: 0 below"))
+            borders.append((zero, f"{name}: 0 below"))
         if name == "fp16" or max(powers) + 1 >= full:
-            lines.append(exponent_plots.Line(full, f"{name}: inf above"))
-    return lines
+            borders.append((full, f"{name}: inf above"))
+    return tuple(borders)
 
 
 def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
@@ -123,9 +124,9 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
         if len(extremes) < len(rows):
             rest = len(rows) - len(extremes)
             notes.append(f"{rest} more, less large and less small, are left out.")
-        lines = _lines(facts, [histogram for _, histogram in extremes])
+        borders = _borders(facts, [histogram for _, histogram in extremes])
         caption = f"{title}, {how}" if how else title
-        svg = exponent_plots.plot_layers(extremes, lines, caption)
+        svg = Heatmap(caption, tuple(extremes), borders).svg()
         drawings.append(Drawing(caption, svg, tuple(notes)))
     return tuple(drawings)
 
@@ -157,12 +158,15 @@ def _exponent_history(
     drawings = []
     for name in list(dict.fromkeys([*named, *mixed]))[:_MAX_HISTORIES]:
         scale = facts.scale if name.endswith(":grad") else 1.0
-        samples = [(s.step, merged([s], scale)) for s in many[name]]
-        lines = _lines(facts, [h for _, h in samples if h])
+        stride = math.ceil(len(many[name]) / _MAX_COLUMNS)
+        histograms = [
+            (f"step {sample.step:,}", merged([sample], scale))
+            for sample in many[name][::stride]
+        ]
+        borders = _borders(facts, [h for _, h in histograms if h])
         words = single_line(name)
-        drawings.append(
-            Drawing(words, exponent_plots.plot_steps(samples, lines, words))
-        )
+        picture = Heatmap(words, tuple(histograms), borders, over_steps=True)
+        drawings.append(Drawing(words, picture.svg()))
     return tuple(drawings)
 
 
