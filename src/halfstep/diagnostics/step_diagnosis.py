@@ -15,16 +15,17 @@ from halfstep.diagnostics.profiling import profile
 from halfstep.diagnostics.step_numerics import CheckedSteps
 from halfstep.distributed import ddp
 from halfstep.errors import require_type
-from halfstep.masters.rounding_loss import lr_of
+from halfstep.masters.master_weights import NoMasters
+from halfstep.masters.rounding_loss import RoundingLossCounter, lr_of
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.reporting.table import Table, wrap
+from halfstep.scaling.step_report import StepReport
 from halfstep.session.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from halfstep.diagnostics.doctor.rule import Examination
@@ -37,10 +38,6 @@ _FLAGS = (
     "prepare(level=, dtype=, loss_scale=, policy=, master=), torch.compile, and "
     "num_workers of the data loader."
 )
-_SAMPLE_SIZE = 1 << 16
-"""Numbers of a parameter group that are compared: the share of lost updates is then
-known to some 0.4 points."""
-
 
 _NO_LEVEL = "the level is not known (level=)"
 _HINTS = {
@@ -291,64 +288,28 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
     if optimizer is None:
         yield lost_updates
         return
-    before: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+    groups = optimizer.param_groups
+    counter = RoundingLossCounter(NoMasters(optimizer), every=1)
+    measuring = contextlib.ExitStack()
 
-    def look(each: Optimizer, *_: object) -> None:
+    def before(each: Optimizer, *_: object) -> None:
         # A rate of 0, as at the first step of a warm-up, moves nothing, and neither
         # does a fused update at an overflow: torch's scaler hands it `found_inf`.
-        rates = [float(lr_of(group)) for group in each.param_groups]
-        if any(rates) and not float(getattr(each, "found_inf", None) or 0.0):
-            before.extend(
-                _sampled(group["params"] if rate else ())
-                for group, rate in zip(each.param_groups, rates, strict=True)
-            )
+        moves = any(float(lr_of(group)) for group in groups)
+        skips = float(getattr(each, "found_inf", None) or 0.0)
+        if moves and not skips and not counter.last:
+            measuring.enter_context(counter.measure(StepReport(1, complete=True)))
 
-    def compare(*_: object) -> None:
-        if not before:
-            return
-        for group, samples in enumerate(before):
-            had = sum(len(was) for _, _, was in samples)
-            now = (param.detach().reshape(-1)[at] for param, at, _ in samples)
-            pairs = zip(now, samples, strict=True)
-            stayed = sum(int((new == was).sum()) for new, (_, _, was) in pairs)
-            if had:
-                lost_updates.append(LostUpdates(1, group, stayed / had))
-        for hook in hooks:
-            hook.remove()
-
-    hooks = [
-        optimizer.register_step_pre_hook(look),
-        optimizer.register_step_post_hook(compare),
-    ]
+    hooks = (
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(lambda *_: measuring.close()),
+    )
     try:
         yield lost_updates
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _sampled(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return 16-bit parameters, places where they have gradients, and what is there.
-
-    Why drawn: every hundredth number of a matrix may be one column of it.
-    """
-    low = [
-        param
-        for param in params
-        if formats.is_low(param.dtype)
-        and param.grad is not None
-        and param.grad.layout == torch.strided
-        and not hasattr(param, "to_local")
-    ]
-    total = sum(param.numel() for param in low)
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for param in low:
-        count = max(1, round(param.numel() * min(1.0, _SAMPLE_SIZE / total)))
-        places = torch.randint(param.numel(), (count,), generator=generator)
-        places = places.to(param.device)
-        gradient = param.grad
-        assert gradient is not None  # noqa: S101 -- or it were not among them
-        places = places[gradient.reshape(-1)[places] != 0]
-        samples.append((param, places, param.detach().reshape(-1)[places].clone()))
-    return samples
+    for loss in counter.last:
+        low = any(formats.is_low(p.dtype) for p in groups[loss.group]["params"])
+        if low and loss.share is not None:
+            lost_updates.append(LostUpdates(loss.step, loss.group, loss.share))
