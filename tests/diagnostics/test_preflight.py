@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
-from halfstep.diagnostics.preflight.module_ranges import Hidden, first_hidden
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
 
@@ -146,7 +145,7 @@ def test_swamped_updates(level: str, master: str) -> None:
             assert lost is None
             assert not found
             continue
-        true = share_lost(model, rate, 2)
+        true = share_lost(model, rate, 1 + len(report.facts.ratios))
         assert lost == pytest.approx(true, abs=0.02)
         assert bool(found) == (lost > 0.05)
         shown = dict(report.tables()[0].rows)["updates rounded away"]
@@ -219,11 +218,12 @@ def test_forward_overflow_and_its_cure(level: str) -> None:
     report = checked(model, level, "fp16")
     fault = report.facts.fault
     assert fault is not None
-    assert (fault.phase, fault.module, fault.kind) == ("forward", "loud", "Linear")
-    assert fault.reaches > 65504
+    # At O2 the weight itself is beyond fp16.
+    phase = "weight" if level == "O2" else "forward"
+    assert (fault.phase, fault.module, fault.kind) == (phase, "loud", "Linear")
     assert report.verdict.startswith("keep these modules in float32: module:loud=fp32")
-    assert report.findings[0].rule == "overflow forward"
-    assert "loud (Linear)" in str(report)
+    assert report.findings[0].rule == "overflow"
+    assert "loud (linear)" in str(report)
     assert report.facts.gradients is not None
     assert report.facts.gradients.cosine > 0.99
     # As advised, the same model has nothing to be found.
@@ -268,10 +268,9 @@ def test_an_inf_that_a_division_hides(level: str) -> None:
     fault = report.facts.fault
     assert fault is not None
     assert (fault.module, fault.kind, fault.op) == ("norm", "Rms", "mul")
-    assert fault.reaches > 65504
     worst = report.findings[0]
-    assert (worst.severity, worst.rule) == ("error", "overflow forward")
-    assert "its mul makes inf or NaN, and a later operation hides it" in str(worst)
+    assert (worst.severity, worst.rule) == ("error", "overflow")
+    assert "float16 holds 65504; in float32 the result is finite" in str(worst)
     assert report.verdict.startswith("keep these modules in float32: module:norm=fp32")
     mended = checked(Normed(3000.0), level, "fp16", policy=report.facts.policy)
     assert mended.verdict == "good"
@@ -303,31 +302,8 @@ def test_an_inf_that_shows_later_elsewhere() -> None:
     assert report.verdict.startswith("keep these modules in float32: module:1=fp32")
 
 
-def test_an_inf_that_does_no_harm() -> None:
-    """Law: 1 / (1 + y) is right with y = inf, or nearly: named, and no more."""
-
-    class Gate(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            """Compute."""
-            square = (16 * x) * (16 * x)
-            return 1 / (1 + square * square)
-
-    class Gated(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            """Compute."""
-            return self.head(self.gate(self.inner(x)))  # type: ignore[no-any-return]
-
-    model = Gated()
-    model.gate = Gate()
-    report = checked(model, "O2", "fp16")
-    (found,) = [one for one in report.findings if one.rule == "overflow forward"]
-    assert found.severity == "note"
-    assert found.where == "gate (Gate)"
-    assert report.good
-
-
 def test_a_mask_is_not_a_hidden_inf() -> None:
-    """Law: -inf that a softmax takes, and memory not yet written, are no faults."""
+    """Law: -inf that a softmax takes is no fault."""
 
     class Masked(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -337,21 +313,15 @@ def test_a_mask_is_not_a_hidden_inf() -> None:
             mask[:, :3] = -1e9
             return self.head((hidden + mask.to(hidden.dtype)).softmax(-1))  # type: ignore[no-any-return]
 
-    right = {("a", "add", 0): -1e9}
-    assert first_hidden({("a", "add", 0): -math.inf}, right) is None
     fault = checked(Masked(), "O2", "fp16").facts.fault
     assert fault is None or fault.phase == "backward"
-    low = {("a", "mul", 0): math.inf, ("a", "div", 0): math.nan}
-    assert first_hidden(low, low) is None  # as in fp32
-    told = first_hidden(low, {("a", "mul", 0): 7e4, ("a", "div", 0): 1.0})
-    assert told == Hidden("a", "mul", 7e4)
 
 
 def test_no_rule_mends_it() -> None:
     """Law: where no rule on modules helps, the verdict says so, and names bf16."""
     report = checked(Net(LOUD), "O3", "fp16")
     assert report.verdict == (
-        "fails: loud (Linear) overflows fp16 and no rule on modules fixes it"
+        "fails: loud (linear) overflows fp16 and no rule on modules fixes it"
     )
     assert "train in bf16" in report.findings[0].advice
     assert not report.facts.rules
@@ -373,7 +343,8 @@ def test_a_rule_around_the_module() -> None:
     report = checked(Outer(), "O3", "fp16")
     assert report.facts.fault is not None
     assert report.facts.fault.module == "block.loud"
-    assert report.facts.rules == ("module:block.loud=fp32", "module:block=fp32")
+    first, *_, last = report.facts.rules
+    assert (first, last) == ("module:block.loud=fp32", "module:block=fp32")
     mended = checked(Outer(), "O3", "fp16", policy=report.facts.policy)
     assert mended.verdict == "good"
 

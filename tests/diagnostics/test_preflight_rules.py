@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from halfstep.diagnostics.doctor import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
 from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
-from halfstep.diagnostics.preflight.measurements import Cost, Facts, Fault, ScalePoint
+from halfstep.diagnostics.preflight.measurements import Cost, Facts, ScalePoint
 from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,
     findings,
@@ -21,7 +20,8 @@ from halfstep.diagnostics.preflight.rules import (
     spread,
     verdict,
 )
-from halfstep.diagnostics.preflight.step_cost import Steps, more_ratios
+from halfstep.diagnostics.preflight.step_cost import rounds
+from halfstep.nonfinite.origin import BadOp
 from halfstep.scaling import ScaleRule
 
 
@@ -50,16 +50,36 @@ GOOD = Facts(
     noise=likeness(0.5),
     noise_layers=(likeness(0.5, "a"),),
 )
-FAULT = Fault("forward", "a.b", "Linear", 1e5, 2.0**16)
 
 
-def cost(seconds: float, size: int) -> Cost:
-    """Return what a level takes."""
-    return Cost(seconds, {"weights": size})
+def overflow(phase: str = "forward", **changed: Any) -> BadOp:
+    """Return an overflow, of a forward pass if nothing else is said."""
+    fields = {
+        "module": "a.b",
+        "op": "linear",
+        "scale": 2.0**16,
+        "nonfinite_kind": "inf",
+        "cause": f"{phase} range",
+        "evidence": "inputs reach 1e+05",
+        "advice": "Keep it.",
+        "reproduced": True,
+    }
+    return BadOp(phase=phase, **fields | changed)
 
 
-SLOW: dict[str, Any] = {"cost_fp32": cost(1.0, 100), "cost": cost(2.0, 100)}
-HIDDEN = Fault("forward", "a.b", "Rms", 1e5, 2.0**16, "mul")
+FAULT = overflow()
+
+
+def timed(speed_up: float, size: int = 100, size_fp32: int = 100) -> dict[str, Any]:
+    """Return what a level takes, and fp32, in rounds that are all alike."""
+    return {
+        "cost_fp32": Cost(1.0, {"weights": size_fp32}),
+        "cost": Cost(1.0 / speed_up, {"weights": size}),
+        "ratios": (speed_up,) * 11,
+    }
+
+
+SLOW = timed(0.5)
 
 CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "good"),
@@ -67,7 +87,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"scale": 2.0**10, "safe_scale": 2.0**10}, "good with a loss scale of 1024"),
     ({"scale": 2.0**40, "safe_scale": 2.0**40}, "good with a loss scale of 2**40"),
     (
-        {"fault": FAULT, "rules": ("module:a.b=fp32",), "cured": True},
+        {"fault": FAULT, "rules": ("module:a.b=fp32",)},
         "keep these modules in float32: module:a.b=fp32",
     ),
     (
@@ -84,7 +104,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"fault": FAULT, "gradients": None},
-        "fails: a.b (Linear) overflows fp16 and no rule on modules fixes it",
+        "fails: a.b (linear) overflows fp16 and no rule on modules fixes it",
     ),
     ({"finite_fp32": False}, "fails: loss or gradients are not finite in fp32 either"),
     (
@@ -114,26 +134,26 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "fails: gradients differ from fp32's: cosine 0.98000",
     ),
     (
-        {"cost_fp32": cost(1.0, 100), "cost": cost(1.0, 95)},
+        timed(1, 95),
         "not worth it: 1.00 times the speed of fp32, 5% less memory",
     ),
     (
-        {"cost_fp32": cost(1.0, 100), "cost": cost(1.0, 104)},
+        timed(1, 104),
         "not worth it: 1.00 times the speed of fp32, 4% more memory",
     ),
     (
-        {"cost_fp32": cost(1.0, 1000), "cost": cost(1.0, 1001)},
+        timed(1, 1001, 1000),
         "not worth it: 1.00 times the speed of fp32, as much memory",
     ),
-    ({"cost_fp32": cost(1.0, 100), "cost": cost(0.9, 100)}, "good"),
-    ({"cost_fp32": cost(1.0, 100), "cost": cost(1.2, 80)}, "good"),
+    (timed(1.11, 100), "good"),
+    (timed(0.833, 80), "good"),
     (
-        {"cost_fp32": cost(1.0, 100), "cost": cost(2.0, 50)},
+        timed(0.5, 50),
         "not worth it: 0.50 times the speed of fp32, 50% less memory",
     ),
     # Numbers before costs: an overflow is never hidden behind them.
     (
-        SLOW | {"fault": FAULT, "rules": ("module:a.b=fp32",), "cured": True},
+        SLOW | {"fault": FAULT, "rules": ("module:a.b=fp32",)},
         (
             "keep these modules in float32: module:a.b=fp32; not worth it: 0.50 times "
             "the speed of fp32, as much memory"
@@ -148,11 +168,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         SLOW | {"fault": FAULT, "gradients": None},
-        "fails: a.b (Linear) overflows fp16 and no rule on modules fixes it",
+        "fails: a.b (linear) overflows fp16 and no rule on modules fixes it",
     ),
     (
-        {"fault": HIDDEN, "gradients": likeness(0.1), "noise": None},
-        "fails: a.b (Rms) overflows fp16 and no rule on modules fixes it",
+        {"fault": FAULT, "gradients": likeness(0.1), "noise": None},
+        "fails: a.b (linear) overflows fp16 and no rule on modules fixes it",
     ),
     # Of 11 rounds the slowest and the fastest are the spread; of fewer, half as much.
     (SLOW | {"ratios": (1.06,) * 11}, "good"),
@@ -222,20 +242,13 @@ def verdicts(true: float, load: float) -> set[str]:
     for seed in range(200):
         draw = random.Random(seed)  # noqa: S311 -- no secret
 
-        def step(seconds: float, draw: random.Random = draw) -> Any:
-            def taken(*_: object) -> float:
-                return seconds * math.exp(draw.gauss(0.0, load))
+        def step(seconds: float, draw: random.Random = draw) -> float:
+            return seconds * math.exp(draw.gauss(0.0, load))
 
-            return SimpleNamespace(step=taken)
-
-        plain, low = step(true), step(1.0)
-        trials: Any = SimpleNamespace(fp32_copy=plain, loss_fn=None)
-        first = [plain.step() / low.step() for _ in range(5)]
-        made = Steps(cost(true, 100), cost(1.0, 100), tuple(first), None)
-        facts = replace(GOOD, cost_fp32=made.fp32, cost=made.low)
-        ratios = more_ratios(trials, low, made)
+        times = rounds(lambda step=step: (step(true), step(1.0)), 5)  # type: ignore[misc]
+        ratios = tuple(plain / low for plain, low in times)
         assert len(ratios) <= 20
-        said.add(rules.cost(replace(facts, ratios=ratios))[0])
+        said.add(rules.cost(replace(GOOD, **timed(true) | {"ratios": ratios}))[0])
     return said
 
 
@@ -279,26 +292,27 @@ def test_words_of_findings() -> None:
     """Law: a finding names place, number, limit and what to do."""
     kept = ("module:a.b=fp32",)
     policy = "lean + module:a.b=fp32"
-    told = found(fault=FAULT, rules=kept, cured=True, policy=policy)
-    assert told["overflow forward"] == (
-        "a.b (Linear): makes inf or NaN at loss scale 65536; in fp32 its output "
-        "reaches 1e+05 (fp16 holds 65504). Keep in float32: module:a.b=fp32 "
-        "(policy='lean + module:a.b=fp32'); or train in bf16."
+    told = found(fault=FAULT, rules=kept, policy=policy)
+    assert told["overflow"] == (
+        "a.b (linear): inf at loss scale 65536: inputs reach 1e+05 (fp16 holds 65504). "
+        "Keep in float32: module:a.b=fp32 (policy='lean + module:a.b=fp32'); or train "
+        "in bf16."
     )
-    fault = Fault("backward", "a", "Linear", 3e5, 2.0**16)
+    fault = overflow("backward", normal=True)
     told = found(fault=fault, default_finite=False, safe_scale=2.0**12, scale=2.0**12)
     assert told == {
-        "loss scale": "a (Linear): gradients overflow at the default loss scale 65536; "
-        "4096 is safe (fp16 holds 65504). Use loss_scale='measured', or begin at 4096. "
-        "A dynamic scale skips about 4 steps on its way there."
+        "loss scale": "a.b (linear): gradients overflow at the default loss scale "
+        "65536; 4096 is safe (fp16 holds 65504). Use loss_scale='measured', or begin "
+        "at 4096. A dynamic scale skips about 4 steps on its way there."
     }
     low = found(default_finite=False, safe_scale=0.25, scale=0.25)["loss scale"]
     assert low.endswith("Use loss_scale=2**-2, or bf16.")
-    fault = Fault("backward", "loss", "", math.nan, 1.0)
+    fault = overflow("backward", module="loss", op="", scale=1.0)
     told = found(fault=fault, default_finite=False, safe_scale=0.25, scale=0.25)
-    assert told["overflow backward"] == (
-        "loss: makes inf or NaN in its backward pass at loss scale 1 (fp16 holds "
-        "65504). Only a loss scale below 1 fixes it, such as 2**-2; or train in bf16."
+    assert told["overflow"] == (
+        "loss: inf in its backward pass at loss scale 1: inputs reach 1e+05 (fp16 "
+        "holds 65504). Only a loss scale below 1 fixes it, such as 2**-2; or train in "
+        "bf16."
     )
     lost = (ScalePoint(2.0**16, 0.4, 0, 9), ScalePoint(2.0**24, 0.001, 0, 1))
     told = found(curve=lost, safe_scale=2.0**24, scale=2.0**24)

@@ -11,6 +11,7 @@ from halfstep.numerics import formats
 
 if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
+    from halfstep.nonfinite.origin import BadOp
 
 
 @dataclass(frozen=True)
@@ -41,36 +42,11 @@ class ScalePoint:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """The first inf or NaN of a pass that is finite in fp32."""
-
-    phase: str
-    """"forward" or "backward"."""
-    module: str
-    """Path; "" is the model's own code, "loss" comes after the model."""
-    kind: str
-    """Class name; "" of the loss."""
-    reaches: float
-    """Largest number in fp32 there: forward of the output, backward of gradients."""
-    scale: float
-    """Of the loss in that pass."""
-    op: str = ""
-    """The operation, where a later one hides what it made; then `reaches` is of it."""
-
-    @property
-    def where(self) -> str:
-        """Name the place."""
-        if not self.kind:
-            return self.module
-        return f"{self.module or 'model'} ({self.kind})"
-
-
-@dataclass(frozen=True)
 class Cost:
     """What training at one level takes."""
 
-    seconds: float | None
-    """Median of a whole training step; None where it was not timed."""
+    seconds: float
+    """Median of a whole training step."""
     memory: dict[str, int]
     """Bytes of weights, gradients, masters, moments, and of what the forward pass
     saves for the backward pass."""
@@ -105,12 +81,10 @@ class Facts:
     loss: float | None = None
     failed: str = ""
     """What the level's pass raised."""
-    fault: Fault | None = None
-    """The first overflow at the default loss scale, before any rule."""
+    fault: BadOp | None = None
+    """What made the first inf or NaN at the default loss scale, before any rule."""
     rules: tuple[str, ...] = ()
-    """Rules added because of it."""
-    cured: bool = False
-    """With them a pass was finite."""
+    """Rules added because of it, with which a pass was finite."""
     default_scale: float = 1.0
     default_finite: bool = True
     """Gradients are finite at it."""
@@ -177,12 +151,7 @@ class Facts:
     @property
     def speed_up(self) -> float | None:
         """Return fp32's seconds over the level's; of several rounds, the median."""
-        if self.ratios:
-            return statistics.median(self.ratios)
-        one, other = self.cost_fp32, self.cost
-        if one is None or other is None or one.seconds is None or not other.seconds:
-            return None
-        return one.seconds / other.seconds
+        return statistics.median(self.ratios) if self.ratios else None
 
     @property
     def memory_saved(self) -> float | None:

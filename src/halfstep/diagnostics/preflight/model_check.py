@@ -14,17 +14,18 @@ import torch
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.preflight import gradient_similarity
 from halfstep.diagnostics.preflight.measurements import Facts, Range, ScalePoint
-from halfstep.diagnostics.preflight.model_copy import BufferSnapshot, ModelCopy
+from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
 from halfstep.diagnostics.preflight.rules import FLUSH_WARN, findings, verdict
-from halfstep.diagnostics.preflight.scale_search import ScaleSearch
-from halfstep.diagnostics.preflight.step_cost import StepError, more_ratios, time_steps
+from halfstep.diagnostics.preflight.scale_search import NOT_TIMED, ScaleSearch
+from halfstep.diagnostics.preflight.step_cost import StepError, time_steps
 from halfstep.diagnostics.preflight.validation import (
     check_arguments,
     check_model,
     check_words,
     empty,
 )
+from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
 from halfstep.machine.recommendation import Choice, resolve
 from halfstep.numerics.exponents import (
     flushed_share,
@@ -87,8 +88,8 @@ def check(
         steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 makes
             none, and then nothing is said of speed, memory and lost updates. Where
             they do not tell, up to four times as many; if these do not either, the
-            verdict says that it cannot tell. Where steps take long there are fewer, on
-            a part of the batch, and a note says so.
+            verdict says that it cannot tell. Where steps take long there are fewer, and
+            a note says so.
 
     Raises:
         UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
@@ -121,7 +122,7 @@ def check(
     words = "lean" if policy is None else policy
     rules = Policy.parse(words) if isinstance(words, str) else words
     state = RandomState([device])
-    buffers = BufferSnapshot(unwrapped)  # a rejected loss_fn may have changed them
+    snapshot = ModelSnapshot(unwrapped)  # a rejected loss_fn may have changed it
     try:
         make = partial(ModelCopy, unwrapped, optimizer, master=master, state=state)
         with _default_context(device):
@@ -131,7 +132,7 @@ def check(
             facts = _facts(search, rules, steps)
     finally:
         state.restore()
-        buffers.restore()
+        snapshot.restore()
     notes = (*facts.notes, *search.notes)
     none = [empty(one) for one in search.batches]
     if not (facts.finite_fp32 and facts.learns) and any(none):
@@ -170,7 +171,6 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     """Measure all that there is to be measured."""
     choice, plain = search.choice, search.fp32_copy
     right = search.fp32_passes
-    peaks, gradients = _peaks(right)
     scaled = choice.format == FP16
     seen = _histogram(right)
     unfit = next((n for n, one in enumerate(right) if not one.sound), None)
@@ -189,16 +189,13 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
         default_scale=search.default,
         scale=search.default,
         curve=_curve(seen, [search.default, *_CURVE]) if scaled else (),
-        ranges=tuple(
-            Range(path, search.kinds[path], peak, gradients.get(path, math.nan))
-            for path, peak in peaks.items()
-        ),
+        ranges=_ranges(search),
         dropout_off=plain.device.type != "cpu",
     )
     if not (facts.finite_fp32 and facts.learns and choice.level.low):
         return facts
     trial, fault, rules = search.with_fp32_rules(policy)
-    facts = replace(facts, fault=fault, rules=rules, cured=bool(rules))
+    facts = replace(facts, fault=fault, rules=rules)
     if trial.failed or trial.model_copy is None:
         return replace(facts, failed=trial.failed)
     if scaled and trial.safe is not None:
@@ -216,21 +213,23 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     if used is None:
         return facts
     facts = _compared(replace(facts, scale=used.scale), search, used)
-    if not steps:
+    if steps and trial.model_copy.emulates_fp16:
+        search.notes.append(NOT_TIMED)
+    if not steps or trial.model_copy.emulates_fp16:
         return facts
     try:
-        step_costs = time_steps(search, trial.model_copy, used, steps)
-        facts = replace(
-            facts,
-            cost_fp32=step_costs.fp32,
-            cost=step_costs.low,
-            weights_finite=search.fp32_copy.weights_finite()
-            <= trial.model_copy.weights_finite(),
-            lost=trial.model_copy.lost_share(),
-        )
-        return replace(facts, ratios=more_ratios(search, trial.model_copy, step_costs))
+        fp32, low, ratios = time_steps(search, trial.model_copy, used, steps)
     except StepError as error:
         return replace(facts, failed=str(error))
+    return replace(
+        facts,
+        cost_fp32=fp32,
+        cost=low,
+        ratios=ratios,
+        weights_finite=search.fp32_copy.weights_finite()
+        <= trial.model_copy.weights_finite(),
+        lost=trial.model_copy.lost_share(),
+    )
 
 
 def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
@@ -298,15 +297,15 @@ def _curve(
     return tuple(points)
 
 
-def _peaks(passes: Sequence[Pass]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the largest outputs and gradients of each module, of several passes."""
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    for one in passes:
-        for peaks, seen in (
-            (forward, one.trace.peaks()),
-            (backward, one.trace.gradient_peaks()),
-        ):
-            for path, peak in seen.items():
-                peaks[path] = max(peaks.get(path, 0.0), peak)
-    return forward, backward
+def _ranges(search: ScaleSearch) -> tuple[Range, ...]:
+    """Return how large outputs and gradients of each module get in fp32."""
+    peaks: dict[str, float] = {}
+    for one in search.fp32_passes:
+        for name, peak in one.peaks.items():
+            peaks[name] = max(peaks.get(name, 0.0), peak)
+    named = [(path, kind, path or "model") for path, kind in search.kinds.items()]
+    return tuple(
+        Range(path, kind, peak, peaks.get(f"{name}:grad", math.nan))
+        for path, kind, name in named
+        if (peak := peaks.get(f"{name}:output")) is not None
+    )

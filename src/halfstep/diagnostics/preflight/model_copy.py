@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting.convert_model import allow_overflow
-from halfstep.diagnostics.preflight.module_ranges import Boundaries, Trace
 from halfstep.diagnostics.preflight.saved_tensors import GradientExponents, SavedBytes
 from halfstep.diagnostics.preflight.validation import check_gradients, check_loss
+from halfstep.diagnostics.probe.hooks import Hooks
+from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
+from halfstep.diagnostics.replay.search import find_nonfinite, find_overflow
 from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.machine import recommendation as choosing
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from halfstep._torch.rng_state import RandomState
     from halfstep.machine.recommendation import Choice
+    from halfstep.nonfinite.origin import BadOp
     from halfstep.policy.rules import Policy
 
 LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
@@ -51,51 +54,25 @@ class Pass:
     scale: float
     gradients: dict[str, Tensor]
     """Of parameters, by name: fp32, unscaled, dense."""
-    bad: tuple[str, ...]
-    """Names of those that hold inf or NaN."""
-    trace: Trace
+    gradients_finite: bool
+    peaks: dict[str, float]
+    """Largest finite magnitudes by a probe's names; empty where none was attached."""
     histogram: Tensor
     """Exponents of unscaled gradients in the copy's format (`numerics.exponents`), of
     activations and of weights as they arrive; zeros where they were not counted.
     int64, shape (BINS,), on the CPU."""
     saved_bytes: int
     """What the forward pass kept for the backward pass, weights and buffers apart."""
-    seconds: float
-    """It took, with all that was measured."""
 
     @property
     def finite(self) -> bool:
         """Neither gradients of parameters nor those that made them hold inf or NaN."""
-        return not self.bad and not int(self.histogram[-1])
+        return self.gradients_finite and not int(self.histogram[-1])
 
     @property
     def sound(self) -> bool:
         """Neither the loss is inf or NaN, nor any of these."""
         return self.finite and math.isfinite(self.loss)
-
-
-class BufferSnapshot:
-    """The buffers of a model, as they were when this was made.
-
-    By name, not as tensors alone: a module may put another tensor in the place of one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._saved = [
-            (module, name, buffer, None if buffer is None else buffer.clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()  # noqa: SLF001 -- None too
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back: the same tensors, with the same values."""
-        for module, name, buffer, value in self._saved:
-            if module._buffers.get(name) is not buffer:  # noqa: SLF001
-                module._buffers[name] = buffer  # noqa: SLF001
-            if buffer is None or value is None or torch.equal(buffer, value):
-                continue
-            buffer.copy_(value)
 
 
 class ModelCopy:
@@ -160,7 +137,7 @@ class ModelCopy:
                 master=master if choice.level.masters else "fp32",
             )
         self._counts_rounding = lossy
-        self._buffers = BufferSnapshot(model_copy)
+        self._snapshot = ModelSnapshot(model_copy)
 
     @property
     def model(self) -> nn.Module:
@@ -175,6 +152,7 @@ class ModelCopy:
         *,
         others: frozenset[int] = frozenset(),
         counted: bool = True,
+        probed: bool = False,
     ) -> Pass:
         """Run a batch forward and backward; weights stay.
 
@@ -184,19 +162,19 @@ class ModelCopy:
             scale: Of the loss, a power of two.
             others: Ids of parameters that no loss may depend on.
             counted: Count exponents, which takes about as long as the pass.
+            probed: Attach the hooks of a probe, for the ranges of modules.
 
         Raises:
             UserError: If the loss is none that can be trained with.
         """
         self.begin(scale)
-        began = time.perf_counter()
         session, saved = self.session, SavedBytes(self.model)
         exponents = GradientExponents(self._low if counted else None)
-        with self._products(), Boundaries(self.model) as boundaries:
+        peaks: dict[str, float] = {}
+        with self._products(), _reading_peaks(self.model, peaks, on=probed):
             with session.autocast(), saved.counting():
                 loss = loss_fn(session.model, batch)
                 check_loss(loss, others)
-            boundaries.end_forward()
             with exponents.over(loss):
                 session.backward(loss)
         gradients = self._gradients(scale, exponents)
@@ -207,12 +185,29 @@ class ModelCopy:
             loss.detach().double().item(),
             scale,
             gradients,
-            _not_finite(gradients),
-            boundaries.trace(),
+            all(bool(torch.isfinite(one).all()) for one in gradients.values()),
+            peaks,
             unscale_histogram(exponents.total(), power),
             saved.bytes,
-            time.perf_counter() - began,
         )
+
+    def find_nonfinite(
+        self, loss_fn: LossFn, batch: object, scale: float
+    ) -> BadOp | None:
+        """Return what makes inf or NaN of a batch: an overflow before what shows it.
+
+        The inf of x * x comes first, though only the NaN of inf / inf reaches the loss.
+        """
+        self.begin(scale)
+
+        def step() -> Tensor:
+            with self.session.autocast():
+                return loss_fn(self.session.model, batch)
+
+        with self._products():
+            return find_overflow(self.model, step, scale) or find_nonfinite(
+                self.model, step, scale=scale
+            )
 
     def _products(self) -> contextlib.AbstractContextManager[object]:
         """Return a region in which fp16 takes no minutes where a CPU has none."""
@@ -238,7 +233,7 @@ class ModelCopy:
     def begin(self, scale: float) -> None:
         """Put random state and buffers back, and set the scale."""
         self._random.restore()
-        self._buffers.restore()
+        self._snapshot.restore()
         scaler = self.session.scaler
         power = torch.full_like(scaler.state.scale, min(max(scale, _ANY[0]), _ANY[1]))
         scaler.state = replace(scaler.state, scale=power)
@@ -300,14 +295,6 @@ class ModelCopy:
             torch.cuda.synchronize(self.device)
 
 
-def _not_finite(gradients: dict[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of gradients with inf or NaN; waits for the device once."""
-    good = torch.stack([torch.isfinite(one).all().cpu() for one in gradients.values()])
-    return tuple(
-        name for name, fine in zip(gradients, good.tolist(), strict=True) if not fine
-    )
-
-
 def _copied(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -342,6 +329,24 @@ def _disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             module.dropout = 0.0
+
+
+@contextlib.contextmanager
+def _reading_peaks(
+    model: nn.Module, peaks: dict[str, float], *, on: bool
+) -> Iterator[None]:
+    """Read the largest magnitudes of outputs and gradients, by a probe's names."""
+    if not on:
+        yield
+        return
+    hooks = Hooks(model, (), full=True)
+    try:
+        yield
+    finally:
+        hooks.detach()
+    for (number, _), counts in hooks.records.stats.items():
+        name = hooks.names[number]
+        peaks[name] = max(peaks.get(name, 0.0), counts.extremes[0].item())
 
 
 @contextlib.contextmanager

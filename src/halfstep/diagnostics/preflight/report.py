@@ -119,11 +119,9 @@ def _summary(report: CheckReport) -> Table:
 
 
 def _speed(facts: Facts) -> str:
-    text = f"{facts.speed_up:.2f} times that of fp32"
-    if facts.ratios:
-        low, high = spread(facts.ratios)
-        text += f", between {low:.2f} and {high:.2f} in {len(facts.ratios)} rounds"
-    return text
+    low, high = spread(facts.ratios)
+    text = f"{facts.speed_up:.2f} times that of fp32, between {low:.2f} and {high:.2f}"
+    return f"{text} in {len(facts.ratios)} rounds"
 
 
 def _layers(facts: Facts) -> Table:
@@ -209,8 +207,7 @@ def _costs(facts: Facts) -> Table:
 
 def _cost(name: str, cost: Cost) -> tuple[Cell, ...]:
     megabytes = [size / 1e6 for size in cost.memory.values()]
-    milliseconds = None if cost.seconds is None else cost.seconds * 1e3
-    return (name, milliseconds, *megabytes, cost.bytes / 1e6)
+    return (name, cost.seconds * 1e3, *megabytes, cost.bytes / 1e6)
 
 
 def _findings(findings: tuple[Finding, ...]) -> Table:

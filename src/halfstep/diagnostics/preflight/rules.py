@@ -113,7 +113,7 @@ def cost(facts: Facts) -> tuple[str, str]:
     faster, saved = facts.speed_up, facts.memory_saved
     if faster is None or saved is None:
         return "", ""
-    low, high = spread(facts.ratios) if facts.ratios else (faster, faster)
+    low, high = spread(facts.ratios)
     lean = saved >= WORTH_MEMORY
     worth = [f >= WORTH_TIME or (lean and f >= TIME_FOR_MEMORY) for f in (low, high)]
     less = f"{saved:.0%} less" if saved > 0 else f"{-saved:.0%} more"
@@ -177,39 +177,31 @@ def level(facts: Facts) -> Iterator[Observation]:
         yield Observation(facts.words, facts.failed, advice, weight=1.0)
 
 
-def _overflow(facts: Facts, phase: str) -> Iterator[Observation]:
-    fault = facts.fault
-    if fault is None or fault.phase != phase:
-        return
-    backward = phase == "backward"
-    if backward and facts.safe_scale is not None and facts.safe_scale >= 1:
+@RULES.add("the format")
+def overflow(facts: Facts) -> Iterator[Observation]:
+    """The first inf or NaN of a pass that is finite in fp32."""
+    bad = facts.fault
+    if bad is None or (bad.normal and facts.safe_scale and facts.safe_scale >= 1):
         return  # a lower scale is the cure, and `loss_scale` says so
-    what = "the gradients of its output reach" if backward else "its output reaches"
-    effect = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
-    seen = f"{effect} at loss scale {power(fault.scale)}"
-    if fault.op:
-        seen = f"its {fault.op} makes inf or NaN, and a later operation hides it, as "
-        seen += "1 / inf is 0"
-        what = "it reaches"
-    if not math.isnan(fault.reaches):  # not known of gradients of a loss
-        seen += f"; in fp32 {what} {fault.reaches:.2g}"
     wrong = not facts.finite or bool(facts.rules) or gradients_differ(facts)
-    # A sigmoid by hand, 1 / (1 + exp(-x)), is right although exp(-x) is inf.
-    severity: Severity = "error" if wrong else "note" if fault.op else "warning"
+    passed = " in its backward pass" if bad.phase == "backward" else ""
+    measured = f"{bad.nonfinite_kind or 'inf or NaN'}{passed} at loss scale "
+    measured += f"{power(bad.scale)}: {bad.evidence}"
     advice = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
-    if not backward and not wrong:
-        advice = "Loss and gradients are like fp32's all the same; to be sure, keep "
-        advice += "it in float32."
-    if backward and facts.finite and facts.safe_scale is not None:
-        scale = power(facts.safe_scale)
-        advice = f"Only a loss scale below 1 fixes it, such as {scale}; or train in "
-        advice += "bf16."
-    if facts.cured:
+    if facts.rules:
         rules = ", ".join(facts.rules)
         advice = f"Keep in float32: {rules} (policy={facts.policy!r}); or train in bf16"
         advice += "."
+    elif passed and facts.finite and facts.safe_scale is not None:
+        scale = power(facts.safe_scale)
+        advice = f"Only a loss scale below 1 fixes it, such as {scale}; or train in "
+        advice += "bf16."
+    elif not wrong:
+        advice = "Loss and gradients are like fp32's all the same; to be sure, keep "
+        advice += "it in float32."
+    severity: Severity = "error" if wrong else "warning"
     limit = _format_limit(facts)
-    yield Observation(fault.where, seen, advice, None, 1.0, severity, limit)
+    yield Observation(bad.place, measured, advice, None, 1.0, severity, limit)
 
 
 def _format_limit(facts: Facts) -> str:
@@ -217,25 +209,12 @@ def _format_limit(facts: Facts) -> str:
 
 
 @RULES.add("the format")
-def overflow_forward(facts: Facts) -> Iterator[Observation]:
-    """The first output beyond the format's range."""
-    return _overflow(facts, "forward")
-
-
-@RULES.add("the format")
-def overflow_backward(facts: Facts) -> Iterator[Observation]:
-    """The first gradient beyond the format's range."""
-    return _overflow(facts, "backward")
-
-
-@RULES.add("the format")
 def loss_scale(facts: Facts) -> Iterator[Observation]:
     """Gradients are finite at the default loss scale."""
     if facts.safe_scale is None or facts.default_finite:
         return
-    fault = facts.fault
-    in_backward = fault is not None and fault.phase == "backward"
-    where = fault.where if fault is not None and in_backward else "gradients"
+    bad = facts.fault
+    where = "gradients" if bad is None or bad.phase != "backward" else bad.place
     advice = _how(facts.safe_scale)
     if facts.safe_scale >= DYNAMIC[0]:
         steps = round(math.log2(facts.default_scale / facts.safe_scale))
@@ -410,7 +389,7 @@ def _failure(facts: Facts) -> str:
         return ""
     if facts.failed:
         return f"{facts.words} raises {facts.failed}"
-    where = facts.fault.where if facts.fault else "the gradients"
+    where = facts.fault.place if facts.fault else "the gradients"
     overflows = f"{where} overflows {facts.dtype} and no rule on modules fixes it"
     if not facts.finite:
         return overflows
@@ -420,7 +399,7 @@ def _failure(facts: Facts) -> str:
 def _numeric_failure(facts: Facts, overflows: str) -> str:
     """Return the same of a level whose passes are finite."""
     if gradients_differ(facts):
-        if facts.fault is not None and facts.fault.op and not facts.rules:
+        if facts.fault is not None and not facts.fault.normal and not facts.rules:
             return overflows
         return f"gradients differ from fp32's: cosine {cosine(facts.gradients)}"
     if facts.weight_nan_warning:

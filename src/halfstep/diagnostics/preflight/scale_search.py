@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfstep.diagnostics.preflight import gradient_similarity
-from halfstep.diagnostics.preflight.measurements import Fault
-from halfstep.diagnostics.preflight.module_ranges import (
-    LOSS,
-    OpPeaks,
-    first_backward,
-    first_forward,
-    first_hidden,
-)
 from halfstep.diagnostics.preflight.rules import COSINE_WARN
 from halfstep.diagnostics.preflight.validation import misplaced, raised
 from halfstep.errors import UserError
@@ -34,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy, Pass
+    from halfstep.nonfinite.origin import BadOp
 
 DEFAULT_SCALE = ScaleRule().init_scale
 """Where a dynamic loss scale begins."""
@@ -46,9 +39,9 @@ _COMPARED = 2
 _FIX_ADVICE = "No level was tried: fix it, the model or the batch."
 _WIDENED = (
     "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
-    "products does: this CPU has none, and takes many times as long; steps are timed "
-    "with its own"
+    "products does: this CPU has none, and takes many times as long"
 )
+NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 products"
 _MAX_ERROR_CHARS = 200  # of an error message
 
 
@@ -155,6 +148,7 @@ class ScaleSearch:
             scale,
             others=self._others,
             counted=self._scaled,
+            probed=model_copy is self.fp32_copy,
         )
         # Those of the first two are compared; others would only fill memory.
         return one if number < _COMPARED else replace(one, gradients={})
@@ -181,7 +175,7 @@ class ScaleSearch:
 
     def with_fp32_rules(
         self, policy: Policy
-    ) -> tuple[ScaleTrial, Fault | None, tuple[str, ...]]:
+    ) -> tuple[ScaleTrial, BadOp | None, tuple[str, ...]]:
         """Return a trial that is finite, if rules on modules can make one.
 
         Args:
@@ -192,14 +186,15 @@ class ScaleSearch:
             rules do not fix it, the trial before any of them.
         """
         first = trial = self._trial(policy)
-        begun: Fault | None = None
+        begun: BadOp | None = None
         rules: list[str] = []
         while trial.model_copy is not None:
             fault, harm = self._fault(trial)
             begun = begun or fault
             if fault is None or not harm:
                 return trial, begun, tuple(rules)
-            rule = _rule_for(fault, rules)
+            # The model's own code and the loss function are no modules of it.
+            rule = _rule_for(fault.module if fault.module in self.kinds else "", rules)
             if not rule or len(rules) == _RULES:
                 break
             rules.append(rule)
@@ -269,74 +264,19 @@ class ScaleSearch:
         safe = largest_safe_scale(seen, torch.float16, self.margin).item()
         return None if math.isnan(safe) else min(max(safe, _LOWEST), _HIGHEST)
 
-    def _fault(self, trial: ScaleTrial) -> tuple[Fault | None, bool]:
-        """Return the first inf or NaN of a trial, and whether it needs a rule."""
+    def _fault(self, trial: ScaleTrial) -> tuple[BadOp | None, bool]:
+        """Return what first made inf or NaN in a trial, and whether it needs a rule."""
         assert trial.model_copy is not None  # noqa: S101
-        pairs = list(zip(trial.passes, self.fp32_passes, strict=True))
-        wrong = [one for one, _ in pairs if not math.isfinite(one.loss)]
         enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
-        harm = bool(wrong) or not enough
-        for one, right in pairs:
-            place = first_forward(one.trace, right.trace)
-            if place is None and not math.isfinite(one.loss):
-                place = LOSS
-            if place is not None:
-                harm = harm or self._gradients_differ(trial)
-                hidden = self._hidden(trial)
-                # Where both name one module, how far its outputs reach says more.
-                if hidden is not None and hidden.module not in {place, LOSS}:
-                    return hidden, harm
-                return self._fault_at("forward", place, one, right), harm
-        hidden = self._hidden(trial) if enough else None
-        if hidden is not None:
-            return hidden, self._gradients_differ(trial)
-        if enough and trial.finite:
+        harm = not (enough and all(math.isfinite(one.loss) for one in trial.passes))
+        harm = harm or self._gradients_differ(trial)
+        if trial.finite and not harm:
             return None, False
-        passes = trial.passes
-        if not enough:
-            passes = self._passes(
-                trial.model_copy, 1.0
-            )  # where a rule would have to help
-        for one, right in zip(passes, self.fp32_passes, strict=True):
-            if not one.finite:
-                place = first_backward(one.trace, right.trace)
-                place = _of_parameters(one) if place is None else place
-                return self._fault_at("backward", place, one, right), harm
+        for one, batch in zip(trial.passes, self.batches, strict=True):
+            bad = trial.model_copy.find_nonfinite(self.loss_fn, batch, one.scale)
+            if bad is not None:
+                return bad, harm and not bad.normal
         return None, False
-
-    def _hidden(self, trial: ScaleTrial) -> Fault | None:
-        """Return the first inf or NaN that a later operation hides from modules.
-
-        Its passes are run again under a look at each operation, in fp16 alone: what
-        leaves the range of bf16 leaves that of fp32.
-        """
-        if trial.model_copy is None or not self._scaled:
-            return None
-        for number in range(len(self.batches)):
-            low, right = (
-                self._results(model_copy, number)
-                for model_copy in (trial.model_copy, self.fp32_copy)
-            )
-            hidden = first_hidden(low, right)
-            if hidden is not None:
-                kind = self.kinds.get(hidden.module, "")
-                where, scale = hidden.module, trial.passes[number].scale
-                return Fault("forward", where, kind, hidden.reaches, scale, hidden.op)
-        return None
-
-    def _results(
-        self, model_copy: ModelCopy, number: int
-    ) -> dict[tuple[str, str, int], float]:
-        """Return the largest result of each operation of a forward pass."""
-        seen: list[OpPeaks] = []
-
-        def watched(model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
-            with OpPeaks(model) as operations:
-                seen.append(operations)
-                return self.loss_fn(model, batch)
-
-        model_copy.run(watched, self.batches[number], counted=False)
-        return seen[0].results()
 
     def _gradients_differ(self, trial: ScaleTrial) -> bool:
         """Say whether gradients are finite, but far from fp32's."""
@@ -347,25 +287,9 @@ class ScaleSearch:
         overall, _ = gradient_similarity.compare(right, used.gradients, lambda _: "")
         return not overall.cosine >= COSINE_WARN  # NaN is none
 
-    def _fault_at(self, phase: str, place: str, one: Pass, right: Pass) -> Fault:
-        """Describe a fault, with how far numbers reach there in fp32."""
-        forward = phase == "forward"
-        crossings = right.trace.forward if forward else right.trace.backward
-        peaks = [
-            seen.peak
-            for seen in crossings
-            if seen.path == place and (seen.side == "output" or not forward)
-        ]
-        reaches = max(peaks, default=math.nan)
-        if place == LOSS:
-            reaches = right.loss if forward else math.nan
-        kind = self.kinds.get(place, "")
-        factor = 1.0 if forward else one.scale
-        return Fault(phase, place, kind, reaches * factor, one.scale)
 
-
-def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
-    """Return the rule that might fix a fault: on the module, or on one around it.
+def _rule_for(path: str, rules: Sequence[str]) -> str:
+    """Return the rule that might fix a fault in a module: on it, or on one around it.
 
     Why one around: where a module was kept in fp32 already, what it gives may still be
     cast to the format, as at levels without autocast.
@@ -373,7 +297,6 @@ def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
     Returns:
         "" where none is left.
     """
-    path = fault.module if fault.kind else ""
     while path and f"module:{path}=fp32" in rules:
         path = path.rpartition(".")[0]
     return f"module:{path}=fp32" if path else ""
@@ -381,11 +304,6 @@ def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _of_parameters(one: Pass) -> str:
-    """Return the module whose own gradient is the first that is not finite."""
-    return one.bad[-1].rpartition(".")[0] if one.bad else ""
 
 
 def line_of(error: Exception) -> str:

@@ -133,6 +133,8 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         """The forward pass has ended, and the loss is known."""
         self.sent: set[NonFiniteEvent] = set()
         """Events behind non-finite values that went to other processes."""
+        self.overflow: NonFiniteEvent | None = None
+        """The first event of the forward pass that is finite in fp32."""
         self._exchanged = False
         self._origins: dict[int, frozenset[NonFiniteEvent]] = {}
         """Storage -> events behind the non-finite values there."""
@@ -355,6 +357,10 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         event.domain_error = domains.find_domain_error(name, values, "forward")
         # Last: an operation in place writes to these arguments.
         event.fp32_result = tensor_facts.run_in_fp32(call.func, call.args, call.kwargs)
+        # A mask of -inf is meant.
+        overflows = (kinds.posinf or kinds.nan) and event.fp32_result[0] == "finite"
+        if self.overflow is None and node is None and overflows:
+            self.overflow = event
         leaves = _pytree.tree_leaves((call.args, call.kwargs))
         event.constant = any(type(v) is float and not math.isfinite(v) for v in leaves)
         event.is_intended = event.constant and name in _FILLS and not parents

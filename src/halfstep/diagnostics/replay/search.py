@@ -137,6 +137,23 @@ def find_nonfinite(
     return causes.bad_op(low.event or event, context)
 
 
+def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
+    """Return the first operation of a forward pass that overflows its dtype alone.
+
+    Also where a later operation hides that, as 1 / inf is 0; `find_nonfinite` reports
+    only what reaches the loss or a gradient.
+
+    Args:
+        model: As for `find_nonfinite`; so is `step`.
+        step: Of one micro-batch.
+        scale: Loss scale, for the report.
+    """
+    with restored_after(model, None) as snapshot:
+        event = _run(model, step, 1.0, snapshot).overflow
+    context = ReplayContext(None, scale, LossHistory())
+    return None if event is None else causes.bad_op(event, context)
+
+
 def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
     """Return the report of a step that failed, and was finite in two replays.
 
@@ -232,6 +249,8 @@ class _ReplayResult:
     part: int | None = None
     """Index of the micro-batch; None for all of them together."""
     gradients: Sequence[Tensor | None] = ()
+    overflow: NonFiniteEvent | None = None
+    """The first in the forward pass that is finite in fp32, wherever it went."""
 
     @property
     def has_failed(self) -> bool:
@@ -295,7 +314,10 @@ def _run(
         except Exception:
             if not tracer.rejected:
                 raise
-            return _ReplayResult(NonFiniteKinds(nan=True), _first(tracer.rejected))
+            event = _first(tracer.rejected)
+            return _ReplayResult(
+                NonFiniteKinds(nan=True), event, overflow=tracer.overflow
+            )
         results: list[Tensor | None] = [loss]
         if not any(map(tensor_facts.nonfinite_kinds, tensor_facts.floats(loss))):
             _check_graph(step, loss, trained)
@@ -313,6 +335,7 @@ def _run(
             tracer.boundary,
             num_ops=tracer.num_ops,
             gradients=grads,
+            overflow=tracer.overflow,
         )
 
 
