@@ -332,16 +332,3 @@ def _batches() -> Iterator[int]:
 def test_a_generator_of_batches() -> None:
     """Law: batches may come from anything that can be gone through."""
     assert profile(lambda number: torch.ones(number + 1), batches=_batches()).rows
-
-
-def test_each_pause_is_the_shortest_of_its_kind() -> None:
-    """Law: what disturbs one step here and another there is in neither's Python."""
-    first, second = timeline.Timeline((0, 100)), timeline.Timeline((0, 130))
-    first.covered, second.covered = [(10, 30), (70, 90)], [(50, 70), (80, 100)]
-    for step in (first, second):
-        step.finish()
-    # Before, between and after: 10, 40, 10 and 50, 10, 30.
-    assert (first.idle, second.idle) == (60, 90)
-    first.take_shortest([second])
-    assert first.idle == 10 + 10 + 10
-    assert first.length == 30

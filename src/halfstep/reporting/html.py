@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from io import StringIO
 from itertools import cycle
@@ -251,15 +252,15 @@ class Heatmap:
                     row[power - low] = 0.15 + 0.85 * math.sqrt(count / most)
 
         def draw(axes: Axes) -> None:
-            options = {"cmap": "Blues", "vmin": 0, "vmax": 1, "aspect": "auto"}
+            shade = partial(axes.imshow, cmap="Blues", vmin=0, vmax=1, aspect="auto")
             if self.over_steps:
                 columns = list(zip(*shades, strict=True))
                 extent = (0, len(names), low, high)
-                axes.imshow(columns, extent=extent, origin="lower", **options)
+                shade(columns, extent=extent, origin="lower")
                 ends = {0.5: names[0], len(names) - 0.5: names[-1]}
                 axes.set_xticks([*ends], [*ends.values()])
             else:
-                axes.imshow(shades, extent=(low, high, len(names), 0), **options)
+                shade(shades, extent=(low, high, len(names), 0))
                 axes.set_yticks([at + 0.5 for at in range(len(names))], names)
             axes.set(**{"ylabel" if self.over_steps else "xlabel": "power of two"})
             for power, label in self.borders:

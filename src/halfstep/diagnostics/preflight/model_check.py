@@ -305,7 +305,7 @@ def _ranges(search: ScaleSearch) -> tuple[Range, ...]:
             peaks[name] = max(peaks.get(name, 0.0), peak)
     named = [(path, kind, path or "model") for path, kind in search.kinds.items()]
     return tuple(
-        Range(path, kind, peak, peaks.get(f"{name}:grad", math.nan))
+        Range(path, kind, peaks[f"{name}:output"], peaks.get(f"{name}:grad", math.nan))
         for path, kind, name in named
-        if (peak := peaks.get(f"{name}:output")) is not None
+        if f"{name}:output" in peaks
     )

@@ -99,7 +99,7 @@ def _require_count(name: str, value: object, least: int) -> None:
 def watched(
     step: Callable[[], object], times: int = 1, *, cuda: bool = False
 ) -> Timeline:
-    """Make steps under torch's profiler; return one without what disturbed some.
+    """Make steps under torch's profiler; return the shortest, as the least disturbed.
 
     Args:
         step: Makes one.
@@ -116,9 +116,7 @@ def watched(
     # On a GPU it is the kernels' time that counts, which nothing slows down.
     cost = 0.0 if cuda else max(0.0, slower) / (_CALLS * _EVENTS)
     timelines = timeline.read(results.events() if results else (), _STEP, cost)
-    shortest = min(timelines, key=lambda each: each.length - each.fetched)
-    shortest.take_shortest(each for each in timelines if each is not shortest)
-    return shortest
+    return min(timelines, key=lambda each: each.length - each.fetched)
 
 
 _CALLS, _EVENTS = 100, 3

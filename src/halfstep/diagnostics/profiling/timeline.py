@@ -89,8 +89,6 @@ class Timeline:
     """Nanoseconds of fetching; on a GPU: those for which it had no work."""
     length: float = 0.0
     """Nanoseconds in all, the profiler's own left out."""
-    _gaps: list[int] = field(default_factory=list)
-    """What `idle` is the sum of, on a CPU, with the profiler's own."""
 
     def inside(self, spans: Iterable[Span]) -> int:
         """Return how many nanoseconds of the step lie in any of some spans."""
@@ -110,41 +108,10 @@ class Timeline:
             self.idle, self.length = step_ns - taken, step_ns
             return
         self.fetched = self.inside(self.fetching)
-        self._gaps = self._between()
-        self.idle = max(0.0, sum(self._gaps) - self.between)
-        self._add_up()
-
-    def _between(self) -> list[int]:
-        """Return the nanoseconds before each operation or fetching, and at the end."""
-        reached, gaps = self.span[0], []
-        for begin, end in [*sorted([*self.covered, *self.fetching]), self.span[::-1]]:
-            gaps.append(max(0, begin - reached))
-            reached = max(reached, end)
-        return gaps
-
-    def _add_up(self) -> None:
+        outside = step_ns - self.inside([*self.covered, *self.fetching])
+        self.idle = max(0.0, outside - self.between)
         in_ops = sum(op.own for op in self.ops if op.part != FETCH)
         self.length = in_ops + self.idle + self.fetched
-
-    def take_shortest(self, others: Iterable[Timeline]) -> None:
-        """Take each part from whichever step it was shortest in, if all are alike.
-
-        Why: whatever else a CPU does only adds to a part, now to one, now to another.
-        """
-        names = [op.name for op in self.ops]
-        same_ops = [each for each in others if [op.name for op in each.ops] == names]
-        if self.busy or not same_ops:
-            return
-        for op, *same in zip(self.ops, *(each.ops for each in same_ops), strict=True):
-            op.own = min(op.own, *(each.own for each in same))
-        gaps = [each._gaps for each in (self, *same_ops)]  # noqa: SLF001 -- its own
-        if len(set(map(len, gaps))) == 1:
-            shortest = sum(map(min, zip(*gaps, strict=True)))
-            self.idle = max(0.0, shortest - self.between)
-        else:
-            self.idle = min(self.idle, *(each.idle for each in same_ops))
-        self.fetched = min(self.fetched, *(each.fetched for each in same_ops))
-        self._add_up()
 
 
 def total(spans: Iterable[Span]) -> int:
