@@ -1,6 +1,6 @@
 """Training under regions: torch's numbers to the bit, alone and under DDP.
 
-Started by torchrun, this file is the program of one process; it writes what it saw.
+Started by `run_ranks`, this file is the program of one process; it writes what it saw.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from processes import torchrun
+from forks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -164,9 +164,9 @@ def process(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what two processes under torchrun saw."""
+    """Return what two processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(__file__, str(folder))
+    run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

@@ -1,6 +1,6 @@
 """Two processes against one: the same losses, the same weights, the same skips.
 
-Started by torchrun, this file is the program of one process; it writes what it saw.
+Started by `run_ranks`, this file is the program of one process; it writes what it saw.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import group_of_one, torchrun
+from forks import run_ranks
+from processes import group_of_one
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -136,7 +137,7 @@ def refusal(world: World) -> str:
 
 
 def process(folder: Path) -> None:
-    """Do all of it in one of the processes that torchrun started."""
+    """Do all of it in one of the processes that `run_ranks` started."""
     with join("cpu") as world:
         found: dict[str, Any] = {
             "world": (world.rank, world.size, world.is_first),
@@ -156,9 +157,9 @@ def process(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what two processes under torchrun saw."""
+    """Return what two processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(__file__, str(folder))
+    run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

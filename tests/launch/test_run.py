@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from forks import run_forked, run_ranks
 
 import halfstep as hs
 
@@ -175,6 +176,22 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., Any]:
+    """Run a program with HALFSTEP set to each of some words, or not at all."""
+
+    def run(text: str, *dtypes: str, words: tuple[str, ...] = ()) -> Any:
+        (tmp_path / "script.py").write_text(text)
+        ended = run_forked(
+            str(tmp_path / "script.py"),
+            *words,
+            environments=[{"HALFSTEP": dtype} for dtype in dtypes],
+        )
+        return ended if len(ended) > 1 else ended[0]
+
+    return run
+
+
 RUN = ("-m", "halfstep", "run")
 BY_HAND = {
     r"(?m)^( *)(.*)  # low$": r"\1with autocast(): \2",
@@ -208,10 +225,10 @@ def by_hand(program: str, dtype: torch.dtype) -> str:
         ("two optimizers", "bf16"),
     ],
 )
-def test_losses_are_those_of_amp_by_hand(launch: Any, name: str, dtype: str) -> None:
+def test_losses_are_those_of_amp_by_hand(trained: Any, name: str, dtype: str) -> None:
     """Law: losses, norms and scores are equal to the bit."""
     program = BEGIN + textwrap.dedent(PROGRAMS[name])
-    done = launch(program, *RUN, "--dtype", dtype)
+    done = trained(program, dtype)
     assert done.returncode == 0, done.stderr
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float16
     assert done.stdout == by_hand(program, torch_dtype)
@@ -237,10 +254,10 @@ for bad in map(int, sys.argv[1]):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_skipped_steps(launch: Any, dtype: str) -> None:
+def test_skipped_steps(trained: Any, dtype: str) -> None:
     """Law: inf skips the step, also where clipping hides it, and holds the schedule."""
     program = STEPS if dtype == "fp16" else re.sub(r" +nn.utils.*", "", STEPS)
-    done = launch(program, *RUN, "--dtype", dtype, words=("0110",))
+    done = trained(program, dtype, words=("0110",))
     assert done.stdout.splitlines() == ["True 1", "False 1", "False 1", "True 2"]
     last_line = done.stderr.splitlines()[-1]
     assert last_line.startswith(f"halfstep: O1 {dtype}: 4 optimizer steps, 2 skipped;")
@@ -325,10 +342,10 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_programs(launch: Any, name: str) -> None:
+def test_odd_programs(trained: Any, name: str) -> None:
     """Law: their assertions, which hold in fp32, hold in fp16."""
     program = "import warnings" + BEGIN + textwrap.dedent(ODD[name])
-    plain, ours = launch(program), launch(program, HALFSTEP="fp16")
+    plain, ours = trained(program, "", "fp16")
     assert plain.returncode == ours.returncode == 0, plain.stderr + ours.stderr
 
 
@@ -354,7 +371,7 @@ if __name__ == "__main__":
     assert "site-packages" not in plain.stdout
 
 
-def test_updates_without_an_optimizer(launch: Any) -> None:
+def test_updates_without_an_optimizer(trained: Any) -> None:
     """Law: where nothing can be skipped, one line says so."""
     program = BEGIN + textwrap.dedent("""
         for step in range(5):
@@ -363,7 +380,7 @@ def test_updates_without_an_optimizer(launch: Any) -> None:
             for param in model.parameters():
                 param.data.sub_(1e-9 * param.grad.nan_to_num(0, 0, 0))
     """)
-    done = launch(program, HALFSTEP="fp16")
+    done = trained(program, "fp16")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no optimizer of torch.optim has stepped yet") == 1
 
@@ -430,18 +447,18 @@ OWN = {
 
 
 @pytest.mark.parametrize("line", OWN)
-def test_scripts_with_amp_are_left_alone(launch: Any, line: str) -> None:
+def test_scripts_with_amp_are_left_alone(trained: Any, line: str) -> None:
     """Law: one notice, and results as without us."""
     reason = OWN[line]
     program = f"{BEGIN}{line}\nprint(model(x.to(model[0].weight.dtype)).sum())"
-    plain, ours = (launch(program, *flags) for flags in ((), RUN))
+    plain, ours = trained(program, "", "bf16")
     assert ours.stdout == plain.stdout
     assert ours.stderr == (
         f"halfstep: the script has mixed precision of its own ({reason}): left alone.\n"
     )
 
 
-def test_what_is_not_training(launch: Any) -> None:
+def test_what_is_not_training(trained: Any) -> None:
     """Law: metrics compute as before, weights and checkpoints are fp32."""
     program = (
         BEGIN
@@ -462,7 +479,7 @@ tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
 assert {t.dtype for t in tensors} == {torch.float32}
 """
     )
-    done = launch(program, *RUN)
+    done = trained(program, "bf16")
     assert done.returncode == 0, done.stderr
 
 
@@ -523,11 +540,13 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("use_orig_params", ["0", "1"])
-def test_shards_skip_together(launch: Any, use_orig_params: str) -> None:
+def test_shards_skip_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, use_orig_params: str
+) -> None:
     """Law: under FSDP1 too, where the inf lies in the shard of one rank."""
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = launch(SHARDED, *torchrun, words=(use_orig_params,), HALFSTEP="bf16")
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "script.py").write_text(SHARDED)
+    monkeypatch.setenv("HALFSTEP", "bf16")
+    run_ranks(str(tmp_path / "script.py"), use_orig_params)
 
 
 SPAWNED = """

@@ -1,6 +1,6 @@
 """Strategies on two ranks that see different data.
 
-Started by torchrun, this file is the program of one process; it writes what it saw.
+Started by `run_ranks`, this file is the program of one process; it writes what it saw.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import group, torchrun
+from forks import run_ranks
+from processes import group
 from scale_loop import CLEAN, NETS, RULE
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -78,7 +79,7 @@ def process(folder: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """Return what each rank asked for."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(__file__, str(folder))
+    run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

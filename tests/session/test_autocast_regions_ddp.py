@@ -1,6 +1,6 @@
 """A session's regions under DDP: torch.amp's bits on each of two processes.
 
-Started by torchrun, this file is the program of one process; it writes what it saw.
+Started by `run_ranks`, this file is the program of one process; it writes what it saw.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import torchrun
+from forks import run_ranks
 from torch import Tensor, nn
 
 from halfstep.distributed import process_group
@@ -66,7 +66,7 @@ def under_ddp(
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """Return what two processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(__file__, str(folder))
+    run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Programs over several ranks, all of them in one start of torchrun.
+"""Programs over several ranks, all of them in one start of processes.
 
 In: the cases of the test files named here; how many processes. Out: what each rank saw
 in each case, or how it failed.
@@ -23,7 +23,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from processes import group, torchrun
+from forks import run_ranks
+from processes import group
 from small_training import same
 from torch import Tensor, nn
 
@@ -182,7 +183,7 @@ def _copy(value: Any) -> Any:
 
 
 def process(folder: Path, *files: str) -> None:
-    """Run every case in one of the processes that torchrun started."""
+    """Run every case in one of the processes that `run_ranks` started."""
     warnings.simplefilter("ignore")  # That fp16 is slow on some processors.
     with group(PATIENCE):
         found = {
@@ -217,7 +218,7 @@ def start(processes: int, files: tuple[str, ...] = FILES) -> list[dict[str, Any]
         files: Test files whose `CASES` are run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(__file__, folder, *files, processes=processes, timeout=240)
+        run_ranks(__file__, folder, *files, processes=processes, timeout=240)
         files = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
         return [torch.load(file) for file in files]
 

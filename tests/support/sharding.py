@@ -1,4 +1,4 @@
-"""Programs over shards, all those of one test file in one start of torchrun.
+"""Programs over shards, all those of one test file in one start of processes.
 
 In: a test file with `CASES`; how many processes. Out: what each rank saw in each case.
 """
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from processes import group, torchrun
+from forks import run_ranks
+from processes import group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -125,7 +126,7 @@ def trained(
 
 
 def process(file: str, folder: Path) -> None:
-    """Run every case in one of the processes that torchrun started."""
+    """Run every case in one of the processes that `run_ranks` started."""
     warnings.simplefilter("ignore")
     hardware.emulation_warning = lambda *_: None  # type: ignore[assignment]
     with group(timedelta(seconds=60)):
@@ -159,7 +160,7 @@ def start(file: str, processes: int, common: str = "") -> list[dict[str, Any]]:
         common: A folder for files that outlive them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(__file__, file, folder, common, processes=processes, timeout=180)
+        run_ranks(__file__, file, folder, common, processes=processes, timeout=180)
         files = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
         return [torch.load(path, weights_only=False) for path in files]
 

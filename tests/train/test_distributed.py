@@ -1,6 +1,6 @@
 """Two and four processes of `halfstep train` against one: the same run, told once.
 
-Started by torchrun, this file is the program of one process; it trains every case.
+Started by `run_ranks`, this file is the program of one process; it trains every case.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from forks import run_ranks
 from processes import ONE_THREAD, torchrun
 from small_training import (
     assert_same_run,
@@ -107,7 +108,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of all cases, each trained by two processes."""
     folder = tmp_path_factory.mktemp("two")
     write_data(folder)
-    torchrun(__file__, str(folder), timeout=300)
+    run_ranks(__file__, str(folder), timeout=300)
     return folder
 
 
@@ -116,12 +117,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of some cases, each trained by four processes."""
     folder = tmp_path_factory.mktemp("four")
     write_data(folder)
-    torchrun(__file__, str(folder), *FOUR, processes=4, timeout=300)
+    run_ranks(__file__, str(folder), *FOUR, processes=4, timeout=300)
     return folder
 
 
 def process(folder: Path, *cases: str) -> None:
-    """Do all of it, or some cases, in one of the processes that torchrun started."""
+    """Do all of it, or some cases, in one of the processes that `run_ranks` started."""
     told = {}
     orders = {case: command(folder, case) for case in cases or (*CASES, *FSDP2)}
     if not cases:

@@ -1,6 +1,6 @@
 """Steps that fail under FSDP2 are run again by all processes, and told once.
 
-Started by torchrun, this file is the program of one of two processes.
+Started by `run_ranks`, this file is the program of one of two processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import torchrun
+from forks import run_ranks
 from small_training import (
     small_and_measured,
     small_settings,
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what two processes have written."""
     folder = tmp_path_factory.mktemp("ranks")
     write_letters(folder, 140, "abcx", "defx")
-    torchrun(__file__, str(folder), timeout=300)
+    run_ranks(__file__, str(folder), timeout=300)
     return folder
 
 

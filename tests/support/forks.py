@@ -1,0 +1,119 @@
+"""Programs in processes forked from one that has torch: each begins 2 seconds sooner.
+
+In: a file, its arguments and environment. Out: what it said, once it has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch.distributed as dist
+from processes import ONE_THREAD
+
+from halfstep import launch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    ["forks", "torch._dynamo", "torch.distributed.fsdp", "halfstep.session.factory"]
+)
+
+
+def run_forked(
+    file: str,
+    *arguments: str,
+    environments: Sequence[Mapping[str, str]] = ({},),
+    timeout: float = 120,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program in one process for each environment, all at once.
+
+    Args:
+        file: Run as `python file` would, in the file's folder for a script of a test's
+            own; torch has been imported, and has one thread.
+        arguments: What it is told.
+        environments: Added to this process's.
+        timeout: Seconds after which they count as stuck.
+
+    Returns:
+        For each process what it said; where one failed, the others were killed.
+    """
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_THREAD.items():
+            patch.setenv(name, value)  # torch reads it when it is imported
+        running = [
+            _FORKS.Process(
+                target=_become,
+                args=(file, arguments, {**os.environ, **each}, f"{folder}/{number}"),
+            )
+            for number, each in enumerate(environments)
+        ]
+        for process in running:
+            process.start()
+        waiting = list(running)
+        while waiting and not any(process.exitcode for process in running):
+            sentinels = [process.sentinel for process in waiting]
+            assert connection.wait(sentinels, timeout), f"{file} {arguments} is stuck"
+            waiting = [process for process in running if process.is_alive()]
+        for process in waiting:
+            process.kill()
+        for process in running:
+            process.join()
+        return [
+            subprocess.CompletedProcess(
+                [file, *arguments],
+                process.exitcode or 0,
+                *(Path(f"{folder}/{number}.{fd}").read_text() for fd in (1, 2)),
+            )
+            for number, process in enumerate(running)
+        ]
+
+
+def run_ranks(
+    file: str, *arguments: str, processes: int = 2, timeout: float = 120
+) -> None:
+    """Run a program in several processes as torchrun does; all must end well."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    together = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    ranks = [
+        together | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(processes)
+    ]
+    ended = run_forked(file, *arguments, environments=ranks, timeout=timeout)
+    texts = "\n".join(each.stderr for each in ended)
+    assert not any(each.returncode for each in ended), texts
+
+
+def _become(
+    file: str, arguments: Sequence[str], environment: dict[str, str], output: str
+) -> None:
+    """Be the process of a program."""
+    for fd in (1, 2):
+        os.dup2(os.open(f"{output}.{fd}", os.O_WRONLY | os.O_CREAT), fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, str(Path(file).parent))
+    try:
+        launch.autoload()  # as the end of `import torch` does
+        runpy.run_path(file, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
