@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import filelock
 import pytest
 
 from halfstep.errors import UserError
 from halfstep.train.data import cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DAY = 86400.0
 FACTS = {"of": "test", "size": 3}
@@ -109,48 +110,29 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "fault"),
+    ("name", "damage"),
     [
-        ("a", flip, "a is not what was written"),
-        ("a", cut, "a is not what was written"),
-        ("a", Path.unlink, "a: No such file or directory"),
-        ("manifest.json", cut, "manifest.json is not what was written"),
-        ("manifest.json", Path.unlink, "manifest.json: No such file or directory"),
-        (
-            "manifest.json",
-            lambda path: path.write_text("[]"),
-            "manifest.json is not what was written",
-        ),
-        ("b", lambda path: path.write_bytes(b"x"), "b is not what was written"),
+        ("a", flip),
+        ("a", cut),
+        ("a", Path.unlink),
+        ("b", lambda path: path.write_bytes(b"x")),
+        ("manifest.json", cut),
+        ("manifest.json", Path.unlink),
+        ("manifest.json", lambda path: path.write_text("[]")),
     ],
 )
-def test_a_damaged_entry_is_made_anew(name: str, damage: object, fault: str) -> None:
-    """Law: a byte that differs is found at the next use, said, and mended."""
+def test_a_damaged_entry_is_made_anew(
+    name: str, damage: Callable[[Path], object]
+) -> None:
+    """Law: a byte that differs is found at the next use, reported, and rebuilt."""
     entry = cache.get_or_build("rows", FACTS, write)
-    assert callable(damage)
     damage(entry / name)
     with pytest.warns(UserWarning, match="is rebuilt") as caught:
         assert cache.get_or_build("rows", FACTS, write) == entry
-    (said,) = caught
-    assert str(said.message) == f"{entry} is damaged: {fault}; it is rebuilt."
+    (warning,) = caught
+    assert str(warning.message) == f"{entry} is damaged; it is rebuilt."
     assert content(entry) == WHOLE
     cache.get_or_build("rows", FACTS, refuse)
-
-
-def test_flipped_bits_of_a_manifest_are_found() -> None:
-    """Law: nothing that the manifest says can change without a rebuild."""
-    entry = cache.get_or_build("rows", FACTS, write)
-    manifest = entry / "manifest.json"
-    whole = manifest.read_bytes()
-    for at in range(0, len(whole), 7):
-        data = bytearray(whole)
-        data[at] ^= 1
-        manifest.write_bytes(data)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            cache.get_or_build("rows", FACTS, write)
-        # What differs may still say the same: white space does.
-        assert json.loads(manifest.read_bytes()) == json.loads(whole), at
 
 
 def test_a_build_that_fails_leaves_nothing() -> None:
@@ -239,20 +221,15 @@ def test_one_of_many_processes_builds(tmp_path: Path, *, damaged: bool) -> None:
 
 
 def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
-    """Law: what it left is no entry, blocks nobody, and is gone after a day."""
+    """Law: what it left is no entry, blocks no other process, and is removed."""
     log = tmp_path / "log"
     process = start(log, 600.0)
     until(log)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    (left,) = [name for name in names() if ".part-" in name]
-    entry = cache.get_or_build("rows", FACTS, write)
-    assert content(entry) == WHOLE
-    assert left in names()
-    for path in (*(cache.folder() / left).iterdir(), cache.folder() / left):
-        age(path, 1.1)
-    cache.get_or_build("rows", FACTS | {"size": 4}, write)
-    assert left not in names()
+    assert [name for name in names() if ".part-" in name]
+    assert content(cache.get_or_build("rows", FACTS, write)) == WHOLE
+    assert not [name for name in names() if ".part-" in name]
 
 
 def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,55 +247,23 @@ def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [name for name in names() if ".part-" in name] == []
 
 
-def test_what_nobody_used_for_a_month_is_removed() -> None:
-    """Law: 30 days after its last use an entry goes, its lock too; a use renews it."""
+def test_what_is_unused_for_a_month_is_removed() -> None:
+    """Law: 30 days after its last use an entry goes; the user's own files stay."""
     old, kept = (cache.get_or_build("rows", {"n": n}, write) for n in (1, 2))
-    for entry in (old, kept):
-        age(entry / "manifest.json", 31)
+    lock = old.with_name(f".{old.name}.lock")
+    number = "0123456789abcdef" * 2
+    foreign = [cache.folder() / name for name in ("rows-2020", f"photos-{number}")]
+    for path in foreign:
+        path.mkdir()
+    for path in (old, lock, kept, *foreign):
+        age(path, 31)
     cache.get_or_build("rows", {"n": 2}, refuse)
     cache.get_or_build("rows", {"n": 3}, write)
-    assert not old.exists()
-    assert kept.exists()
     assert [name for name in names() if old.name in name] == []
-    age(kept / "manifest.json", 29)
+    assert all(path.exists() for path in (kept, *foreign))
+    age(kept, 29)
     cache.get_or_build("rows", {"n": 4}, write)
     assert kept.exists()
-
-
-def test_an_entry_in_use_is_not_removed() -> None:
-    """Law: while a process holds its lock, an old entry stays."""
-    old = cache.get_or_build("rows", {"n": 1}, write)
-    age(old / "manifest.json", 31)
-    with filelock.FileLock(old.with_name(f".{old.name}.lock")):
-        cache.get_or_build("rows", {"n": 2}, write)
-        assert old.exists()
-    cache.get_or_build("rows", {"n": 2}, refuse)
-    assert not old.exists()
-
-
-def test_what_is_not_ours_is_left_alone() -> None:
-    """Law: files of the user's in the folder stay, however old."""
-    folder = cache.folder()
-    number = "0123456789abcdef" * 2
-    others = [
-        *(folder / name for name in ("photos", ".photos.part-1a", "rows-2020")),
-        *(folder / f"{kind}-{number}" for kind in ("photos", "rows", "tokens")),
-        folder / f".photos-{number}.part-1a",
-        folder / f"rows-{number[::-1]}",
-    ]
-    for other in others:
-        other.mkdir(parents=True)
-    (others[3] / "manifest.json").write_text('{"facts": {}, "files": {}}')
-    (others[5] / "manifest.json").write_text('{"name": "theirs"}')
-    (others[-1] / "manifest.json").write_text("[]")
-    lock = folder / f".photos-{number}.lock"
-    lock.touch()
-    others.append(lock)
-    for other in others:
-        for path in (*other.glob("*"), other):
-            age(path, 400)
-    cache.get_or_build("rows", FACTS, write)
-    assert all(other.exists() for other in others)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])

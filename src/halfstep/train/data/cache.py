@@ -3,9 +3,9 @@
 In: the facts that decide a content, and a function that writes it. Out: a directory,
 whole or absent, shared by all processes. An entry unused for a month is removed.
 
-    FOLDER/KIND-HASH/...              flat arrays, JSON, and manifest.json with SHA-256
-    FOLDER/.KIND-HASH.lock            held while the entry is built or removed
-    FOLDER/.KIND-HASH.part-*          an entry being built, or left by a killed process
+    FOLDER/KIND-HASH/...           flat arrays, JSON, and manifest.json with SHA-256
+    FOLDER/.KIND-HASH.lock         held while the entry is built
+    FOLDER/.KIND-HASH.part-*       an entry being built, or left by a killed process
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-import filelock
 import numpy as np
 
-from halfstep.checkpoint.atomic_directory import MANIFEST, digest, flush
+from halfstep.checkpoint import atomic_directory
+from halfstep.checkpoint.single import CheckpointError
 from halfstep.errors import UserError
 from halfstep.train.data import file_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-_DAY = 86400.0  # seconds
-_UNUSED = 30 * _DAY
-Kind = Literal["rows", "tokens", "characters"]
+_MONTH = 30 * 86400.0  # seconds
+_FORMAT = "halfstep cache"
 # The folder may hold other files of the user.
-_ENTRY_NAME = re.compile(
-    rf"\.?((?:{'|'.join(get_args(Kind))})-[0-9a-f]{{32}})(\.lock|\.part-[0-9a-f]+)?"
-)
+_OURS = re.compile(r"\.?(rows|tokens)-[0-9a-f]{32}(\..+)?")
 _DTYPES = {".utf8": "u1", ".i2": "<i2", ".i4": "<i4", ".i8": "<i8"}
 """Suffix of an array's file -> its numbers, the same on any machine."""
 
@@ -61,14 +56,15 @@ def folder() -> Path:
 
 
 def get_or_build(
-    kind: Kind, facts: Mapping[str, object], build: Callable[[Path], None]
+    kind: Literal["rows", "tokens"],
+    facts: Mapping[str, object],
+    build: Callable[[Path], None],
 ) -> Path:
     """Return the directory of some facts, built if it is absent or damaged.
 
     Why: many processes open the same data at once, any of them may die at any byte,
-    and a disk may alter one. An entry is written and flushed under another name and
-    renamed in one piece; every byte of it is verified at each use. That needs no lock,
-    so a folder that cannot be written serves as well.
+    and a disk may alter one. An entry that is whole needs no lock and no write, so a
+    folder that cannot be written serves as well.
 
     Args:
         kind: What the name of the directory begins with.
@@ -76,142 +72,68 @@ def get_or_build(
         build: Writes files into an empty directory. An OSError in it counts as one
             of the folder.
 
-    Returns:
-        The directory, whose files are as `build` wrote them.
-
     Raises:
         UserError: If the folder cannot be written, and does not hold the entry whole.
     """
-    plain = json.dumps(facts, sort_keys=True)
-    facts = json.loads(plain)
-    entry = folder() / f"{kind}-{hashlib.sha256(plain.encode()).hexdigest()[:32]}"
-    _touch(entry)  # first: from now on no other process removes it as unused
+    text = json.dumps(facts, sort_keys=True)
+    entry = folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    with contextlib.suppress(OSError):
+        os.utime(entry)  # first: from now on no other process removes it as unused
+    if _is_whole(entry):
+        return entry
+
+    def fill(part: Path) -> dict[str, Any]:
+        build(part)
+        return {"notes": {"facts": facts}}
+
     try:
-        if _fault(entry, facts) is not None:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            with _lock(entry):
-                # Another process may have built it meanwhile.
-                fault = _fault(entry, facts)
-                if fault:
-                    message = f"{entry} is damaged: {fault}; it is rebuilt."
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        lock = file_lock.acquire(entry.with_name(f".{entry.name}.lock"))
+        try:
+            # Another process may have built it meanwhile.
+            if not _is_whole(entry):
+                if entry.exists():
+                    message = f"{entry} is damaged; it is rebuilt."
                     warnings.warn(message, stacklevel=2)
-                if fault is not None:
-                    _build(entry, facts, build)
+                atomic_directory.write(entry, _FORMAT, fill, replace=True)
+        finally:
+            if lock is not None:
+                lock.release()
         _remove_unused(entry.parent)
-    except OSError as error:
-        reason = error.strerror or error
-        message = (
-            f"{error.filename or entry.parent} cannot be written: {reason}; set "
-            "HALFSTEP_CACHE to a writable folder with free space."
-        )
-        raise UserError(message) from error
+    except (OSError, atomic_directory.CheckpointWriteError) as error:
+        # Where there are no locks, another process may have been first.
+        if not _is_whole(entry):
+            place = getattr(error, "filename", None) or entry.parent
+            message = (
+                f"{place} cannot be written: {_reason(error)}; set HALFSTEP_CACHE to a "
+                "writable folder with free space."
+            )
+            raise UserError(message) from error
     return entry
 
 
-@contextlib.contextmanager
-def _lock(entry: Path, timeout: float = -1) -> Iterator[None]:
-    lock = file_lock.acquire(entry.with_name(f".{entry.name}.lock"), timeout)
+def _reason(error: Exception) -> str:
+    if isinstance(error, atomic_directory.CheckpointWriteError):
+        return error.reason
+    return atomic_directory.os_reason(error) or str(error)
+
+
+def _is_whole(entry: Path) -> bool:
     try:
-        # Without locks a rename keeps entries whole; some are built twice.
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
-
-
-def _fault(entry: Path, facts: object) -> str | None:
-    """Return what is wrong with an entry: "" if it is absent, None if nothing."""
-    if not os.path.lexists(entry):
-        return ""
-    try:
-        manifest = json.loads((entry / MANIFEST).read_bytes())
-        if manifest["facts"] != facts:
-            return f"{MANIFEST} is not what was written"
-        for name, expected in manifest["files"].items():
-            if digest(entry / name) != expected:
-                return f"{name} is not what was written"
-    except OSError as error:
-        return f"{Path(error.filename or entry).name}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not what was written"
-    return None
-
-
-def _build(entry: Path, facts: object, build: Callable[[Path], None]) -> None:
-    """Build an entry under a temporary name and rename it."""
-    part = _temporary_path(entry)
-    part.mkdir()
-    try:
-        build(part)
-        written = sorted(part.iterdir())
-        files = {file.name: digest(file) for file in written}
-        manifest = json.dumps({"facts": facts, "files": files}, indent=1)
-        (part / MANIFEST).write_text(manifest, encoding="utf-8")
-        for path in (*written, part / MANIFEST, part):
-            flush(path)
-        if os.path.lexists(entry):
-            _remove(entry)
-        part.rename(entry)
-        flush(entry.parent)
-    except OSError:
-        # Where there are no locks, another process may have been first.
-        if _fault(entry, facts) is not None:
-            raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _temporary_path(entry: Path) -> Path:
-    return entry.with_name(f".{entry.name}.part-{secrets.token_hex(8)}")
-
-
-def _remove(entry: Path) -> None:
-    """Remove an entry in one piece; a process that has mapped its files keeps them."""
-    part = _temporary_path(entry)
-    entry.rename(part)
-    shutil.rmtree(part, ignore_errors=True)
-
-
-def _touch(entry: Path) -> None:
-    """Record the use of an entry, where it is there and may be written."""
-    with contextlib.suppress(OSError):
-        os.utime(entry / MANIFEST)
-
-
-def _remove_unused(place: Path) -> None:
-    """Remove entries unused for a month, and what killed processes left."""
-    now = time.time()
-    for path in place.iterdir():
-        match = _ENTRY_NAME.fullmatch(path.name)
-        # An entry in use, or one that another process removes, is left for next time.
-        with contextlib.suppress(OSError, filelock.Timeout):
-            if match is None:
-                continue
-            entry = place / match[1]
-            if path.is_dir() and path != entry:
-                if now - max(p.stat().st_mtime for p in (path, *path.iterdir())) > _DAY:
-                    shutil.rmtree(path)
-            elif _is_unused(entry, now):
-                with _lock(entry, timeout=0):
-                    if _is_unused(entry, now):
-                        if entry.exists():
-                            _remove(entry)
-                        entry.with_name(f".{entry.name}.lock").unlink(missing_ok=True)
-
-
-def _is_unused(entry: Path, now: float) -> bool:
-    """Return whether an entry is old, or absent so that only its lock is left.
-
-    What just has the name of an entry is not one.
-    """
-    if not os.path.lexists(entry):
-        return True
-    try:
-        manifest = json.loads((entry / MANIFEST).read_bytes())
-    except ValueError:
+        manifest = atomic_directory.read(entry, _FORMAT)
+        atomic_directory.verify(entry, manifest)
+    except CheckpointError:
         return False
-    is_entry = isinstance(manifest, dict) and {"facts", "files"} <= manifest.keys()
-    return is_entry and now - (entry / MANIFEST).stat().st_mtime > _UNUSED
+    return True
+
+
+def _remove_unused(parent: Path) -> None:
+    """Remove entries unused for a month, and what killed processes left long ago."""
+    for path in parent.iterdir():
+        with contextlib.suppress(OSError):
+            is_old = path.stat().st_mtime < time.time() - _MONTH
+            if is_old and _OURS.fullmatch(path.name):
+                atomic_directory.discard(path)
 
 
 class ArrayWriter(contextlib.ExitStack):

@@ -326,29 +326,9 @@ def character_counts(split: Split, clean: Callable[[str], str]) -> Counter[str]:
 
     Args:
         split: What to learn a vocabulary from.
-        clean: Of a text or of several, with line breaks between them: the
-            `normalize_str` of a normalizer of the tokenizers library, whose state is
-            part of what the cached counts are found by.
+        clean: Takes several texts, with line breaks between them.
     """
-    import tokenizers
-
-    normalizer = getattr(clean, "__self__")  # noqa: B009 - of a bound method
-    name = f"{type(normalizer).__qualname__}.{clean.__name__}"
-    state = name.encode() + b"\0" + normalizer.__getstate__()
-    facts = {
-        "version": _VERSION,
-        "rows": split.store.key,
-        "chosen": hashlib.sha256(split.rows.tobytes()).hexdigest(),
-        "clean": hashlib.sha256(state).hexdigest(),
-        "tokenizers": tokenizers.__version__,
-    }
-
-    def build(folder: Path) -> None:
-        counts: Counter[str] = Counter()
-        for chunk in _chunks(split.texts()):
-            counts.update(clean("\n".join(chunk)))
-        text = json.dumps(dict(sorted(counts.items())))
-        (folder / "counts.json").write_text(text, encoding="utf-8")
-
-    folder = cache.get_or_build("characters", facts, build)
-    return Counter(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    counts: Counter[str] = Counter()
+    for chunk in _chunks(split.texts()):
+        counts.update(clean("\n".join(chunk)))
+    return counts

@@ -13,11 +13,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import filelock
+
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.checkpoint.single import CheckpointError
 from halfstep.errors import UserError, require
 from halfstep.reporting.table import write_text
 from halfstep.train import torchrun
+from halfstep.train.data import file_lock
 from halfstep.train.model import without_progress_bars
 from halfstep.train.output import jsonl
 from halfstep.train.output.jsonl import finite
@@ -134,16 +137,20 @@ class RunFolder:
             UserError: If another program is at work there, or it cannot be written.
         """
         try:
-            claim = torchrun.FolderLock(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = file_lock.acquire(self.path / ".lock", timeout=0)
+        except filelock.Timeout:
+            message = (
+                f"{self.path} is in use by another program; wait for it, or stop it."
+            )
+            raise UserError(message) from None
         except OSError as error:
             raise self._unwritable(error) from error
         try:
             yield
-        except BaseException:
-            claim.undo()
-            raise
         finally:
-            claim.release()
+            if lock is not None:
+                lock.release()
 
     def _is_unstarted(self, name: str) -> bool:
         """Say whether this is the state before a run has begun.
