@@ -8,12 +8,9 @@ measured. (The machine measured is Intel's, in a sandbox, and did not take that 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +19,15 @@ from torch._C import _functorch
 from torch.library import Library
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
-
 STEPS = 1 << 16
 """Keep probabilities are multiples of one over this: 0.9 becomes 58982 / 65536."""
 
 _SEEDS = 2**63 - 1
-_ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
-_IMPLEMENTATION = "sdpa"
-_MARK = "_halfstep_fast_dropout"
 _MATH = "_scaled_dot_product_attention_math"
 _RANK = 4  # texts, heads, positions, numbers of each
 
 
-def use_fast_dropout(model: nn.Module) -> int:
+def use_fast_dropout(model: nn.Module) -> None:
     """Let a model's dropouts draw cheap masks while it trains on the CPU.
 
     What is learned is the same: elements are kept independently, with the probability
@@ -47,23 +38,18 @@ def use_fast_dropout(model: nn.Module) -> int:
     dropped, and the mask.
 
     Changed are `nn.Dropout` modules (their class becomes `FastDropout`), and modules
-    that call transformers' attention functions where the model's is "sdpa"; neither
-    parameters nor buffers nor the config. Calls of `nn.functional.dropout` in a
-    model's own code stay torch's. So does everything in evaluation, under
+    whose class is called an attention, in which torch's own function drops likewise;
+    neither parameters nor buffers nor the config. Calls of `nn.functional.dropout` in
+    a model's own code stay torch's. So does everything in evaluation, under
     torch.compile, in `torch.func`, on other devices and for subclasses of Tensor.
-
-    Returns:
-        How many modules were changed; none that was before.
     """
-    changed = 0
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout
-            changed += 1
-        elif _uses_fast_attention(module) and not hasattr(module, _MARK):
-            setattr(module, _MARK, True)
-            changed += 1
-    return changed
+        elif "Attention" in type(module).__name__:
+            # They run again where activations are computed again.
+            module.register_forward_pre_hook(_enter_attention)
+            module.register_forward_hook(_leave_attention, always_call=True)
 
 
 class FastDropout(nn.Dropout):
@@ -125,72 +111,21 @@ def _mask(shape: torch.Size, dropped: int) -> Tensor:
 
 
 class _Thread(threading.local):
-    depth = 0  # of nested `fast_attention`
+    depth = 0  # of attention modules that were changed, each inside the next
 
 
 _thread = _Thread()
 
 
-@contextlib.contextmanager
-def fast_attention() -> Iterator[None]:
-    """Use fast dropout in torch's attention, in this thread and on the CPU."""
+def _enter_attention(module: nn.Module, args: object) -> None:
+    del module, args
     _register_kernel()
     _thread.depth += 1
-    try:
-        yield
-    finally:
-        _thread.depth -= 1
 
 
-def _uses_fast_attention(module: nn.Module) -> bool:
-    """Say whether a module would call transformers' attention, and gets ours."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    if _ATTENTION_TABLE not in getattr(
-        getattr(forward, "__code__", None), "co_names", ()
-    ):
-        return False
-    implementation = getattr(
-        getattr(module, "config", None), "_attn_implementation", None
-    )
-    table = forward.__globals__.get(_ATTENTION_TABLE)
-    return implementation == _IMPLEMENTATION and _install_attention(table)
-
-
-def _install_attention(table: MutableMapping[str, Callable[..., Any]] | None) -> bool:
-    """Put our function before the library's in its table; say whether it is there."""
-    shared = getattr(
-        sys.modules.get("transformers.modeling_utils"), _ATTENTION_TABLE, None
-    )
-    if shared is None or table is None or _IMPLEMENTATION not in table:
-        return False
-    if not isinstance(shared[_IMPLEMENTATION], _Attention):
-        ours = _Attention(shared[_IMPLEMENTATION])
-        _register_kernel()
-        # For all of its models: those that are not marked get what they got before.
-        if hasattr(shared, "register"):
-            shared.register(_IMPLEMENTATION, ours)
-        else:
-            shared[_IMPLEMENTATION] = ours
-    # A model's file may have a table of its own, with a function of its own.
-    return isinstance(table[_IMPLEMENTATION], _Attention)
-
-
-class _Attention:
-    """The library's attention function, quick inside for modules that are marked.
-
-    All it does with masks, groups of heads and caches stays the library's work: only
-    what torch's `scaled_dot_product_attention` comes down to is replaced.
-    """
-
-    def __init__(self, library: Callable[..., Any]) -> None:
-        self._library = library
-        functools.update_wrapper(self, library)
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if torch.compiler.is_compiling() or not getattr(module, _MARK, False):
-            return self._library(module, *args, **kwargs)
-        with fast_attention():
-            return self._library(module, *args, **kwargs)
+def _leave_attention(module: nn.Module, args: object, output: object) -> None:
+    del module, args, output
+    _thread.depth -= 1
 
 
 @functools.cache
@@ -222,6 +157,7 @@ def _attention_kernel(
         _thread.depth
         and 0 < dropped < STEPS
         and dropout_mask is None
+        and not (is_causal or enable_gqa)
         and query.dtype == key.dtype == value.dtype
         and (attn_mask is None or not attn_mask.requires_grad)
         and all(
@@ -242,12 +178,6 @@ def _attention_kernel(
             enable_gqa=enable_gqa,
         )
         return result
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
-    if is_causal:
-        ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-        attn_mask = torch.zeros(ones.shape).masked_fill_(ones.triu_(1), -torch.inf)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     output: tuple[Tensor, Tensor] = _AttentionWithDropout.apply(  # type: ignore[no-untyped-call]
         query, key, value, attn_mask, dropped, scale
