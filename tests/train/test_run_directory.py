@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from halfstep.train.config import TrainConfig
 from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 FILES = (
     *("metrics.jsonl", "summary.json", "report.html", "environment.json"),
@@ -86,7 +85,7 @@ def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [tmp_path / "run", tmp_path]
 
 
-@pytest.mark.parametrize("name", [*FILES, "launch.json", "resolved.toml", *FOLDERS])
+@pytest.mark.parametrize("name", [*FILES, "resolved.toml", *FOLDERS])
 def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     """Law: any trace of a run refuses another; nothing is changed."""
     held = tmp_path / name
@@ -203,11 +202,11 @@ def test_no_settings(tmp_path: Path) -> None:
             f"{tmp_path / place} holds no run; it has no config.json."
         )
     config = tmp_path / "config.json"
-    for text, fault in (("{", "it is not valid JSON"), ("[]", "it holds no settings")):
+    for text in ("{", "[]", "\0"):
         config.write_text(text)
         with pytest.raises(UserError) as caught:
             RunFolder(tmp_path).settings()
-        assert str(caught.value) == f"{config} is damaged: {fault}."
+        assert str(caught.value) == f"{config} is damaged: it holds no settings."
 
 
 def test_settings_are_text(folder: RunFolder) -> None:
@@ -273,6 +272,9 @@ def test_steps(folder: RunFolder) -> None:
     assert folder.steps() == [123456789, 10, 9]
     assert folder.has_checkpoint()
     assert RunFolder(folder.path / "nowhere").steps() == []
+    (folder.path / "nothing").mkdir()
+    (folder.path / "nothing" / "checkpoints").write_text("a file")
+    assert RunFolder(folder.path / "nothing").newest(single.load) is None
 
 
 def test_save_replaces(folder: RunFolder) -> None:
@@ -296,7 +298,6 @@ def test_a_crash_while_writing(
     def full(*_: object) -> None:
         raise NO_SPACE
 
-    last = "No checkpoint is whole; mend that, then start anew."
     for step in (1, 2):
         before = tree(folder.path)
         with monkeypatch.context() as patch:
@@ -305,14 +306,10 @@ def test_a_crash_while_writing(
                 save(folder, step)
         assert str(caught.value) == (
             f"{folder.checkpoint_path(step)} could not be written: No space left on "
-            f"device. {last}"
+            "device. Fix that, then go on with --resume."
         )
         assert tree(folder.path) == before
         save(folder, step)
-        last = (
-            f"The checkpoint of step {step} is whole; mend that, then go on with "
-            "--resume."
-        )
 
 
 def test_newest(folder: RunFolder) -> None:
@@ -374,141 +371,13 @@ def test_newest_that_cannot_be_restored(
             with pytest.raises(UserError) as caught:
                 use()
             assert str(caught.value).endswith(
-                "could not be written: Input/output error. The checkpoint of step 1 is "
-                "whole; mend that, then go on with --resume."
+                "could not be written: Input/output error. Fix that, then go on with "
+                "--resume."
             )
             assert tree(folder.path) == before
     found = folder.newest(single.load)
     assert found is not None
     assert found[0].state == {"step": 2}
-
-
-def silent(monkeypatch: pytest.MonkeyPatch, number: int, *steps: int) -> None:
-    """Let the disk give nothing of some checkpoints."""
-    original = atomic_directory.digest
-
-    def digest(path: Path) -> atomic_directory.Facts:
-        if path.parent.name in called(steps):
-            raise OSError(number, os.strerror(number), str(path))
-        return original(path)
-
-    monkeypatch.setattr(atomic_directory, "digest", digest)
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_none_can_be_read(
-    folder: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: where a disk gives nothing, nobody is told to start anew."""
-    for step in (1, 2):
-        save(folder, step)
-    (folder.checkpoint_path(2) / "state.pt").write_bytes(b"")
-    cure = "mend that, then go on with --resume."
-    with monkeypatch.context() as patch:
-        silent(patch, number, 1)
-        with pytest.raises(UserError) as caught:
-            folder.newest(single.load)
-        assert str(caught.value).startswith(
-            f"no checkpoint in {folder.path / 'checkpoints'} can be used now "
-            "(step-00000002, step-00000001); mend the disk, then --resume again. Of "
-            f"the newest: checkpoint file {folder.checkpoint_path(2) / 'state.pt'} is "
-        )
-        with pytest.raises(UserError) as caught, folder.writing(folder.path):
-            raise NO_SPACE
-        assert str(caught.value) == (
-            f"{folder.path} could not be written: No space left on device. What was "
-            f"saved cannot be read now; {cure}"
-        )
-        save(folder, 3)
-        with pytest.raises(UserError, match=f"of step 3 is whole; {cure}"):
-            folder.write("summary.json/below", "x")
-
-
-def test_checkpoints_cannot_be_listed(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: the same where it is their folder that is not given, or gone."""
-    save(folder, 1)
-    checkpoints, original = folder.path / "checkpoints", Path.iterdir
-
-    def stale(path: Path) -> Any:
-        if path == checkpoints:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return original(path)
-
-    def fails() -> str:
-        with pytest.raises(UserError) as caught, folder.writing(folder.metrics):
-            raise NO_SPACE
-        return str(caught.value)
-
-    said = (
-        f"{folder.metrics} could not be written: No space left on device. What was "
-        "saved cannot be read now; mend that, then go on with --resume."
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", stale)
-        assert fails() == said
-    checkpoints.rename(folder.path / "elsewhere")
-    assert fails() == said
-
-
-def finished(folder: RunFolder) -> None:
-    """Publish a model that is no model."""
-
-    def save_pretrained(place: Path) -> None:
-        place.mkdir(exist_ok=True)
-
-    what = SimpleNamespace(save_pretrained=save_pretrained)
-    folder.save_model(what, what)
-
-
-USES: dict[str, Callable[[RunFolder], object]] = {
-    "log": lambda folder: folder.log({"step": 2}),
-    "save": lambda folder: save(folder, 2),
-    "prune": lambda folder: folder.prune(1),
-    "write": lambda folder: folder.write("summary.json", "{}"),
-    "publish": finished,
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_the_disk_is_gone(folder: RunFolder, use: str) -> None:
-    """Law: where the folder is no longer that of the run, nothing is written there."""
-    save(folder, 1)
-    away = folder.path.with_name("away")
-    folder.path.rename(away)
-    before = tree(away)
-    for place in (folder.path.mkdir, folder.path.rmdir):
-        place()
-        with pytest.raises(UserError) as caught:
-            USES[use](folder)
-        assert str(caught.value) == (
-            f"{folder.path} is no longer the folder of this run: its config.json is "
-            "gone. Is its disk? Mend that, then go on with --resume."
-        )
-        assert not folder.path.exists() or not tree(folder.path)
-    away.rename(folder.path)
-    assert tree(folder.path) == before
-    USES[use](folder)
-
-
-def test_the_disk_goes_while_it_is_written_to(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: what was saved is not said to be lost."""
-    save(folder, 1)
-
-    def gone(*_: object) -> None:
-        shutil.move(folder.path, folder.path.with_name("away"))
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(torch, "save", gone)
-    with pytest.raises(UserError) as caught:
-        save(folder, 2)
-    assert str(caught.value) == (
-        f"{folder.checkpoint_path(2)} could not be written: Input/output error. What "
-        "was saved cannot be read now; mend that, then go on with --resume."
-    )
 
 
 def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
@@ -545,8 +414,6 @@ def test_prune_and_damage(folder: RunFolder) -> None:
     (folder.checkpoint_path(3) / "manifest.json").write_text("{")
     folder.prune(1)
     assert names(folder) == called([2, 3])
-    with pytest.raises(UserError, match="keep"):
-        folder.prune(0)
 
 
 # The model
@@ -572,8 +439,8 @@ def test_publish_model(folder: RunFolder) -> None:
             writer("weights", "new"), SimpleNamespace(save_pretrained=broken)
         )
     assert str(caught.value) == (
-        f"{folder.model} could not be written: No space left on device. No checkpoint "
-        "is whole; mend that, then start anew."
+        f"{folder.model} could not be written: No space left on device. Fix that, "
+        "then go on with --resume."
     )
     assert unsealed(folder) == {"weights": b"old", "vocabulary": b"old"}
     assert not [*folder.path.glob(".model.*")]
@@ -643,6 +510,6 @@ def test_write(folder: RunFolder) -> None:
     with pytest.raises(UserError) as caught:
         folder.write("report.html", "x")
     assert str(caught.value) == (
-        f"{path} could not be written: Is a directory. No checkpoint is whole; mend "
-        "that, then start anew."
+        f"{path} could not be written: Is a directory. Fix that, then go on with "
+        "--resume."
     )

@@ -27,7 +27,7 @@ NUMBERS = 5000
 LARGE = 4 * NUMBERS
 LIMITS = (0, 7, 511, 4096, LARGE - 1)
 RECORD = {"step": 2, "loss": 0.5, "note": "x" * 200}
-LEFT = "The checkpoint of step 1 is whole; mend that, then go on with --resume."
+LEFT = "Fix that, then go on with --resume."
 
 
 def tree(root: Path) -> dict[str, str]:
@@ -135,8 +135,6 @@ def test_metrics_that_are_too_large(ran: tuple[Path, list[Any]]) -> None:
         rest = json.dumps(RECORD).encode()[: max(limit - len(whole), 0)]
         assert folder.metrics.read_bytes() == whole + rest
         assert folder.records() == [{"step": 1, "loss": 1.0}]
-        folder.log(RECORD)
-        assert folder.records() == [{"step": 1, "loss": 1.0}, RECORD]
 
 
 @unix

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from typing import TYPE_CHECKING, Any
 
-from halfstep.checkpoint import atomic_directory
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from io import FileIO
     from pathlib import Path
 
 
@@ -34,42 +31,16 @@ def to_lines(records: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a line; on a full disk half of it may be there, at the end.
-
-    Why: whoever goes on, in this process or another, takes a line without an end for
-    one that was never written. So half a line is removed before the next is added.
-    """
-    data = memoryview(to_lines([record]).encode())
-    with path.open("a+b", buffering=0) as file:
-        _cut_torn_end(file)
-        while data:
-            data = data[file.write(data) :]
-
-
-def _cut_torn_end(file: FileIO) -> None:
-    end = file.seek(0, os.SEEK_END)
-    if not end:
-        return
-    file.seek(end - 1)
-    if file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the records; a last line torn by a crash is left out.
 
     Raises:
-        UserError: If any other line is damaged, or the file cannot be read.
+        UserError: If any other line is damaged.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    except OSError as error:
-        message = f"{path} cannot be read: {atomic_directory.os_reason(error)}."
-        raise UserError(message) from error
     records = []
     # What follows the last line end is empty, or torn.
     for number, line in enumerate(lines[:-1], 1):

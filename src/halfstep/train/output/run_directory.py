@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,7 @@ import filelock
 
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.checkpoint.single import CheckpointError
-from halfstep.errors import UserError, require
+from halfstep.errors import UserError
 from halfstep.reporting.table import write_text
 from halfstep.train import torchrun
 from halfstep.train.data import file_lock
@@ -80,9 +81,8 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            names = (*_OWN, *_OWN_FOLDERS)
-            old = [name for name in names if (self.path / name).exists()]
-            began = not all(map(self._is_unstarted, old))
+            old = [name for name in (*_OWN, *_OWN_FOLDERS) if self._holds(name)]
+            began = bool(old)
             if began and not overwrite:
                 message = (
                     f"{self.path} already holds a run ({old[-1]}); add --resume to go "
@@ -152,15 +152,12 @@ class RunFolder:
             if lock is not None:
                 lock.release()
 
-    def _is_unstarted(self, name: str) -> bool:
-        """Say whether this is the state before a run has begun.
-
-        Why: a program may be killed before `config.json` tells what it was to do.
-        """
+    def _holds(self, name: str) -> bool:
+        """Say whether something of a run is there: not its launch, no empty folder."""
         path = self.path / name
-        if name in _OWN_FOLDERS:
-            return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-        return name == "launch.json" and torchrun.read_identity(path) is not None
+        if path.is_dir() and name in _OWN_FOLDERS:
+            return any(path.iterdir())
+        return os.path.lexists(path) and name != "launch.json"
 
     def resumes_after_restart(self) -> bool:
         """Say whether torchrun has restarted the processes that began this run.
@@ -179,20 +176,15 @@ class RunFolder:
         Raises:
             UserError: If there is no run, or its settings are damaged.
         """
-        path = self._config
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(self._config.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError) as error:
             message = f"{self.path} holds no run; it has no config.json."
             raise UserError(message) from error
-        except OSError as error:
-            message = f"{path} cannot be read: {atomic_directory.os_reason(error)}."
-            raise UserError(message) from error
-        except ValueError as error:
-            message = f"{path} is damaged: it is not valid JSON."
-            raise UserError(message) from error
+        except ValueError:
+            content = None
         if not isinstance(content, dict):
-            message = f"{path} is damaged: it holds no settings."
+            message = f"{self._config} is damaged: it holds no settings."
             raise UserError(message)
         return content
 
@@ -209,36 +201,13 @@ class RunFolder:
             )
             raise UserError(message)
 
-    def _check_exists(self) -> None:
-        """Refuse to write where the run did not begin.
-
-        Why: where a disk was mounted there is an empty folder once it is gone, and what
-        is written into that is lost to the run.
-        """
-        try:
-            self._config.stat()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            message = (
-                f"{self.path} is no longer the folder of this run: its config.json is "
-                "gone. Is its disk? Mend that, then go on with --resume."
-            )
-            raise UserError(message) from error
-
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line to the metrics, whole or, if the disk is full, torn at its end.
-
-        Raises:
-            UserError: If it cannot be written.
-        """
-        with self.writing(self.metrics):
-            jsonl.append(self.metrics, record)
+        """Add a line to the metrics, whole or, if the disk is full, torn at its end."""
+        with self.writing(self.metrics), self.metrics.open("a") as file:
+            file.write(jsonl.to_lines([record]))
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the metrics; a last line torn by a crash is left out.
-
-        Raises:
-            UserError: If any other line is damaged, or the file cannot be read.
-        """
+        """Return the metrics; a last line torn by a crash is left out."""
         return jsonl.read(self.metrics)
 
     def rewind(self, step: int) -> None:
@@ -246,9 +215,6 @@ class RunFolder:
 
         Checkpoints after it are those that were not whole. They are set aside, under a
         name beside theirs, so that none counts as the newest or stands in the way.
-
-        Raises:
-            UserError: If metrics are damaged, or something cannot be written.
         """
         records = [record for record in self.records() if record["step"] <= step]
         with self.writing(self.path):
@@ -269,11 +235,7 @@ class RunFolder:
         atomic_directory.remove_leftovers(self._checkpoints)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the folder, in one piece.
-
-        Raises:
-            UserError: If it cannot be written; the one from before stays.
-        """
+        """Write a file of the folder, in one piece."""
         with self.writing(self.path / name):
             write_text(self.path / name, text)
 
@@ -282,21 +244,11 @@ class RunFolder:
         return self._checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, whole or not, the newest first.
-
-        Raises:
-            UserError: If the folder cannot be read.
-        """
+        """Return the steps of all checkpoints, whole or not, the newest first."""
         try:
             names = [each.name for each in self._checkpoints.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except OSError as error:
-            message = (
-                f"{self._checkpoints} cannot be read: "
-                f"{atomic_directory.os_reason(error)}."
-            )
-            raise UserError(message) from error
         matches = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
@@ -307,11 +259,7 @@ class RunFolder:
         state: Mapping[str, Any],
         notes: Mapping[str, Any],
     ) -> None:
-        """Write the checkpoint of a step; one that is there already is replaced.
-
-        Raises:
-            UserError: If it cannot be written; those before it are as they were.
-        """
+        """Write the checkpoint of a step; one that is there already is replaced."""
         path = self.checkpoint_path(step)
         with self.writing(path):
             single.save(path, weights, state, notes, replace=True)
@@ -335,18 +283,16 @@ class RunFolder:
         if not self.has_checkpoint():
             return None
         faults: list[str] = []
-        fate, cure = "is whole", "start anew with another --out"
         for step in self.steps():
             try:
                 return load(self.checkpoint_path(step)), faults
             except CheckpointError as error:
-                if isinstance(error, atomic_directory.CheckpointReadError):
-                    fate, cure = "can be used now", "mend the disk, then --resume again"
                 faults.append(f"the checkpoint of step {step} is not used: {error}")
         names = ", ".join(self.checkpoint_path(step).name for step in self.steps())
         message = (
-            f"no checkpoint in {self._checkpoints} {fate} ({names}); {cure}. Of the "
-            f"newest: {faults[0].partition(': ')[2]}"
+            f"no checkpoint in {self._checkpoints} can be used ({names}); restore one, "
+            "or start anew with another --out. Of the newest: "
+            f"{faults[0].partition(': ')[2]}"
         )
         raise UserError(message)
 
@@ -377,11 +323,7 @@ class RunFolder:
 
         Args:
             keep: How many of the newest stay, at least one.
-
-        Raises:
-            UserError: If one cannot be deleted.
         """
-        require("keep", keep, keep >= 1, "at least 1")
         intact: list[int] = []
         wanted: set[int] = set()
         for step in self.steps():
@@ -398,11 +340,7 @@ class RunFolder:
                 atomic_directory.discard(self.checkpoint_path(step))
 
     def save_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
-        """Write the finished model for transformers, sealed; whole or not at all.
-
-        Raises:
-            UserError: If it cannot be written; the one from before stays.
-        """
+        """Write the finished model for transformers, sealed; whole or not at all."""
 
         def fill(part: Path) -> dict[str, Any]:
             with without_progress_bars():
@@ -417,14 +355,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Say what the disk refuses, and what the run can go on from.
-
-        Raises:
-            UserError: If writing `path` fails as the disk wills, or the folder is no
-                longer that of the run.
-        """
+        """Report what the disk refuses as a `UserError`, and how to go on."""
         try:
-            self._check_exists()
             yield
         except Exception as error:
             reason = atomic_directory.os_reason(error)
@@ -433,35 +365,7 @@ class RunFolder:
             if reason is None:
                 raise
             message = (
-                f"{path} could not be written: {reason}. {self._recovery_advice()}"
+                f"{path} could not be written: {reason}. Fix that, then go on with "
+                "--resume."
             )
             raise UserError(message) from error
-
-    def _recovery_advice(self) -> str:
-        go_on = "mend that, then go on with --resume."
-        advice = "No checkpoint is whole; mend that, then start anew."
-        unread = f"What was saved cannot be read now; {go_on}"
-        try:
-            self._check_exists()
-            self._checkpoints.stat()  # made with the folder
-            for step in self.steps():
-                is_intact = self._is_intact(step)
-                if is_intact:
-                    return f"The checkpoint of step {step} is whole; {go_on}"
-                advice = unread if is_intact is None else advice
-        except (UserError, OSError):
-            return unread
-        return advice
-
-    def _is_intact(self, step: int) -> bool | None:
-        """Say whether a checkpoint is whole; None where it cannot be read now."""
-        try:
-            path = self.checkpoint_path(step)
-            atomic_directory.verify(path, atomic_directory.read(path))
-        except CheckpointError as error:
-            return (
-                None
-                if isinstance(error, atomic_directory.CheckpointReadError)
-                else False
-            )
-        return True
