@@ -482,7 +482,7 @@ def test_output_on_60_columns(
 
 BARE = """
 import sys
-for name in ("jinja2", "matplotlib", "rich", "sklearn", "tomli_w"):
+for name in ("jinja2", "matplotlib", "sklearn", "tomli_w"):
     sys.modules[name] = None
 from halfstep import cli
 sys.exit(cli.run(sys.argv[1:]))
@@ -507,6 +507,6 @@ def test_what_each_command_needs(here: Path) -> None:
     status, err = bare("train", "--out", "new")
     assert status == 2
     assert complaint(err) == (
-        "halfstep train needs jinja2, matplotlib, rich, scikit-learn, "
-        "tomli-w: install with pip install 'halfstep[train,report]'."
+        "halfstep train needs jinja2, matplotlib, scikit-learn, tomli-w: "
+        "install with pip install 'halfstep[train,report]'."
     )

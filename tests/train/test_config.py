@@ -279,12 +279,12 @@ def test_settings_of_an_older_version(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("epoch", 3, "config.json holds 'epoch', not a setting; nearest: epochs."),
-        ("zzz", 3, "config.json holds 'zzz', not a setting; nearest: none."),
+        ("epoch", 3, "config.json: 'epoch' is not a setting; nearest: epochs."),
+        ("zzz", 3, "config.json: 'zzz' is not a setting; see halfstep train --help."),
         ("epochs", "3", "config.json: epochs is '3'; it must be a whole number."),
         ("seed", None, "config.json: seed is None; it must be a whole number."),
         ("lr", [1], "config.json: lr is [1]; it must be a number."),
-        ("data", 3, "config.json: data is 3; it must be a word."),
+        ("data", 3, "config.json: data is 3; it must be text in quotes."),
         ("keep", True, "config.json: keep is True; it must be a whole number."),
         ("clip", False, "config.json: clip is False; it must be a number."),
         ("compile", 1, "config.json: compile is 1; it must be true or false."),
@@ -370,7 +370,7 @@ def test_masters_that_do_not_fit(short: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
         run(short | given)
     assert str(caught.value) == NO_FIT[words]
-    assert not Path(short["out"]).exists()
+    assert not (Path(short["out"]) / "config.json").exists()
 
 
 @pytest.mark.parametrize("master", ["split", "kahan", "stochastic", "none"])

@@ -23,7 +23,6 @@ from halfstep.train.run import run
 from halfstep.train.train_state import Timers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("small_runs")
@@ -97,28 +96,6 @@ def test_a_step_that_cannot_be_read(
     assert not (tmp_path / "unread" / "profile.json").exists()
     (tmp_path / "plain" / "profile.json").unlink()
     assert_same_run(tmp_path / "unread", tmp_path / "plain")
-
-
-@pytest.mark.parametrize("begins", [True, False])
-def test_a_step_is_made_once(monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
-    """Law: whatever becomes of the profiler, the step is made once."""
-    steps: list[int] = []
-
-    def made() -> int:
-        steps.append(7)
-        return 7
-
-    def watched(step: Callable[[], object]) -> None:
-        if begins:
-            step()
-        message = "broken"
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(profile_step, "watched", watched)
-    choice: Any = SimpleNamespace(level=levels.O1, format=formats.BF16)
-    with pytest.warns(UserWarning, match="RuntimeError: broken"):
-        found = profile_step.run_profiled(made, Timers(), choice)
-    assert (found, steps) == ((7, None), [7])
 
 
 def test_a_step_that_fails_is_not_hushed_up() -> None:

@@ -88,13 +88,9 @@ def test_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     show(30)
     written = terminal.getvalue()
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
-    assert "\x1b[" in written
-    assert "[bold]begins[/bold]" in plain
-    assert re.search(rf"30/30 .*{NUMBERS}", plain)
-    assert plain.count("\n") < 5
-    # The cursor is hidden while the line moves, and shown again.
-    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+    assert "[bold]begins[/bold]\n" in written
+    assert re.search(rf"30/30 .*{NUMBERS}", written)
+    assert written.count("\n") < 5
 
 
 def test_live_line_after_resuming(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 import struct
 import sys
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("tensorboard")
-
-NO_SPACE = "No space left on device"
 
 
 def step(number: int, **more: object) -> dict[str, Any]:
@@ -95,62 +93,6 @@ def test_going_on(tmp_path: Path, last: int) -> None:
     assert read(tmp_path) == {"train/loss": expected}
 
 
-@pytest.mark.parametrize("where", ["add_scalar", "close"])
-def test_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Law: what the disk refuses is said once; no more is tried, and no run ends."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    events = TensorBoardWriter(tmp_path, 0)
-    calls = []
-
-    def full(*_: object) -> None:
-        calls.append(1)
-        raise OSError(28, NO_SPACE)
-
-    events.write(step(1))
-    with monkeypatch.context() as patch:
-        patch.setattr(SummaryWriter, where, full)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for number in (2, 3):
-                events.write(step(number))
-            events.close()
-            events.write(step(4))
-    assert len(told) == 1
-    assert str(told[0].message) == (
-        f"{tmp_path} could not be written: {NO_SPACE}. TensorBoard gets no more of "
-        "this run; metrics.jsonl goes on."
-    )
-    assert len(calls) == 1
-    if where == "close":
-        events.close()
-    else:
-        assert {n for n, _ in read(tmp_path)["train/loss"]} == {1}
-
-
-def test_no_place(tmp_path: Path) -> None:
-    """Law: a place that cannot be made is said once, and the run goes on."""
-    (tmp_path / "file").write_text("x")
-    path = tmp_path / "file" / "tensorboard"
-    told = f"{path} could not be written: Not a directory."
-    with pytest.warns(UserWarning, match=re.escape(told)) as caught:
-        events = TensorBoardWriter(path, 0)
-    assert len(caught) == 1
-    events.write(step(1))
-    events.close()
-    assert (tmp_path / "file").read_text() == "x"
-
-
-def test_another_fault(tmp_path: Path) -> None:
-    """Law: a fault that is not the disk's is not passed over."""
-    events = TensorBoardWriter(tmp_path, 0)
-    with pytest.raises(KeyError):
-        events.write({"loss": 1.0})
-    events.close()
-
-
 def test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: without the library a run does not begin, and how to get it is told."""
     tensorboard.check_installed()
@@ -196,6 +138,7 @@ def test_a_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(Trainer, "train_step", broken)
         with pytest.raises(KeyboardInterrupt):
             run(settings)
+    time.sleep(1.0)  # files are read in the order of the seconds in their names
     # Steps 5 and 6 were written by the first run, and are taken again.
     records = run({"out": settings["out"]}, resume=True).folder.records()
     shown = read(tmp_path / "run" / "tensorboard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from math import inf
@@ -15,7 +16,7 @@ _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 _TYPE_DESCRIPTIONS = {
     int: "a whole number",
     float: "a number",
-    str: "a word",
+    str: "text in quotes",
     bool: "true or false",
 }
 _SEED_LIMIT = 2**32  # torch takes 64 bits, and each step's own seed is a multiple
@@ -234,14 +235,23 @@ def type_of(setting: Field[Any]) -> type:
     return _TYPES[str(setting.type).removesuffix(" | None")]
 
 
-def has_type(setting: Field[Any], value: object) -> bool:
-    """Say whether a value read from a file has the type of a setting."""
+def setting_fault(name: str, value: object) -> str:
+    """Return why a name and a value read from a file are no setting; "" if they are."""
+    if name not in SETTINGS:
+        near = difflib.get_close_matches(name, SETTINGS, 1)
+        advice = f"nearest: {near[0]}" if near else "see halfstep train --help"
+        return f"{name!r} is not a setting; {advice}"
+    expected = type_of(SETTINGS[name])
     if value is None:
-        return str(setting.type).endswith(" | None")
-    expected = type_of(setting)
-    if isinstance(value, bool) or expected is bool:  # to Python, True is a number
-        return expected is bool and isinstance(value, bool)
-    return isinstance(value, (int, float) if expected is float else expected)
+        is_valid = str(SETTINGS[name].type).endswith(" | None")
+    elif isinstance(value, bool) or expected is bool:  # to Python, True is a number
+        is_valid = expected is bool and isinstance(value, bool)
+    else:
+        is_valid = isinstance(value, (int, float) if expected is float else expected)
+    if is_valid:
+        return ""
+    description = _TYPE_DESCRIPTIONS[expected]
+    return f"{name} is {reprlib.repr(value)}; it must be {description}"
 
 
 def flag_of(setting: Field[Any]) -> str:
@@ -265,11 +275,6 @@ def check(setting: Field[Any], value: object) -> None:
         raise UserError(message)
 
 
-def nearest_setting(word: str) -> str:
-    """Return the setting whose name a word most resembles, "" where none does."""
-    return "".join(difflib.get_close_matches(word.replace("-", "_"), SETTINGS, 1))
-
-
 def resume_config(
     saved: Mapping[str, Any],
     explicit: Mapping[str, Any],
@@ -288,14 +293,8 @@ def resume_config(
         UserError: If a typed setting differs, or the saved ones are not settings.
     """
     for name, value in saved.items():
-        message = ""
-        if name not in SETTINGS:
-            near = nearest_setting(name) or "none"
-            message = f"config.json holds {name!r}, not a setting; nearest: {near}."
-        elif not has_type(SETTINGS[name], value):
-            expected = _TYPE_DESCRIPTIONS[type_of(SETTINGS[name])]
-            message = f"config.json: {name} is {value!r}; it must be {expected}."
-        if message:
+        if fault := setting_fault(name, value):
+            message = f"config.json: {fault}."
             raise UserError(message)
     for name, value in explicit.items():
         saved_value = saved.get(name, SETTINGS[name].default)

@@ -19,7 +19,6 @@ TO_PREDICT = {
 TO_TRAIN = TO_PREDICT | {
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
-    "rich": "rich",
     "scikit-learn": "sklearn",
     "tomli-w": "tomli_w",
 }

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from halfstep.diagnostics.profiling.profile_result import Profile
-    from halfstep.diagnostics.profiling.timeline import Timeline
     from halfstep.machine.recommendation import Choice
     from halfstep.train.train_state import Timers
 
@@ -47,7 +46,7 @@ def run_profiled(
 ) -> tuple[T, Profile | None]:
     """Make a step, and say where its time went. It computes what it always does.
 
-    Not to know that must not end a run: it is told in a warning, and is None.
+    A profile that cannot be read must not end a run: it is a warning, and None.
 
     Args:
         step: Makes it.
@@ -55,33 +54,16 @@ def run_profiled(
         choice: Level and format of the run.
     """
     results: list[T] = []
-    errors: list[Exception] = []
-
-    def once() -> None:
-        try:
-            results.append(step())
-        except Exception as error:
-            errors.append(error)
-            raise
-
     try:
-        profile = _summarize(watched(once), clock.seconds["input"], choice)
-    except Exception as error:  # noqa: BLE001 -- whatever the profiler may raise
+        timeline = watched(lambda: results.append(step()))
+        waited = clock.seconds["input"]
+        wall = timeline.length / 1e9 + waited
+        level, dtype = choice.level.name, choice.format.name
+        return results[0], summary(timeline, wall, waited, level=level, dtype=dtype)
+    except Exception as error:
+        if not results:
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    else:
-        return results[0], profile
-    if errors:
-        raise errors[0]
-    message = f"where the time of a step goes could not be read: {reason}"
-    warnings.warn(f"{message}; training goes on.", stacklevel=2)
-    return (results[0] if results else step()), None
-
-
-def _summarize(timeline: Timeline, input_seconds: float, choice: Choice) -> Profile:
-    return summary(
-        timeline,
-        timeline.length / 1e9 + input_seconds,
-        input_seconds,
-        level=choice.level.name,
-        dtype=choice.format.name,
-    )
+        message = f"where the time of a step goes could not be read: {reason}"
+        warnings.warn(f"{message}; training goes on.", stacklevel=2)
+    return results[0], None

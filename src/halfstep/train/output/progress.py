@@ -72,31 +72,24 @@ class _Live:
     """A line that changes on a terminal."""
 
     def __init__(self, total: int, done: int) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-        from rich.progress import Progress as Bar
+        from tqdm import tqdm
 
-        self._bar = Bar(
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(compact=True),
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            file=sys.stdout,
+            bar_format="{n_fmt}/{total_fmt} {bar:20}{postfix} {remaining} left",
         )
-        self._task = self._bar.add_task("", total=total, completed=done, numbers="")
-        self._bar.start()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        self._bar.update(self._task, completed=record["step"], numbers=_numbers(record))
+        self._bar.set_postfix_str(_numbers(record), refresh=False)
+        self._bar.update(record["step"] - self._bar.n)
 
     def print_line(self, line: str) -> None:
-        self._bar.console.print(line, markup=False, highlight=False)
+        self._bar.write(line, file=sys.stdout)
 
     def close(self) -> None:
-        self._bar.stop()
+        self._bar.close()
 
 
 Progress = _Plain | _Live
