@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from halfstep.distributed.process_group import World
-    from halfstep.train.data.length_batches import Epoch
+    from halfstep.train.data.length_batches import Indices
     from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.tasks import Objective
 
@@ -104,7 +104,7 @@ class StepDataset(Dataset[StepBatch]):
         self._pad_id = pad_id
         self._multiple = multiple
         self._masking = masking
-        self._epoch: tuple[int, Epoch] | None = None
+        self._epoch: tuple[int, list[Indices]] | None = None
         self.per_epoch = -(-len(encoded) // order.batch_size)
 
     def __getitem__(self, number: int) -> StepBatch:
@@ -142,7 +142,7 @@ class StepDataset(Dataset[StepBatch]):
         total = self.per_epoch * self._order.epochs
         return (self._order.seed * total + number) * self._size + self._rank
 
-    def _batches(self, number: int) -> Epoch:
+    def _batches(self, number: int) -> list[Indices]:
         """Return the batches of an epoch; those of the last one asked for are kept."""
         if self._epoch is None or self._epoch[0] != number:
             order = self._order
