@@ -192,7 +192,7 @@ REFUSALS = {
     ),
     "labels": (
         [*TRAIN, "--labels", "only"],
-        "--labels only: name two or more labels, each once.",
+        "--labels only: name 2 or more, each once.",
     ),
     "columns of nothing": (
         ["train", "--text-column", "review"],

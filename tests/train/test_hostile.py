@@ -280,5 +280,5 @@ def test_nul_in_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "odd.jsonl").write_text(f"{row}\n", encoding="utf-8")
     words = ("train", "--task", "ner", "--data", "odd.jsonl", "--out", "new")
     assert refusal(capsys, *words) == (
-        "odd.jsonl line 1: it holds a NUL character; remove it or drop the row."
+        "odd.jsonl line 1: it holds a NUL character; remove it."
     )

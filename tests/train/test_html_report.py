@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -68,7 +68,6 @@ def told(**changes: Any) -> ReportData:
         records=[*(step(i) for i in range(1, 31)), evaluation(30)],
         summary={"train_seconds": 12.25, "peak_memory_bytes": 3 << 20},
         findings=("Texts were cut.",),
-        machine=Table("", ("what", "value"), (("processor", "fast"),)),
     )
     return replace(whole, **changes)
 
@@ -248,24 +247,12 @@ def test_short_runs_keep_half_of_their_steps(
     assert f"Over {count - left_out} steps; the first {left_out} are left out" in html
 
 
-def test_records_of_older_runs() -> None:
-    """Law: records without parts of seconds are shown without them."""
-    records = [step(i) for i in range(1, 5)]
-    for record in records[:2]:
-        del record["seconds"]
-    heading = "Where the time of a step went"
-    assert heading in sections(page(told(records=records)))
-    found = sections(page(told(records=records[:2])))
-    assert heading not in found
-    assert "Curves" in found
-
-
 def test_cost_and_memory() -> None:
     """Law: what the summary holds is shown in its unit; what it lacks is not."""
     memory = {"weights": 1 << 20, "moments": 1 << 19}
     summary = {"train_seconds": 1.25, "peak_memory_bytes": 3 << 20, "memory": memory}
     time, held = grids(sections(page(told(summary=summary)))["Cost"])
-    assert time[1:] == [["time in training steps, s", "1.2"]]
+    assert time[1:] == [["time in training steps, s", "1.25"]]
     assert held[1:] == [
         ["peak of the process", "3.0"],
         ["weights", "1.0"],
@@ -311,13 +298,8 @@ def test_configuration() -> None:
 
 
 def test_machine() -> None:
-    """Law: this machine is told where no other is; it has cores, torch and Python."""
+    """Law: the page says on what the run was; it has cores, torch and Python."""
     facts = dict(machine_table().rows)
     assert {"processor", "cores", "torch", "Python"} <= set(facts)
     (grid,) = grids(sections(page(told()))["Machine"])
-    assert grid[1:] == [["processor", "fast"]]
-    whole = told()
-    given = {each.name: getattr(whole, each.name) for each in fields(ReportData)}
-    del given["machine"]
-    (grid,) = grids(sections(page(ReportData(**given)))["Machine"])
     assert grid[1:] == [[what, str(value)] for what, value in machine_table().rows]

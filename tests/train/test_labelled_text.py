@@ -240,7 +240,7 @@ def test_labels_of_other_types_are_told_apart() -> None:
 
 FORM = 'each line holds {"text": "...", "label": ...}.'
 ARRAY_FORM = 'each entry is ["text", label] or {"text": "...", "label": ...}.'
-CUT = "a character is cut in half (a lone surrogate); fix or drop the row."
+CUT = "a character is cut in half (a lone surrogate); fix or drop it."
 WANG = "\u738b" * 50
 NO_LABEL = "a label is a number or a word."
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.predict import Entities, Entity, Label, Predictions
+from halfstep.train.predict import Entities, Entity, Label
 from halfstep.train.predictions import lines, tables, write
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ PARIS = Entity("LOC", 7, 12, "Paris")
 BOTH = Entities("Ada in Paris", (ADA, PARIS), cut=False)
 NONE = Entities("so it is", (), cut=False)
 OUTPUTS = ("rain", "sun")
+CUT = "cut at --max-length of the run; what follows was not read."
 
 
 def failing() -> Iterator[Label]:
@@ -36,19 +37,21 @@ def failing() -> Iterator[Label]:
 
 def test_table_of_labels() -> None:
     """Law: a row a text, the probabilities in the order of the outputs."""
-    (table,) = tables(Predictions([SUNNY, RAINY], 8), OUTPUTS)
+    (table,) = tables([SUNNY, RAINY], OUTPUTS)
     assert table.columns == ("label", "p(rain)", "p(sun)", "text")
     assert table.rows == (
         ("sun", 0.25, 0.75, SUNNY.text),
         ("rain", 0.5, 0.5, RAINY.text),
     )
-    assert table.notes == ("1 text was cut after 8 tokens; what follows was not read.",)
-    assert tables(Predictions([SUNNY], 8), OUTPUTS)[0].notes == ()
+    assert table.notes == (
+        "1 text was cut at --max-length of the run; what follows was not read.",
+    )
+    assert tables([SUNNY], OUTPUTS)[0].notes == ()
 
 
 def test_table_of_entities() -> None:
     """Law: a row an entity with the number of its text; a text without one has one."""
-    (table,) = tables(Predictions([BOTH, NONE], 8), ("O",))
+    (table,) = tables([BOTH, NONE], ("O",))
     assert table.columns == ("text", "kind", "entity", "start", "end")
     assert table.rows == (
         (1, "PER", "Ada", 0, 3),
@@ -61,7 +64,7 @@ def test_table_of_entities() -> None:
 def test_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: one JSON object a text, in UTF-8; what was cut is told beside it."""
     path = tmp_path / "out.jsonl"
-    write(Predictions([SUNNY, RAINY, RAINY], 8), path)
+    write([SUNNY, RAINY, RAINY], path)
     told = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     assert told == [
         {
@@ -76,12 +79,15 @@ def test_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("3 texts, ")
-    assert "2 texts were cut after 8 tokens; what follows was not read." in said.err
+    assert (
+        "2 texts were cut at --max-length of the run; what follows was not read."
+        in said.err
+    )
 
 
 def test_written_entities(tmp_path: Path) -> None:
     """Law: entities are objects of kind, characters and words."""
-    write(Predictions([BOTH], 8), tmp_path / "out.jsonl")
+    write([BOTH], tmp_path / "out.jsonl")
     told = json.loads((tmp_path / "out.jsonl").read_text("utf-8"))
     assert told["entities"] == [
         {"kind": "PER", "start": 0, "end": 3, "words": "Ada"},
@@ -96,11 +102,11 @@ def test_whole_or_not_at_all(tmp_path: Path, before: str | None) -> None:
     if before is not None:
         path.write_text(before, encoding="utf-8")
     with pytest.raises(UserError, match=r"^text 2 is blank\.$"):
-        write(Predictions(failing(), 8), path)
+        write(failing(), path)
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"] * bool(before)
     if before is not None:
         assert path.read_text(encoding="utf-8") == before
-        write(Predictions([SUNNY], 8), path)
+        write([SUNNY], path)
         assert json.loads(path.read_text("utf-8"))["label"] == "sun"
 
 
@@ -115,7 +121,7 @@ def test_old_until_the_last(tmp_path: Path) -> None:
             yield each
             seen.append(path.read_text(encoding="utf-8"))
 
-    write(Predictions(watched(), 8), path)
+    write(watched(), path)
     assert seen == ["old", "old"]
     assert len(path.read_text("utf-8").splitlines()) == 2
 
@@ -127,7 +133,7 @@ def test_through_a_link(tmp_path: Path) -> None:
     real.write_text("old", encoding="utf-8")
     link = tmp_path / "out.jsonl"
     link.symlink_to(real)
-    write(Predictions([SUNNY], 8), link)
+    write([SUNNY], link)
     assert link.is_symlink()
     assert json.loads(real.read_text("utf-8"))["label"] == "sun"
 
@@ -139,7 +145,7 @@ def test_into_a_pipe(tmp_path: Path) -> None:
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_text("utf-8")))
     reader.start()
-    write(Predictions([SUNNY], 8), pipe)
+    write([SUNNY], pipe)
     reader.join()
     assert json.loads(read[0])["label"] == "sun"
     assert pipe.is_fifo()
@@ -152,7 +158,7 @@ def test_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path, "Is a directory"),
     ):
         with pytest.raises(UserError) as caught:
-            write(Predictions([SUNNY], 8), path)
+            write([SUNNY], path)
         assert str(caught.value) == f"--json {path} cannot be written: {why}."
 
 

@@ -155,15 +155,6 @@ def rewrite(path: Path, name: str, value: object) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["step", "best_step", "waited", "processes"])
-def test_negative_notes(
-    copy: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    """Law: what is counted in notes is none below zero."""
-    rewrite(last(copy), name, -1)
-    assert f"{name!r} of its notes is missing" in refused(copy, capsys)
-
-
 def test_notes_before_a_score(copy: Path) -> None:
     """Law: notes as a run writes them before its first evaluation are taken."""
     rewrite(last(copy), "best_score", None)

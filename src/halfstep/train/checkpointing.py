@@ -9,7 +9,8 @@ its own parts; any number of processes can read them.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfstep.checkpoint import atomic_directory, single
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_COUNT_NOTES = ("step", "best_step", "waited", "processes")
-_STRING_NOTES = ("level", "dtype", "reason", "fingerprint")
+_NOTES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("step", "best_step", "waited", "processes"), (int,)),
+    **dict.fromkeys(("level", "dtype", "reason", "fingerprint"), (str,)),
+    "best_score": (int, float, NoneType),
+}
 
 
 def save(
@@ -42,11 +46,7 @@ def save(
     folder: RunFolder,
     world: World,
 ) -> None:
-    """Write a checkpoint, and delete those that are no longer needed; all must call it.
-
-    Raises:
-        UserError: If it cannot be written; those before it are as they were.
-    """
+    """Write a checkpoint, and delete those not needed any more; all must call it."""
     notes = _notes(session, train_state, job, world)
     if job.plan.parallel == FSDP2:
         path = folder.checkpoint_path(train_state.step)
@@ -152,16 +152,13 @@ def _check_best(
 
 
 def checked_notes(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's notes, their shape and every byte of it checked.
-
-    Raises:
-        CheckpointError: If it is damaged, or not a run's.
-    """
+    """Return a checkpoint's notes, their shape and every byte of it checked."""
     manifest = atomic_directory.read(path)
     atomic_directory.verify(path, manifest)
     notes: dict[str, Any] = manifest["notes"]
-    invalid = _invalid_note(notes)
-    if invalid is not None:
+    fits = {name: type(notes.get(name, ...)) in types for name, types in _NOTES.items()}
+    if not all(fits.values()):
+        invalid = next(name for name, fit in fits.items() if not fit)
         message = (
             f"checkpoint file {path / atomic_directory.MANIFEST} was not written by a "
             f"run: {invalid!r} of its notes is missing, or not what a run notes there."
@@ -170,24 +167,8 @@ def checked_notes(path: Path) -> dict[str, Any]:
     return notes
 
 
-def _invalid_note(notes: Mapping[str, Any]) -> str | None:
-    """Return what of the notes a run could not go on from; None if it can."""
-    score = notes.get("best_score", "missing")
-    counts = {name: notes.get(name) for name in _COUNT_NOTES}
-    fits = {
-        **{name: type(n) is int and n >= 0 for name, n in counts.items()},
-        **{name: type(notes.get(name)) is str for name in _STRING_NOTES},
-        "best_score": score is None or type(score) in {int, float},
-    }
-    return next((name for name, fit in fits.items() if not fit), None)
-
-
 def check_fingerprint(notes: Mapping[str, Any], fingerprint: str) -> None:
-    """Refuse to go on from a checkpoint of other data.
-
-    Raises:
-        UserError: If its fingerprint is not that of the corpus.
-    """
+    """Refuse to go on from a checkpoint of other data."""
     if notes.get("fingerprint") != fingerprint:
         message = (
             "--resume: the checkpoint was made from other data; resume with the data "
@@ -198,5 +179,5 @@ def check_fingerprint(notes: Mapping[str, Any], fingerprint: str) -> None:
 
 def train_state_from_notes(notes: Mapping[str, Any]) -> TrainState:
     """Return how far a run had come."""
-    names = ("step", "best_step", "best_score", "waited")
+    names = [field.name for field in fields(TrainState)]
     return TrainState(**{name: notes[name] for name in names})

@@ -153,7 +153,10 @@ class TrainConfig:
         for setting in SETTINGS.values():
             check(setting, getattr(self, setting.name))
         message = ""
-        if self.class_weights is not None and self.task == "ner":
+        names, fewest = self.label_names, 2 if self.task == "classify" else 1
+        if names is not None and len(set(names)) < max(fewest, len(names)):
+            message = f"--labels {self.labels}: name {fewest} or more, each once."
+        elif self.class_weights is not None and self.task == "ner":
             message = (
                 f"--class-weights {self.class_weights} is for --task classify; ner has "
                 "no classes of texts: leave it out."
@@ -260,11 +263,7 @@ def flag_of(setting: Field[Any]) -> str:
 
 
 def check(setting: Field[Any], value: object) -> None:
-    """Refuse a value of the right type that is out of a setting's range.
-
-    Raises:
-        UserError: If it is.
-    """
+    """Refuse a value of the right type that is out of a setting's range."""
     check_and_description: _Check | None = setting.metadata["check"]
     if value is None or check_and_description is None:
         return

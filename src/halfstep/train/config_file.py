@@ -63,9 +63,6 @@ def write_resolved(path: Path, mapping: Mapping[str, Any]) -> None:
     Args:
         path: File to write or to replace, in one piece.
         mapping: Settings by name; one that is `None` is left out.
-
-    Raises:
-        UserError: If the settings are none, or the file cannot be written.
     """
     import tomli_w
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from halfstep.train.data.corpus import Corpus, Split
-    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.loop import Trainer
 
 _MAX_LISTED = 20  # sentences left out that are named
@@ -26,9 +25,7 @@ _MAX_TEXTS = 2_000_000  # texts that are compared: some 10 seconds
 def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
     """Return what is worth knowing about the examples, before any step.
 
-    Args:
-        trainer: Of a run; its steps are the doctor's matter.
-        faults: Lines about checkpoints that could not be used; they come first.
+    Lines about checkpoints that could not be used, `faults`, come first.
     """
     corpus = trainer.job.corpus
     findings = [*faults, *left_out_findings(corpus)]
@@ -38,7 +35,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
             "0; annotate some, or evaluate on other texts."
         )
     for split, encoded in trainer.job.encoded.items():
-        cut = cut_texts(encoded, trainer.job.longest)
+        cut = int(np.count_nonzero(encoded.lengths >= trainer.job.longest))
         if cut:
             reach = "reaches" if cut == 1 else "reach"
             findings.append(
@@ -68,11 +65,6 @@ def left_out_findings(corpus: Corpus) -> list[str]:
     return [f"{len(faults)} {are} left out for invalid tags: {listed}{more}"]
 
 
-def cut_texts(encoded: EncodedTexts, longest: int) -> int:
-    """Return how many texts fill all the tokens that a text may have."""
-    return int(np.count_nonzero(encoded.lengths >= longest))
-
-
 def count_repeats(
     corpus: Corpus, max_texts: int = _MAX_TEXTS
 ) -> dict[str, dict[str, int]]:
@@ -80,9 +72,7 @@ def count_repeats(
 
     Texts are compared by 64-bit hashes, so that a million of them takes 16 MB.
 
-    Args:
-        corpus: That a run learns from.
-        max_texts: Texts beyond which nothing is counted, and the result is empty.
+    Beyond `max_texts` texts nothing is counted, and the result is empty.
     """
     splits = {"train": corpus.train, "dev": corpus.dev, "test": corpus.test}
     if sum(map(len, splits.values())) > max_texts:

@@ -30,9 +30,6 @@ def check(what: str, packages: Mapping[str, str]) -> None:
     Args:
         what: Needs them.
         packages: `TO_TRAIN` or `TO_PREDICT`.
-
-    Raises:
-        UserError: If one is missing.
     """
     missing = [name for name, module in packages.items() if find_spec(module) is None]
     if missing:

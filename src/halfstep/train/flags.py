@@ -198,11 +198,7 @@ def epilog() -> str:
 
 
 def explicit_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that were typed or stood in --config, a policy's file read.
-
-    Raises:
-        UserError: If a file cannot be used.
-    """
+    """Return the settings typed or in --config; a policy's file is read."""
     words = vars(arguments)
     settings = read_file(words["config"]) if "config" in words else {}
     settings |= {name: value for name, value in words.items() if name in SETTINGS}

@@ -166,11 +166,7 @@ def _positions(model: Any) -> int | None:  # noqa: ANN401
 
 
 def load_config(name: str | Path, **words: Any) -> Any:  # noqa: ANN401
-    """Return the configuration that transformers finds under a name.
-
-    Raises:
-        UserError: If it cannot load it, or not without running code of theirs.
-    """
+    """Return the configuration that transformers finds under a name."""
     from transformers import AutoConfig
 
     with _as_user_error(name):

@@ -38,9 +38,6 @@ def parallelize_model(
         parallel: "ddp" or "fsdp2".
         recompute: Keep no activations inside blocks; compute them again backward.
         compiled: Compile the forward pass.
-
-    Raises:
-        UserError: If the model or this machine cannot do what is asked for.
     """
     if recompute:
         _checkpoint_activations(model)

@@ -95,9 +95,6 @@ def make_param_groups(
         model: Frozen parameters are left out.
         weight_decay: Of matrices.
         layer_decay: 0 < layer_decay <= 1; 1 for one rate everywhere.
-
-    Raises:
-        UserError: If rates are to differ, and the model has no numbered blocks.
     """
     named = list(model.named_parameters())
     # Frozen blocks are between the others still.

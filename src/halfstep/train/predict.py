@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,14 @@ from halfstep.checkpoint import atomic_directory
 from halfstep.errors import UserError
 from halfstep.train import model as train_model
 from halfstep.train import tasks
-from halfstep.train.data import entity_tags, tokenized
+from halfstep.train.data import entity_tags, text_lines, tokenized
 from halfstep.train.data.length_batches import ordered
 from halfstep.train.data.tokenized import EncodedTexts
 from halfstep.train.evaluate import EVAL_BATCH
 from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 _AHEAD = 2048
@@ -60,26 +59,6 @@ class Entities:
     """In order; no two share a character."""
     cut: bool
     """Whether the text is longer than the model reads."""
-
-
-class Predictions(Iterator[Label | Entities]):
-    """Predictions as they come, and what was left unread on the way.
-
-    Args:
-        predictions: The predictions.
-        longest: Tokens after which a text is cut.
-    """
-
-    def __init__(self, predictions: Iterable[Label | Entities], longest: int) -> None:
-        self._predictions = iter(predictions)
-        self.longest = longest
-        self.cut = 0
-        """Texts that were cut, among those whose prediction has come."""
-
-    def __next__(self) -> Label | Entities:
-        each = next(self._predictions)
-        self.cut += each.cut
-        return each
 
 
 class Predictor:
@@ -125,8 +104,8 @@ class Predictor:
         self.outputs = tuple(names[index] for index in range(len(names)))
         """What each output of the model stands for."""
 
-    def predict(self, texts: Iterable[str]) -> Predictions:
-        """Return a prediction for each text, in order, made as they are asked for.
+    def predict(self, texts: Iterable[str]) -> Iterator[Label | Entities]:
+        """Yield a prediction for each text, in order, made as they are asked for.
 
         Texts are read some thousand at a time, so that any number can be given.
 
@@ -136,14 +115,16 @@ class Predictor:
         Raises:
             UserError: If a text is blank, holds NUL or cannot be written as UTF-8.
         """
-        return Predictions(self._predict(texts), self._tokenizer.model_max_length)
-
-    def _predict(self, texts: Iterable[str]) -> Iterator[Label | Entities]:
         source, number = iter(texts), 0
         while chunk := list(itertools.islice(source, _AHEAD)):
-            for item in chunk:
+            for text in chunk:
                 number += 1
-                _check(number, item)
+                fault = text_lines.text_fault(text)
+                if not text.strip():
+                    fault = "it is blank; give at least one character"
+                if fault:
+                    message = f"text {number} cannot be used: {fault}."
+                    raise UserError(message)
             yield from self._predict_chunk(chunk)
 
     @torch.inference_mode()
@@ -201,18 +182,3 @@ class Predictor:
             Entity(kinds[kind], start, end, item[start:end])
             for start, end, kind in entity_tags.spans_of(tags[: len(offsets)], offsets)
         )
-
-
-def _check(number: int, item: str) -> None:
-    """Refuse what is no text."""
-    if not item.strip():
-        message = f"text {number} is blank; give at least one character."
-        raise UserError(message)
-    try:
-        item.encode()
-    except UnicodeEncodeError as error:
-        message = f"text {number} is not UTF-8 at character {error.start}."
-        raise UserError(message) from error
-    if "\0" in item:
-        message = f"text {number} holds a NUL character; remove it."
-        raise UserError(message)

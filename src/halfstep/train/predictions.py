@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from halfstep.errors import UserError
 from halfstep.reporting.table import Cell, Table, format_count, open_atomic
@@ -15,21 +15,16 @@ from halfstep.train.data.text_lines import decode_lines
 from halfstep.train.predict import Label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from halfstep.train.predict import Predictions
+    from halfstep.train.predict import Entities
 
 _EVERY = 2.0  # seconds between signs of progress
 
 
 def lines(source: BinaryIO) -> Iterator[str]:
-    """Yield the texts of a stream, one a line, blank ones left out.
-
-    Raises:
-        UserError: If it cannot be read, a line is not UTF-8 or holds a NUL byte, as in
-            a file to train on, or there is no text.
-    """
+    """Yield the texts of a stream, one a line, blank ones left out."""
     empty = True
     for line in decode_lines("standard input", source):
         if text := line.strip():
@@ -41,11 +36,7 @@ def lines(source: BinaryIO) -> Iterator[str]:
 
 
 def drop_blank(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the texts of a command line that are not blank, and what to say of those.
-
-    Raises:
-        UserError: If all are blank.
-    """
+    """Return the texts typed that are not blank, and a note on the others."""
     blank = [str(n) for n, text in enumerate(texts, 1) if not text.strip()]
     if len(blank) == len(texts):
         message = f"text {', '.join(blank)} is blank; give at least one character."
@@ -56,7 +47,9 @@ def drop_blank(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def tables(
-    predictions: Predictions, outputs: Sequence[str], notes: tuple[str, ...] = ()
+    predictions: Iterable[Label | Entities],
+    outputs: Sequence[str],
+    notes: tuple[str, ...] = (),
 ) -> list[Table]:
     """Return predictions as tables to read.
 
@@ -71,7 +64,9 @@ def tables(
     about: tuple[str, ...] = (
         "text: counted from 1; start, end: characters, the end not included",
     )
+    cut = 0
     for number, each in enumerate(predictions, 1):
+        cut += each.cut
         if isinstance(each, Label):
             title, about = "Predictions", ()
             columns = ("label", *(f"p({name})" for name in outputs), "text")
@@ -81,22 +76,21 @@ def tables(
                 (number, entity.kind, entity.words, entity.start, entity.end)
                 for entity in each.entities
             ] or [(number, "-", "no entity", None, None)]
-    notes = (*about, *notes, *_cut_note(predictions))
+    notes = (*about, *notes, *_cut_note(cut))
     return [Table(title, columns, tuple(rows), notes)]
 
 
-def _cut_note(predictions: Predictions) -> tuple[str, ...]:
+def _cut_note(count: int) -> tuple[str, ...]:
     """Return what is to be said of texts that were too long, if any was."""
-    if not predictions.cut:
-        return ()
-    texts = "1 text was" if predictions.cut == 1 else f"{predictions.cut} texts were"
-    return (
-        f"{texts} cut after {predictions.longest} tokens; what follows was not read.",
-    )
+    texts = "1 text was" if count == 1 else f"{count} texts were"
+    note = f"{texts} cut at --max-length of the run; what follows was not read."
+    return (note,) if count else ()
 
 
 def write(
-    predictions: Predictions, path: Path | None, notes: tuple[str, ...] = ()
+    predictions: Iterable[Label | Entities],
+    path: Path | None,
+    notes: tuple[str, ...] = (),
 ) -> None:
     """Write one JSON object a text to a file, and say on standard error how far it is.
 
@@ -111,39 +105,24 @@ def write(
         UserError: If the file cannot be written.
     """
     began = last_report = time.monotonic()
-    number = 0
-    with contextlib.nullcontext(sys.stdout) if path is None else _output(path) as file:
-        for number, each in enumerate(predictions, 1):
-            line = json.dumps(asdict(each), ensure_ascii=False) + "\n"
-            with contextlib.nullcontext() if path is None else _writing(path):
-                file.write(line)
-            if time.monotonic() - last_report >= _EVERY:
-                last_report = time.monotonic()
-                _progress(number, last_report - began)
-    _progress(number, time.monotonic() - began)
-    for note in (*notes, *_cut_note(predictions)):
-        print(note, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _output(path: Path) -> Iterator[TextIO]:
-    """Open a file as `open_atomic` does; say what is wrong with it, and no more."""
-    with contextlib.ExitStack() as stack:
-        with _writing(path):
-            file = stack.enter_context(open_atomic(path))
-        yield file
-        with _writing(path):
-            stack.close()
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Tell what went wrong with the file, and with nothing else."""
+    number = cut = 0
+    output = contextlib.nullcontext(sys.stdout) if path is None else open_atomic(path)
     try:
-        yield
+        with output as file:
+            for number, each in enumerate(predictions, 1):
+                cut += each.cut
+                file.write(json.dumps(asdict(each), ensure_ascii=False) + "\n")
+                if time.monotonic() - last_report >= _EVERY:
+                    last_report = time.monotonic()
+                    _progress(number, last_report - began)
     except OSError as error:
+        if path is None:
+            raise
         message = f"--json {path} cannot be written: {error.strerror}."
         raise UserError(message) from error
+    _progress(number, time.monotonic() - began)
+    for note in (*notes, *_cut_note(cut)):
+        print(note, file=sys.stderr, flush=True)
 
 
 def _progress(number: int, seconds: float) -> None:

@@ -194,11 +194,7 @@ def _train(
 
 
 def pick_device(word: str) -> str:
-    """Return "cpu" or "cuda".
-
-    Raises:
-        UserError: If cuda is asked for and there is none.
-    """
+    """Return "cpu" or "cuda"."""
     if word == "cuda" and not torch.cuda.is_available():
         message = "--device cuda: torch sees no CUDA device here; use --device cpu."
         raise UserError(message)

@@ -203,9 +203,6 @@ def balanced_weights(labels: Sequence[str], encoded: EncodedTexts) -> Tensor:
     """Return weights of classes by which all classes count alike, shape (K,).
 
     Formula: N / (K * examples of the class), as in scikit-learn.
-
-    Raises:
-        UserError: If a class has no example.
     """
     counts = torch.bincount(_targets(encoded), minlength=len(labels))
     if not counts.all():
@@ -219,11 +216,7 @@ def balanced_weights(labels: Sequence[str], encoded: EncodedTexts) -> Tensor:
 
 
 def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
-    """Return the weights of classes that the user gave, shape (K,).
-
-    Raises:
-        UserError: If there are not as many as classes.
-    """
+    """Return the weights of classes that the user gave, shape (K,)."""
     if len(weights) != len(labels):
         message = (
             f"--class-weights holds {format_count(len(weights), 'number')} "

@@ -42,9 +42,6 @@ def folder() -> Path:
     """Return where entries are stored.
 
     `HALFSTEP_CACHE` names it; without that it is `halfstep/train` in the user's cache.
-
-    Raises:
-        UserError: If neither is known.
     """
     name = os.environ.get("HALFSTEP_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

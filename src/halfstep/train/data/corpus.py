@@ -47,8 +47,6 @@ EMOTIONS = ("other", "like", "sad", "disgust", "angry", "happy")
 
 # What a label is called.
 _NOUNS = {"classify": "label", "ner": "kind"}
-# One for train and one for dev.
-_MIN_ROWS = 2
 # In two rows, labels that differ are nothing strange.
 _MIN_ROWS_FOR_HEADER_CHECK = 3
 # Label names that a message lists.
@@ -159,23 +157,17 @@ def load(
         path: A file, to be shuffled and split; or a directory with `train.*`, `dev.*`
             and perhaps `test.*`, taken as they are; or None for the built-in data.
         task: "classify": each text has one label. "ner": each has entities.
-        label_names: The classes (at least two) or kinds of entities in the order of
-            their ids. None takes the words of train, sorted, or the numbers from 0 to
-            the largest in train.
+        label_names: The classes or kinds of entities in the order of their ids. None
+            takes the words of train, sorted, or the numbers from 0 to its largest.
         limit: Take the first rows of the file (of train, in a directory) as if they
-            were all. Rows, >= 2; None for all.
-        dev_share: Part of a file that becomes dev, between 0 and 1; at least one row
-            each for train and dev. Without effect where the splits are given.
+            were all; None for all.
+        dev_share: Part of a file that becomes dev; at least one row each for both.
         seed: Of the shuffle that comes before the split of a file.
         columns: classify: names of those that hold the text and the label.
 
-    Returns:
-        The corpus. Duplicates stay, since real data has them.
-
     Raises:
-        UserError: If a file, row, label or setting cannot be used.
+        UserError: If a file, row or label cannot be used.
     """
-    _check_settings(task, label_names, limit, dev_share)
     if path is None and columns != DEFAULT_COLUMNS:
         message = (
             "--text-column and --label-column name columns of --data; the built-in "
@@ -208,27 +200,6 @@ def load(
     return Corpus(
         name, task, labels, **splits, fingerprint=_fingerprint(task, labels, splits)
     )
-
-
-def _check_settings(
-    task: str, label_names: tuple[str, ...] | None, limit: int | None, dev_share: float
-) -> None:
-    """Refuse settings that no data can satisfy."""
-    message = ""
-    fewest, words = (2, "two") if task == "classify" else (1, "one")
-    names = label_names or ()
-    if limit is not None and limit < _MIN_ROWS:
-        message = (
-            f"--limit must be 2 or more, a row each for train and dev, not {limit}."
-        )
-    elif not 0 < dev_share < 1:
-        message = (
-            f"--dev-share must lie between 0 and 1, such as 0.08, not {dev_share}."
-        )
-    elif label_names is not None and len(set(names)) < max(fewest, len(names)):
-        message = f"--labels {','.join(names)}: name {words} or more labels, each once."
-    if message:
-        raise UserError(message)
 
 
 def _load_splits(
@@ -267,9 +238,6 @@ def random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]
     Each label has its share of dev, and at least one row of it stays in train. Of
     entities, a text goes to dev only if train keeps each of its kinds.
     """
-    if len(split) < _MIN_ROWS:
-        message = f"{split.where(0)} is the only row; train and dev need one each."
-        raise UserError(message)
     order = array("q", range(len(split)))
     random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret
     rows = np.array(order, np.int64)
@@ -289,22 +257,18 @@ def random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]
 
 
 def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
-    """Say which of the rows of a store, in their order, go to dev; `seats` or fewer."""
+    """Say which rows of a store, in their order, go to dev: at most `num_dev`."""
+    is_dev = np.zeros(len(rows), bool)
     if store.task == "classify":
         words = store.word_at[rows]
-        quota = dev_counts(np.bincount(words), num_dev)
-        # Of each row, how many with its label come before.
-        by_word = np.argsort(words, kind="stable")
-        counts = np.bincount(words)
-        before = np.empty(len(rows), np.int64)
-        before[by_word] = np.arange(len(rows)) - np.repeat(
-            np.cumsum(counts) - counts, counts
-        )
-        return before < quota[words]
+        quota = dev_counts(np.bincount(words), num_dev).tolist()
+        for position, word in enumerate(words.tolist()):
+            is_dev[position] = quota[word] > 0
+            quota[word] -= 1
+        return is_dev
     uses = np.unique(np.stack(store.uses()), axis=1)  # a kind counts once a text
     remaining = np.bincount(uses[1])
     starts = np.searchsorted(uses[0], np.arange(len(rows) + 1))
-    is_dev = np.zeros(len(rows), bool)
     for position, row in enumerate(rows.tolist()):
         kinds = uses[1, starts[row] : starts[row + 1]]
         if (remaining[kinds] > 1).all():

@@ -95,9 +95,6 @@ def has_no_header(path: Path, columns: Columns = DEFAULT_COLUMNS) -> bool:
     Args:
         path: A file that `read` takes.
         columns: As for `read`.
-
-    Raises:
-        UserError: If the file cannot be read up to the end of its first row.
     """
     delimiter = _DELIMITERS.get(path.suffix.lower())
     first = next(_cells(path, delimiter), None) if delimiter else None

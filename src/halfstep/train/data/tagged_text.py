@@ -11,24 +11,18 @@ import re
 import unicodedata
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
 from halfstep.train.data import text_lines
-from halfstep.train.data.annotated_text import (
-    AnnotatedText,
-    Span,
-    from_json_objects,
-    has_width,
-    make_annotated_text,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["FORMATS", "AnnotatedText", "Span", "read"]
-
+# Nothing to see and nothing to read: controls, and marks such as U+200B.
+_NO_WIDTH = frozenset({"Cc", "Cf"})
 _TAG = re.compile(r"([BIMES])-(.+)")
 _BLANKS = re.compile(" +")
 _START_OF_DOCUMENT = "-DOCSTART-"
@@ -36,6 +30,32 @@ _START_OF_DOCUMENT = "-DOCSTART-"
 _Parts = tuple[str, str]
 # A line of a sentence: its number, token and tag.
 _Tagged = tuple[int, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An entity in a text."""
+
+    start: int
+    """The first character, counted from 0."""
+    end: int
+    """The character after the last."""
+    kind: str
+    """What it is, as the file says: PER, ORG and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatedText:
+    """One text and its entities as a file holds them."""
+
+    text: str
+    """Not blank; that of tagged tokens is put together from them."""
+    spans: tuple[Span, ...]
+    """In the order of the text, apart from each other; none begins or ends blank."""
+    line: int
+    """Where it begins in its file, counted from 1."""
+    where: str
+    """The same for messages: file, line and, in an array, the number of the entry."""
 
 
 class InvalidTagsError(UserError):
@@ -94,9 +114,8 @@ def _read_columns(
     """Yield the sentences of tagged tokens."""
     scheme = _Scheme()
     for sentence in _sentences(path, syntax):
-        new_scheme = replace(
-            scheme
-        )  # a sentence that is left out must not say the scheme
+        # A sentence that is left out must not decide the scheme.
+        new_scheme = replace(scheme)
         try:
             text = _sentence(path, sentence, new_scheme)
         except InvalidTagsError as error:
@@ -153,7 +172,7 @@ def _line_fault(
             "put tabs round a token that holds blanks, or fill up the line"
         )
     token = columns[0]
-    if not token.isspace() and not any(map(has_width, token)):
+    if not token.isspace() and not any(map(_has_width, token)):
         return f"token {text_lines.as_json(token)} has no width; drop the line"
     return ""
 
@@ -171,7 +190,7 @@ def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> Annotated
         elif prefix:
             spans[-1] = Span(spans[-1].start, start + len(token), kind)
     line = sentence[0][0]
-    return make_annotated_text(text, spans, line, f"{path} line {line}")
+    return _annotated_text(text, spans, line, f"{path} line {line}")
 
 
 def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
@@ -296,13 +315,78 @@ def _is_cjk(character: str) -> bool:
     return width == "A" and unicodedata.category(character).startswith("P")
 
 
+def _annotated_text(
+    text: str, spans: Sequence[Span], line: int, where: str
+) -> AnnotatedText:
+    """Return a text whose spans lie inside it, checked and put in order."""
+    ordered = tuple(sorted(spans, key=lambda span: (span.start, span.end)))
+    fault = ""
+    if not any(map(_has_width, text)):
+        fault = "text is blank; give it words or drop it"
+    for span in ordered:
+        words = text[span.start : span.end]
+        if not any(map(_has_width, words)) or words != words.strip():
+            fault = fault or (
+                f"entity {span.kind} {text_lines.as_json(words)} begins or ends with a "
+                "blank, or holds nothing else; move its edges"
+            )
+    for one, two in pairwise(ordered):
+        if two.start < one.end:
+            fault = fault or (
+                f"entity {two.kind} from {two.start} to {two.end} is given twice"
+                if one == two
+                else f"entities overlap: {one.kind} from {one.start} to {one.end} and "
+                f"{two.kind} from {two.start} to {two.end}; keep one"
+            )
+    if fault:
+        message = f"{where}: {fault}."
+        raise UserError(message)
+    return AnnotatedText(text, ordered, line, where)
+
+
+def _has_width(character: str) -> bool:
+    """Tell whether a character is more than a control or an invisible mark."""
+    return not character.isspace() and unicodedata.category(character) not in _NO_WIDTH
+
+
 def _objects(
     path: Path, syntax: str, _left_out: list[str] | None
 ) -> Iterator[AnnotatedText]:
     """Yield the texts of JSON; offsets are right or wrong by themselves."""
     is_array = path.suffix.lower() == ".json"
     read_values = text_lines.json_array if is_array else text_lines.json_lines
-    return from_json_objects(read_values(path), syntax)
+    for where, line, entry in read_values(path):
+        text, spans, fault = _text_and_spans(entry, syntax)
+        if fault:
+            message = f"{where}: {fault}."
+            raise UserError(message)
+        yield _annotated_text(text, spans, line, where)
+
+
+def _text_and_spans(entry: object, syntax: str) -> tuple[str, list[Span], str]:
+    """Return text and entities of a JSON object, and what is wrong with them."""
+    match entry:
+        case {"text": str(text), "entities": [*entities]}:
+            fault = text_lines.text_fault(text)
+        case _:
+            fault = f"{text_lines.as_json(entry)} is not a text with entities; {syntax}"
+            return "", [], fault
+    spans = []
+    for number, entity in enumerate(entities, start=1):
+        match entity:
+            case [start, end, str(kind)] if (
+                type(start) is type(end) is int
+                and 0 <= start < end <= len(text)
+                and kind.strip()
+            ):
+                spans.append(Span(start, end, kind.strip()))
+                fault = fault or text_lines.text_fault(kind)
+            case _:
+                fault = fault or (
+                    f"entity {number} is {text_lines.as_json(entity)}; it is [start, "
+                    f"end, kind]: 0 <= start < end <= {len(text)}, and kind is a word"
+                )
+    return text, spans, fault
 
 
 _OBJECT = '{"text": "...", "entities": [[start, end, kind], ...]}'

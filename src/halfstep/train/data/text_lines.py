@@ -54,10 +54,6 @@ def check_file(path: Path, suffixes: Collection[str]) -> str:
     Args:
         path: Of the file.
         suffixes: Suffixes in lower case, each with its dot.
-
-    Raises:
-        UserError: If there is no such file, it is a pipe or a device, or its suffix is
-            unknown.
     """
     suffix = path.suffix.lower()
     message = ""
@@ -81,11 +77,7 @@ def check_file(path: Path, suffixes: Collection[str]) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Return the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
-
-    Raises:
-        UserError: If the file cannot be read, is not UTF-8 or holds a NUL byte.
-    """
+    """Return the lines of a UTF-8 file, each with its end, without byte-order mark."""
 
     def raw_lines() -> Iterator[bytes]:
         with path.open("rb") as file:
@@ -137,19 +129,14 @@ def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
 def text_fault(text: str) -> str:
     """Return what is wrong with the characters of a text; nothing if they are sound."""
     if _SURROGATE.search(text):
-        return "a character is cut in half (a lone surrogate); fix or drop the row"
+        return "a character is cut in half (a lone surrogate); fix or drop it"
     if "\0" in text:
-        return "it holds a NUL character; remove it or drop the row"
+        return "it holds a NUL character; remove it"
     return ""
 
 
 def json_lines(path: Path) -> Iterator[Entry]:
-    """Yield one JSON value a line; blank lines are passed over.
-
-    Raises:
-        UserError: If the file cannot be read, a line is not one JSON value, or an
-            object holds a key twice.
-    """
+    """Yield one JSON value a line; blank lines are passed over."""
     for number, line in enumerate(read_lines(path), start=1):
         content = line.removesuffix("\n")
         at = _skip_space(content, 0)
@@ -166,10 +153,6 @@ def json_array(path: Path) -> Iterator[Entry]:
     """Yield the entries of one JSON array, decoded one by one to know their lines.
 
     The text of the file is held in memory, since an array may lie on one line.
-
-    Raises:
-        UserError: If the file cannot be read, is not one JSON array, or an object
-            holds a key twice.
     """
     text = "".join(read_lines(path))
     at = _skip_space(text, 0)

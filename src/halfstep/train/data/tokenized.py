@@ -180,9 +180,6 @@ def encode_split(split: Split, tokenizer: Any, task: str) -> EncodedTexts:  # no
         split: Of a corpus.
         tokenizer: Cuts texts to its `model_max_length`.
         task: "classify": an example has a class. "ner": a token has a tag.
-
-    Raises:
-        UserError: If tags are needed and the tokenizer cannot tell offsets.
     """
     facts = {
         "version": _VERSION,

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.result import EvalMetrics, confusion_table
+from halfstep.train.metrics.result import (
+    EvalMetrics,
+    confusion_table,
+    excerpt,
+    shares,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +26,6 @@ Entity = tuple[int, int, int]
 """First character, the one after the last, and the index of the kind."""
 
 _MAX_KINDS = 30  # of a confusion matrix that a person can read
-_MAX_CHARACTERS = 200  # of a text in a table of mistakes
 _MAX_ENTITY_CHARACTERS = 40  # of an entity there
 _MAX_ENTITIES = 6  # of the entities of one text there
 
@@ -51,9 +55,9 @@ def compute_metrics(
     true = _counts_by_kind(true_sets)
     predicted = _counts_by_kind(predicted_sets)
     correct = _counts_by_kind([one & two for one, two in pairs])
-    precision, recall, f1, _ = _shares(correct.total(), predicted.total(), true.total())
+    precision, recall, f1, _ = shares(correct.total(), predicted.total(), true.total())
     per = tuple(
-        (name, *_shares(correct[kind], predicted[kind], true[kind]))
+        (name, *shares(correct[kind], predicted[kind], true[kind]))
         for kind, name in enumerate(kinds)
     )
     scores = {
@@ -70,13 +74,6 @@ def compute_metrics(
 
 def _counts_by_kind(texts: Iterable[set[Entity]]) -> Counter[int]:
     return Counter(kind for entities in texts for _, _, kind in entities)
-
-
-def _shares(correct: int, predicted: int, true: int) -> tuple[float, float, float, int]:
-    """Return precision, recall, F1 and how many are true; a share of nothing is 0."""
-    precision, recall = correct / (predicted or 1), correct / (true or 1)
-    f1 = 2 * (precision * recall) / (precision + recall) if correct else 0.0
-    return precision, recall, f1, true
 
 
 def worst_examples(
@@ -114,7 +111,7 @@ def worst_examples(
         )
         first = min(true ^ guessed)[0]
         missed = _named(text, true - guessed, kinds)
-        rows.append((_around(text, first), missed, _named(text, guessed - true, kinds)))
+        rows.append((excerpt(text, first), missed, _named(text, guessed - true, kinds)))
     note = f"{len(worst):,} of {len(num_errors):,} texts have mistakes"
     if len(rows) < len(worst):
         note += f"; the {len(rows)} with the most are shown"
@@ -157,13 +154,3 @@ def _named(text: str, entities: set[Entity], kinds: Sequence[str]) -> str:
     if len(entities) > _MAX_ENTITIES:
         words.append(f"and {len(entities) - _MAX_ENTITIES} more")
     return "; ".join(words)
-
-
-def _around(text: str, place: int) -> str:
-    """Return a text, or the part of a long one that begins a little before a place."""
-    if len(text) <= _MAX_CHARACTERS:
-        return text
-    begin = max(0, min(place - _MAX_ENTITY_CHARACTERS, len(text) - _MAX_CHARACTERS))
-    end = begin + _MAX_CHARACTERS
-    before, after = "..." if begin else "", "..." if end < len(text) else ""
-    return f"{before}{text[begin:end]}{after}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.result import EvalMetrics, confusion_table
+from halfstep.train.metrics.result import EvalMetrics, confusion_table, excerpt, shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_CLASSES = 25  # of a confusion matrix that a person can read
-_MAX_CHARACTERS = 400  # of a text in a table of mistakes
 
 
 def compute_metrics(
@@ -31,33 +33,28 @@ def compute_metrics(
         targets: int64, shape (N,), on the CPU.
         labels: Names of the C classes, 2 or more, each once.
     """
-    from sklearn.metrics import (
-        confusion_matrix,
-        matthews_corrcoef,
-        precision_recall_fscore_support,
-    )
-
     true, predictions = targets.numpy(), logits.argmax(-1).numpy()
-    classes = range(len(labels))
-    precision, recall, f1, support = precision_recall_fscore_support(
-        true, predictions, labels=classes, zero_division=0.0
-    )
-    counts = confusion_matrix(true, predictions, labels=classes)
-    several = ((counts.sum(0) + counts.sum(1)) > 0).sum() > 1
-    scores = {
-        "accuracy": float((true == predictions).mean()),
-        "macro_f1": float(f1.mean()),
-        "macro_precision": float(precision.mean()),
-        "macro_recall": float(recall.mean()),
-        # Of a single class scikit-learn says 0, and warns.
-        "mcc": float(matthews_corrcoef(true, predictions)) if several else 0.0,
-    }
+    counts = np.zeros((len(labels), len(labels)), np.int64)
+    np.add.at(counts, (true, predictions), 1)
+    rows, columns = counts.sum(1), counts.sum(0)
     per = tuple(
-        (label, float(precision[i]), float(recall[i]), float(f1[i]), int(support[i]))
+        (label, *shares(int(counts[i, i]), int(columns[i]), int(rows[i])))
         for i, label in enumerate(labels)
     )
+    _, precision, recall, f1, _ = zip(*per, strict=True)
+    # Gorodkin's coefficient: the correlation of truth and guess as 0-1 vectors.
+    total, correct = len(true), int(counts.trace())
+    spread = float(total**2 - rows @ rows) * float(total**2 - columns @ columns)
+    both = float(total * correct - rows @ columns)
+    scores = {
+        "accuracy": correct / total,
+        "macro_f1": statistics.fmean(f1),
+        "macro_precision": statistics.fmean(precision),
+        "macro_recall": statistics.fmean(recall),
+        "mcc": both / math.sqrt(spread) if spread else 0.0,
+    }
     loss = float(torch.nn.functional.cross_entropy(logits, targets))
-    predicted = dict(zip(labels, map(int, counts.sum(0)), strict=True))
+    predicted = dict(zip(labels, map(int, columns), strict=True))
     table = confusion_table(counts, tuple(labels), _MAX_CLASSES)
     return EvalMetrics(loss, scores, per, table, predicted)
 
@@ -87,7 +84,7 @@ def worst_examples(
     order = probabilities.sort(descending=True, stable=True).indices[:limit]
     rows = tuple(
         (
-            _shortened(texts(int(wrong[i]))),
+            excerpt(texts(int(wrong[i]))),
             labels[int(targets[wrong[i]])],
             labels[int(predictions[wrong[i]])],
             float(probabilities[i]),
@@ -99,9 +96,3 @@ def worst_examples(
         note += f"; the {len(rows)} most confident are shown"
     columns = ("text", "truth", "guess", "probability")
     return Table("Most confident mistakes", columns, rows, (f"{note}.",))
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _MAX_CHARACTERS:
-        return text
-    return text[: _MAX_CHARACTERS - 3] + "..."

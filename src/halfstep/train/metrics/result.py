@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     Counts = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
+_MAX_CHARACTERS = 200  # of a text in a table of mistakes
+_BEFORE = 40  # of them before the first mistake
+
+
 @dataclass(frozen=True)
 class EvalMetrics:
     """The metrics of one split."""
@@ -78,6 +82,21 @@ def score_title(score: str) -> str:
     """Return the name of a score as people write it: `macro_f1` is "macro F1"."""
     words = score.split("_")
     return " ".join({"f1": "F1", "mcc": "MCC"}.get(word, word) for word in words)
+
+
+def shares(correct: int, predicted: int, true: int) -> tuple[float, float, float, int]:
+    """Return precision, recall, F1 and how many are true; a share of nothing is 0."""
+    precision, recall = correct / (predicted or 1), correct / (true or 1)
+    f1 = 2 * (precision * recall) / (precision + recall) if correct else 0.0
+    return precision, recall, f1, true
+
+
+def excerpt(text: str, place: int = 0) -> str:
+    """Return a text, or the part of a long one that begins a little before a place."""
+    begin = max(0, min(place - _BEFORE, len(text) - _MAX_CHARACTERS))
+    end = begin + _MAX_CHARACTERS
+    before, after = "..." if begin else "", "..." if end < len(text) else ""
+    return f"{before}{text[begin:end]}{after}"
 
 
 def unique_name(name: str, names: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,22 +66,17 @@ class ReportData:
     """The model compared with a baseline."""
     precision: Table
     records: Sequence[Mapping[str, Any]]
-    """Steps and evaluations as in metrics.jsonl; of older runs without "seconds"."""
+    """Steps and evaluations as in metrics.jsonl."""
     summary: Mapping[str, Any]
     """As in summary.json; what is missing in it is not shown."""
     findings: tuple[str, ...]
     """What a reader should know about its data."""
-    machine: Table = field(default_factory=machine_table)
     cards: tuple[Card, ...] = ()
     """What the doctor found."""
 
 
 def page(report: ReportData) -> str:
-    """Return the report, an HTML document.
-
-    Raises:
-        UserError: If jinja2 or matplotlib is not installed.
-    """
+    """Return the report, an HTML document."""
     steps = [record for record in report.records if "event" not in record]
     evals = [record for record in report.records if record.get("event") == "eval"]
     baseline_tables = () if report.baseline is None else (report.baseline,)
@@ -102,7 +97,7 @@ def page(report: ReportData) -> str:
         _skips(steps),
         Section("Precision", tables=(replace(report.precision, title=""),)),
         Section("Configuration", tables=(_settings(report.settings, report.chosen),)),
-        Section("Machine", tables=(report.machine,)),
+        Section("Machine", tables=(machine_table(),)),
     ]
     non_empty = [section for section in sections if section != Section(section.heading)]
     return html.page(report.title, non_empty, report.lead)
@@ -167,16 +162,14 @@ def _charts(
 def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     """Return where the time of a step went, if the records say so."""
     heading = "Where the time of a step went"
-    timed = [record["seconds"] for record in steps if record.get("seconds")]
+    timed = [record["seconds"] for record in steps if "seconds" in record]
     if not timed:
         return Section(heading)
     num_warm_up = min(_WARM_UP, len(timed) // 2)
-    names = [name for name in _PARTS if any(name in parts for parts in timed)]
-    spent = np.array([[s.get(n) or 0.0 for n in names] for s in timed[num_warm_up:]])
-    spent *= 1000
+    spent = np.array([[1000 * s[name] for name in _PARTS] for s in timed[num_warm_up:]])
     step_ms = spent.sum(1)
     rows: list[tuple[Cell, ...]] = []
-    for name, part in [*zip(names, spent.T, strict=True), ("whole step", step_ms)]:
+    for name, part in [*zip(_PARTS, spent.T, strict=True), ("whole step", step_ms)]:
         median, p95 = (float(value) for value in np.percentile(part, [50, 95]))
         share = 100 * float(part.sum()) / (float(step_ms.sum()) or 1.0)
         rows.append((name, median, p95, share))
@@ -189,7 +182,7 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     )
     notes = (note, _OF_HOST) if on_gpu else (note,)
     table = Table("", columns, tuple(rows), notes, digits=1)
-    means = tuple(zip(names, map(float, spent.mean(0)), strict=True))
+    means = tuple(zip(_PARTS, map(float, spent.mean(0)), strict=True))
     return Section(heading, bars=(Bar("", means),), tables=(table,))
 
 
@@ -200,19 +193,16 @@ def _cost(summary: Mapping[str, Any]) -> list[Table]:
         "save_seconds": "time in writing checkpoints, s",
         "tokenise_seconds": "time for tokenising, once, s",
         "examples_per_s": "training examples per second",
-        "padded_share": "places that held padding, %",
+        "padded_share": "share of places that held padding",
         "applied": "steps applied",
         "skipped": "steps skipped",
         "best_step": "step of the weights that were kept",
         "loss_scale": "last loss scale",
         "processes": "processes",
     }
-    facts = dict(summary)
-    if facts.get("padded_share") is not None:
-        facts["padded_share"] *= 100
-    rows = [(words, facts[key]) for key, words in titles.items() if key in facts]
+    rows = [(words, summary[key]) for key, words in titles.items() if key in summary]
     note = "Times and memory are this process's, since it was started or resumed."
-    table = Table("Time and steps", ("what", "value"), tuple(rows), (note,), digits=1)
+    table = Table("Time and steps", ("what", "value"), tuple(rows), (note,), digits=2)
     return [table] if rows else []
 
 

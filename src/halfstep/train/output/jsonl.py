@@ -32,11 +32,7 @@ def to_lines(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records; a last line torn by a crash is left out.
-
-    Raises:
-        UserError: If any other line is damaged.
-    """
+    """Return the records; a last line torn by a crash is left out."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -110,9 +110,6 @@ class RunFolder:
         """Refuse a folder that holds files of another program.
 
         Hidden files do not count, nor what a file system puts on a new disk.
-
-        Raises:
-            UserError: If there is a file that no run writes.
         """
         ours = {*_OWN, *_OWN_FOLDERS, "lost+found"}
         names = sorted(path.name for path in self.path.iterdir())
@@ -131,11 +128,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other programs out of the folder, which is made if need be.
-
-        Raises:
-            UserError: If another program is at work there, or it cannot be written.
-        """
+        """Keep other programs out of the folder, which is made if need be."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = file_lock.acquire(self.path / ".lock", timeout=0)
@@ -171,11 +164,7 @@ class RunFolder:
         return torchrun.is_restart_of(torchrun.read_identity(self.path / "launch.json"))
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the run that is there.
-
-        Raises:
-            UserError: If there is no run, or its settings are damaged.
-        """
+        """Return the settings of the run that is there."""
         try:
             content = json.loads(self._config.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -297,11 +286,7 @@ class RunFolder:
         raise UserError(message)
 
     def has_checkpoint(self) -> bool:
-        """Say whether a checkpoint was ever finished, damaged since or not.
-
-        Raises:
-            UserError: If metrics tell of checkpoints, and there are none.
-        """
+        """Say whether a checkpoint was ever finished, damaged since or not."""
         if self.steps():
             return True
         # A run killed while it saved for the first time has logged one evaluation.

@@ -47,11 +47,7 @@ class TensorBoardWriter:
 
 
 def check_installed() -> None:
-    """Find TensorBoard's library before a run begins.
-
-    Raises:
-        UserError: If it is missing.
-    """
+    """Find TensorBoard's library before a run begins."""
     if find_spec("tensorboard") is None:
         message = (
             "--tensorboard needs the package tensorboard: install with pip install "
