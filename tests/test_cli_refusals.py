@@ -56,11 +56,12 @@ def begun(here: Path) -> Path:
     return run
 
 
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Return the name of everything below a folder, and the bytes of files."""
+def tree(root: Path) -> dict[str, bytes]:
+    """Return the names of all files below a folder but locks, and their bytes."""
     return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        str(path.relative_to(root)): path.read_bytes()
         for path in root.rglob("*")
+        if path.is_file() and path.name != ".lock"
     }
 
 
@@ -290,5 +291,5 @@ def test_damaged_settings(refused: Any, begun: Path) -> None:
     )
     config.write_text("{")
     assert refused("train", "--resume", "--out", "run") == (
-        "run/config.json is damaged: it is not valid JSON."
+        "run/config.json is damaged: it holds no settings."
     )

@@ -30,47 +30,26 @@ VAST = 99999999999999999999
 COUNTS = (*("epochs", "batch-size", "accumulate", "eval-every", "patience", "keep"),)
 REFUSED = [
     *((name.replace("-", "_"), VAST, f"--{name} {VAST} {COUNT}") for name in COUNTS),
+    ("epochs", 0, f"--epochs 0 {COUNT}"),
     ("max_length", 2**20 + 1, "--max-length 1048577 must be from 3 to 1048576."),
-    ("workers", 1025, "--workers 1025 must be from 0 to 1024."),
-    (
-        "accumulate",
-        33,
-        (
-            "--accumulate 33 is more than --batch-size 32: some micro-batches would "
-            "hold no text."
-        ),
-    ),
+    ("max_length", 2, "--max-length 2 must be from 3 to 1048576."),
+    ("workers", -1, "--workers -1 must be from 0 to 1024."),
+    ("limit", 1, "--limit 1 must be from 2 to 2147483647."),
     ("out", " ", "--out   must be a folder: not blank, and without NUL."),
     ("out", "a\0b", "--out 'a\\x00b' must be a folder: not blank, and without NUL."),
-    (
-        "data",
-        "a\0b",
-        "--data 'a\\x00b' must be a file or a folder: not blank, and without NUL.",
-    ),
-    *(
-        (
-            "model",
-            wrong,
-            f"--model {shown} must be a name or a folder: not blank, and without NUL.",
-        )
-        for wrong, shown in (("", ""), (" ", " "), ("a\0b", "'a\\x00b'"))
-    ),
+    ("data", "", "--data  must be a file or a folder: not blank, and without NUL."),
+    ("model", "", "--model  must be a name or a folder: not blank, and without NUL."),
     ("dropout", 1.0, "--dropout 1.0 must be at least 0 and below 1."),
-    ("dropout", -0.1, "--dropout -0.1 must be at least 0 and below 1."),
-    ("mask_tokens", 1.5, "--mask-tokens 1.5 must be at least 0 and below 1."),
+    ("mask_tokens", -0.1, "--mask-tokens -0.1 must be at least 0 and below 1."),
     ("warmup", float("nan"), "--warmup nan must be at least 0 and below 1."),
-    ("epochs", 0, f"--epochs 0 {COUNT}"),
-    ("accumulate", -2, f"--accumulate -2 {COUNT}"),
-    ("limit", 1, "--limit 1 must be from 2 to 2147483647."),
+    ("label_smoothing", 1.0, "--label-smoothing 1.0 must be at least 0 and below 1."),
     ("dev_share", 1.0, "--dev-share 1.0 must be above 0 and below 1."),
     ("lr", 0.0, "--lr 0.0 must be above 0 and finite."),
-    ("lr", float("nan"), "--lr nan must be above 0 and finite."),
     ("clip", float("inf"), "--clip inf must be above 0 and finite."),
     ("weight_decay", -0.1, "--weight-decay -0.1 must be at least 0 and finite."),
-    ("weight_decay", float("inf"), "--weight-decay inf must be at least 0 and finite."),
-    ("max_length", 2, "--max-length 2 must be from 3 to 1048576."),
     ("seed", -1, "--seed -1 must be at least 0 and below 4294967296."),
     ("seed", 2**32, "--seed 4294967296 must be at least 0 and below 4294967296."),
+    ("layer_decay", 1.1, "--layer-decay 1.1 must be above 0 and at most 1."),
     (
         "master",
         "fp16",
@@ -79,10 +58,6 @@ REFUSED = [
     ("device", "tpu", "--device tpu must be one of auto, cpu, cuda."),
     ("task", "tag", "--task tag must be one of classify, ner."),
     ("parallel", "fsdp", "--parallel fsdp must be one of ddp, fsdp2."),
-    ("label_smoothing", 1.0, "--label-smoothing 1.0 must be at least 0 and below 1."),
-    ("layer_decay", 0.0, "--layer-decay 0.0 must be above 0 and at most 1."),
-    ("layer_decay", 1.1, "--layer-decay 1.1 must be above 0 and at most 1."),
-    ("workers", -1, "--workers -1 must be from 0 to 1024."),
     (
         "freeze",
         "a.*,, b",
@@ -92,15 +67,12 @@ REFUSED = [
         ),
     ),
     (
-        "freeze",
-        " ",
-        "--freeze   must be patterns with commas between them, none of them empty.",
-    ),
-    (
         "labels",
         "no,",
         "--labels no, must be names with commas between them, none of them empty.",
     ),
+    ("labels", "no", "--labels no: name 2 or more, each once."),
+    ("labels", "no,yes,no", "--labels no,yes,no: name 2 or more, each once."),
     *(
         (
             "class_weights",
@@ -110,19 +82,25 @@ REFUSED = [
                 "with commas between them."
             ),
         )
-        for wrong in ("even", "1,0", "1,-2", "1,nan", "1,inf", "1,,2", "1,balanced", "")
+        for wrong in ("even", "1,0", "1,nan", "1,,2", "1,balanced", "")
+    ),
+]
+
+NOT_TOGETHER = [
+    (
+        {"accumulate": 33},
+        (
+            "--accumulate 33 is more than --batch-size 32: some micro-batches would "
+            "hold no text."
+        ),
     ),
     (
-        "best_by",
-        "f1",
+        {"best_by": "f1"},
         (
             "--best-by f1 is no score of --task classify; choose one of macro_f1, "
             "accuracy, loss."
         ),
     ),
-]
-
-NOT_TOGETHER = [
     (
         {"task": "ner", "text_column": "review"},
         (
@@ -139,13 +117,6 @@ NOT_TOGETHER = [
         (
             "--class-weights 1,2 is for --task classify; ner has no classes of texts: "
             "leave it out."
-        ),
-    ),
-    (
-        {"task": "ner", "class_weights": "balanced"},
-        (
-            "--class-weights balanced is for --task classify; ner has no classes of "
-            "texts: leave it out."
         ),
     ),
     (
@@ -180,10 +151,7 @@ def test_refusals(name: str, value: object, message: str) -> None:
 def test_settings_that_exclude_each_other(
     settings: dict[str, Any], message: str
 ) -> None:
-    """Law: each alone is taken; together they are refused, with what to do."""
-    for name, value in settings.items():
-        if value != "accuracy":  # alone, it is a score of classify
-            TrainConfig(**{name: value})
+    """Law: settings that do not go together are refused, with what to do."""
     with pytest.raises(UserError) as caught:
         TrainConfig(**settings)
     assert str(caught.value) == message
@@ -231,13 +199,7 @@ def test_round_trip(others: dict[str, Any]) -> None:
     config = TrainConfig(**others)
     saved = json.loads(json.dumps(config.data_dict()))
     assert resume_config(saved, {}) == config
-
-
-@pytest.mark.parametrize("others", TOGETHER)
-def test_resuming_with_the_same_words(others: dict[str, Any]) -> None:
-    """Law: typing what the run was started with is no contradiction."""
-    saved = TrainConfig(**others).data_dict()
-    assert resume_config(saved, dict(others)) == TrainConfig(**others)
+    assert resume_config(saved, dict(others)) == config
 
 
 MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
