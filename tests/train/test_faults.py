@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 import halfstep as hs
 from halfstep import cli
 from halfstep.machine import hardware
-from halfstep.reporting.table import write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,35 +93,6 @@ def test_labels_named_like_columns(here: Path) -> None:
     assert row["text"] == "abab"
     assert row["probabilities"].keys() == {"text", "label"}
     assert cli.run(["predict", "run", "abab"]) == 0
-
-
-def test_links_and_pipes_are_written_through(tmp_path: Path) -> None:
-    """Law: writing text replaces no link and no device, but what is behind them."""
-    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
-    target.write_text("old")
-    link.symlink_to(target)
-    write_text(link, "new")
-    assert link.is_symlink()
-    assert target.read_text() == "new"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_text(pipe, "through")
-    assert os.read(reader, 99) == b"through"
-    os.close(reader)
-    assert pipe.is_fifo()
-
-
-def test_unscaling_cannot_overflow_unseen() -> None:
-    """Law: below a scale of 1, what unscaling makes infinite skips the step."""
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = hs.GradScaler("cpu", init_scale=2.0**-20)
-    scaler.scale(weight.sum())
-    weight.grad = torch.full((2,), 1e35)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step.skipped
-    assert weight.tolist() == [1.0, 1.0]
 
 
 def test_loading_ends_what_was_under_way() -> None:

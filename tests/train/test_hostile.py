@@ -234,51 +234,16 @@ def test_data_that_is_no_file(
     )
 
 
-ODD_BYTES = {
-    "NUL": (b"abc\na\0b\n", "line 2 holds a NUL byte; save it as UTF-8 plain text."),
-    "UTF-16": (
-        "abc\n".encode("utf-16"),
-        "line 1 is not UTF-8: byte 0xff at offset 0; save it as UTF-8.",
-    ),
-    "Latin": (
-        b"abc\nd\ncaf\xe9\n",
-        "line 3 is not UTF-8: byte 0xe9 at offset 9; save it as UTF-8.",
-    ),
-    "half a character": (
-        b"\xef\xbb\xbfab\xed\xa0\x80\n",
-        "line 1 is not UTF-8: byte 0xed at offset 5; save it as UTF-8.",
-    ),
-}
-
-
-@pytest.mark.parametrize("word", ODD_BYTES)
-def test_bytes_that_are_no_text(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    word: str,
-) -> None:
-    """Law: what `train` refuses to read `predict -` does, with the same words."""
-    data, fault = ODD_BYTES[word]
-    give(monkeypatch, data)
-    assert refusal(capsys, "predict", "run", "-") == f"standard input {fault}"
-    (here / "odd.tsv").write_bytes(data.replace(b"\n", b"\t1\n"))
-    line = refusal(capsys, "train", "--data", "odd.tsv", "--out", "new")
-    assert line.startswith(f"odd.tsv {fault.partition(' at offset')[0]}")
-
-
 def test_nul_in_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: NUL is refused however it is written."""
-    for row in ('["a\\u0000b", 1]', '["ab", "b\\u0000"]'):
-        (here / "odd.json").write_text(f'[["abc", 1], {row}]', encoding="utf-8")
-        line = refusal(capsys, "train", "--data", "odd.json", "--out", "new")
-        assert line == (
-            "odd.json line 1 entry 2: it holds a NUL character; remove it or drop "
-            "the row."
+    """Law: NUL is refused however it is written, in texts, labels and entities."""
+    odd = here / "odd.jsonl"
+    for task, row in (
+        ("classify", '["a\\u0000b", 1]'),
+        ("classify", '["ab", "b\\u0000"]'),
+        ("ner", '{"text": "a\\u0000b", "entities": []}'),
+    ):
+        odd.write_text(f"{row}\n", encoding="utf-8")
+        words = ("train", "--task", task, "--data", "odd.jsonl", "--out", "new")
+        assert refusal(capsys, *words) == (
+            "odd.jsonl line 1: it holds a NUL character; remove it."
         )
-    row = '{"text": "a\\u0000b", "entities": []}'
-    (here / "odd.jsonl").write_text(f"{row}\n", encoding="utf-8")
-    words = ("train", "--task", "ner", "--data", "odd.jsonl", "--out", "new")
-    assert refusal(capsys, *words) == (
-        "odd.jsonl line 1: it holds a NUL character; remove it."
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_training import (
-    letters,
     small_settings,
     steps_of,
     write_letters,
@@ -76,22 +74,6 @@ def test_label_smoothing(settings: dict[str, Any]) -> None:
     learned = losses(settings, **QUIET, epochs=8, label_smoothing=0.2)[-1]
     least = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1))
     assert least <= learned < least + 0.1
-
-
-def test_class_weights(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Law: a weight counts a class so often; balanced is that of how rare it is."""
-    rows = letters(100, "abcxy", "defxy", lengths=(3, 20))
-    rare = [row for number, row in enumerate(rows) if row[1] == 0 or number % 4 == 1]
-    source = tmp_path / "rare.json"
-    source.write_text(json.dumps(rare), encoding="utf-8")
-    given = settings | QUIET | {"data": str(source), "epochs": 1}
-    ones = losses(given)
-    assert losses(given, class_weights="1,1") == pytest.approx(ones, rel=1e-6)
-    # Only the ratio of weights counts, as the loss is their mean.
-    assert losses(given, class_weights="3,3") == pytest.approx(ones, rel=1e-5)
-    result = run(given | {"class_weights": "balanced"}, overwrite=True)
-    weighted = [r["loss"] for r in steps_of(result.folder.records())]
-    assert weighted[0] != pytest.approx(ones[0], rel=1e-4)
 
 
 def test_class_weights_by_hand(
@@ -180,19 +162,6 @@ def test_recompute(settings: dict[str, Any], kind: str) -> None:
     level, dtype = kind.split()
     more = {"level": level, "dtype": dtype}
     assert records(settings, **more, recompute=True) == records(settings, **more)
-
-
-def test_workers(settings: dict[str, Any]) -> None:
-    """Law: batches that workers make are those that the process makes itself."""
-    alone = records(settings)
-    assert records(settings, workers=1) == alone
-    assert records(settings, workers=2, epochs=2) == alone
-
-
-def test_no_tensorboard_unless_asked(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Law: without --tensorboard nothing of it is written."""
-    run(settings | {"epochs": 1})
-    assert not (tmp_path / "run" / "tensorboard").exists()
 
 
 def test_resolved_settings_make_the_same_run(
