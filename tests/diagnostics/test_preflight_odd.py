@@ -34,7 +34,7 @@ ARGUMENTS = [
     (
         "policy",
         ["lean"],
-        "policy is a list: it must be 'lean', 'torch', either with rules, or a Policy.",
+        "policy=<list> must be 'lean', 'torch', either with rules, or a Policy.",
     ),
     (
         "policy",
@@ -45,7 +45,7 @@ ARGUMENTS = [
         "optimizer",
         torch.optim.SGD,
         (
-            "optimizer is the class SGD: it must be a torch.optim.Optimizer over the "
+            "optimizer=<class SGD> must be a torch.optim.Optimizer over the "
             "model's parameters, or None."
         ),
     ),
@@ -58,7 +58,7 @@ ARGUMENTS = [
         ),
     ),
     ("master", 3, "master=3 must be the name of a form of master weights."),
-    ("more", torch.ones(3), "more is a Tensor: it must be a list of batches."),
+    ("more", torch.ones(3), "more=<Tensor> must be a list of batches."),
     ("more", None, "more=None must be a list of batches."),
     (
         "loss_fn",
@@ -69,7 +69,7 @@ ARGUMENTS = [
         "loss_fn",
         nn.MSELoss,
         (
-            "loss_fn is the class MSELoss: it must be a function loss_fn(model, batch) "
+            "loss_fn=<class MSELoss> must be a function loss_fn(model, batch) "
             "of the loss."
         ),
     ),

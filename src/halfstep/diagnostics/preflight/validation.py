@@ -98,37 +98,22 @@ def check_words(
     Raises:
         UserError: If one of them will not do.
     """
-    a_level = isinstance(level, str | Choice)
-    _need("level", level, a_level, "'O0', 'O1', 'O2', 'O3', 'auto' or a Choice")
-    a_dtype = isinstance(dtype, str | torch.dtype)
-    _need("dtype", dtype, a_dtype, "'bf16', 'fp16', 'auto' or a torch.dtype")
-    a_policy = policy is None or isinstance(policy, str | Policy)
-    _need("policy", policy, a_policy, "'lean', 'torch', either with rules, or a Policy")
-    _need(
-        "master",
-        master,
-        isinstance(master, str),
-        "the name of a form of master weights",
+    kinds = (
+        ("level", level, str | Choice, "'O0', 'O1', 'O2', 'O3', 'auto' or a Choice"),
+        ("dtype", dtype, str | torch.dtype, "'bf16', 'fp16', 'auto' or a torch.dtype"),
+        (
+            *("policy", policy, str | Policy | None),
+            "'lean', 'torch', either with rules, or a Policy",
+        ),
+        ("master", master, str, "the name of a form of master weights"),
     )
+    for name, value, kind, expected in kinds:
+        require(name, value, isinstance(value, kind), expected)
     forms.parse(str(master))
     for name, value in counts.items():
         is_int = isinstance(value, int) and not isinstance(value, bool)
         good = is_int and 0 <= value <= _MOST[name]  # type: ignore[operator]
-        _need(name, value, good, _RIGHT[name])
-
-
-def _need(name: str, value: object, good: bool, right: str) -> None:
-    """Reject a value, shown by its type where it is no plain one.
-
-    Raises:
-        UserError: If it will not do.
-    """
-    if not good and not isinstance(value, str | int | float | None):
-        kind = type(value).__name__
-        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {kind}"
-        message = f"{name} is {what}: it must be {right}."
-        raise UserError(message)
-    require(name, value, good, right)
+        require(name, value, good, _RIGHT[name])
 
 
 def check_arguments(
@@ -151,12 +136,12 @@ def check_arguments(
         )
         raise UserError(message)
     takes = callable(loss_fn) and not isinstance(loss_fn, type)
-    _need("loss_fn", loss_fn, takes, "a function loss_fn(model, batch) of the loss")
-    _need("more", more, isinstance(more, list | tuple), "a list of batches")
+    require("loss_fn", loss_fn, takes, "a function loss_fn(model, batch) of the loss")
+    require("more", more, isinstance(more, list | tuple), "a list of batches")
     if optimizer is not None:
         theirs = isinstance(optimizer, torch.optim.Optimizer)
         right = "a torch.optim.Optimizer over the model's parameters, or None"
-        _need("optimizer", optimizer, theirs, right)
+        require("optimizer", optimizer, theirs, right)
         assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101 -- for types
         own = {id(param) for param in model.parameters()}
         groups = optimizer.param_groups
