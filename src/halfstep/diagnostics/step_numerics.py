@@ -194,7 +194,6 @@ class CheckedSteps:
         self._nonfinite_loss_steps: set[int] = set()
         self._nonfinite_grad_steps: set[int] = set()
         self._skipped = 0
-        self._bad_part: int | None = None
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._target: int | None = None
         self._captured: list[Tensor] = []
@@ -208,7 +207,7 @@ class CheckedSteps:
     def __call__(self, *batch: object) -> None:
         """Make one step."""
         self._number += 1
-        self._part, self._bad_part, self._applied = 0, None, 0
+        self._part = self._applied = 0
         if self._number > self._checked:
             self._step(*batch)
             return
@@ -323,6 +322,7 @@ class CheckedSteps:
             if self._target is not None:
                 return self._capture(loss)
             self._depth += 1
+            self._part += 1
             try:
                 self._check_loss(loss)
                 result = original(*args, **kwargs)
@@ -344,7 +344,6 @@ class CheckedSteps:
                     self._losses.append((self._number, one.detach()))
             elif not self._good(one):
                 self._nonfinite_loss_steps.add(self._number)
-                self._mark_bad_part()
 
     def _good(self, loss: Tensor) -> bool:
         """Say whether a loss is finite; scaling one in 16 bits may make inf of it."""
@@ -358,12 +357,6 @@ class CheckedSteps:
         close = self._number <= self._checked and self._session is None
         if close and not _finite(param.grad for param in self._params()):
             self._nonfinite_grad_steps.add(self._number)
-            self._mark_bad_part()
-        self._part += 1
-
-    def _mark_bad_part(self) -> None:
-        if self._bad_part is None:
-            self._bad_part = self._part
 
     def _before_update(self, optimizer: Optimizer, *given: object) -> None:
         """Keep the weights that an update will make inf or NaN of, for the replay."""
@@ -473,21 +466,15 @@ class CheckedSteps:
         summed = None
         if self._session is not None and self._session.choice.level.masters:
             summed = torch.float32
-        part = max(0, self._part - 1) if self._bad_part is None else self._bad_part
-        many = [[of(part)], [of(one) for one in range(part + 1)]]
-        for steps in many[: 1 + (part > 0)]:
-            with self._replaying():
-                bad = find_nonfinite(
-                    model,
-                    steps,
-                    scale=scale,
-                    number=self._number,
-                    failed=self._same_batch and len(steps) == part + 1,
-                    summed_in=summed,
-                )
-            if bad is not None:
-                return bad
-        return None
+        with self._replaying():
+            return find_nonfinite(
+                model,
+                [of(part) for part in range(max(1, self._part))],
+                scale=scale,
+                number=self._number,
+                failed=self._same_batch,
+                summed_in=summed,
+            )
 
     def _loss_of(self, part: int, batch: tuple[object, ...]) -> Tensor:
         """Return the loss of one backward pass of the step; the others do not run."""
