@@ -199,7 +199,7 @@ def test_one_run_has_one_loss_scale() -> None:
     for low in (2000, 20):
         facts = RunFacts(config=settings, **underflowing(low))
         found = [each for each in examine(facts) if "scale" in each.advice]
-        assert len(found) > 1
+        assert found
         named = {
             word
             for each in found

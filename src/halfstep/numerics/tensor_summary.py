@@ -193,25 +193,3 @@ def flushed_share(samples: Iterable[Sample], format_: FloatFormat) -> float:
         num_flushed += estimate
         total += estimate + sum(summary.exponents.values())
     return num_flushed / total if total else 0.0
-
-
-def exponent_span(histogram: Mapping[int, int], mass: float = 0.999) -> int:
-    """Return how many powers of two the bulk of the numbers takes up.
-
-    Args:
-        histogram: Of their exponents.
-        mass: Share of the numbers that counts as the bulk; the rest is cut off in
-            equal parts at both ends.
-    """
-    total = sum(histogram.values())
-    if not total:
-        return 0
-    ends, cut = [], (1 - mass) / 2 * total
-    for order in (sorted(histogram), sorted(histogram, reverse=True)):
-        seen = 0
-        for power in order:
-            seen += histogram[power]
-            if seen > cut:
-                ends.append(power)
-                break
-    return ends[1] - ends[0] + 1

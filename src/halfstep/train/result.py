@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +95,7 @@ def finish_run(
 
     def write() -> None:
         folder = trainer.folder
-        baseline, padding = None, summary["padded_share"]
+        baseline = None
         if config.data is None and config.task == "classify":
             baseline = _baseline_table(trainer, metrics[final], summary)
             tables.append(baseline)
@@ -117,9 +117,7 @@ def finish_run(
             records=folder.records(),
             summary=summary,
             findings=data_findings(trainer, faults),
-            cards=cards(
-                examine(replace(run_reader.read(folder.path), padding=padding))
-            ),
+            cards=cards(examine(run_reader.read(folder.path))),
         )
         folder.write("report.html", html_report.page(report))
         text = json.dumps(finite(summary), indent=1, allow_nan=False)

@@ -262,19 +262,11 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         _is_profiled,
         "no profile of a step (profile.json, or halfstep.diagnose on your own step)",
     ),
-    "operations": (
-        lambda f: bool(f.bad_ops or (f.profile and f.profile.rows)),
-        "no profile (profile.json) tells which operations ran",
-    ),
     "input time": (
         lambda f: (
             _is_profiled(f) or any(s.input_s is not None and s.total_s for s in f.steps)
         ),
         "neither records nor a profile tell how long batches took",
-    ),
-    "padding": (
-        lambda f: f.padding is not None,
-        "nothing tells how much was padding (summary.json)",
     ),
     "machine": (lambda f: f.machine is not None, _NO_MACHINE),
     "rates": (

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import (
-    exponent_span,
     flushed_share,
     max_exponent,
     merged,
-    min_normal_exponent,
     share_below,
     underflow_exponent,
 )
@@ -43,18 +41,6 @@ def _in_16_bits(facts: RunFacts) -> bool:
     return facts.dtype != "fp32"
 
 
-def _largest_gradient(facts: RunFacts) -> float | None:
-    """Return the largest magnitude of a gradient, not scaled; None if none was seen."""
-    return max(
-        (
-            s.summary.amax / s.scale
-            for samples in facts.gradients.values()
-            for s in samples
-        ),
-        default=None,
-    )
-
-
 def safe_scale(facts: RunFacts) -> float | None:
     """Return the largest loss scale at which no gradient seen comes near overflow.
 
@@ -64,9 +50,10 @@ def safe_scale(facts: RunFacts) -> float | None:
     Returns:
         None if no gradient other than zero was seen.
     """
-    largest = _largest_gradient(facts)
-    if largest is None:
+    samples = [s for history in facts.gradients.values() for s in history]
+    if not samples:
         return None
+    largest = max(s.summary.amax / s.scale for s in samples)
     highest = math.frexp(largest)[1] - 1
     return float(2.0 ** min(max_exponent(formats.FP16) - highest - _MARGIN, _HIGHEST))
 
@@ -135,22 +122,6 @@ def underflow(facts: RunFacts) -> Iterator[Observation]:
 
 
 @RULES.add(
-    OURS,
-    needs=("dtype", "gradients", "scale of gradients"),
-    limit=Limit(0.2, "{:.0%}"),
-    concerns=_in_fp16,
-)
-def subnormal(facts: RunFacts) -> Iterator[Observation]:
-    """Share of a tensor's gradients below fp16's full precision."""
-    low, full = underflow_exponent(formats.FP16), min_normal_exponent(formats.FP16)
-    advice = _scale_advice(facts)
-    for name, samples in facts.gradients.items():
-        share = share_below(merged(samples), full, above=low)
-        measured = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
-        yield Observation(name, measured, advice, share, share / 10)
-
-
-@RULES.add(
     _FORMAT + "; the margin is our choice",
     needs=("dtype", "outputs"),
     limit=Limit(1, "a factor of 2^{:g}", below=True),
@@ -195,46 +166,6 @@ def gradient_near_overflow(facts: RunFacts) -> Iterator[Observation]:
         if facts.config.loss_scale == "none":
             advice = "Take a mean, not a sum, as the loss; or train in bf16."
         yield Observation(name, measured, advice, room, min(1.0, 2.0**-room))
-
-
-@RULES.add(
-    OURS,
-    needs=("dtype", "gradients", "scale of gradients"),
-    severity="note",
-    limit=Limit(8, "a factor of 2^{:g}"),
-    concerns=_in_fp16,
-)
-def scale_too_low(facts: RunFacts) -> Iterator[Observation]:
-    """Powers of two between the largest gradient and 65504, if others lose digits."""
-    safe, largest = safe_scale(facts), _largest_gradient(facts)
-    histogram = merged(s for samples in facts.gradients.values() for s in samples)
-    harm = share_below(histogram, min_normal_exponent(formats.FP16)) > _FINE
-    largest = (largest or 0.0) * facts.scale
-    if safe is not None and largest and safe > facts.scale and harm:
-        room = math.log2(formats.FP16.max / largest)
-        measured = f"the largest gradient is {largest:.3g}, a factor of "
-        measured += f"2^{room:.1f} below overflow, while small ones lose digits"
-        yield Observation("loss scale", measured, _scale_advice(facts), room)
-
-
-@RULES.add(
-    OURS + "; fp16 holds 41 at one scale",
-    needs=("dtype", "gradients"),
-    limit=Limit(30),
-    concerns=_in_fp16,
-)
-def spread(facts: RunFacts) -> Iterator[Observation]:
-    """Powers of two that 99.9 % of all gradients span."""
-    histogram = merged(
-        (s for samples in facts.gradients.values() for s in samples), 1.0
-    )
-    measured = (
-        f"99.9 % of them span {exponent_span(histogram)} powers of two; "
-        "fp16 holds 41 at most"
-    )
-    yield Observation(
-        "gradients", measured, "Train in bf16 (--dtype bf16).", exponent_span(histogram)
-    )
 
 
 @RULES.add(

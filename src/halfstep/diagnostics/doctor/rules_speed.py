@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _SMALL = {"cpu": 2.0 * 128**3, "cuda": 2.0 * 512**3}
 """Operations of one call below which starting it and moving its numbers cost more."""
 _FLOATS = ("fp32", "bf16", "fp16", "float64")
-_BCE = "binary_cross_entropy"
 
 
 def _profile(facts: RunFacts) -> Profile:
@@ -91,26 +90,6 @@ def emulated(facts: RunFacts) -> Iterator[Observation]:
     weight = profile.share(profile.gemm_s) if profile.wall_s else 1.0
     where = chip or "this machine"
     yield Observation(where, measured, "Train in fp32 here: --level O0.", gain, weight)
-
-
-@RULES.add(
-    "torch.amp's list of banned operations",
-    name="binary_cross_entropy",
-    needs=("operations",),
-    concerns=_low,
-)
-def _cross_entropy(facts: RunFacts) -> Iterator[Observation]:
-    """A loss on probabilities."""
-    rows = [(r.op, name_of(r.op)) for r in _profile(facts).rows]
-    events = facts.bad_ops
-    rows += [(str(r.get("op")), str(r.get("module") or "loss")) for r in events]
-    for op, where in rows:
-        if name_of(op) in {_BCE, f"{_BCE}_backward"}:
-            measured = "it takes logarithms of probabilities, which 16 bits round to 0 "
-            measured += "and 1; torch.amp refuses it on GPUs"
-            advice = f"Use {_BCE}_with_logits, and drop the sigmoid before it."
-            yield Observation(where, measured, advice)
-            return
 
 
 @RULES.add(
@@ -283,14 +262,3 @@ def data_loading(facts: RunFacts) -> Iterator[Observation]:
         measured = _of_step(facts, profile.input_s) + ", went into waiting for batches"
     advice = "Give more --workers; prepare what can be prepared before training."
     yield Observation("batches", measured, advice, share, share)
-
-
-@RULES.add(OURS, needs=("padding",), severity="note", limit=Limit(0.25, "{:.0%}"))
-def padding(facts: RunFacts) -> Iterator[Observation]:
-    """Share of what was computed that was padding."""
-    share = facts.padding or 0.0
-    measured = f"{percent(share)} of what was computed was padding: the texts of a "
-    measured += "batch differ much in length"
-    yield Observation(
-        "batches", measured, "--max-length cuts the longest.", share, share
-    )

@@ -81,10 +81,6 @@ def read(folder: Path) -> RunFacts:
         has_it = "machine" in environment
         return MachineFacts.from_data(environment["machine"]) if has_it else None
 
-    def padding() -> float | None:
-        has_it = summary.get("padded_share") is not None
-        return json_fields.fraction(summary, "padded_share") if has_it else None
-
     config = reader.try_parse(
         "settings", lambda: Config.from_data({**settings, **resolved})
     )
@@ -99,7 +95,6 @@ def read(folder: Path) -> RunFacts:
         profile=profile,
         machine=reader.try_parse(ENVIRONMENT, machine),
         weights=reader.try_parse(ENVIRONMENT, weights) or {},
-        padding=reader.try_parse(SUMMARY, padding),
         evaluations=metrics.evaluations(),
         splits=splits or {},
         problems=tuple(reader.problems),

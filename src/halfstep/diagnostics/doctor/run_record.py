@@ -245,8 +245,6 @@ class RunFacts:
     machine: MachineFacts | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> word of the format that it was in before the level was applied."""
-    padding: float | None = None
-    """Share of what was computed that was padding, 0 to 1."""
     evaluations: tuple[Evaluation, ...] = ()
     """In the order of the run."""
     splits: Mapping[str, SplitFacts] = field(default_factory=dict)
