@@ -222,8 +222,8 @@ def find_domain_error(
 
     Args:
         op: aten's name.
-        values: Its arguments by their names in aten's schema, or what it has saved by
-            autograd's names, as far as known.
+        values: Its arguments by their names in aten's schema, or saved values by
+            autograd's, as far as known.
         phase: "forward": its result; "backward": its slope.
     """
     for row in _ROWS_OF_OP.get(op.lstrip("_"), ()):
@@ -273,12 +273,7 @@ def arguments(
 
 
 def backward_domain_error(op: str, error: DomainError) -> DomainError:
-    """Return an error of a slope, in terms of the operation whose slope it is.
-
-    Args:
-        op: That operation, by its user's name.
-        error: Of the one that computes its slope.
-    """
+    """Return an error of a slope in terms of the operation `op` whose slope it is."""
     if op in {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}:
         return _zero(f"its slope is infinite: {_AT_0}", _ROOT)
     if op.startswith("log"):

@@ -67,12 +67,7 @@ class GraphCause:
     """The rules of a policy in the advice; "" for none."""
 
     def to_origin(self, scale: float, *, finite: bool | None) -> BadOp:
-        """Return it as the value that a replay returns, as far as the graph knows it.
-
-        Args:
-            scale: Loss scale of the last backward pass.
-            finite: Whether the last loss was; None if unknown.
-        """
+        """Return it as a replay would: `finite` is whether the last loss was."""
         module, op, evidence = "model", "", f"{self.where}: {self.evidence}"
         match = _WITH_PARAMETERS.fullmatch(self.where)
         if match is not None:

@@ -274,14 +274,7 @@ class Heatmap:
 
 
 def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) -> str:
-    """Return a figure as an SVG element, the same for the same content.
-
-    Args:
-        title: The words of a screen reader.
-        content: Salt of the ids.
-        height: Inches.
-        draw: Draws on the figure's axes.
-    """
+    """Return a figure as an SVG element; the content is the salt of its ids."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure

@@ -32,12 +32,7 @@ RULES: tuple[Rule[RunFacts], ...] = (
 
 
 def examination(facts: RunFacts, hints: Mapping[str, str] | None = None) -> Examination:
-    """Return what the rules find, and what they could not look at.
-
-    Args:
-        facts: Of the run.
-        hints: As for `evaluate`.
-    """
+    """Return what the rules find, and what they could not look at; see `evaluate`."""
     return evaluate(RULES, facts, hints)
 
 

@@ -52,13 +52,7 @@ def not_evaluated_lines(examination: Examination) -> list[str]:
 
 
 def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
-    """Return all that the doctor has to say, worst first.
-
-    Args:
-        facts: Of the run.
-        examination: Of these facts.
-        width: Columns to fit; 80 is what every terminal has.
-    """
+    """Return all that the doctor has to say, worst first, in so many columns."""
     parts = ["\n".join(wrap(f"{facts.name}: {lead(facts, examination)}", width))]
     parts += [
         "\n".join(_finding_lines(finding, width)) for finding in examination.findings

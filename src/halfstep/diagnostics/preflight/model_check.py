@@ -275,12 +275,9 @@ def _histogram(passes: Sequence[Pass]) -> Tensor:
 def _curve(
     histogram: Tensor, scales: Sequence[float], top: float | None = None
 ) -> tuple[ScalePoint, ...]:
-    """Return what scales would do in fp16; the first given stays first.
+    """Return what scales would do in fp16 to fp32's gradients; the first stays first.
 
-    Args:
-        histogram: Of fp32's gradients.
-        scales: Powers of two.
-        top: The largest at which nothing overflows; None concludes it from fp32.
+    `top` is the largest at which nothing overflows; None concludes it from fp32.
     """
     top = largest_safe_scale(histogram, margin=0).item() if top is None else top
     points = []

@@ -80,15 +80,8 @@ class ModelCopy:
 
     Every pass begins with the same random state and buffers: dropout masks and batch
     statistics are those of any other copy's pass. On a GPU masks depend on the format,
-    so there the copies' own dropout layers let everything through.
-
-    Args:
-        model: Stays as it is.
-        optimizer: Over its parameters, copied with them; None makes an AdamW.
-        choice: Level and format.
-        policy: As for `prepare`.
-        master: As for `prepare`, where the level has masters.
-        state: Random state that each pass begins with.
+    so there the copies' own dropout layers let everything through. Without an optimizer
+    it makes an AdamW.
 
     Raises:
         UserError: If it cannot be copied, or `prepare` refuses it.
@@ -162,10 +155,7 @@ class ModelCopy:
             scale: Of the loss, a power of two.
             others: Ids of parameters that no loss may depend on.
             counted: Count exponents, which takes about as long as the pass.
-            probed: Attach the hooks of a probe, for the ranges of modules.
-
-        Raises:
-            UserError: If the loss is none that can be trained with.
+            probed: Read the ranges of modules.
         """
         self.begin(scale)
         session, saved = self.session, SavedBytes(self.model)
@@ -251,10 +241,7 @@ class ModelCopy:
         return time.perf_counter() - began
 
     def last_step(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
-        """Make one more step, and count in it the updates lost to rounding.
-
-        Comes after a step, which makes the optimizer's state. Counting takes time: so
-        this one is not timed.
+        """Make one more step, not timed, and count in it the updates lost to rounding.
 
         Returns:
             The bytes that training holds after the backward pass, by purpose.

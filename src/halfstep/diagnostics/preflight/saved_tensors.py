@@ -45,10 +45,8 @@ def _unpack(tensor: Tensor) -> Tensor:
 class GradientExponents:
     """Counts the exponents of gradients of one dtype, scaled, as they flow.
 
-    Single numbers are left out: what makes the loss out of means computes in fp32.
-
-    Args:
-        dtype: Of the gradients that count; None counts nothing.
+    Single numbers are left out: what makes the loss out of means computes in fp32. With
+    dtype None it counts nothing.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:

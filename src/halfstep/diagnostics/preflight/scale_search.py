@@ -68,16 +68,7 @@ class ScaleTrial:
 
 
 class ScaleSearch:
-    """The reference, and trials at a level.
-
-    Args:
-        make: Makes a copy of `model`.
-        model: The user's.
-        loss_fn: As for `check`.
-        batches: One or more.
-        choice: Level and format.
-        margin: Powers of two to stay away from overflow.
-    """
+    """The reference passes in fp32, and trials at a level; `make` copies the model."""
 
     def __init__(
         self,
@@ -178,9 +169,6 @@ class ScaleSearch:
     ) -> tuple[ScaleTrial, BadOp | None, tuple[str, ...]]:
         """Return a trial that is finite, if rules on modules can make one.
 
-        Args:
-            policy: To begin with.
-
         Returns:
             The trial; the first fault that was met; the rules that were added. Where
             rules do not fix it, the trial before any of them.
@@ -230,10 +218,6 @@ class ScaleSearch:
 
         Each pass proposes the next, until one is proposed that was tried and was
         finite: what flowed at it is then known, and not concluded from fp32.
-
-        Args:
-            model_copy: At the level.
-            begun: Its passes at the default scale.
         """
         proposed = self._safe(self.fp32_passes)
         scale = 1.0 if proposed is None else proposed
@@ -289,13 +273,10 @@ class ScaleSearch:
 
 
 def _rule_for(path: str, rules: Sequence[str]) -> str:
-    """Return the rule that might fix a fault in a module: on it, or on one around it.
+    """Return a rule on the module of a fault, or on one around it; "" if none is left.
 
     Why one around: where a module was kept in fp32 already, what it gives may still be
     cast to the format, as at levels without autocast.
-
-    Returns:
-        "" where none is left.
     """
     while path and f"module:{path}=fp32" in rules:
         path = path.rpartition(".")[0]

@@ -31,12 +31,6 @@ def time_steps(
 ) -> tuple[Cost, Cost, tuple[float, ...]]:
     """Make training steps in fp32 and at the level, in turns; take time and memory.
 
-    Args:
-        search: With the copy in fp32; takes notes of what was left out.
-        model_copy: At the level.
-        used: Its pass, at the scale to train with.
-        steps: To be timed of each kind, at least 1.
-
     Returns:
         Cost in fp32 and at the level; and of each round, a step of both, how many times
         as fast the level was: load that comes and goes slows both steps of a round.
@@ -95,12 +89,7 @@ def _round(search: ScaleSearch, model_copy: ModelCopy) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _reporting_errors(search: ScaleSearch, model_copy: ModelCopy) -> Iterator[None]:
-    """Turn what a step raises into a `UserError` or a `StepError`.
-
-    Raises:
-        UserError: If it does so in fp32.
-        StepError: If it does so at the level alone.
-    """
+    """Turn what a step raises into a `UserError` in fp32, or a `StepError`."""
     try:
         yield
     except UserError:

@@ -28,11 +28,7 @@ _RIGHT = {
 
 
 def check_loss(loss: object, others: frozenset[int]) -> None:
-    """Reject what cannot be trained with, and losses of another model.
-
-    Args:
-        loss: What a loss function returned.
-        others: Ids of parameters that it may not depend on.
+    """Reject what cannot be trained with, and losses of another model's parameters.
 
     Raises:
         UserError: If it will not do.
@@ -86,14 +82,7 @@ def check_gradients(gradients: Mapping[str, Tensor]) -> None:
 def check_words(
     level: object, dtype: object, policy: object, master: object, **counts: object
 ) -> None:
-    """Reject words of the wrong kind, and counts that are none.
-
-    Args:
-        level: As for `check`; so are the next three.
-        dtype: A word or a torch.dtype.
-        policy: A word, a policy or None.
-        master: A word for a form of masters.
-        counts: `margin` and `steps`.
+    """Reject words of the wrong kind, and `margin` and `steps` that are no counts.
 
     Raises:
         UserError: If one of them will not do.
@@ -188,13 +177,7 @@ def _model_problem(model: nn.Module) -> str:
 
 
 def raised(what: str, error: Exception, advice: str) -> UserError:
-    """Return what to say where something raises in fp32 already.
-
-    Args:
-        what: Was called.
-        error: It raised.
-        advice: What to do.
-    """
+    """Return what to say where what was called raises in fp32 already."""
     words = " ".join(str(error).split()[:_WORDS]) or "without a word"
     message = f"{what} raised {type(error).__name__} in fp32: {words}. {advice}"
     return UserError(message)

@@ -95,12 +95,8 @@ def observed(
 ) -> Any:  # noqa: ANN401
     """Return a module's output; traced into a graph, it is observed there.
 
-    Args:
-        output: Any value that torch's pytree knows.
-        flags: Of outputs and of gradients, float32, an element for each module.
-        index: Of the module in them.
-        observer: Number of the registered observer; 0 writes flags instead.
-        names: Numbers of the names of its output and its gradient.
+    `flags` are those of outputs and of gradients, an element for each module, written
+    to where `observer` is 0; `names` are the numbers of its output and its gradient.
     """
 
     def add(value: Tensor) -> Tensor:

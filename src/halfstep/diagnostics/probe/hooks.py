@@ -62,13 +62,7 @@ class Hooks:
     def __init__(
         self, model: nn.Module, casts: tuple[FloatFormat, ...], *, full: bool
     ) -> None:
-        """Attach to every module.
-
-        Args:
-            model: Not wrapped.
-            casts: Of the statistics.
-            full: Statistics, not flags.
-        """
+        """Attach to every module; `full` takes statistics, not flags."""
         self.model = model
         self.modules = modules_of(model)
         self.records = StepRecords(casts, full=full)

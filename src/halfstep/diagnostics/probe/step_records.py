@@ -63,12 +63,7 @@ def _is_nonfinite(values: Tensor) -> bool:
 
 
 class StepRecords:
-    """Flags or statistics of the tensors observed since the last `clear`.
-
-    Args:
-        casts: Formats whose rounding loss the statistics measure.
-        full: Take statistics; otherwise flags.
-    """
+    """Flags, or in full statistics, of the tensors observed since the last `clear`."""
 
     def __init__(self, casts: tuple[FloatFormat, ...], *, full: bool) -> None:
         self._casts = casts
@@ -116,13 +111,7 @@ class StepRecords:
     def record(
         self, number: int, flag_or_stats: FlagOrStats, *, replace: bool = False
     ) -> None:
-        """Record a result of `measure` under a name.
-
-        Args:
-            number: Of the name.
-            flag_or_stats: By `measure`.
-            replace: Replace statistics of the same name; otherwise add to them.
-        """
+        """Record a result of `measure` under a name: added to, or replacing others."""
         self.order.setdefault(number)
         if isinstance(flag_or_stats, bool):
             self.nonfinite[number] = flag_or_stats or self.nonfinite.get(number, False)

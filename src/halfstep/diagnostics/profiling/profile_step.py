@@ -99,13 +99,7 @@ def _require_count(name: str, value: object, least: int) -> None:
 def watched(
     step: Callable[[], object], times: int = 1, *, cuda: bool = False
 ) -> Timeline:
-    """Make steps under torch's profiler; return the shortest, as the least disturbed.
-
-    Args:
-        step: Makes one.
-        times: How many, at least 1.
-        cuda: Whether kernels of a GPU are to be seen.
-    """
+    """Make steps under the profiler; return the shortest, as the least disturbed."""
     plain, device = _calls(), "cuda" if cuda else None
     with without_kineto_log(), watch(record_shapes=True, use_device=device) as seen:
         slower = _calls() - plain

@@ -188,13 +188,7 @@ class _Open:
 
 
 class _Thread:
-    """Sorts the events of one thread, which are nested, into the steps.
-
-    Args:
-        steps: That were seen.
-        kernels: Event -> nanoseconds of its kernels; None where no device was seen.
-        cost: Nanoseconds that the profiler takes for an event.
-    """
+    """Sorts the events of one thread, which are nested, into the steps."""
 
     def __init__(
         self, steps: Sequence[Timeline], kernels: dict[int, int] | None, cost: float

@@ -30,11 +30,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of the scaled loss; those in the model may be lost.
 
-    Args:
-        model: Bare or wrapped.
-        loss: Not scaled.
-        scale: To multiply it by.
-        shards: The model's parameters, as they were before the forward pass.
+    `shards` are the model's parameters, as they were before the forward pass.
     """
     params = [p for p in ddp.unwrap(model).parameters() if p.requires_grad]
     if not params or not loss.requires_grad:
@@ -100,12 +96,7 @@ def exchanges(model: nn.Module) -> bool:
 
 
 class GradSums:
-    """Sums gradients over micro-batches.
-
-    Args:
-        model: Whose parameters they are of; bare or wrapped.
-        dtype: To sum in; None for that of each gradient.
-    """
+    """Sums gradients of a model over micro-batches, in a dtype or in their own."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._root = ddp.unwrap(model)

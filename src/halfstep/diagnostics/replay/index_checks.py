@@ -20,14 +20,7 @@ _TABLES = {
 
 
 class OutOfRange(RuntimeError):  # noqa: N818 -- the search catches it
-    """An index or target that an operation cannot use.
-
-    Args:
-        place: Where it runs.
-        op: The operation.
-        is_label: The index is a label, not a token.
-        evidence: What is wrong, with numbers.
-    """
+    """An index or target that an operation cannot use: a label, or a token."""
 
     def __init__(self, place: Place, op: str, *, is_label: bool, evidence: str) -> None:
         super().__init__(evidence)
@@ -36,12 +29,7 @@ class OutOfRange(RuntimeError):  # noqa: N818 -- the search catches it
 
 
 def check(name: str, args: Sequence[Any], modules: ModuleStack) -> None:
-    """Check that indices are in range. Synchronizes.
-
-    Args:
-        name: aten's name of the operation.
-        args: Its arguments.
-        modules: Says where it runs.
+    """Check that the indices of aten's operation `name` are in range. Synchronizes.
 
     Raises:
         OutOfRange: If one is not.

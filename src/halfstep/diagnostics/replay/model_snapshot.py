@@ -36,12 +36,8 @@ def restored_after(
 ) -> Iterator[ModelSnapshot]:
     """Restore the model at the end; meanwhile DDP, torch.compile and probes are off.
 
-    Args:
-        model: Bare or wrapped.
-        generator_state: Of torch, to begin with; None for the current one.
-
-    Yields:
-        The snapshot; its `save` must see each tensor that is about to be written.
+    The `save` of the snapshot must see each tensor that is about to be written. Replays
+    begin with `generator_state`, or torch's current one.
     """
     leaves = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     with contextlib.ExitStack() as stack:
@@ -78,9 +74,6 @@ class ModelSnapshot:
 
     Why containers: buffers, hooks, flags and caches of a module are all in a few
     dictionaries; a cache and its size are restored together.
-
-    Args:
-        model: Bare or wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:

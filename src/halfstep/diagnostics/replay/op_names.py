@@ -53,14 +53,7 @@ def is_matmul(name: str) -> bool:
 
 
 def user_name(name: str, rank: int, args: Sequence[object], *, weighted: bool) -> str:
-    """Return what a user calls an operation.
-
-    Args:
-        name: By `aten_name`.
-        rank: Dimensions of its result.
-        args: Its arguments.
-        weighted: One of its operands is a weight.
-    """
+    """Return what a user calls aten's operation `name`, whose result has this rank."""
     if "scaled_dot_product" in name:
         return "scaled_dot_product_attention"
     if name.endswith("convolution"):
@@ -97,9 +90,8 @@ class Cast(NamedTuple):
 class TorchCalls(TorchFunctionMode):
     """Tracks which function of torch the program is calling, while it is entered.
 
-    Args:
-        on_cast: Called with the result of each cast by the program; it may be the
-            argument itself, if that had the dtype already.
+    `on_cast` is called with the result of each cast by the program; it may be the
+    argument itself, if that had the dtype already.
     """
 
     def __init__(self, on_cast: Callable[[object, Cast], None]) -> None:

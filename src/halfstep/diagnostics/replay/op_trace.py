@@ -112,9 +112,7 @@ class _Call:
 class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
     """Traces operations while it is entered; synchronizes at each.
 
-    Args:
-        modules: Says where an operation runs.
-        before_write: Called with each tensor that is about to be written.
+    `before_write` is called with each tensor that is about to be written.
     """
 
     def __init__(
@@ -190,15 +188,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Any:  # noqa: ANN401
-        """Run an operation; record its events.
-
-        Args:
-            func: The operation.
-            name: aten's.
-            args: Its arguments.
-            kwargs: Likewise.
-            written: Those that it writes to.
-        """
+        """Run an operation, which writes to `written`; record its events."""
         old_args, old_kwargs = _pytree.tree_map(
             lambda v: v.detach().clone() if any(v is w for w in written) else v,
             (args, kwargs),

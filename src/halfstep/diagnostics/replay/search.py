@@ -142,11 +142,6 @@ def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
 
     Also where a later operation hides that, as 1 / inf is 0; `find_nonfinite` reports
     only what reaches the loss or a gradient.
-
-    Args:
-        model: As for `find_nonfinite`; so is `step`.
-        step: Of one micro-batch.
-        scale: Loss scale, for the report.
     """
     with restored_after(model, None) as snapshot:
         event = _run(model, step, 1.0, snapshot).overflow
@@ -155,13 +150,7 @@ def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
 
 
 def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
-    """Return the report of a step that failed, and was finite in two replays.
-
-    Args:
-        number: Of the step.
-        scale: Loss scale at which it failed.
-        parts: Micro-batches that were replayed.
-    """
+    """Return the report of a step that failed, and was finite in two replays."""
     return causes.not_reproduced(ReplayContext(number, scale, LossHistory(), parts))
 
 

@@ -107,12 +107,7 @@ def absmax(tensors: Iterable[Tensor]) -> float:
 def run_in_fp32(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, float]:
-    """Run an operation again in fp32.
-
-    Args:
-        func: The operation.
-        args: As before it ran: what it writes to must be a copy.
-        kwargs: Likewise.
+    """Run an operation again in fp32, with its arguments from before it ran.
 
     Returns:
         "finite", "not finite" or "not run"; and the largest finite magnitude.
