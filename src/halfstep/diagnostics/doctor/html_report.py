@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.gemm_shapes import name_of
 from halfstep.diagnostics.doctor.text import lead, not_evaluated_lines
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import max_exponent, merged, underflow_exponent
@@ -258,7 +257,7 @@ def _profile(facts: RunFacts) -> Section:
     order = sorted(profile.rows, key=lambda row: -row.self_s)[:_MOST_OPERATIONS]
     rows = tuple(
         (
-            name_of(row.op),
+            row.name,
             1000 * row.self_s,
             100 * row.self_s / profile.wall_s,
             row.calls,

@@ -5,9 +5,10 @@ The weight of a finding is the share of a step that it concerns.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.gemm_shapes import LOW, low_products, name_of, size_of
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 from halfstep.diagnostics.profiling import Profile
 from halfstep.diagnostics.profiling.profile_result import GEMM
@@ -15,14 +16,14 @@ from halfstep.machine import hardware
 from halfstep.policy import levels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from halfstep.diagnostics.doctor.gemm_shapes import Size
     from halfstep.diagnostics.doctor.run_record import RunFacts
     from halfstep.diagnostics.profiling import Row
 
 _SMALL = {"cpu": 2.0 * 128**3, "cuda": 2.0 * 512**3}
 """Operations of one call below which starting it and moving its numbers cost more."""
+_LOW = {"bf16", "fp16"}
 _FLOATS = ("fp32", "bf16", "fp16", "float64")
 
 
@@ -49,14 +50,14 @@ def _low(facts: RunFacts) -> bool:
 
 def _wide(row: Row) -> bool:
     """Say whether a row is an operation of the passes on fp32 numbers alone."""
-    name, floats = name_of(row.op), [d for d in row.dtypes if d in _FLOATS]
+    name, floats = row.name, [d for d in row.dtypes if d in _FLOATS]
     update = name.startswith(("_foreach", "_fused", "_amp"))
-    wide = bool(floats) and not {"bf16", "fp16"} & set(floats)
-    return wide and not update and size_of(row) is None and name != "copy_"
+    wide = bool(floats) and not _LOW & set(floats)
+    return wide and not update and _size_of(row) is None and name != "copy_"
 
 
 def _misses(
-    facts: RunFacts, lost: list[tuple[float, Row, Size]], says: str, advice: str
+    facts: RunFacts, lost: list[tuple[float, Row, _Size]], says: str, advice: str
 ) -> Iterator[Observation]:
     """Tell of all products that miss a granule as one finding, at the worst of them."""
     if lost:
@@ -64,7 +65,95 @@ def _misses(
         total_seconds = sum(seconds for seconds, _, _ in lost)
         measured = f"{size} {says}; all such cost " + _of_step(facts, total_seconds)
         share = _profile(facts).share(total_seconds)
-        yield Observation(name_of(row.op), measured, advice, share, share)
+        yield Observation(row.name, measured, advice, share, share)
+
+
+_AMX = (16, 32, 16)
+"""Rows, summed, columns of one AMX tile product of bf16 (Intel, chapter on AMX)."""
+_TENSOR_CORES = 8
+"""Numbers of 16 bits in the 16 bytes to which tensor cores want each size aligned."""
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A product of (rows x summed) and (summed x columns), so many at once."""
+
+    batch: int
+    rows: int
+    summed: int
+    columns: int
+
+    @property
+    def flops(self) -> float:
+        """Operations of all of them, a multiplication and an addition each."""
+        return 2.0 * self.batch * self.rows * self.summed * self.columns
+
+    @property
+    def useful(self) -> float:
+        """Share of what AMX computes that is no padding, 0 to 1."""
+        sizes = (self.rows, self.summed, self.columns)
+        padded = [
+            math.ceil(n / tile) * tile for n, tile in zip(sizes, _AMX, strict=True)
+        ]
+        return math.prod(sizes) / (math.prod(padded) or 1)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether tensor cores find each size a multiple of 8."""
+        return not any(
+            n % _TENSOR_CORES for n in (self.rows, self.summed, self.columns)
+        )
+
+    def __str__(self) -> str:
+        """Return the sizes as people write them."""
+        many = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{many}({self.rows} x {self.summed}) ({self.summed} x {self.columns})"
+
+
+def _matmul(left: _Shape, right: _Shape) -> _Size | None:
+    if len(left) < 2 or len(right) != len(left) or left[-1] != right[-2]:  # noqa: PLR2004
+        return None
+    return _Size(math.prod(left[:-2]), left[-2], left[-1], right[-1])
+
+
+def _linear(left: _Shape, right: _Shape) -> _Size | None:
+    if not left or len(right) != 2 or left[-1] != right[1]:  # noqa: PLR2004
+        return None
+    return _Size(1, math.prod(left[:-1]), left[-1], right[0])
+
+
+_FORMS: dict[str, tuple[int, Callable[[_Shape, _Shape], _Size | None]]] = {
+    "mm": (0, _matmul),
+    "addmm": (1, _matmul),
+    "addmm_": (1, _matmul),
+    "bmm": (0, _matmul),
+    "baddbmm": (1, _matmul),
+    "linear": (0, _linear),
+    "mkldnn_linear": (0, _linear),
+    "_linear_pointwise": (0, _linear),
+}
+"""Operation -> which of its inputs is the left factor, and how the sizes are read."""
+
+
+def _size_of(row: Row) -> _Size | None:
+    """Return the sizes of a row's product; None if it is none, or they are odd."""
+    form = _FORMS.get(row.name)
+    if form is None:
+        return None
+    first, read = form
+    if len(row.shapes) < first + 2:
+        return None
+    size = read(row.shapes[first], row.shapes[first + 1])
+    return size if size is not None and size.flops else None
+
+
+def _low_products(profile: Profile) -> Iterator[tuple[Row, _Size]]:
+    """Yield the products of 16-bit numbers; those of an unknown format count too."""
+    for row in profile.rows:
+        size = _size_of(row)
+        if size is not None and (not row.dtypes or _LOW & set(row.dtypes)):
+            yield row, size
 
 
 RULES: Rules[RunFacts] = Rules()
@@ -126,9 +215,9 @@ def fp32_operations(facts: RunFacts) -> Iterator[Observation]:
     share = profile.share(profile.fp32_only_s)
     rows = [row for row in profile.rows if _wide(row)]
     most = max(rows, key=lambda row: row.self_s, default=None)
-    where = "operations in fp32" if most is None else name_of(most.op)
+    where = "operations in fp32" if most is None else most.name
     measured = _of_step(facts, profile.fp32_only_s)
-    measured += "" if most is None else f"; most of it in {name_of(most.op)}"
+    measured += "" if most is None else f"; most of it in {most.name}"
     advice = "Policy lean leaves norms and softmax in 16 bits where the kernel sums in "
     advice += "fp32 (--policy lean); let the rest be compiled into few (--compile)."
     yield Observation(where, measured, advice, share, share)
@@ -144,8 +233,8 @@ def fp32_operations(facts: RunFacts) -> Iterator[Observation]:
 def _wide_products(facts: RunFacts) -> Iterator[Observation]:
     """Share of the time in matrix products that is in fp32 ones."""
     profile = _profile(facts)
-    products = [row for row in profile.rows if GEMM.fullmatch(name_of(row.op))]
-    wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
+    products = [row for row in profile.rows if GEMM.fullmatch(row.name)]
+    wide = [row for row in products if row.dtypes and not _LOW & set(row.dtypes)]
     if wide:
         most = max(wide, key=lambda row: row.self_s)
         spent = sum(row.self_s for row in wide)
@@ -155,7 +244,7 @@ def _wide_products(facts: RunFacts) -> Iterator[Observation]:
         advice = "Compute forward pass and loss inside `with session.autocast():`; "
         advice += "session.explain() tells which rule keeps a product in fp32."
         weight = profile.share(spent)
-        yield Observation(name_of(most.op), measured, advice, share, weight)
+        yield Observation(most.name, measured, advice, share, weight)
 
 
 @RULES.add(
@@ -170,7 +259,7 @@ def small_products(facts: RunFacts) -> Iterator[Observation]:
     most = _SMALL.get(facts.device or "cpu", _SMALL["cuda"])
     small = [
         (row.self_s, row, size)
-        for row, size in low_products(profile)
+        for row, size in _low_products(profile)
         if size.flops < most
     ]
     says = f"is {most / 1e6:.0f} million operations or less a call"
@@ -193,7 +282,7 @@ def _tiles(facts: RunFacts) -> Iterator[Observation]:
         return
     lost = [
         ((1 - size.useful) * row.self_s, row, size)
-        for row, size in low_products(_profile(facts))
+        for row, size in _low_products(_profile(facts))
     ]
     lost = [each for each in lost if each[0] > 0]
     advice = "Make hidden sizes multiples of 32, and batch x length one of 16."
@@ -210,7 +299,7 @@ def sizes_and_tensor_cores(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in products whose sizes are no multiples of 8."""
     lost = [
         (row.self_s, row, size)
-        for row, size in low_products(_profile(facts))
+        for row, size in _low_products(_profile(facts))
         if not size.aligned
     ]
     advice = "Pad hidden sizes, vocabulary and batch to multiples of 8, better 64."

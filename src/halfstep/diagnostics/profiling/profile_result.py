@@ -40,6 +40,11 @@ class Row:
     self_s: float
     """Seconds of one step, what it calls left out; on a GPU those of its kernels."""
 
+    @property
+    def name(self) -> str:
+        """Without its library: "mm" of "aten::mm"."""
+        return self.op.rpartition("::")[2]
+
     def operands(self) -> str:
         """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
         pairs = zip(self.dtypes, self.shapes, strict=True)

@@ -13,9 +13,8 @@ from halfstep.nonfinite.domains import CHECKPOINT, EPSILON, backward_domain_erro
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.replay.index_checks import OutOfRange
     from halfstep.diagnostics.replay.module_stack import Place
-    from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
+    from halfstep.diagnostics.replay.op_trace import NonFiniteEvent, OutOfRange
     from halfstep.scaling.collapse import LossHistory
 
 _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."

@@ -15,11 +15,10 @@ from halfstep.diagnostics.replay import tensor_facts
 from halfstep.diagnostics.replay.module_stack import ROOT, Place
 from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
 from halfstep.distributed import ddp
+from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    from torch.autograd.graph import Node
 
 SUM = "sum"
 """Source of the event of a sum of gradients."""
@@ -36,7 +35,8 @@ def gradients(
     if not params or not loss.requires_grad:
         return []
     scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
-    nodes = _nodes(scaled)
+    assert scaled.grad_fn is not None  # noqa: S101 -- the loss requires a gradient
+    nodes = nodes_of(scaled.grad_fn)
     # Only `backward` gives gradients through reentrant checkpoints, or to FSDP2's
     # shards.
     reentrant = any(n.name() == "CheckpointFunctionBackward" for n in nodes)
@@ -65,20 +65,6 @@ def _fresh_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
         for leaf, gradient, hooks, saved_hooks in reversed(saved):
             leaf.grad = gradient
             hooks.update(saved_hooks)
-
-
-def _nodes(loss: Tensor) -> list[Node]:
-    """Return the nodes of the graph of a loss."""
-    pending, seen = [loss.grad_fn], {loss.grad_fn}
-    nodes = []
-    while pending:
-        node = pending.pop()
-        if node is not None:
-            nodes.append(node)
-            new = {one for one, _ in node.next_functions} - seen
-            seen |= new
-            pending += new
-    return nodes
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from halfstep._torch.dispatch_mode import DispatchMode
-from halfstep.diagnostics.replay import index_checks, op_names, tensor_facts
+from halfstep.diagnostics.replay import op_names, tensor_facts
 from halfstep.diagnostics.replay.op_names import Cast, TorchCalls
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds, storage_key
 from halfstep.nonfinite import domains
@@ -177,7 +177,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         if is_view and not written:
             self.modules.note(name)
             return func(*args, **kwargs)
-        index_checks.check(name, args, self.modules)
+        _check_indices(name, args, self.modules)
         return self._trace(func, name, args, kwargs, written)
 
     def _trace(
@@ -433,3 +433,58 @@ def _written_tensors(
             by_name = kwargs.get(argument.name)
             values.append(args[index] if index < len(args) else by_name)
     return [t for t in _pytree.tree_leaves(values) if isinstance(t, Tensor)]
+
+
+_TABLES = {
+    "embedding": "embedding",
+    "_embedding_bag": "embedding_bag",
+    "_embedding_bag_forward_only": "embedding_bag",
+}
+
+
+class OutOfRange(RuntimeError):  # noqa: N818 -- the search catches it
+    """An index or target that an operation cannot use: a label, or a token."""
+
+    def __init__(self, place: Place, op: str, *, is_label: bool, evidence: str) -> None:
+        super().__init__(evidence)
+        self.place, self.op = place, op
+        self.is_label, self.evidence = is_label, evidence
+
+
+def _check_indices(name: str, args: Sequence[Any], modules: ModuleStack) -> None:
+    """Check that the indices of aten's operation `name` are in range. Synchronizes.
+
+    Raises:
+        OutOfRange: If one is not.
+    """
+    op, is_label = _TABLES.get(name, name), False
+    if name in {"nll_loss_forward", "nll_loss2d_forward"}:
+        op, is_label = "cross_entropy", True
+        logits, indices, ignored = args[0], args[1], args[4]
+        size = logits.shape[1 if logits.dim() > 1 else 0]
+        right = f"classes are 0 to {size - 1}, and {ignored} is left out"
+        invalid = (indices != ignored) & ((indices < 0) | (indices >= size))
+    elif name in _TABLES or (name in {"gather", "index_select"} and args[0].dim()):
+        if name in _TABLES:
+            size, indices = args[0].shape[0], args[1]
+            right = f"the table has rows 0 to {size - 1}"
+        else:
+            size, indices = args[0].shape[args[1]], args[2]
+            right = f"there are 0 to {size - 1}"
+            # A hand-written loss looks up labels so.
+            is_label = modules.current().is_loss
+        invalid = (indices < 0) | (indices >= size)
+    elif name == "binary_cross_entropy":
+        is_label = True
+        invalid = ~((args[1] >= 0) & (args[1] <= 1))
+    else:
+        return
+    if not bool(invalid.any()):
+        return
+    count = f"{int(invalid.sum())} of {invalid.numel()}"
+    if name == "binary_cross_entropy":
+        evidence = f"{count} targets are not inside 0 to 1"
+    else:
+        index = int(indices[invalid].flatten()[0])
+        evidence = f"index {index} at {count} places, yet {right}"
+    raise OutOfRange(modules.current(), op, is_label=is_label, evidence=evidence)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from halfstep.diagnostics.replay import causes, tensor_facts
 from halfstep.diagnostics.replay.causes import ReplayContext
 from halfstep.diagnostics.replay.gradients import GradSums, exchanges, gradients
-from halfstep.diagnostics.replay.index_checks import OutOfRange
 from halfstep.diagnostics.replay.model_snapshot import restored_after
 from halfstep.diagnostics.replay.module_stack import ModuleStack
-from halfstep.diagnostics.replay.op_trace import OpTracer
+from halfstep.diagnostics.replay.op_trace import OpTracer, OutOfRange
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
 from halfstep.errors import UserError, require
