@@ -7,7 +7,6 @@ import math
 import re
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 from io import StringIO
 from itertools import cycle
@@ -223,7 +222,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Histograms side by side: the darker, the more of a histogram's numbers."""
+    """Histograms one below the other: the darker, the more of its numbers."""
 
     title: str
     "The words of a screen reader."
@@ -231,8 +230,6 @@ class Heatmap:
     "Names, and how many numbers lie in each power of two; at least one."
     borders: tuple[tuple[int, str], ...] = ()
     "Powers of two at which a line is drawn, and what it says."
-    over_steps: bool = False
-    "From left to right, the first and the last named; otherwise one below the other."
 
     def svg(self) -> str:
         """Draw it as an element to put into HTML, as `Chart.svg` does.
@@ -252,25 +249,18 @@ class Heatmap:
                     row[power - low] = 0.15 + 0.85 * math.sqrt(count / most)
 
         def draw(axes: Axes) -> None:
-            shade = partial(axes.imshow, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-            if self.over_steps:
-                columns = list(zip(*shades, strict=True))
-                extent = (0, len(names), low, high)
-                shade(columns, extent=extent, origin="lower")
-                ends = {0.5: names[0], len(names) - 0.5: names[-1]}
-                axes.set_xticks([*ends], [*ends.values()])
-            else:
-                shade(shades, extent=(low, high, len(names), 0))
-                axes.set_yticks([at + 0.5 for at in range(len(names))], names)
-            axes.set(**{"ylabel" if self.over_steps else "xlabel": "power of two"})
+            extent = (low, high, len(names), 0)
+            axes.imshow(
+                shades, cmap="Blues", vmin=0, vmax=1, aspect="auto", extent=extent
+            )
+            axes.set_yticks([at + 0.5 for at in range(len(names))], names)
+            axes.set(xlabel="power of two")
             for power, label in self.borders:
-                line = axes.axhline if self.over_steps else axes.axvline
-                line(power, color=_COLOURS[1], linestyle="--", linewidth=1, label=label)
+                axes.axvline(power, color=_COLOURS[1], linestyle="--", label=label)
             if self.borders:
                 axes.figure.legend(loc="outside upper left", frameon=False, ncols=2)
 
-        rows = 12 if self.over_steps else len(names)
-        return _svg(self.title, repr(self), 1.2 + 0.2 * rows, draw)
+        return _svg(self.title, repr(self), 1.2 + 0.2 * len(names), draw)
 
 
 def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) -> str:

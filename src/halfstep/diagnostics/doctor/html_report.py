@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.text import lead, not_evaluated_lines
@@ -18,21 +19,17 @@ if TYPE_CHECKING:
 
     from halfstep.diagnostics.doctor.rule import Examination
     from halfstep.diagnostics.doctor.run_record import RunFacts, Step
-    from halfstep.diagnostics.profiling import Row
-    from halfstep.numerics.tensor_summary import Sample
+    from halfstep.diagnostics.profiling import Profile
     from halfstep.reporting.finding import Finding
 
 _MOST_ROWS = 40  # tensors in one picture
-_MAX_COLUMNS = 64  # of a picture over steps: more cannot be told apart
-_MAX_HISTORIES = 6  # tensors shown over steps
 _MOST_OPERATIONS = 15
 _MOST_SKIPS = 10
 _MOST_NAMES = 3
 _OTHERS = "other operations"
 _ABOUT_PARTS = (
-    "Matrix products, casts, fp32 operations and the optimizer are apart; other "
-    "operations are all the rest of the table, such as norms, activations, dropout, "
-    "additions and copies."
+    "Other operations are all the rest of the table, such as norms, activations, "
+    "dropout, additions and copies."
 )
 _EXPONENTS = (
     "How large the numbers were: the darker, the more of a tensor's numbers lie "
@@ -52,12 +49,8 @@ def page(facts: RunFacts, examination: Examination) -> str:
         Section("Findings", healthy, cards=cards(examination.findings)),
         _losses(facts),
         Section("Exponents by layer", _EXPONENTS, drawings=_exponents_by_layer(facts)),
-        Section(
-            "Exponents over steps",
-            drawings=_exponent_history(facts, examination.findings),
-        ),
         _scale(facts.steps),
-        _profile(facts),
+        _profile(facts.profile),
         Section("Not checked", points=tuple(silent)),
         Section("Could not be read", points=facts.problems),
     ]
@@ -141,42 +134,6 @@ def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[i
     return [rows[i] for i in sorted(by_top + by_low)]
 
 
-def _exponent_history(
-    facts: RunFacts, findings: Sequence[Finding]
-) -> tuple[Drawing, ...]:
-    """Return pictures over steps: of tensors in findings first, then of extremes."""
-    many = {
-        name: samples
-        for name, samples in facts.stats.items()
-        if len(samples) > 1 and any(each.summary.exponents for each in samples)
-    }
-    tops = sorted(many, key=lambda name: -_top(many[name]))
-    lows = sorted(many, key=lambda name: _low(many[name]))
-    mixed = [name for pair in zip(tops, lows, strict=True) for name in pair]
-    named = [finding.where for finding in findings if finding.where in many]
-    drawings = []
-    for name in list(dict.fromkeys([*named, *mixed]))[:_MAX_HISTORIES]:
-        scale = facts.scale if name.endswith(":grad") else 1.0
-        stride = math.ceil(len(many[name]) / _MAX_COLUMNS)
-        histograms = [
-            (f"step {sample.step:,}", merged([sample], scale))
-            for sample in many[name][::stride]
-        ]
-        borders = _borders(facts, [h for _, h in histograms if h])
-        words = single_line(name)
-        picture = Heatmap(words, tuple(histograms), borders, over_steps=True)
-        drawings.append(Drawing(words, picture.svg()))
-    return tuple(drawings)
-
-
-def _top(samples: Sequence[Sample]) -> int:
-    return max(max(each.summary.exponents, default=-9999) for each in samples)
-
-
-def _low(samples: Sequence[Sample]) -> int:
-    return min(min(each.summary.exponents, default=9999) for each in samples)
-
-
 def _curve(
     steps: Sequence[Step], name: str, value: Callable[[Step], float | None]
 ) -> Curve:
@@ -201,20 +158,15 @@ def _losses(facts: RunFacts) -> Section:
 
 
 def _scale(steps: Sequence[Step]) -> Section:
-    """Return how the scale moved, how skips added up, and which steps they were."""
-    count, sums = 0, {}
-    for step in steps:
-        count += bool(step.skipped)
-        sums[step.step] = count if step.skipped is not None else None
+    """Return how the scale moved, and which steps were skipped."""
     curves = (
         ("Loss scale", "scale", _curve(steps, "", lambda s: s.scale), True),
-        ("Skipped steps so far", "steps", _curve(steps, "", _of(sums)), False),
-        ("Gradient norm", "norm", _curve(steps, "", lambda s: s.grad_norm), True),
+        ("Gradient norm", "norm", _curve(steps, "", lambda s: s.grad_norm), False),
     )
     charts = tuple(
-        Chart(title, "step", unit, (curve,), log_y=log, step=not log or unit == "scale")
-        for title, unit, curve, log in curves
-        if any(math.isfinite(y) and (y > 0 or not log) for y in curve.y)
+        Chart(title, "step", unit, (curve,), log_y=True, step=jumps)
+        for title, unit, curve, jumps in curves
+        if any(0 < y < math.inf for y in curve.y)
     )
     skipped = [step for step in steps if step.skipped]
     rows = tuple(
@@ -234,48 +186,14 @@ def _scale(steps: Sequence[Step]) -> Section:
     return Section(heading, charts=charts, tables=(table,) if rows else ())
 
 
-def _of(sums: dict[int, int | None]) -> Callable[[Step], float | None]:
-    return lambda step: sums[step.step]
-
-
-def _profile(facts: RunFacts) -> Section:
+def _profile(profile: Profile | None) -> Section:
     """Return the parts of a step, and the operations that took the longest."""
-    profile, heading = facts.profile, "Where the time of a step goes"
+    heading = "Where the time of a step goes"
     if profile is None or not profile.wall_s:
         return Section(heading)
-    parts = {
-        "matrix products": profile.gemm_s,
-        "casts": profile.casts_s,
-        "fp32 operations": profile.fp32_only_s,
-        "optimizer": profile.update_s,
-        "Python, launches": profile.python_s,
-        "input": profile.input_s,
-    }
+    parts = profile.parts()
     others = max(0.0, profile.wall_s - sum(parts.values()))
-    named = (*parts.items(), (_OTHERS, others))
-    nonzero = tuple((name, size) for name, size in named if size)
-    order = sorted(profile.rows, key=lambda row: -row.self_s)[:_MOST_OPERATIONS]
-    rows = tuple(
-        (
-            row.name,
-            1000 * row.self_s,
-            100 * row.self_s / profile.wall_s,
-            row.calls,
-            _shapes(row),
-            ", ".join(row.dtypes) or "-",
-        )
-        for row in order
-    )
-    columns = ("operation", "ms a step", "share, %", "calls", "shapes", "formats")
-    waits = f"The host waited {profile.waits:g} times a step, "
-    shows_waits = (
-        profile.waits and facts.device != "cpu"
-    )  # a CPU has nothing to wait for
-    notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if shows_waits else ()
-    title = f"Operations that took the longest, of {1000 * profile.wall_s:.3g} ms"
-    table = Table(title, columns, rows, (*notes, _ABOUT_PARTS), digits=1)
-    return Section(heading, bars=(Bar("", nonzero),), tables=(table,) if rows else ())
-
-
-def _shapes(row: Row) -> str:
-    return ", ".join(" x ".join(map(str, shape)) or "()" for shape in row.shapes) or "-"
+    nonzero = {n: size for n, size in (parts | {_OTHERS: others}).items() if size}
+    table = profile.table(_MOST_OPERATIONS)
+    table = replace(table, title="", notes=(*table.notes, _ABOUT_PARTS))
+    return Section(heading, bars=(Bar("", tuple(nonzero.items())),), tables=(table,))

@@ -47,7 +47,7 @@ class Row:
 
     def operands(self) -> str:
         """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
-        pairs = zip(self.dtypes, self.shapes, strict=True)
+        pairs = zip(self.dtypes, self.shapes, strict=False)  # a file may lack some
         words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in pairs)
         return ", ".join(words)
 
@@ -123,21 +123,24 @@ class Profile:
         """Return plain values for `json.dumps`."""
         return asdict(self)
 
-    def table(self, most: int = 8) -> Table:
-        """Return where the time goes, for people.
-
-        Args:
-            most: Operations that are named, longest first.
-        """
-        names = {
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of the parts of a step; other operations are the rest."""
+        return {
             "data loading": self.input_s,
             "outside operations": self.python_s,
             "matrix products": self.gemm_s,
             "casts": self.casts_s,
             "fp32 in a 16-bit run": self.fp32_only_s,
             "optimizer": self.update_s,
-            "waits": self.wait_s,
         }
+
+    def table(self, most: int = 8) -> Table:
+        """Return where the time goes, for people.
+
+        Args:
+            most: Operations that are named, longest first.
+        """
+        names = self.parts() | {"waits": self.wait_s}
         rows: list[tuple[Cell, ...]] = [
             (name, "-", None, 1000 * spent, 100 * self.share(spent))
             for name, spent in names.items()
