@@ -102,17 +102,13 @@ class Numerics:
         return self.scales is not None and self.scales[0] == self.scales[1]
 
     def _measured(self) -> str:
-        parts = [
-            (len(self.losses), "the loss is not finite in {} of {} steps"),
-            (len(self.gradients), "gradients are not finite in {} of {} checked steps"),
-            (self.skipped, "{} of {} steps were skipped"),
-        ]
-        of = (self.steps, self.checked, self.steps)
-        measured = [
-            words.format(count, total)
-            for (count, words), total in zip(parts, of, strict=True)
-            if count
-        ]
+        gradients = f"gradients are not finite in {{}} of {self.checked} checked steps"
+        parts = (
+            (len(self.losses), f"the loss is not finite in {{}} of {self.steps} steps"),
+            (len(self.gradients), gradients),
+            (self.skipped, f"{{}} of {self.steps} steps were skipped"),
+        )
+        measured = [words.format(count) for count, words in parts if count]
         if self.skipped and self.scales is not None and self.scales != (1, 1):
             before, after = self.scales
             fixed = f"loss scale {before:g} throughout"

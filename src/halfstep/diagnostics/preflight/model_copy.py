@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting.convert_model import allow_overflow
-from halfstep.diagnostics.preflight.saved_tensors import GradientExponents, SavedBytes
-from halfstep.diagnostics.preflight.validation import check_gradients, check_loss
+from halfstep.diagnostics.preflight.validation import (
+    check_gradients,
+    check_loss,
+    is_leaf,
+)
 from halfstep.diagnostics.probe.hooks import Hooks
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
 from halfstep.diagnostics.replay.search import find_nonfinite, find_overflow
@@ -24,13 +27,14 @@ from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.machine import recommendation as choosing
 from halfstep.masters.encoding import NONE
-from halfstep.numerics.exponents import unscale_histogram
+from halfstep.numerics.exponents import BINS, count_exponents, unscale_histogram
 from halfstep.numerics.formats import FP16
 from halfstep.scaling import ScaleRule
+from halfstep.scaling.strategies import nodes_of
 from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from halfstep._torch.rng_state import RandomState
     from halfstep.machine.recommendation import Choice
@@ -158,8 +162,8 @@ class ModelCopy:
             probed: Read the ranges of modules.
         """
         self.begin(scale)
-        session, saved = self.session, SavedBytes(self.model)
-        exponents = GradientExponents(self._low if counted else None)
+        session, saved = self.session, _SavedBytes(self.model)
+        exponents = _GradientExponents(self._low if counted else None)
         peaks: dict[str, float] = {}
         with self._products(), _reading_peaks(self.model, peaks, on=probed):
             with session.autocast(), saved.counting():
@@ -206,7 +210,7 @@ class ModelCopy:
         return contextlib.nullcontext()
 
     def _gradients(
-        self, scale: float, exponents: GradientExponents
+        self, scale: float, exponents: _GradientExponents
     ) -> dict[str, Tensor]:
         """Return the gradients that a backward pass left, unscaled in fp32."""
         grads = {}
@@ -345,3 +349,74 @@ def _collecting_warnings(notes: list[str]) -> Iterator[None]:
     for one in caught:
         if str(one.message) not in notes:
             notes.append(str(one.message))
+
+
+class _SavedBytes:
+    """Counts the bytes that a forward pass keeps for the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = [*model.parameters(), *model.buffers()]
+        self._seen = {one.untyped_storage().data_ptr() for one in own}
+        self.bytes = 0
+
+    def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return what counts while it is open."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.bytes += storage.nbytes()
+        return tensor.detach()  # not itself: an output would hold its own graph
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _GradientExponents:
+    """Counts the exponents of gradients of one dtype, scaled, as they flow.
+
+    Single numbers are left out: what makes the loss out of means computes in fp32. With
+    dtype None it counts nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        # Each device has an autograd thread of its own.
+        self._counts: dict[torch.device, Tensor] = {}
+
+    @contextlib.contextmanager
+    def over(self, loss: Tensor) -> Iterator[None]:
+        """Look at what comes to each node of the graph of a loss."""
+        if self._dtype is None:
+            yield
+            return
+        assert loss.grad_fn is not None  # noqa: S101 -- it was checked
+        nodes = [node for node in nodes_of(loss.grad_fn) if not is_leaf(node)]
+        handles = [node.register_prehook(self._look) for node in nodes]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _look(self, gradients: Sequence[Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is not None:
+                self.add(gradient)
+
+    def add(self, gradient: Tensor) -> None:
+        """Count one gradient."""
+        if gradient.dtype == self._dtype and gradient.ndim:
+            before = self._counts.get(gradient.device, 0)
+            self._counts[gradient.device] = before + count_exponents(gradient)
+
+    def total(self) -> Tensor:
+        """Return the counts of all devices. int64, shape (BINS,), on the CPU."""
+        total = torch.zeros(BINS, dtype=torch.int64)
+        for counts in self._counts.values():
+            total += counts.cpu()
+        return total

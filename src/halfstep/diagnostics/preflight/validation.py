@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.diagnostics.preflight.saved_tensors import is_leaf
 from halfstep.errors import UserError, require
 from halfstep.machine.recommendation import Choice
 from halfstep.masters import encoding as forms
@@ -18,6 +17,8 @@ from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch.autograd.graph import Node
 
 _MOST = {"margin": 40, "steps": 10**6}  # fp16 has 40 powers of two in all
 _WORDS = 15  # of an error message
@@ -63,6 +64,11 @@ def _loss_problem(loss: object, others: frozenset[int]) -> str:
         own += "called with: write loss_fn(model, batch) with its own argument."
         return own if leaves & others else ""
     return f"loss_fn returned a {returned}: {right}"
+
+
+def is_leaf(node: Node) -> bool:
+    """Say whether a node puts a gradient into a leaf, such as a weight."""
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def check_gradients(gradients: Mapping[str, Tensor]) -> None:
