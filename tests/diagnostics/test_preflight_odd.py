@@ -226,7 +226,7 @@ def test_steps_that_fail() -> None:
     )
     picky = Picky(model.parameters(), lr=0.1)
     report = checked(model, steps=1, optimizer=picky, level="O3")
-    assert report.verdict == "fails: O3 bf16 raises not so"
+    assert report.verdict == "fails: O3 bf16: raises not so"
 
 
 def test_models_that_are_odd() -> None:

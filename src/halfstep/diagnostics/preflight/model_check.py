@@ -149,7 +149,8 @@ def check(
         notes=notes,
         seconds=time.perf_counter() - began,
     )
-    return CheckReport(verdict(facts), findings(facts), facts)
+    found = findings(facts)
+    return CheckReport(verdict(facts, found), found, facts)
 
 
 @contextlib.contextmanager

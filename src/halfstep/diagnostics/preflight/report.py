@@ -22,7 +22,7 @@ class CheckReport:
     """The answer of `halfstep.check`."""
 
     verdict: str
-    """The gravest of what was found. "fails: REASON", "keep these modules in float32:
+    """The gravest of what was found. "fails: WHERE: WHAT", "keep these modules in float32:
     RULES", "good with a loss scale of X", "not worth it: COST", "good", or "nothing to
     compare: REASON"; after a semicolon what else decides, such as "cannot tell whether
     it is worth it: COST"."""

@@ -60,6 +60,8 @@ DYNAMIC = 1.0, 2.0**24
 NO_GRADIENT = "no parameter gets a gradient other than zero"
 """Said of a loss that does not depend on the weights."""
 
+_NO_RULE = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
+
 NOTHING = "nothing to compare"
 """How the verdict on fp32 begins."""
 
@@ -174,20 +176,24 @@ def level(facts: Facts) -> Iterator[Observation]:
     """Passes and steps run at the level."""
     if facts.failed:
         advice = "Use level O1, where operations are cast one by one, or fix the model."
-        yield Observation(facts.words, facts.failed, advice, weight=1.0)
+        measured = f"raises {facts.failed}"
+        yield Observation(facts.words, measured, advice, weight=1.0)
 
 
 @RULES.add("the format")
 def overflow(facts: Facts) -> Iterator[Observation]:
     """The first inf or NaN of a pass that is finite in fp32."""
     bad = facts.fault
+    if bad is None and not facts.finite and not facts.failed and _was_tried(facts):
+        measured = "inf or NaN at each loss scale that was tried"
+        yield Observation("gradients", measured, _NO_RULE, None, 1.0, "error")
     if bad is None or (bad.normal and facts.safe_scale and facts.safe_scale >= 1):
         return  # a lower scale is the cure, and `loss_scale` says so
     wrong = not facts.finite or bool(facts.rules) or gradients_differ(facts)
     passed = " in its backward pass" if bad.phase == "backward" else ""
     measured = f"{bad.nonfinite_kind or 'inf or NaN'}{passed} at loss scale "
     measured += f"{power(bad.scale)}: {bad.evidence}"
-    advice = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
+    advice = _NO_RULE
     if facts.rules:
         rules = ", ".join(facts.rules)
         advice = f"Keep in float32: {rules} (policy={facts.policy!r}); or train in bf16"
@@ -202,6 +208,11 @@ def overflow(facts: Facts) -> Iterator[Observation]:
     severity: Severity = "error" if wrong else "warning"
     limit = _format_limit(facts)
     yield Observation(bad.place, measured, advice, None, 1.0, severity, limit)
+
+
+def _was_tried(facts: Facts) -> bool:
+    """Say whether passes at the level were made."""
+    return facts.finite_fp32 and facts.learns and facts.format != FP32
 
 
 def _format_limit(facts: Facts) -> str:
@@ -341,14 +352,18 @@ def too_costly(facts: Facts) -> Iterator[Observation]:
     yield Observation(facts.words, measured, advice, None, 0.5, severity, limit)
 
 
-def verdict(facts: Facts) -> str:
+def verdict(facts: Facts, found: Sequence[Finding]) -> str:
     """Return the gravest of what was found, as a sentence.
 
     Numbers come before costs: "not worth it" is only said of what costs more.
     """
-    wrong = _failure(facts)
-    if wrong:
-        return f"fails: {wrong}"
+    errors = [
+        one
+        for one in found
+        if one.severity == "error" and not (one.rule == overflow.name and facts.rules)
+    ]
+    if errors:
+        return f"fails: {errors[0].where}: {errors[0].measured}"
     if facts.format == FP32:
         itself = f"{facts.level} is fp32 itself, and finite"
         return f"{NOTHING}: {itself} ({facts.reason})"
@@ -377,38 +392,6 @@ def _numbers(facts: Facts) -> str:
         fp32_modules = f"keep these modules in float32: {', '.join(facts.rules)}"
         return f"{fp32_modules}; with {scale}" if scale else fp32_modules
     return f"good with {scale}" if scale else "good"
-
-
-def _failure(facts: Facts) -> str:
-    """Return the first reason why training would be wrong, "" where there is none."""
-    if not facts.finite_fp32:
-        return "loss or gradients are not finite in fp32 either"
-    if not facts.learns:
-        return f"{NO_GRADIENT}, in fp32 either"
-    if facts.format == FP32:
-        return ""
-    if facts.failed:
-        return f"{facts.words} raises {facts.failed}"
-    where = facts.fault.place if facts.fault else "the gradients"
-    overflows = f"{where} overflows {facts.dtype} and no rule on modules fixes it"
-    if not facts.finite:
-        return overflows
-    return _numeric_failure(facts, overflows)
-
-
-def _numeric_failure(facts: Facts, overflows: str) -> str:
-    """Return the same of a level whose passes are finite."""
-    if gradients_differ(facts):
-        if facts.fault is not None and not facts.fault.normal and not facts.rules:
-            return overflows
-        return f"gradients differ from fp32's: cosine {cosine(facts.gradients)}"
-    if facts.weight_nan_warning:
-        return facts.weight_nan_warning.partition(". ")[0]
-    if not facts.weights_finite:
-        return "weights are inf or NaN after a few steps, in fp32 they are finite"
-    if facts.lost is not None and facts.lost > LOST_ALARM:
-        return f"{facts.lost:.0%} of the updates are rounded away"
-    return ""
 
 
 def _scale_asked(facts: Facts) -> float | None:
