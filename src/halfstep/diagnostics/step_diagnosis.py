@@ -19,7 +19,8 @@ from halfstep.masters.master_weights import NoMasters
 from halfstep.masters.rounding_loss import RoundingLossCounter, lr_of
 from halfstep.numerics import formats
 from halfstep.policy import levels
-from halfstep.reporting.table import Table, wrap
+from halfstep.reporting.finding import findings_table
+from halfstep.reporting.table import wrap
 from halfstep.scaling.step_report import StepReport
 from halfstep.session.session import Session
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.profiling.profile_result import Profile
     from halfstep.diagnostics.step_numerics import Numerics
     from halfstep.reporting.finding import Finding
+    from halfstep.reporting.table import Table
 
 _FLAGS = (
     "Flags such as --level O2 are those of halfstep train. In a loop of your own: "
@@ -78,18 +80,13 @@ class Diagnosis:
 
     def tables(self) -> tuple[Table, ...]:
         """Return the findings, and where the time goes, as tables."""
-        columns = ("severity", "rule", "where", "measured", "limit", "advice")
-        rows = tuple(
-            tuple(getattr(finding, name) for name in columns)
-            for finding in self.findings
-        )
         notes = tuple(
             f"not checked: {reason}"
             for reason in text.not_evaluated_lines(self.examination)
         )
         notes = (_FLAGS, *notes) if self._flagged else notes
         notes = (str(self.numerics), *notes)
-        return Table("Findings", columns, rows, notes), self.profile.table()
+        return findings_table(self.findings, notes), self.profile.table()
 
     def __str__(self) -> str:
         """Return all of it as text."""

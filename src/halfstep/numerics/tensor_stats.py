@@ -20,7 +20,7 @@ from halfstep.numerics.exponents import BINS, flushed_share
 from halfstep.numerics.tensor_counts import CASTS, FACTS, LOSSES, Counts, add_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -306,14 +306,6 @@ def measure(
     add_(counted, tensor, forms)
     real = tensor.real if tensor.is_complex() else tensor
     return TensorStats(str(real.dtype).removeprefix("torch."), forms, counted)
-
-
-def merge_all(stats: Sequence[TensorStats]) -> TensorStats:
-    """Return the statistics of the numbers of all; at least one is there."""
-    first, *others = stats
-    for other in others:
-        first = first.merge(other)
-    return first
 
 
 def all_reduce_counts(

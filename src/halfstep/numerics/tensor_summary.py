@@ -141,11 +141,6 @@ def underflow_exponent(format_: FloatFormat) -> int:
     return math.frexp(format_.min_subnormal)[1] - 2
 
 
-def min_normal_exponent(format_: FloatFormat) -> int:
-    """Return the power of two below which a format loses digits of numbers."""
-    return math.frexp(format_.min_normal)[1] - 1
-
-
 def max_exponent(format_: FloatFormat) -> int:
     """Return the power of two of a format's largest numbers."""
     return math.frexp(format_.max)[1] - 1
@@ -167,10 +162,10 @@ def merged(samples: Iterable[Sample], scale: float | None = None) -> Counter[int
     return total
 
 
-def share_below(histogram: Mapping[int, int], power: int, above: int = -9999) -> float:
-    """Return the share of the numbers from 2**above on that are below 2**power."""
+def share_below(histogram: Mapping[int, int], power: int) -> float:
+    """Return the share of the numbers that are below 2**power."""
     total = sum(histogram.values())
-    num_below = sum(count for e, count in histogram.items() if above <= e < power)
+    num_below = sum(count for e, count in histogram.items() if e < power)
     return num_below / total if total else 0.0
 
 

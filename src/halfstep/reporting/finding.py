@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import UserError
+from halfstep.reporting.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Severity = Literal["error", "warning", "note"]
 
@@ -63,3 +67,10 @@ class Finding:
     def from_data(cls, data: dict[str, Any]) -> Finding:
         """Return the finding that `data` was made from."""
         return cls(**data)
+
+
+def findings_table(findings: Iterable[Finding], notes: tuple[str, ...] = ()) -> Table:
+    """Return findings as a table."""
+    columns = ("severity", "rule", "where", "measured", "limit", "advice")
+    rows = tuple(tuple(getattr(one, name) for name in columns) for one in findings)
+    return Table("Findings", columns, rows, notes)

@@ -5,12 +5,10 @@ A damaged or missing file is a line in `problems`, never a traceback.
 
 from __future__ import annotations
 
-import bisect
 import json
 import tomllib
 from collections import defaultdict
-from functools import cached_property
-from itertools import accumulate
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfstep.diagnostics.doctor.run_record import (
@@ -40,9 +38,8 @@ DATA = "data.json"
 SETTINGS = ("resolved.toml", "config.json")
 """The first that is there tells how the run was set up."""
 _READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT, DATA)
-_MOST_SAMPLES = 256  # of a tensor: more tell no more, and fill the memory
+_MOST_SAMPLES = 256  # of all tensors: more tell no more, and fill the memory
 _MOST_LINES = 5  # that are damaged and named
-_NEVER = 1 << 63  # a step that does not come
 _BAD_OP_TEXTS = ("phase", "op", "kind", "nonfinite_kind", "evidence", "advice", "rule")
 
 
@@ -131,19 +128,19 @@ class _Metrics:
     """What the lines of metrics.jsonl tell, in their order.
 
     A step may have been made twice: its run went on from an earlier one, or another
-    began in the same folder. Then earlier records from that step on are void.
+    began in the same folder. Then what was told before of steps from that on is void.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.void = 0
         """Records of steps that are."""
-        self._events: list[tuple[int, int, object]] = []
-        """Records before it, its step, and what it tells."""
-        self._samples: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
-        self._records = 0
-        self._restarts: list[tuple[int, int]] = []
-        """Number of the record with which steps come again, and the step."""
+        self._events: list[tuple[int, object]] = []
+        """A step, and what an event tells of it."""
+        self._samples: list[tuple[int, dict[str, Sample]]] = []
+        """Likewise, for each tensor."""
+        self._settled = (0, 0)
+        """How many of both came before the last record: others may be of the next."""
         self._seen = 0
         self._stride = 1
 
@@ -175,37 +172,21 @@ class _Metrics:
                 self._note(step, lost)
 
     def _note(self, step: int, value: object) -> None:
-        self._events.append((self._records, step, value))
+        self._events.append((step, value))
 
     def _take_step(self, step: Step) -> None:
-        if self.steps and step.step <= self.steps[-1].step:
-            if step.step < self.steps[-1].step:  # else two write at once
-                self._restarts.append((self._records, step.step))
-            while self.steps and self.steps[-1].step >= step.step:
-                self.steps.pop()
-                self.void += 1
+        if self.steps and step.step < self.steps[-1].step:  # equal: two write at once
+            _void(self._events, self._settled[0], step.step)
+            _void(self._samples, self._settled[1], step.step)
+        while self.steps and self.steps[-1].step >= step.step:
+            self.steps.pop()
+            self.void += 1
         self.steps.append(step)
-        self._records += 1
-
-    def _holds(self, records: int, step: int) -> bool:
-        """Say whether an event of a step after so many records is not void."""
-        # An event just before a record may belong to its step.
-        later = bisect.bisect_right(self._restarts, (records, _NEVER))
-        return step < self._lowest[later]
-
-    @cached_property
-    def _lowest(self) -> list[int]:
-        """The first step that comes again, from each such time on."""
-        steps = [step for _, step in reversed(self._restarts)]
-        return [*accumulate(steps, min, initial=_NEVER)][::-1]
+        self._settled = len(self._events), len(self._samples)
 
     def events(self, kind: type[T]) -> tuple[T, ...]:
         """Return the events of one kind that hold."""
-        return tuple(
-            value
-            for records, step, value in self._events
-            if isinstance(value, kind) and self._holds(records, step)
-        )
+        return tuple(value for _, value in self._events if isinstance(value, kind))
 
     def evaluations(self) -> tuple[Evaluation, ...]:
         """Return the evaluations that hold, of each step the last."""
@@ -223,12 +204,11 @@ class _Metrics:
             name: Sample(step, TensorSummary.from_data(tensors[name]), scale)
             for name in tensors
         }
-        for name, each in samples.items():
-            self._samples[name].append((self._records, each))
-        if max(map(len, self._samples.values()), default=0) > _MOST_SAMPLES:
+        self._samples.append((step, samples))
+        if len(self._samples) > _MOST_SAMPLES:
             self._stride *= 2
-            for name, history in self._samples.items():
-                self._samples[name] = history[::2]
+            del self._samples[1::2]
+            self._settled = self._settled[0], (self._settled[1] + 1) // 2
 
     def stats(self) -> dict[str, tuple[Sample, ...]]:
         """Return the samples of each tensor, gradients with their step's loss scale.
@@ -236,22 +216,18 @@ class _Metrics:
         An event may name the scale; if not, it is that in the record of its step.
         """
         scales = {step.step: step.scale for step in self.steps if step.scale}
+        per_tensor: dict[str, list[Sample]] = defaultdict(list)
+        for step, samples in self._samples:
+            for name, each in samples.items():
+                is_grad = name.endswith(":grad")
+                scale = (each.scale or scales.get(step) or 1.0) if is_grad else 1.0
+                per_tensor[name].append(replace(each, scale=scale))
+        return {name: tuple(samples) for name, samples in per_tensor.items()}
 
-        def scaled(name: str, each: Sample) -> Sample:
-            scale = 1.0
-            if name.endswith(":grad"):
-                scale = each.scale or scales.get(each.step) or 1.0
-            return type(each)(each.step, each.summary, scale)
 
-        per_tensor = {
-            name: tuple(
-                scaled(name, each)
-                for records, each in samples
-                if self._holds(records, each.step)
-            )
-            for name, samples in self._samples.items()
-        }
-        return {name: samples for name, samples in per_tensor.items() if samples}
+def _void(entries: list[tuple[int, T]], settled: int, first: int) -> None:
+    """Remove those entries that were settled and are of a step from the first on."""
+    entries[:settled] = [entry for entry in entries[:settled] if entry[0] < first]
 
 
 class _Reader:

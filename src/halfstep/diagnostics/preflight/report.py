@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from halfstep.diagnostics.preflight.rules import NOTHING, power, spread
+from halfstep.reporting.finding import findings_table
 from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ class CheckReport:
     """The answer of `halfstep.check`."""
 
     verdict: str
-    """The gravest of what was found. "fails: WHERE: WHAT", "keep these modules in float32:
-    RULES", "good with a loss scale of X", "not worth it: COST", "good", or "nothing to
-    compare: REASON"; after a semicolon what else decides, such as "cannot tell whether
-    it is worth it: COST"."""
+    """The gravest of what was found. "fails: WHERE: WHAT", "keep these modules in
+    float32: RULES", "good with a loss scale of X", "not worth it: COST", "good", or
+    "nothing to compare: REASON"; after a semicolon what else decides, such as "cannot
+    tell whether it is worth it: COST"."""
     findings: tuple[Finding, ...]
     """Worst first."""
     facts: Facts
@@ -49,7 +50,7 @@ class CheckReport:
         """Return the verdict, gradients by layer, loss scales, ranges and costs."""
         facts = self.facts
         tables = [_summary(self), _layers(facts), _scales(facts), _ranges(facts)]
-        tables += [_costs(facts), _findings(self.findings)]
+        tables += [_costs(facts), findings_table(self.findings)]
         return tuple(table for table in tables if table.rows)
 
     def data(self) -> dict[str, Any]:
@@ -208,8 +209,3 @@ def _costs(facts: Facts) -> Table:
 def _cost(name: str, cost: Cost) -> tuple[Cell, ...]:
     megabytes = [size / 1e6 for size in cost.memory.values()]
     return (name, cost.seconds * 1e3, *megabytes, cost.bytes / 1e6)
-
-
-def _findings(findings: tuple[Finding, ...]) -> Table:
-    rows = tuple((one.severity, one.rule, str(one)) for one in findings)
-    return Table("Findings", ("severity", "rule", "what, and what to do"), rows)
