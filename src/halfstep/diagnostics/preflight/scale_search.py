@@ -253,7 +253,8 @@ class ScaleSearch:
         assert trial.model_copy is not None  # noqa: S101
         enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
         harm = not (enough and all(math.isfinite(one.loss) for one in trial.passes))
-        harm = harm or self._gradients_differ(trial)
+        # What leaves the range of bf16 leaves that of fp32.
+        harm = harm or (self._scaled and self._gradients_differ(trial))
         if trial.finite and not harm:
             return None, False
         for one, batch in zip(trial.passes, self.batches, strict=True):
