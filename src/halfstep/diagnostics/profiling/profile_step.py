@@ -16,7 +16,7 @@ from halfstep._torch.profiler_marks import PREFIX
 from halfstep.diagnostics.profiling import timeline
 from halfstep.diagnostics.profiling.profile_result import GEMM, Profile, Row
 from halfstep.diagnostics.profiling.timeline import DRAIN, FETCH, INPUT, UPDATE
-from halfstep.errors import UserError, require, require_type
+from halfstep.errors import UserError, require, require_int, require_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -70,9 +70,9 @@ def profile(
             out.
     """
     require_type("step", step, callable(step), "a function that makes one step")
-    _require_count("steps", steps, 1)
-    _require_count("profiled", profiled, 1)
-    _require_count("warmup", warmup, 0)
+    require_int("steps", steps, 1)
+    require_int("profiled", profiled, 1)
+    require_int("warmup", warmup, 0)
     many = batches is None or hasattr(batches, "__iter__")
     many = many or hasattr(batches, "__getitem__")
     require_type("batches", batches, many, "a collection of batches, or an iterator")
@@ -89,11 +89,6 @@ def profile(
     fetched = run.fetched / steps if batches is not None else None
     step_timeline = watched(run.profiled_step, profiled, cuda=run.device == "cuda")
     return summary(step_timeline, wall, fetched, level=level, dtype=dtype)
-
-
-def _require_count(name: str, value: object, least: int) -> None:
-    is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(name, value, is_valid, f"a whole number of at least {least}")
 
 
 def watched(
