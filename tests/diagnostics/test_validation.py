@@ -169,13 +169,6 @@ def test_models_that_cannot_be_checked() -> None:
     )
 
 
-def test_words_out_of_range() -> None:
-    """Law: numbers that mean nothing are refused."""
-    for name in ("margin", "steps"):
-        with pytest.raises(UserError, match=f"{name}=-1 must be 0 or more"):
-            hs.check(Net(), loss, batch(), level="O1", dtype="bf16", **{name: -1})
-
-
 def test_evaluation_mode_is_noted() -> None:
     """Law: a model that is not in training mode is checked as it is, and said to be."""
     model = Net().eval()
