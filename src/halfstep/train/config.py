@@ -281,12 +281,8 @@ def resume_config(
 ) -> TrainConfig:
     """Return a saved run's settings, unless what was typed contradicts them.
 
-    Args:
-        saved: As `data_dict` gave them. What an older version did not know has its
-            default.
-        explicit: Settings that were typed, or stood in --config.
-        resolved: As the run understood them. Where the saved run has a default, what it
-            came to is no contradiction; None: that is not known.
+    What an older version did not know has its default. Where the saved run has a
+    default, what that came to, as `resolved` says, is no contradiction.
 
     Raises:
         UserError: If a typed setting differs, or the saved ones are not settings.

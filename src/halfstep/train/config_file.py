@@ -58,12 +58,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def write_resolved(path: Path, mapping: Mapping[str, Any]) -> None:
-    """Write settings as TOML which `--config` reads back to the same `TrainConfig`.
-
-    Args:
-        path: File to write or to replace, in one piece.
-        mapping: Settings by name; one that is `None` is left out.
-    """
+    """Write settings as TOML which `--config` reads back to the same `TrainConfig`."""
     import tomli_w
 
     settings = TrainConfig(**mapping).data_dict()

@@ -49,11 +49,6 @@ _TIMED = 3  # steps of each kind in the check: the dry run has timed those of th
 def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunResult:
     """Train a few steps, evaluate some of the dev split, and estimate the run.
 
-    Args:
-        ready: Its trainer is before its first step.
-        config: The run's settings.
-        folder: Where a run would write; held to be possible, not touched.
-
     Raises:
         UserError: If the folder could not take a run.
     """

@@ -29,16 +29,7 @@ def parallelize_model(
     recompute: bool,
     compiled: bool,
 ) -> None:
-    """Prepare a model, in place, before its optimizer is made.
-
-    Args:
-        model: In fp32, on its device.
-        choice: Level and format, for what FSDP2 gathers and adds up in.
-        world: All processes.
-        parallel: "ddp" or "fsdp2".
-        recompute: Keep no activations inside blocks; compute them again backward.
-        compiled: Compile the forward pass.
-    """
+    """Prepare a model, in place, before its optimizer is made."""
     if recompute:
         _checkpoint_activations(model)
     if parallel == FSDP2:

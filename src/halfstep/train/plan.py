@@ -49,14 +49,7 @@ class Plan:
 def resolve_plan(
     config: TrainConfig, corpus: Corpus, world: World, *, scratch: bool
 ) -> Plan:
-    """Return the plan that settings come to for this data and model.
-
-    Args:
-        config: As given.
-        corpus: To learn from.
-        world: All processes.
-        scratch: The model's weights begin at random.
-    """
+    """Return the plan that settings come to for this data and model."""
     count = len(corpus.train)
     few = scratch and count < FEW_EXAMPLES
     steps = math.ceil(count / config.batch_size)
@@ -110,12 +103,6 @@ def resolve_config(
 
     What stays None has no value to give: no limit, no labels but the data's own, and
     for dropout the rates that a fine-tuned model brings along, which may be many.
-
-    Args:
-        config: As given.
-        plan: That it came to.
-        level: By name, chosen where it was to be.
-        dtype: Likewise.
     """
     scale = config.loss_scale
     if scale == "auto":

@@ -64,9 +64,6 @@ class Entities:
 class Predictor:
     """A finished run's model at work on new texts.
 
-    Args:
-        run: The run's folder.
-
     Raises:
         UserError: If the run is not finished, or its model is damaged.
     """

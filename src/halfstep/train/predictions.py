@@ -51,13 +51,7 @@ def tables(
     outputs: Sequence[str],
     notes: tuple[str, ...] = (),
 ) -> list[Table]:
-    """Return predictions as tables to read.
-
-    Args:
-        predictions: Of one task.
-        outputs: Names of the model's outputs, for the columns of classes.
-        notes: What else is to be said.
-    """
+    """Return predictions as tables to read."""
     rows: list[tuple[Cell, ...]] = []
     columns: tuple[str, ...] = ("text", "kind", "entity", "start", "end")
     title = "Entities"

@@ -30,13 +30,7 @@ the driver first, and what that costs was not measured."""
 
 
 def is_profile_step(number: int, total: int, device: torch.device) -> bool:
-    """Say whether a step is the one to profile.
-
-    Args:
-        number: Of the step, from 1.
-        total: Steps of the run.
-        device: That it trains on.
-    """
+    """Say whether a step is the one to profile."""
     ours = number == min(PROFILED_STEP, total) and device.type in _DEVICES
     return ours and not _profiler_enabled()  # whoever profiles the program comes first
 
@@ -47,11 +41,6 @@ def run_profiled(
     """Make a step, and say where its time went. It computes what it always does.
 
     A profile that cannot be read must not end a run: it is a warning, and None.
-
-    Args:
-        step: Makes it.
-        clock: Of the step, with its input timed.
-        choice: Level and format of the run.
     """
     results: list[T] = []
     try:

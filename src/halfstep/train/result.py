@@ -70,14 +70,7 @@ def finish_run(
     ready: PreparedRun,
     faults: Sequence[str],
 ) -> RunResult:
-    """Judge the best checkpoint and write what the run leaves behind.
-
-    Args:
-        config: Every default resolved, for the report.
-        requested: As given, before that.
-        ready: Its trainer has done its last step.
-        faults: Lines about damaged checkpoints that were not used.
-    """
+    """Judge the best checkpoint and write what the run leaves behind."""
     trainer = ready.trainer
     session = trainer.session
     precision = session.explain()

@@ -22,12 +22,7 @@ _EXIT_STATUS_BASE = (
 
 
 class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
-    """The weights give a loss that is not a number.
-
-    Args:
-        message: What was seen.
-        bad_op: What running the last batch again, on these weights, has shown.
-    """
+    """The weights give a loss that is not a number."""
 
     def __init__(self, message: str, bad_op: BadOp | None = None) -> None:
         more = "" if bad_op is None else f" The last batch, run again: {bad_op}"

@@ -17,9 +17,6 @@ def is_restart_of(saved: dict[str, Any] | None) -> bool:
     Why: an agent counts failures of its own processes alone. It restarts them as well
     where those of another machine fail, and does not say so. But what the same agent
     has begun before, it has started before.
-
-    Args:
-        saved: What the file held, of `read_identity`.
     """
     current = identity()
     if saved is None or saved["run_id"] != current["run_id"]:

@@ -123,11 +123,7 @@ def open_store(
 ) -> Store:
     """Return the examples of a file, read and checked unless that was done before.
 
-    Args:
-        path: A file that the task's reader takes.
-        task: "classify" or "ner".
-        limit: Rows after which reading stops; None for all.
-        columns: classify: names of those that are read.
+    `limit` is the number of rows after which reading stops; None: all are read.
 
     Raises:
         UserError: If the file or one of the rows read cannot be used.

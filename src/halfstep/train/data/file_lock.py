@@ -19,10 +19,6 @@ def acquire(path: Path, timeout: float = -1) -> filelock.BaseFileLock | None:
     Why not only the library: its replacement where a network file system has no locks
     is a file that outlives a killed process.
 
-    Args:
-        path: Of the lock file.
-        timeout: Seconds to wait for the lock; -1 for ever.
-
     Returns:
         The lock, to be released; None where the file system has no locks.
 

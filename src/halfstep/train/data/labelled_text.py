@@ -13,20 +13,18 @@ import math
 import re
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfstep.errors import UserError
 from halfstep.train.data import text_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 # More digits than these are a telephone number or a hash, so a word.
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# Names of columns that a message lists.
-_MAX_LISTED_COLUMNS = 8
 # Of characters in a cell; csv's own is 131,072, and a text may be longer.
 _LONGEST_CELL = 2**31 - 1
 
@@ -91,10 +89,6 @@ def has_no_header(path: Path, columns: Columns = DEFAULT_COLUMNS) -> bool:
     """Say whether a file is a table whose first row is data, by its names.
 
     Why: a header with other names is such a row too, and its label a class.
-
-    Args:
-        path: A file that `read` takes.
-        columns: As for `read`.
     """
     delimiter = _DELIMITERS.get(path.suffix.lower())
     first = next(_cells(path, delimiter), None) if delimiter else None
@@ -106,34 +100,25 @@ def _rows(
 ) -> Iterator[Row]:
     """Yield the rows of the entries of a file."""
     line = 0
+    text: Any
+    label: Any
     for where, line, entry in entries:
-        text, label = _text_and_label(where, entry, syntax)
+        match entry:
+            case {"text": text, "label": label} | [text, label]:
+                fault = _fault(text, label)
+            case _:
+                text = label = ""
+                entry_text = text_lines.as_json(entry)
+                fault = f"{entry_text} is not a text and its label; {syntax}"
+        if fault:
+            message = f"{where}: {fault}."
+            raise UserError(message)
         # What a cell of a table would hold: JSON's true, not Python's True.
         word = (label if isinstance(label, str) else json.dumps(label)).strip()
         yield Row(text, str(int(word)) if is_number(word) else word, line, where)
     if not line:
         message = f"{path} holds no rows; {syntax}."
         raise UserError(message)
-
-
-def _text_and_label(where: str, entry: object, syntax: str) -> tuple[str, float | str]:
-    """Return text and label of one entry, which is a pair or an object."""
-    text: object = None
-    label: object = None
-    fault = ""
-    match entry:
-        case {"text": text, "label": label} | [text, label]:
-            fault = _fault(text, label)
-        case {"text": _}:
-            fault = f"label is missing; {syntax}"
-        case {}:
-            fault = f"text is missing; {syntax}"
-        case _:
-            fault = f"{text_lines.as_json(entry)} is not a text and its label; {syntax}"
-    if fault:
-        message = f"{where}: {fault}."
-        raise UserError(message)
-    return cast("str", text), cast("float | str", label)
 
 
 def _fault(text: object, label: object) -> str:
@@ -155,33 +140,18 @@ def _objects(
     path: Path, columns: Columns, *, read: Callable[[Path], Iterator[text_lines.Entry]]
 ) -> Iterator[text_lines.Entry]:
     """Yield the entries of JSON; of objects with other names, text and label alone."""
-    if columns == DEFAULT_COLUMNS:
-        yield from read(path)
-        return
     for where, line, entry in read(path):
-        fault = ""
-        if not isinstance(entry, dict):
-            fault = f"{text_lines.as_json(entry)} has no key {columns.text!r}"
-        elif missing := [name for name in columns if name not in entry]:
-            fault = f"key {missing[0]!r} is missing{_names_note(entry)}"
-        if fault:
-            message = f"{where}: {fault}; see --text-column and --label-column."
+        if columns == DEFAULT_COLUMNS:
+            yield where, line, entry
+        elif isinstance(entry, dict) and set(columns) <= entry.keys():
+            text, label = entry[columns.text], entry[columns.label]
+            yield where, line, {"text": text, "label": label}
+        else:
+            message = (
+                f"{where}: {text_lines.as_json(entry)} lacks {columns.text!r} or "
+                f"{columns.label!r}; see --text-column and --label-column."
+            )
             raise UserError(message)
-        fields = cast("dict[str, object]", entry)
-        yield (
-            where,
-            line,
-            {"text": fields[columns.text], "label": fields[columns.label]},
-        )
-
-
-def _names_note(names: Collection[str]) -> str:
-    """Return which names there are instead of one that is missing, for a message."""
-    listed = ", ".join(
-        text_lines.as_json(name) for name in [*names][:_MAX_LISTED_COLUMNS]
-    )
-    more = ", ..." if len(names) > _MAX_LISTED_COLUMNS else ""
-    return f", there are {listed}{more}" if names else ""
 
 
 def _table(
@@ -207,8 +177,8 @@ def _table(
     elif columns != DEFAULT_COLUMNS:
         missing = next(name for name in columns if _names([name])[0] not in names)
         message = (
-            f"{path} line {line}: no column is named {missing!r}{_names_note(head)}; "
-            "see --text-column and --label-column."
+            f"{path} line {line}: no column is named {missing!r} in "
+            f"{text_lines.as_json(head)}; see --text-column and --label-column."
         )
         raise UserError(message)
     elif "label" in names or names[0] == "text" or len(head) == 1:
@@ -238,7 +208,6 @@ def _names(head: Iterable[str]) -> list[str]:
 
 
 def _is_header(head: list[str], columns: Columns) -> bool:
-    """Say whether a first row tells which columns are the text and the label."""
     return set(_names(columns)) <= set(_names(head))
 
 

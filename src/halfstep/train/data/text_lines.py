@@ -49,12 +49,7 @@ def accepted(suffixes: Iterable[str]) -> str:
 
 
 def check_file(path: Path, suffixes: Collection[str]) -> str:
-    """Return the suffix of a file that is there and of a known kind, in lower case.
-
-    Args:
-        path: Of the file.
-        suffixes: Suffixes in lower case, each with its dot.
-    """
+    """Return the suffix of a file that is there and of a known kind, in lower case."""
     suffix = path.suffix.lower()
     message = ""
     if not path.exists():
@@ -91,10 +86,6 @@ def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
 
     Why: a file of a million texts must not be held in memory. Only a line feed ends a
     line: `str.splitlines` would also cut at U+2028, which may stand inside a text.
-
-    Args:
-        name: What is read, for messages.
-        source: Its lines.
 
     Raises:
         UserError: If they cannot be read, are not UTF-8 or hold a NUL byte.

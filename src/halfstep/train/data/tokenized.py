@@ -174,13 +174,7 @@ class EncodedTexts:
 
 
 def encode_split(split: Split, tokenizer: Any, task: str) -> EncodedTexts:  # noqa: ANN401
-    """Return a split's tokens, made now or kept from an earlier run.
-
-    Args:
-        split: Of a corpus.
-        tokenizer: Cuts texts to its `model_max_length`.
-        task: "classify": an example has a class. "ner": a token has a tag.
-    """
+    """Return a split's tokens, made now or kept from an earlier run."""
     facts = {
         "version": _VERSION,
         "rows": split.store.key,
@@ -319,12 +313,7 @@ def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401
 
 
 def character_counts(split: Split, clean: Callable[[str], str]) -> Counter[str]:
-    """Return how often each character occurs in a split's texts, once cleaned.
-
-    Args:
-        split: What to learn a vocabulary from.
-        clean: Takes several texts, with line breaks between them.
-    """
+    """Return how often each character occurs in a split's texts, once cleaned."""
     counts: Counter[str] = Counter()
     for chunk in _chunks(split.texts()):
         counts.update(clean("\n".join(chunk)))

@@ -42,12 +42,6 @@ def compute_metrics(
     half an entity is a mistake, and so is another kind. What is given twice counts
     once. A share of nothing is 0, and a kind that is neither there nor guessed takes
     part in the mean over kinds.
-
-    Args:
-        true_entities: Entities of each text.
-        predicted_entities: The same for as many texts.
-        kinds: Names of the kinds, 1 or more, each once.
-        loss: Mean cross-entropy in nats, to be carried along.
     """
     true_sets = list(map(set, true_entities))
     predicted_sets = list(map(set, predicted_entities))
@@ -86,13 +80,6 @@ def worst_examples(
     """Return the texts with the most mistakes, and the entities that are mistaken.
 
     Why: these show wrong labels in the data, and what the model has not understood.
-
-    Args:
-        texts: Returns a text; asked only for those shown.
-        true_entities: Entities of each text.
-        predicted_entities: The same for as many texts.
-        kinds: Names of the kinds.
-        limit: How many texts to show.
     """
     num_errors = [
         len(set(true) ^ set(guessed))

@@ -26,12 +26,8 @@ def compute_metrics(
     """Return how well guesses, the largest logits, agree with the truth.
 
     Means over classes are unweighted, so that rare classes count; a class that is
-    neither there nor guessed counts as zero.
-
-    Args:
-        logits: float32, shape (N, C), on the CPU, N at least 1.
-        targets: int64, shape (N,), on the CPU.
-        labels: Names of the C classes, 2 or more, each once.
+    neither there nor guessed counts as zero. `logits` are float32 of shape (N, C),
+    `targets` int64 of shape (N,), both on the CPU.
     """
     true, predictions = targets.numpy(), logits.argmax(-1).numpy()
     counts = np.zeros((len(labels), len(labels)), np.int64)
@@ -70,13 +66,6 @@ def worst_examples(
 
     Why: these show wrong labels in the data, and what the model has not understood,
     sooner than guesses that were close.
-
-    Args:
-        texts: The text of an example; asked only for those shown.
-        logits: float32, shape (N, C), on the CPU.
-        targets: int64, shape (N,), on the CPU.
-        labels: Names of the C classes.
-        limit: How many to show.
     """
     predictions = logits.argmax(-1)
     wrong = (predictions != targets).nonzero().squeeze(-1)

@@ -17,13 +17,7 @@ _LINES = 20
 
 
 def progress(total: int, done: int, *, leads: bool) -> Progress:
-    """Return what suits this process and its standard output.
-
-    Args:
-        total: Steps of the run.
-        done: Steps that a resumed run has made before.
-        leads: This process is the first; the others print nothing.
-    """
+    """Return what suits this process and its standard output."""
     if leads and sys.stdout.isatty():
         return _Live(total, done)
     return _Plain(total, done, leads=leads)

@@ -256,9 +256,6 @@ class RunFolder:
     def newest(self, load: Callable[[Path], T]) -> tuple[T, list[str]] | None:
         """Load the newest checkpoint that is whole.
 
-        Args:
-            load: Reads a checkpoint; raises `CheckpointError` if it is damaged.
-
         Returns:
             What was loaded, and a line for each newer checkpoint that is damaged. None
             if no checkpoint was ever finished.
@@ -305,9 +302,6 @@ class RunFolder:
 
         One with a manifest that cannot be read is neither counted nor deleted: why it
         is damaged may be of interest.
-
-        Args:
-            keep: How many of the newest stay, at least one.
         """
         intact: list[int] = []
         wanted: set[int] = set()
