@@ -143,7 +143,7 @@ AB = (("ab", 0), ("cd", 1))
 
 def test_marked_texts_that_contradict(tmp_path: Path) -> None:
     """Law: of texts with entities, other entities in the same text contradict."""
-    one = {"text": "uabv", "entities": [{"start": 1, "end": 3, "label": "PER"}]}
+    one = {"text": "uabv", "entities": [(1, 3, "PER")]}
     other = {"text": " uabv", "entities": []}
     path = write_marked(tmp_path, 40)
     more = "".join(json.dumps(each) + "\n" for each in (one, one, other))

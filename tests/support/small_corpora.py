@@ -64,13 +64,7 @@ def marked(
         kinds: In the order of their ids.
         chosen: As in `split_of`.
     """
-    objects = [
-        {
-            "text": words,
-            "entities": [{"start": s, "end": e, "label": kind} for s, e, kind in spans],
-        }
-        for words, spans in texts
-    ]
+    objects = [{"text": words, "entities": spans} for words, spans in texts]
     _write(path, objects)
     return split_of(path, "ner", kinds, chosen)
 

@@ -140,7 +140,7 @@ def marked_text(draw: random.Random) -> dict[str, Any]:
         start = len(text)
         first, more = KINDS[kind]
         text += draw.choice(first) + "".join(draw.choices(more, k=draw.randint(0, 2)))
-        spans.append({"start": start, "end": len(text), "label": kind})
+        spans.append((start, len(text), kind))
     return {"text": text + "u", "entities": spans}
 
 

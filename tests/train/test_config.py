@@ -260,13 +260,6 @@ def test_damaged_settings(name: str, value: object, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_whole_numbers_are_numbers() -> None:
-    """Law: JSON's 1 is as good as its 1.0 where a float is due."""
-    assert (
-        resume_config(TrainConfig().data_dict() | {"clip": 1, "lr": None}, {}).clip == 1
-    )
-
-
 def newest(folder: RunFolder) -> single.Checkpoint:
     """Return the last checkpoint of a run."""
     return single.load(folder.checkpoint_path(folder.steps()[0]))

@@ -23,12 +23,15 @@ RATES = st.floats(0, allow_infinity=False, **OPEN)
 COUNTS = st.integers(1, 2**31 - 1)
 TEXTS = st.text().filter(str.strip).filter(lambda text: "\0" not in text)
 PARTS = st.lists(TEXTS.filter(lambda text: "," not in text), min_size=1).map(",".join)
+NAMES = st.lists(
+    TEXTS.filter(lambda text: "," not in text), min_size=2, unique_by=str.strip
+).map(",".join)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "task": st.sampled_from(sorted(BEST_BY)),
     "data": TEXTS,
     "text_column": st.text("ab ", min_size=1).filter(str.strip),
     "label_column": st.text("cd ", min_size=1).filter(str.strip),
-    "labels": PARTS,
+    "labels": NAMES,
     "limit": st.integers(2, 2**31 - 1),
     "dev_share": st.floats(0, 1, **OPEN, exclude_max=True),
     "max_length": st.integers(3, 2**20),

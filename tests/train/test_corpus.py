@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -98,13 +96,6 @@ def test_a_directory_may_mix_suffixes_and_lack_test() -> None:
     got = corpus(Path("posts"))
     assert pairs(got.train) == [("x", 1), ("y", 0)]
     assert (len(got.test), pairs(got.test)) == (0, [])
-
-
-def test_the_working_directory_has_a_name(tmp_path: Path) -> None:
-    """Law: `.` names the corpus after the directory it stands for."""
-    write("train.csv", "0 1")
-    write("dev.csv", "0 1")
-    assert corpus(Path()).name == tmp_path.name
 
 
 @given(
@@ -275,11 +266,6 @@ def test_bad_labels_of_a_file_are_refused(
     assert refusal(path, label_names=names) == f"posts.csv{fault}"
 
 
-def test_the_largest_id_is_accepted() -> None:
-    """Law: the bound on label ids is 65535, inclusive."""
-    assert len(corpus(folder("0 65535", "0")).labels) == 65536
-
-
 def absent(where: str, label: str, split: str) -> str:
     """Return the refusal of a label that train lacks."""
     return (
@@ -308,12 +294,6 @@ def test_bad_labels_of_a_directory_are_refused(
 ) -> None:
     """Law: dev and test hold no label that train lacks; file and line are named."""
     assert refusal(folder(*splits), label_names=names) == message
-
-
-def test_a_limit_that_loses_a_class_is_refused() -> None:
-    """Law: the limit cuts train before dev is held against it."""
-    message = absent("dev.csv line 1", "c", "dev")
-    assert refusal(folder("a b c", "c"), limit=2) == message
 
 
 ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
@@ -348,17 +328,6 @@ def test_the_fingerprint_is_that_of_the_examples() -> None:
         assert corpus(write("posts.csv", labels)).fingerprint != mark
     path.write_text("t0,a\nt1,b\nt2,a\nT3,b\n", encoding="utf-8")
     assert corpus(path).fingerprint != mark
-
-
-def test_an_edited_file_is_read_anew() -> None:
-    """Law: the content decides, though name, size and time are as they were."""
-    path = write("posts.csv", "a b a b")
-    before = path.stat()
-    assert corpus(path).labels == ("a", "b")
-    write("posts.csv", "a c a c")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert path.stat().st_size == before.st_size
-    assert corpus(path).labels == ("a", "c")
 
 
 def marked_corpus(
@@ -456,18 +425,6 @@ def test_bad_kinds_are_refused(
     told("posts/dev.jsonl", *dev)
     fault = refused(lambda: marked_corpus(Path("posts"), label_names=names))
     assert fault.startswith(message)
-
-
-def test_the_built_in_entities_are_a_corpus() -> None:
-    """Law: each split holds texts, and its entities lie in them, apart."""
-    got = marked_corpus(None)
-    assert got.name == "entities"
-    for split in (got.train, got.dev, got.test):
-        assert len(split)
-        for i in range(len(split)):
-            edges = [e for start, end, _ in split.spans(i) for e in (start, end)]
-            assert all(one <= two for one, two in pairwise(edges))
-            assert not edges or edges[-1] <= len(split.text(i))
 
 
 @pytest.mark.parametrize("seed", range(10))

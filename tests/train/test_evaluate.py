@@ -175,12 +175,6 @@ def test_longest_first() -> None:
     assert {width % 4 for width in model.widths} == {0}
 
 
-def test_no_targets() -> None:
-    """Law: texts that have no token to tag have no loss, and no nan."""
-    _, loss = ask(Reader("ner"), "ner", tags(1))
-    assert loss == 0.0
-
-
 def test_the_bare_model_is_asked() -> None:
     """Law: a wrapper for data parallelism, which would wait for others, is left out."""
     model = Reader("classify")
@@ -203,3 +197,9 @@ def test_baseline(tmp_path: Path) -> None:
     # 1-grams alone cannot tell these; the order can.
     ordered = classified(tmp_path / "d.jsonl", [("abc", "x"), ("cba", "z")] * 5, labels)
     assert baseline_accuracy(ordered, ordered) == 1.0
+
+
+def test_no_targets() -> None:
+    """Law: texts that have no token to tag have no loss, and no nan."""
+    _, loss = ask(Reader("ner"), "ner", tags(1))
+    assert loss == 0.0

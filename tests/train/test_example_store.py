@@ -97,16 +97,6 @@ def test_a_store_holds_the_entities_of_each_text(name: str) -> None:
     ] == [(row, kind) for row, (_, spans, _) in enumerate(read) for _, _, kind in spans]
 
 
-def test_texts_without_entities_are_a_store() -> None:
-    """Law: a file in which nothing is marked has spans of shape (0, 3)."""
-    made = open_store(
-        lines("a.jsonl", [{"text": "x", "entities": []}] * 3), "ner", None
-    )
-    assert made.spans.shape == (0, 3)
-    assert made.span_starts.tolist() == [0, 0, 0, 0]
-    assert made.words == ()
-
-
 def test_reading_stops_at_the_limit() -> None:
     """Law: what comes after the first rows is neither held nor checked."""
     path = lines("a.jsonl", [["x", "a"], ["y", "b"], ["z"]])
@@ -190,19 +180,6 @@ def test_too_many_labels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     two = {"text": "x y", "entities": [[0, 1, "C"], [2, 3, "D"]]}
     with pytest.raises(UserError, match=r"a.jsonl line 2: 'D' is one label more"):
         open_store(lines("a.jsonl", [one, two]), "ner", None)
-
-
-def test_an_unreadable_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: what the system says against reading is passed on, not a traceback."""
-
-    def forbid(path: Path, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    path = lines("a.jsonl", [["x", "a"]])
-    monkeypatch.setattr(Path, "open", forbid)
-    with pytest.raises(UserError) as caught:
-        open_store(path, "classify", None)
-    assert str(caught.value) == "a.jsonl cannot be read: Permission denied."
 
 
 def test_a_store_travels_as_its_folder() -> None:

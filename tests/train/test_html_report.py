@@ -9,7 +9,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from halfstep.reporting import html as reporting_html
 from halfstep.reporting.table import Table
 from halfstep.train.metrics.result import EvalMetrics
 from halfstep.train.output.html_report import ReportData, machine_table, page
@@ -109,13 +108,6 @@ def test_order_of_the_sections() -> None:
     ]
 
 
-def test_title_and_lead() -> None:
-    """Law: the page begins with what the run is called and how it went."""
-    html = page(told())
-    assert "<title>halfstep run: posts</title>" in html
-    assert '<p class="lead">It went well.</p>' in html
-
-
 def test_quality() -> None:
     """Law: scores of all splits side by side, then labels of the last, then peers."""
     found = sections(page(told()))["Quality"]
@@ -151,13 +143,6 @@ def test_what_there_is_nothing_of_has_no_section() -> None:
     empty = Table("Wrong", ("text",), (), ("0 of 4 guesses are wrong.",))
     found = sections(page(told(findings=(), worst_examples=(empty,))))
     assert not {"Findings", "Mistakes worth reading"} & set(found)
-
-
-def test_a_run_without_anything() -> None:
-    """Law: a run without records, splits and numbers still has a page."""
-    found = sections(page(told(records=[], metrics={}, baseline=None, summary={})))
-    assert list(found)[-3:] == ["Precision", "Configuration", "Machine"]
-    assert not {"Curves", "Quality", "Confusion", "Skipped steps"} & set(found)
 
 
 def test_curves() -> None:
@@ -235,18 +220,6 @@ def test_times_and_memory_on_a_gpu(device: str) -> None:
     assert held[1:] == [[peaks[device], "3.0"]]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 19, 20, 21])
-def test_short_runs_keep_half_of_their_steps(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: of a run of few steps no more than half is left out."""
-    monkeypatch.setattr(reporting_html.Chart, "svg", lambda _: "")
-    records = [step(i) for i in range(1, count + 1)]
-    html = page(told(records=records))
-    left_out = min(10, count // 2)
-    assert f"Over {count - left_out} steps; the first {left_out} are left out" in html
-
-
 def test_cost_and_memory() -> None:
     """Law: what the summary holds is shown in its unit; what it lacks is not."""
     memory = {"weights": 1 << 20, "moments": 1 << 19}
@@ -274,15 +247,6 @@ def test_skipped_steps() -> None:
     assert grid[-1][0] == "40"
     assert len(grid) == 21
     assert [p.text for p in found.iter("p")] == ["1,005 more steps were skipped."]
-
-
-def test_no_skipped_steps() -> None:
-    """Law: a run that skipped nothing says so; one that knows no more says less."""
-    assert "No step was skipped." in page(told())
-    bare = {"step": 3, "loss": None, "skipped": True}
-    (grid,) = grids(sections(page(told(records=[bare])))["Skipped steps"])
-    assert grid[1:] == [["3", "-", "-"]]
-    assert "Skipped steps" not in sections(page(told(records=[evaluation(1)])))
 
 
 def test_configuration() -> None:

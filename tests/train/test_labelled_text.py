@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train.data.labelled_text import Columns, Row, is_number, read
+from halfstep.train.data.labelled_text import Columns, Row, read
 
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
@@ -85,38 +85,6 @@ def test_a_row_over_several_lines_begins_at_its_first() -> None:
     assert brief(rows_of("a.csv", table)) == [("two\nlines", "a", 2), ("one", "b", 4)]
     array = json.dumps([["x\n", "a"], ["y", "b"]], indent=1)
     assert brief(rows_of("a.json", array)) == [("x\n", "a", 2), ("y", "b", 6)]
-
-
-def test_a_line_separator_inside_json_does_not_end_a_line() -> None:
-    """Law: U+2028, U+0085 and form feed are characters of a text, not line ends."""
-    line = '["a\u2028b\u0085c", "x"]\n'
-    assert brief(rows_of("a.jsonl", line * 2)) == [
-        ("a\u2028b\u0085c", "x", 1),
-        ("a\u2028b\u0085c", "x", 2),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("label", "word", "number"),
-    [
-        ("3", "3", True),
-        ('"3"', "3", True),
-        ('" 003 "', "3", True),
-        ("-1", "-1", True),
-        ('"-0"', "0", True),
-        ('"+3"', "+3", False),
-        ('"3.0"', "3.0", False),
-        ('"\\uff13"', "\uff13", False),
-        ('"1234567890123456789"', "1234567890123456789", False),
-        ('"like"', "like", False),
-    ],
-)
-def test_whole_numbers_are_told_from_words(
-    label: str, word: str, *, number: bool
-) -> None:
-    """Law: only ASCII decimal integers are numbers, and each has one form."""
-    (row,) = rows_of("a.jsonl", f'["x", {label}]')
-    assert (row.label_word, is_number(row.label_word)) == (word, number)
 
 
 @given(st.lists(st.tuples(texts, words), min_size=1), st.sampled_from([None, 1]))
@@ -229,13 +197,6 @@ def test_a_label_is_the_same_in_every_format(spelt: str) -> None:
         ]
     for name, content in forms:
         assert rows_of(name, content)[-1].label_word == LABELS[spelt], name
-
-
-def test_labels_of_other_types_are_told_apart() -> None:
-    """Law: 1, true and 1.0, which Python holds for equal, are three labels."""
-    content = '["x", 1]\n["x", true]\n["x", 1.0]\n["x", 1]\n'
-    words = [row.label_word for row in rows_of("a.jsonl", content)]
-    assert words == ["1", "true", "1.0", "1"]
 
 
 FORM = 'each line holds {"text": "...", "label": ...}.'

@@ -88,28 +88,6 @@ def test_loss_by_hand() -> None:
     assert found.loss == pytest.approx((math.log(2) + math.log(8)) / 2)
 
 
-def test_confusion_of_many_classes() -> None:
-    """Law: those with most mistakes are kept by name, and every example is counted."""
-    count = 100
-    labels = [*map(str, range(count - 1)), "others"]
-    truth = torch.arange(count).repeat(3)
-    guesses = truth.clone()
-    guesses[[40, 140, 60]] = torch.tensor([60, 60, 40])
-    logits = with_answers(*guesses.tolist(), classes=count)
-    table = compute_metrics(logits, truth, labels).confusion
-    assert table is not None
-    assert len(table.rows) == len(table.columns) - 1 == 25
-    assert {"40", "60"} <= set(table.columns)
-    assert [row[0] for row in table.rows] == list(table.columns[1:])
-    # Of equals the first are kept, in the order of the labels.
-    assert table.columns[1:5] == ("0", "1", "2", "3")
-    counts = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    assert (counts["40"]["40"], counts["40"]["60"], counts["60"]["40"]) == (1, 2, 1)
-    assert counts["others"]["others"] == 3 * (count - 24)
-    assert sum(sum(map(int, row[1:])) for row in map(tuple, table.rows)) == 3 * count
-    assert table.notes == ("The 24 with the most mistakes, and the other 76 as one.",)
-
-
 def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
     """Law: wrong guesses only, the most confident first; only their texts are asked."""
     shares = [[0.5, 0.4, 0.1], [0.2, 0.7, 0.1], [0.9, 0.1, 0.0], [0.1, 0.3, 0.6]]
@@ -129,15 +107,3 @@ def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
     assert asked == [1, 3]
     note = "3 of 4 guesses are wrong; the 2 most confident are shown."
     assert table.notes == (note,)
-
-
-def test_no_mistakes() -> None:
-    """Law: a perfect classifier has an empty table that says so."""
-    table = worst_examples(str, with_answers(0, 2), torch.tensor([0, 2]), LABELS)
-    assert (table.rows, table.notes) == ((), ("0 of 2 guesses are wrong.",))
-
-
-def test_equal_mistakes_keep_their_order() -> None:
-    """Law: the same predictions give the same table, ties in order of examples."""
-    table = worst_examples(str, with_answers(*[1] * 30), torch.zeros(30).long(), LABELS)
-    assert [row[0] for row in table.rows] == [str(i) for i in range(20)]

@@ -14,13 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
 from halfstep.errors import UserError
 from halfstep.train import model
@@ -170,12 +168,6 @@ def test_unknown_characters() -> None:
     assert encode(tokenizer, ["abcd"]) == [[START, 5, UNKNOWN, 6, UNKNOWN, END]]
 
 
-def test_cutting() -> None:
-    """Law: a long text is cut to the length, its end mark kept."""
-    tokenizer = character_tokenizer(["aabb"], 5)
-    assert encode(tokenizer, ["abababab"]) == [[START, 5, 6, 5, END]]
-
-
 @given(st.lists(st.text(max_size=9), max_size=5), st.randoms())
 def test_order_of_texts(texts: list[str], random: Any) -> None:
     """Law: the vocabulary depends on the texts, not on their order."""
@@ -191,18 +183,6 @@ def test_as_many_tokens_as_characters(written: str) -> None:
     assert UNKNOWN not in ids
     normal = unicodedata.normalize("NFKC", written).lower()
     assert len(ids) - 2 == len("".join(normal.split()))
-
-
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    """Law: what AutoTokenizer loads beside a saved model encodes as before."""
-    texts = ["Ａ b１", "bbaa11", "天 气", "天天气", "?", "x" * 40]
-    made = scratch("tiny", [*texts, *texts], max_length=16)
-    made.model.save_pretrained(tmp_path)  # type: ignore[operator]
-    made.tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert encode(loaded, texts) == encode(made.tokenizer, texts)
-    assert loaded.model_max_length == 16
-    assert loaded.all_special_ids == made.tokenizer.all_special_ids
 
 
 @pytest.mark.parametrize(
@@ -305,15 +285,6 @@ def test_heads(bert: Path) -> None:
     assert fetched(bert).model(inputs).logits.shape == (1, 2)
 
 
-def test_what_is_missing_is_told(bert: Path) -> None:
-    """Law: loading names the weights that begin at random, and no others."""
-    *_, missing = model.load(bert, HEAD)
-    assert missing == ["classifier.bias", "classifier.weight"]
-    made = fetched(bert)
-    made.model.save_pretrained(bert)  # type: ignore[operator]
-    assert model.load(bert, HEAD)[2] == []
-
-
 def test_unknown_name() -> None:
     """Law: a name that is neither folder nor in the cache is refused in one line."""
     message = refusal("no-such/model")
@@ -344,10 +315,3 @@ def test_no_padding_token(bert: Path) -> None:
     with pytest.raises(UserError) as caught:
         fetched(bert)
     assert str(caught.value) == f"--model {bert}: its tokenizer has no padding token."
-
-
-def test_bars_come_back(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Law: loading a folder draws no bars, and leaves those of others alone."""
-    fetched(bert)
-    assert logging.is_progress_bar_enabled()
-    assert "%" not in capfd.readouterr().err

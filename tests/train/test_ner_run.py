@@ -34,7 +34,7 @@ def text_in_context(draw: random.Random) -> dict[str, Any]:
         word = "".join(draw.choices("abcd", k=2))
         if before != "x":
             kind = {"v": "PER", "w": "LOC"}[before]
-            spans.append({"start": len(text), "end": len(text) + 2, "label": kind})
+            spans.append((len(text), len(text) + 2, kind))
         text += word
     return {"text": text + "z", "entities": spans}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -74,15 +73,6 @@ def test_what_decays(bert: nn.Module, layer_decay: float) -> None:
         assert group["weight_decay"] == (WEIGHT_DECAY if is_matrix else 0.0), name
 
 
-def test_one_rate(bert: nn.Module) -> None:
-    """Law: without a decay of layers two groups hold all, at the full rate."""
-    made = make_param_groups(bert, WEIGHT_DECAY)
-    assert [group[LR_FACTOR] for group in made] == [1.0, 1.0]
-    assert [group["weight_decay"] for group in made] == [WEIGHT_DECAY, 0.0]
-    assert len(place_of(bert, made)) == len(list(bert.parameters()))
-    torch.optim.AdamW(made, lr=1e-3)  # which refuses what it cannot use
-
-
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
@@ -134,12 +124,6 @@ def test_frozen_top_block(bert: nn.Module) -> None:
     freeze(bert, ["bert.encoder.layer.1"])
     found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, DECAY))
     assert found["bert.encoder.layer.0.output.dense.weight"][LR_FACTOR] == DECAY**2
-
-
-def test_nothing_to_freeze(bert: nn.Module) -> None:
-    """Law: no pattern freezes nothing."""
-    assert freeze(bert, ()) == 0
-    assert all(param.requires_grad for param in bert.parameters())
 
 
 def test_freeze_refused(bert: nn.Module) -> None:

@@ -46,12 +46,6 @@ def test_rate_by_hand() -> None:
     assert rates == pytest.approx(rise + fall)
 
 
-def test_no_warm_up() -> None:
-    """Law: without a warm-up the first step has the peak rate."""
-    rates = [lr_factor(applied, 4, 0.0) for applied in range(4)]
-    assert rates == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
-
-
 @given(st.integers(1, 500), st.floats(0, 1, exclude_max=True))
 def test_rate_properties(total: int, warmup: float) -> None:
     """Law: each step has a rate above 0; one peak of 1; straight lines beside it."""
@@ -139,22 +133,6 @@ def test_most_steps(
     plan = plan_of(split, 20, scratch=True, batch_size=2, **told)
     assert (plan.order.epochs, plan.total_steps) == (epochs, total)
     assert plan.eval_every == 10
-
-
-@pytest.mark.parametrize(
-    ("world", "told", "workers"),
-    [(CPU, None, 0), (GPU, None, 2), (GPU, 0, 0), (CPU, 3, 3)],
-)
-def test_workers(split: Split, world: World, told: int | None, workers: int) -> None:
-    """Law: two processes prepare batches for a GPU, none for a CPU, or as told."""
-    plan = plan_of(split, 2, scratch=True, world=world, workers=told)
-    assert plan.workers == workers
-
-
-def test_one_text_is_a_step(split: Split) -> None:
-    """Law: a batch larger than the data is one step an epoch, and never none."""
-    plan = plan_of(split, 1, scratch=True, batch_size=1000, epochs=1)
-    assert (plan.total_steps, plan.eval_every) == (1, 1)
 
 
 def test_every_default_is_filled_in(split: Split) -> None:

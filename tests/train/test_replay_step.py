@@ -27,8 +27,6 @@ from halfstep.train.step_dataset import StepBatch
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 
-LAYER = "bert.encoder.layer.1.output.dense"
-
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
@@ -118,12 +116,6 @@ def test_a_collapse_carries_the_operation(
     assert BadOp.from_data(told[-1]) == bad
 
 
-def test_a_usual_start_is_not_run_again(settings: dict[str, Any]) -> None:
-    """Law: a scale that has to fall a little first is no fault."""
-    run(settings | {"level": "O1", "dtype": "fp16", "epochs": 2})
-    assert not events(settings)
-
-
 def test_a_divergence_carries_what_the_last_batch_shows(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,17 +176,6 @@ def test_a_resumed_run_is_not_young(
     bad = caught.value.bad_op
     assert bad is not None
     assert bad.cause == ("forward range" if resumed else "learning rate")
-
-
-def test_losses_of_a_resumed_run() -> None:
-    """Law: all steps count; a loss from the middle is not taken for the first."""
-    watcher = replay_step.SkipWatcher()
-    for loss in (0.1, 0.3):
-        watcher.should_replay({"skipped": False, "loss": loss}, is_dynamic=True)
-    begun, resumed = watcher.history(2), watcher.history(500)
-    assert (begun.applied, resumed.applied) == (2, 500)
-    assert begun.has_diverged(math.nan)
-    assert not resumed.has_diverged(math.nan)
 
 
 def test_a_replay_that_fails_ends_no_run(

@@ -6,12 +6,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.labels import compute_metrics
 from halfstep.train.metrics.result import (
     EvalMetrics,
     confusion_table,
@@ -46,17 +44,6 @@ def test_table_of_nothing() -> None:
     assert EvalMetrics(0.5, {}, ()).table("t").rows == ()
     none_true = EvalMetrics(0.5, {}, (("a", 0.0, 0.0, 0.0, 0), ("b", 0.5, 0.0, 0.0, 0)))
     assert none_true.weighted() == (0.25, 0.0, 0.0)
-
-
-def test_weighted_average_beside_scikit_learn() -> None:
-    """Law: the weighted average is scikit-learn's, rare labels counting for little."""
-    from sklearn.metrics import precision_recall_fscore_support
-
-    truth, guess = [0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 0, 1, 2, 1]
-    logits = torch.nn.functional.one_hot(torch.tensor(guess), 3).float()
-    found = compute_metrics(logits, torch.tensor(truth), ("a", "b", "c")).weighted()
-    wanted = precision_recall_fscore_support(truth, guess, average="weighted")[:3]
-    assert found == pytest.approx(wanted)
 
 
 def test_data_is_flat_json() -> None:

@@ -71,20 +71,6 @@ def test_begin(tmp_path: Path) -> None:
     assert not folder.has_checkpoint()
 
 
-def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: the folder's own name is waited for too, where its place may be read."""
-    seen: list[Path] = []
-
-    def flush(path: Path) -> None:
-        seen.append(path)
-        if path == tmp_path:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(atomic_directory, "flush", flush)
-    RunFolder(tmp_path / "run").begin({}, overwrite=False)
-    assert seen == [tmp_path / "run", tmp_path]
-
-
 @pytest.mark.parametrize("name", [*FILES, "resolved.toml", *FOLDERS])
 def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     """Law: any trace of a run refuses another; nothing is changed."""
@@ -207,13 +193,6 @@ def test_no_settings(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             RunFolder(tmp_path).settings()
         assert str(caught.value) == f"{config} is damaged: it holds no settings."
-
-
-def test_settings_are_text(folder: RunFolder) -> None:
-    """Law: config.json is JSON that a person can read, a setting a line."""
-    text = (folder.path / "config.json").read_text(encoding="utf-8")
-    assert json.loads(text) == {"seed": 1}
-    assert len(text.splitlines()) == 3
 
 
 # Going back
@@ -513,3 +492,17 @@ def test_write(folder: RunFolder) -> None:
         f"{path} could not be written: Is a directory. Fix that, then go on with "
         "--resume."
     )
+
+
+def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the folder's own name is waited for too, where its place may be read."""
+    seen: list[Path] = []
+
+    def flush(path: Path) -> None:
+        seen.append(path)
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(atomic_directory, "flush", flush)
+    RunFolder(tmp_path / "run").begin({}, overwrite=False)
+    assert seen == [tmp_path / "run", tmp_path]

@@ -157,16 +157,6 @@ def test_workers_and_resuming_change_nothing() -> None:
     assert not alike(list(iterate_steps(other, 1, last, workers=0, pin=False)), here)
 
 
-def test_feeding_draws_from_nobody() -> None:
-    """Law: what is hidden comes of the step's own seed, whatever was drawn before."""
-    made = steps(held(18), Order(4, 1, 1, 0), hiding=HIDING)
-    before = torch.get_rng_state()
-    first = made[2]
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(99)
-    assert alike([made[2]], [first])
-
-
 def test_hiding() -> None:
     """Law: special tokens stay; of the others the share is hidden, within 5 sigma."""
     count = 40_000
@@ -251,3 +241,13 @@ def test_the_share_of_padding(batch_size: int) -> None:
     # One division and one subtraction from 1, each rounded once.
     close = pytest.approx(padding / places, rel=0, abs=2 * np.finfo(float).eps)
     assert padding_fraction(encoded.lengths, order) == close
+
+
+def test_feeding_draws_from_nobody() -> None:
+    """Law: what is hidden comes of the step's own seed, whatever was drawn before."""
+    made = steps(held(18), Order(4, 1, 1, 0), hiding=HIDING)
+    before = torch.get_rng_state()
+    first = made[2]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    assert alike([made[2]], [first])

@@ -61,16 +61,6 @@ def test_loss_of_tokens(smoothing: float) -> None:
     assert float(found) == pytest.approx(wanted, rel=CLOSE)
 
 
-def test_loss_is_in_fp32() -> None:
-    """Law: 16-bit logits are summed in fp32."""
-    logits = torch.randn(COUNT, len(LABELS)).bfloat16()
-    targets = torch.arange(COUNT) % len(LABELS)
-    found = Objective(None, 0.0).loss_sum(logits, targets)
-    assert found.dtype == torch.float32
-    wanted = Objective(None, 0.0).loss_sum(logits.float(), targets)
-    assert torch.equal(found, wanted)
-
-
 def test_what_to_divide_by() -> None:
     """Law: without weights it is the number of targets, and one if there is none."""
     encoded = EncodedTexts(
@@ -159,23 +149,17 @@ def test_best_tags() -> None:
             assert not found[row, special].any()
 
 
-def test_notes_of_entities() -> None:
-    """Law: tags are written at the places of their own texts, whatever the order."""
-    task = TASKS["ner"]
-    offsets = [[(0, 1)], [(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2)]]
-    encoded = EncodedTexts.build([[0] * len(each) for each in offsets], offsets=offsets)
-    made = task.empty_outputs(encoded, 3)
-    right = {0: [1], 1: [0, 1, 2], 2: [1, 1]}
-    for indices in (np.array([2, 0]), np.array([1])):
-        width = int(encoded.lengths[indices].max())
-        logits = torch.zeros(len(indices), width, 3)
-        for row, index in enumerate(indices.tolist()):
-            logits[row, range(len(right[index])), right[index]] = 1.0
-        task.write_outputs(made, encoded, indices, logits)
-    assert made.tolist() == [*right[0], *right[1], *right[2]]
-
-
 def test_outputs() -> None:
     """Law: classes are outputs as they are; kinds have tags, O before them."""
     assert TASKS["classify"].output_names(LABELS) == LABELS
     assert TASKS["ner"].output_names(("PER",)) == ("O", "B-PER", "I-PER")
+
+
+def test_loss_is_in_fp32() -> None:
+    """Law: 16-bit logits are summed in fp32."""
+    logits = torch.randn(COUNT, len(LABELS)).bfloat16()
+    targets = torch.arange(COUNT) % len(LABELS)
+    found = Objective(None, 0.0).loss_sum(logits, targets)
+    assert found.dtype == torch.float32
+    wanted = Objective(None, 0.0).loss_sum(logits.float(), targets)
+    assert torch.equal(found, wanted)

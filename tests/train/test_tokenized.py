@@ -85,12 +85,6 @@ def test_a_batch_is_a_copy(tmp_path: Path) -> None:
         assert held.labels.tolist() == [0, 1, 0, 1]
 
 
-def test_no_token_is_wrapped() -> None:
-    """Law: an id of more than 31 bits fails."""
-    with pytest.raises(OverflowError):
-        EncodedTexts.build([[2**31]], [0])
-
-
 def test_classes(tmp_path: Path) -> None:
     """Law: an example has its row's tokens and class, in the order of the split."""
     split = classified(tmp_path / "a.jsonl", ROWS, "yx", chosen=[2, 0, 1])

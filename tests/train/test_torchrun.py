@@ -78,17 +78,6 @@ def test_identity(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torchrun.identity() == found | {"run_id": told}
 
 
-def test_read(tmp_path: Path) -> None:
-    """Law: an identity that was written is read; anything else is none."""
-    path = tmp_path / "launch.json"
-    assert torchrun.read_identity(path) is None
-    for text in ("", "{", "[]", "3", "{}", '{"run_id": 1}', '{"agent": "a"}'):
-        path.write_text(text)
-        assert torchrun.read_identity(path) is None, text
-    path.write_text(json.dumps(torchrun.identity()))
-    assert torchrun.read_identity(path) == torchrun.identity()
-
-
 @pytest.mark.parametrize(
     ("named", "count", "machines", "begun", "expected"),
     [
@@ -210,3 +199,14 @@ def test_a_place_that_cannot_be_held(tmp_path: Path) -> None:
         f"--out {path} cannot be written: Not a directory; choose another folder."
     )
     assert [each.name for each in tmp_path.rglob("*")] == ["file"]
+
+
+def test_read(tmp_path: Path) -> None:
+    """Law: an identity that was written is read; anything else is none."""
+    path = tmp_path / "launch.json"
+    assert torchrun.read_identity(path) is None
+    for text in ("", "{", "[]", "3", "{}", '{"run_id": 1}', '{"agent": "a"}'):
+        path.write_text(text)
+        assert torchrun.read_identity(path) is None, text
+    path.write_text(json.dumps(torchrun.identity()))
+    assert torchrun.read_identity(path) == torchrun.identity()
