@@ -16,8 +16,9 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep._torch import fused_optimizers
-from halfstep._torch.optimizer_params import gradients_of, name_of
+from halfstep._torch.optimizer_params import first_gradient, gradients_of, name_of
 from halfstep.scaling import found_inf_reduction, misuse, optimizer_step, unscale
+from halfstep.scaling.call_order import CallOrderWatch
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.per_pass import LossScalers, PerPassBackward, Retry
@@ -123,6 +124,8 @@ class GradScaler(TorchGradScaler):
             list[OptimizerGrads](),
         )
         self._steps, self._last_step = 0, StepReport(0, complete=False)
+        self._watch: CallOrderWatch | None = CallOrderWatch()
+        self._has_loaded = False
 
     @property
     def last_step(self) -> StepReport:
@@ -170,7 +173,10 @@ class GradScaler(TorchGradScaler):
             main = self._main_scaler()
             main.observe_loss(first, self._name_of)
             self._write_torch_state(main)
-        return super().scale(outputs)
+        scaled = super().scale(outputs)
+        if self._enabled and self._watch and isinstance(outputs, torch.Tensor):
+            self._watch.on_scale(outputs, scaled)
+        return scaled
 
     def _write_torch_state(self, main: LossScaler) -> None:
         """Write the state of the scale where torch keeps it."""
@@ -193,7 +199,10 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
+        self._init_loaded_scale(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
+        if self._watch is not None:
+            self._watch.on_unscale(optimizer, scale)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise misuse.unscaled_twice(state["stage"], state.get("where"))
@@ -205,6 +214,12 @@ class GradScaler(TorchGradScaler):
         state["where"] = misuse.caller()
         state["stage"] = OptState.UNSCALED
         self._propose([found_inf, *flags.values()], optimizer)
+
+    def _init_loaded_scale(self, optimizer: Optimizer) -> None:
+        """Use a loaded scale before the first `scale`: gradients may be there."""
+        gradient = first_gradient(optimizer)
+        if self._has_loaded and self._scale is None and gradient is not None:
+            self._lazy_init_scale_growth_tracker(gradient.device)
 
     def _propose(self, flags: list[Tensor], *optimizers: Optimizer) -> None:
         """Let a strategy see gradients; every rank comes here as often."""
@@ -264,12 +279,7 @@ class GradScaler(TorchGradScaler):
         closure = kwargs.pop("closure", None)
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
-        if closure is None:
-            self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            message = "step() has already been called since the last update()."
-            raise RuntimeError(message)
+        state = self._before_step(optimizer, has_closure=closure is not None)
         if closure is not None:
             stale = any(
                 grads.optimizer is optimizer and grads.gradients()
@@ -296,6 +306,27 @@ class GradScaler(TorchGradScaler):
         flags = state["found_inf_per_device"].values()
         self._stepped_grads.append(OptimizerGrads(optimizer, flags))
         return result
+
+    def _before_step(
+        self, optimizer: Optimizer, *, has_closure: bool
+    ) -> dict[str, Any]:
+        """Refuse what is no step, and watch the order of calls; return the state."""
+        if has_closure:
+            self._watch = None  # it scales and steps by itself
+        else:
+            self._init_loaded_scale(optimizer)
+            self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            message = "step() has already been called since the last update()."
+            raise RuntimeError(message)
+        if self._watch is not None:
+            unscaled = state["stage"] is OptState.UNSCALED
+            if self._scale is not None and not unscaled:  # a fused kernel will do it
+                self._watch.on_unscale(optimizer, self._scale)
+            is_new = not self._has_loaded
+            self._watch.on_step(self, optimizer, unscaled=unscaled, is_new=is_new)
+        return state
 
     def backward(
         self,
@@ -341,6 +372,10 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
+        if self._watch is not None:
+            self._watch.on_update()
+            if self._watch.is_over:
+                self._watch = None
         main = self._main_scaler()
         states = list(self._per_optimizer_states.values())
         flags = [
@@ -422,6 +457,7 @@ class GradScaler(TorchGradScaler):
                 state | {"scale": 1.0} if self._guards_only else state
             )
             self._loss_scalers.load_state_dict(loss_scaler_states)
+            self._has_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -434,6 +470,7 @@ class GradScaler(TorchGradScaler):
             "_per_pass": PerPassBackward(loss_scalers, self._per_pass.on_overflow),
             "_host_scale": optimizer_step.HostScale(),
             "_last_grads": [],
+            "_watch": None,
             "_last_step": self._last_step.read(),
         }
 

@@ -1,0 +1,236 @@
+"""What a loop does with a `GradScaler` in the wrong order: said once, with the cure.
+
+In: the calls of a scaler's first iterations. Out: warnings. Later iterations are not
+watched, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from halfstep._torch.optimizer_params import first_gradient, gradients_of
+from halfstep.errors import warn_caller
+from halfstep.numerics.formats import word
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+_ITERATIONS = 3
+_SCALED_LOSSES = 12
+"""Losses of these iterations, where each is accumulated of several."""
+_SAME = 1e-3
+"""Relative difference below which two factors count as one."""
+_OWNER = "_halfstep_scaler"
+"""Attribute of an optimizer: a weak reference to the scaler that steps it."""
+
+
+class CallOrderWatch:
+    """Watches the first iterations of one scaler.
+
+    Warns of: gradients changed before they are unscaled; an optimizer stepped without
+    the scaler; gradients dropped between `unscale_` and `step`; a backward pass inside
+    autocast; a loss computed outside of it; a scaler made anew in each epoch.
+    """
+
+    def __init__(self) -> None:
+        self._num_iterations = self._num_losses = 0
+        self._is_pending = False
+        """Scaled gradients are there, and the scaler was not asked to use them."""
+        self._weights: list[tuple[weakref.ref[Tensor], int]] = []
+        """That the last loss reaches, and what torch counts of writes to each."""
+        self._sample: tuple[weakref.ref[Tensor], Tensor] | None = None
+        """The smallest of them, and a copy: fused optimizers count no writes."""
+        self._grads: dict[int, tuple[int, Tensor]] = {}
+        """By id, as a backward pass left them: count of writes, and norm."""
+        self._said: set[str] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is watched any more."""
+        return self._num_iterations >= _ITERATIONS or self._num_losses >= _SCALED_LOSSES
+
+    def on_scale(self, loss: Tensor, scaled: Tensor) -> None:
+        """Look at the graph of a loss, and at what happened since the last one."""
+        if self._is_pending and self._weights_have_moved():
+            self._warn(
+                "weights changed after scaler.scale(loss).backward(), and the scaler "
+                "was not asked: they were updated with scaled gradients. Call "
+                "scaler.step(optimizer) in place of optimizer.step(), then "
+                "scaler.update()."
+            )
+        self._num_losses += 1
+        if loss.grad_fn is None:
+            return
+        _refuse_mixed_loss(loss)
+        self._is_pending = True
+        weights = _leaves(loss.grad_fn)
+        self._weights = [(weakref.ref(each), each._version) for each in weights]  # noqa: SLF001
+        smallest = min(weights, key=Tensor.numel, default=None)
+        if smallest is not None:
+            self._sample = weakref.ref(smallest), smallest.detach().clone()
+        scaled.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+
+    def _weights_have_moved(self) -> bool:
+        """Say whether weights are not as they were at the last scaled loss."""
+        known = ((reference(), version) for reference, version in self._weights)
+        if any(w is not None and w._version != version for w, version in known):  # noqa: SLF001
+            return True
+        if self._sample is None:
+            return False
+        reference, before = self._sample
+        sample = reference()
+        return sample is not None and not torch.equal(sample.detach(), before)
+
+    def _in_backward(self, gradient: Tensor) -> None:
+        """Ask to be called when this backward pass has ended, DDP's part included."""
+        is_inside = torch.is_autocast_enabled(gradient.device.type)
+
+        def after_others() -> None:
+            _queue(lambda: self._after_backward(is_inside))
+
+        _queue(after_others)
+
+    def _after_backward(self, is_inside: bool) -> None:
+        """Take down how the gradients are."""
+        known = (reference() for reference, _ in self._weights)
+        grads = [each.grad for each in known if each is not None]
+        dense = [
+            grad
+            for grad in grads
+            if type(grad) is Tensor and grad.layout == torch.strided and grad.numel()
+        ]
+        if dense and is_inside:
+            self._warn(
+                "the backward pass ran inside autocast, which may cast operations of "
+                "its own: leave the context before backward()."
+            )
+        norms = torch._foreach_norm(dense) if dense else ()  # noqa: SLF001
+        self._grads = {
+            id(grad): (grad._version, norm)  # noqa: SLF001
+            for grad, norm in zip(dense, norms, strict=True)
+        }
+
+    def on_unscale(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """Compare gradients with what the backward pass left."""
+        self._is_pending = False
+        known = [
+            (grad, *self._grads[id(grad)])
+            for grad in gradients_of(optimizer)
+            if id(grad) in self._grads
+        ]
+        by_hand = dist.is_available() and dist.is_initialized()  # averaged over ranks
+        all_changed = all(grad._version != version for grad, version, _ in known)  # noqa: SLF001
+        if len(known) < 2 or by_hand or not all_changed:  # noqa: PLR2004 -- or by chance
+            return
+        grads = [grad for grad, _, _ in known]
+        ratios = torch.stack(
+            [
+                now / before
+                for now, (_, _, before) in zip(
+                    torch._foreach_norm(grads),  # noqa: SLF001
+                    known,
+                    strict=True,
+                )
+            ]
+        )
+        peaks = torch.stack([grad.abs().amax() for grad in grads])
+        ratios, peaks = ratios[ratios.isfinite()], peaks[peaks.isfinite()]
+        if not len(ratios) or float(ratios.max()) > 1 - _SAME:
+            return
+        by_factor = float(ratios.max() - ratios.min()) <= _SAME * float(ratios.max())
+        at_bound = float(peaks.max() - peaks.min()) <= _SAME * float(peaks.max())
+        if by_factor or at_bound:
+            what = (
+                f"multiplied by {float(ratios[0]):.2g}"
+                if by_factor
+                else f"cut at {float(peaks.max()):.2g}"
+            )
+            self._warn(
+                f"gradients were {what} at loss scale {float(scale):g}, before "
+                "unscale_: to clip true gradients call scaler.unscale_(optimizer) "
+                "first, or train with halfstep.prepare(clip_grad_norm=)."
+            )
+
+    def on_step(
+        self, scaler: object, optimizer: Optimizer, *, unscaled: bool, is_new: bool
+    ) -> None:
+        """Look at the optimizer that a scaler is about to step.
+
+        Args:
+            scaler: That does.
+            optimizer: The optimizer.
+            unscaled: `unscale_` was called on it in this iteration.
+            is_new: No state was loaded into the scaler.
+        """
+        self._is_pending = False
+        if unscaled and first_gradient(optimizer) is None:
+            self._warn(
+                "no gradient is left to step with: they were dropped between "
+                "scaler.unscale_(optimizer) and scaler.step(optimizer). Call "
+                "zero_grad() after the step, or before the backward pass."
+            )
+        owner = getattr(optimizer, _OWNER, lambda: scaler)()
+        if owner is None and is_new:
+            self._warn(
+                "this optimizer was stepped by a GradScaler that is gone, and the new "
+                "one begins to look for a loss scale anew: make one before the loop, "
+                "or hand its state_dict() on."
+            )
+        setattr(optimizer, _OWNER, weakref.ref(scaler))
+
+    def on_update(self) -> None:
+        """Close an iteration."""
+        self._num_iterations += 1
+        self._is_pending = False
+        self._grads = {}
+
+    def _warn(self, message: str) -> None:
+        if message[:20] not in self._said:
+            self._said.add(message[:20])
+            warn_caller(message)
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    """Call something when the backward pass that runs has ended."""
+    Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+
+
+def _leaves(grad_fn: Any) -> list[Tensor]:  # noqa: ANN401
+    """Return the parameters that a graph reaches."""
+    leaves, seen, to_visit = [], {grad_fn}, [grad_fn]
+    while to_visit:
+        node = to_visit.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                to_visit.append(following)
+    return leaves
+
+
+def _refuse_mixed_loss(loss: Tensor) -> None:
+    """Refuse a Huber loss whose backward pass torch will refuse.
+
+    Raises:
+        RuntimeError: With torch's own sentence, and the cure.
+    """
+    node: Any = loss.grad_fn
+    if type(node).__name__ != "HuberLossBackward0":  # others bear two formats
+        return
+    predictions, target = node._saved_self.dtype, node._saved_target.dtype  # noqa: SLF001
+    if predictions != target:
+        message = (
+            f"Found dtype {word(target)} but expected {word(predictions)}: the Huber "
+            "loss was computed outside autocast, of 16-bit predictions and an fp32 "
+            "target. Compute it inside the context, or of predictions.float()."
+        )
+        raise RuntimeError(message)

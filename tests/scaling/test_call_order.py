@@ -1,0 +1,223 @@
+"""Calls of a `GradScaler` in the wrong order are named in the first iterations."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from halfstep.scaling.grad_scaler import GradScaler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Loop:
+    """A small fp16 program of torch.amp, whose steps a test writes in its own order."""
+
+    def __init__(self, fused: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, fused=fused)
+        self.scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def loss(self) -> torch.Tensor:
+        """Return the loss of a batch."""
+        with torch.autocast("cpu", torch.float16):
+            return self.model(torch.randn(4, 8)).float().square().mean()
+
+    def backward(self) -> None:
+        """Run a backward pass of a scaled loss."""
+        self.scaler.scale(self.loss()).backward()
+
+    def clip(self) -> None:
+        """Clip gradients as they are."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+
+    def finish(self) -> None:
+        """Step and update."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def clipped_by_norm(loop: Loop) -> None:
+    """Clip scaled gradients."""
+    loop.backward()
+    loop.clip()
+    loop.finish()
+
+
+def clipped_by_value(loop: Loop) -> None:
+    """Cut scaled gradients at a value."""
+    loop.backward()
+    nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3)
+    loop.finish()
+
+
+def clipped_too_early(loop: Loop) -> None:
+    """Clip, then unscale."""
+    loop.backward()
+    loop.clip()
+    loop.scaler.unscale_(loop.optimizer)
+    loop.finish()
+
+
+def stepped_without_scaler(loop: Loop) -> None:
+    """Step the optimizer itself."""
+    loop.optimizer.zero_grad()
+    loop.backward()
+    loop.optimizer.step()
+
+
+def dropped(loop: Loop) -> None:
+    """Drop gradients that were unscaled."""
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+    loop.optimizer.zero_grad()
+    loop.finish()
+
+
+def backward_inside(loop: Loop) -> None:
+    """Run the backward pass under autocast."""
+    with torch.autocast("cpu", torch.float16):
+        loop.backward()
+    loop.finish()
+
+
+def made_anew(loop: Loop) -> None:
+    """Make a scaler for each step."""
+    loop.scaler = GradScaler("cpu", init_scale=1024.0)
+    gc.collect()
+    loop.backward()
+    loop.finish()
+
+
+WRONG: dict[Callable[[Loop], None], str] = {
+    clipped_by_norm: r"multiplied by .* at loss scale 1024, before unscale_: .*first",
+    clipped_by_value: "gradients were cut at 0.001 at loss scale 1024, before",
+    clipped_too_early: "call scaler.unscale_.optimizer. first",
+    stepped_without_scaler: "scaler was not asked: .*in place of optimizer.step",
+    dropped: "no gradient is left to step with",
+    backward_inside: "leave the context before backward",
+    made_anew: "make one before the loop",
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_orders(wrong: Callable[[Loop], None], fused: bool) -> None:
+    """Law: within three iterations one warning says what is wrong, and what to call."""
+    loop = Loop(fused)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            wrong(loop)
+    texts = {str(each.message) for each in warned}
+    assert len(texts) == 1
+    assert re.search(WRONG[wrong], texts.pop())
+
+
+def usual(loop: Loop) -> None:
+    """Train as torch's page on AMP does."""
+    loop.backward()
+    loop.finish()
+
+
+def clipped(loop: Loop) -> None:
+    """Clip what was unscaled."""
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+    loop.clip()
+    loop.finish()
+
+
+def accumulated(loop: Loop) -> None:
+    """Add up two passes, in which rows of a weight are frozen."""
+    loop.backward()
+    loop.backward()
+    loop.model[0].weight.grad[:3] = 0
+    loop.finish()
+
+
+def closure(loop: Loop) -> None:
+    """Let LBFGS evaluate and move as often as it likes."""
+    loop.optimizer = torch.optim.LBFGS(loop.model.parameters(), max_iter=3)
+
+    def evaluate() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.loss()
+        loop.scaler.scale(loss).backward()
+        return loss
+
+    loop.scaler.step(loop.optimizer, evaluate)
+    loop.scaler.update()
+
+
+def penalty(loop: Loop) -> None:
+    """Take a gradient of a scaled loss before the backward pass."""
+    params = list(loop.model.parameters())
+    grads = torch.autograd.grad(
+        loop.scaler.scale(loop.loss()), params, create_graph=True
+    )
+    size = sum(grad.square().sum() for grad in grads) / 1024.0**2
+    loop.scaler.scale(loop.loss() + size).backward()
+    loop.finish()
+
+
+def resumed(loop: Loop) -> None:
+    """Hand the scaler's state on."""
+    loop.scaler = pickle.loads(pickle.dumps(loop.scaler))  # noqa: S301 -- made here
+    usual(loop)
+
+
+def evaluated(loop: Loop) -> None:
+    """Scale a loss that no backward pass follows."""
+    usual(loop)
+    loop.scaler.scale(loop.loss())
+
+
+RIGHT = (usual, clipped, accumulated, closure, penalty, evaluated, resumed)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_right_orders(right: Callable[[Loop], None]) -> None:
+    """Law: nothing is said of programs that are right; warnings are errors here."""
+    loop = Loop()
+    for _ in range(5):
+        right(loop)
+
+
+def test_a_loaded_scale_is_there_before_a_loss() -> None:
+    """Law: gradients that were kept are unscaled by a scale that was saved."""
+    first, second = Loop(), Loop()
+    first.backward()
+    first.finish()
+    second.scaler.load_state_dict(first.scaler.state_dict())
+    (second.loss() * 1024).backward()
+    expected = [param.grad / 1024 for param in second.model.parameters()]
+    second.scaler.unscale_(second.optimizer)
+    pairs = zip(second.model.parameters(), expected, strict=True)
+    assert all(param.grad.equal(grad) for param, grad in pairs)
+    second.finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_outside_the_context(dtype: torch.dtype) -> None:
+    """Law: torch's error comes with the cure, and the cure works."""
+    loss_of = functional.huber_loss
+    layer, scaler = nn.Linear(4, 4), GradScaler("cpu")
+    with torch.autocast("cpu", dtype):
+        out = layer(torch.ones(2, 4))
+    target = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"Found dtype .* but expected .*outside"):
+        scaler.scale(loss_of(out, target))
+    scaler.scale(loss_of(out.float(), target)).backward()
+    assert layer.weight.grad is not None
