@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import re
 import sys
@@ -43,6 +44,7 @@ OTHERS = (
     torch.ops.aten.add.Tensor,
     torch.optim.SGD([torch.ones(1)]),
     nn.Module(),
+    atexit,
     os,
     sys,
 )
