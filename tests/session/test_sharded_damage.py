@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "another's part": (PART, other_shard, f"/c/{PART} is "),
     "cut index": (INDEX, cut, "is truncated or altered: "),
     "bit in index": (INDEX, flip, "is damaged: its SHA-256 is not the one in "),
-    "no index": (INDEX, Path.unlink, "has no .metadata; it is not whole."),
+    "no index": (INDEX, Path.unlink, "has no index.json; it is not whole."),
     "cut manifest": (MANIFEST, cut, "is damaged: it is not valid JSON."),
     "no manifest": (MANIFEST, Path.unlink, "has no manifest.json, so it cannot be "),
     "a plain one": (

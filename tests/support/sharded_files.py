@@ -14,6 +14,7 @@ import torch
 from sharding import session_of
 from small_training import same
 
+from halfstep.checkpoint import sharded
 from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, digest, seal
 from halfstep.session import fsdp_checkpoint
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from halfstep.session.session import Session
 
-PART, INDEX = "__0_0.distcp", ".metadata"
+PART, INDEX = "__0_0.distcp", sharded.INDEX
 
 
 def trained(seed: int = 0, *, shard: bool = False) -> Session:

@@ -3,26 +3,38 @@
 In: tensors by name, of which each rank holds parts. Out: a sealed directory of
 torch.distributed.checkpoint, in which each rank has written its own parts; reading
 checks every byte, once among all ranks. Where one rank fails, all raise, at once.
+
+torch's own index, `.metadata`, is a pickle, which runs code when it is read. It is
+there for torch's tools; halfstep writes and reads the same facts as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import shutil
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from halfstep.checkpoint import atomic_directory, dcp_metadata
+import torch
+
+from halfstep.checkpoint import atomic_directory
 from halfstep.checkpoint.atomic_directory import CheckpointError
 from halfstep.distributed import process_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+INDEX, TORCH_INDEX = "index.json", ".metadata"
+_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_MAX_COUNT = 1 << 63
 
 
 def write(
@@ -56,7 +68,8 @@ def write(
                 atomic_directory.make_temporary(directory, temporary, replace=replace)
         with _raise_on_all_ranks(unwritten):
             _write(tensors, temporary)
-            own_files = [temporary / dcp_metadata.NAME] if rank == 0 else []
+            indexes = [temporary / INDEX, temporary / TORCH_INDEX]
+            own_files = indexes if rank == 0 else []
             own_files += temporary.glob(f"__{rank}_*")
             files = {p.name: atomic_directory.digest(p) for p in sorted(own_files)}
         files_by_rank = process_group.all_gather_object(files)
@@ -74,7 +87,7 @@ def write(
 
 
 def _write(tensors: dict[str, Tensor], temporary: Path) -> None:
-    """Let torch write this rank's parts and, on the first, the index."""
+    """Let torch write this rank's parts and, on the first, both indexes."""
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -88,8 +101,111 @@ def _write(tensors: dict[str, Tensor], temporary: Path) -> None:
                 reason = atomic_directory.os_reason(error) or repr(error)
                 raise OSError(reason) from error
 
+        def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+            super().finish(metadata, results)
+            text = json.dumps(_index_data(metadata, results))
+            (temporary / INDEX).write_text(text, encoding="utf-8")
+
     with _without_torch_warnings():
         state_dict_saver.save(tensors, storage_writer=Writer(temporary))
+
+
+def _index_data(
+    metadata: Metadata, results: list[list[WriteResult]]
+) -> dict[str, dict[str, Any]]:
+    """Return which parts make up each tensor, and where in which file each is."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    places = {result.index: result.storage_data for part in results for result in part}
+    index = {}
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    for name, entry in entries.items():
+        parts = []
+        for chunk in entry.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            file = [place.relative_path, place.offset, place.length]
+            parts.append([[*chunk.offsets], [*chunk.sizes], *file])
+        dtype = str(entry.properties.dtype)
+        index[name] = {"dtype": dtype, "size": [*entry.size], "parts": parts}
+    return index
+
+
+class _Place(NamedTuple):
+    """Where a part of a tensor is, by the names that torch asks for."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+def _read_index(path: Path, files: Collection[str]) -> Metadata:
+    """Read what `_index_data` returned.
+
+    Args:
+        path: Of the index.
+        files: The only ones that it may point to.
+
+    Raises:
+        CheckpointError: If it is anything else, or does not hold all of every tensor.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    try:
+        metadata, places = Metadata({}), {}
+        for name, data in json.loads(path.read_bytes()).items():
+            entry = _read_entry(name, data)
+            metadata.state_dict_metadata[name] = entry
+            for (*_, file, start, length), chunk in zip(
+                data["parts"], entry.chunks, strict=True
+            ):
+                place = _Place(file, *_size([start, length]))
+                num_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+                if file not in files or length < num_bytes:
+                    _damaged(f"a part of {name} is in no file, or cut")
+                places[MetadataIndex(name, chunk.offsets)] = place
+        metadata.storage_data = places
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        message = f"checkpoint file {path} is damaged: it is no index ({error})."
+        raise CheckpointError(message) from error
+    return metadata
+
+
+def _read_entry(name: str, data: dict[str, Any]) -> TensorStorageMetadata:
+    """Return a tensor of the index, once its parts are found to make it up.
+
+    Why: torch reads the parts that there are. What no part covers would be whatever
+    was in memory.
+    """
+    from torch.distributed.checkpoint import metadata
+
+    size = _size(data["size"])
+    chunks = [
+        metadata.ChunkStorageMetadata(_size(offsets), _size(sizes))
+        for offsets, sizes, *_ in data["parts"]
+    ]
+    for chunk in chunks:
+        ends = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        if any(start + length > end for start, length, end in ends):
+            _damaged(f"a part of {name} is not inside of it")
+    num_distinct = len({chunk.offsets for chunk in chunks if 0 not in chunk.sizes})
+    num_nonempty = sum(0 not in chunk.sizes for chunk in chunks)
+    numel = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if numel != math.prod(size) or num_distinct != num_nonempty:
+        _damaged(f"the parts of {name} do not make it up")
+    properties = metadata.TensorProperties(_DTYPES[data["dtype"]])
+    return metadata.TensorStorageMetadata(properties, size, chunks)
+
+
+def _size(numbers: list[int]) -> torch.Size:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < _MAX_COUNT:
+            _damaged(f"{number!r} in place of a count")
+    return torch.Size(numbers)
+
+
+def _damaged(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 def _check_shared(temporary: Path, files: Mapping[str, object]) -> None:
@@ -117,14 +233,14 @@ def verify(directory: Path, needed: str) -> Metadata:
     """
     with _raise_on_all_ranks(partial(atomic_directory.read_error, directory)):
         if not (directory / atomic_directory.MANIFEST).is_file():
-            _refuse_unsealed(directory, needed)
+            _refuse_unsealed(directory)
         manifest = atomic_directory.read(directory, atomic_directory.SHARDED)
-        if dcp_metadata.NAME not in manifest["files"]:
-            _refuse_foreign(directory, f"file {dcp_metadata.NAME}")
-        names = sorted(manifest["files"].keys() - {dcp_metadata.NAME})
+        if INDEX not in manifest["files"]:
+            _refuse_foreign(directory, f"file {INDEX}")
+        names = sorted(manifest["files"].keys() - {INDEX})
         mine = names[process_group.rank() :: process_group.world_size()]
-        atomic_directory.verify(directory, manifest, [dcp_metadata.NAME, *mine])
-        metadata = dcp_metadata.read(directory / dcp_metadata.NAME, names)
+        atomic_directory.verify(directory, manifest, [INDEX, *mine])
+        metadata = _read_index(directory / INDEX, names)
         if needed not in metadata.state_dict_metadata:
             _refuse_foreign(directory, f"entry {needed!r}")
     return metadata
@@ -136,7 +252,7 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
     Args:
         tensors: Name -> memory.
         directory: Of a checkpoint.
-        metadata: Its index; torch is not to read it by itself, as it would run it.
+        metadata: Its index; torch is not to read its own, as it would run it.
 
     Raises:
         CheckpointError: If something cannot be read.
@@ -157,21 +273,17 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
         state_dict_loader.load(tensors, storage_reader=Reader(directory))
 
 
-def _refuse_unsealed(directory: Path, needed: str) -> NoReturn:
+def _refuse_unsealed(directory: Path) -> NoReturn:
     """Say what a directory without a manifest is."""
-    path = directory / dcp_metadata.NAME
-    if not path.is_file():
+    if not (directory / TORCH_INDEX).is_file():
         message = (
             f"{directory} holds no whole checkpoint of torch.distributed: it has no "
-            f"file {dcp_metadata.NAME}, which is written last."
+            f"file {TORCH_INDEX}, which is written last."
         )
         raise CheckpointError(message)
-    if needed not in dcp_metadata.read(path).state_dict_metadata:
-        _refuse_foreign(directory, f"entry {needed!r}")
     message = (
         f"{directory} has no {atomic_directory.MANIFEST}, so it cannot be told "
-        "whether it is whole; it was altered, or written before halfstep sealed such "
-        "directories."
+        "whether it is whole; it was altered, or not written by halfstep."
     )
     raise CheckpointError(message)
 
