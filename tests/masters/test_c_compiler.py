@@ -62,7 +62,6 @@ NOT_FOUND = (
             {c_compiler.VARIABLE: "/no/such/cc"},
             "HALFSTEP_COMPILER=/no/such/cc: no such program",
         ),
-        ({"CC": 'gcc "-O2'}, 'CC=gcc "-O2: No closing quotation'),
         (
             {c_compiler.VARIABLE: 'gcc "-O2'},
             'HALFSTEP_COMPILER=gcc "-O2: No closing quotation',

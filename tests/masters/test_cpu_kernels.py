@@ -1,14 +1,11 @@
-"""The compiled kernels: every bit pattern, other builds of them, and refusals."""
+"""The compiled kernels: every bit pattern, and other builds of them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import kernel_twin as twin
 import pytest
 import torch
 
-from halfstep.errors import UserError
 from halfstep.masters import c_compiler, cpu_kernels
 from halfstep.masters.cpu_kernels import Kernels
 from halfstep.masters.update_rules import ParamUpdate, Sgd
@@ -142,66 +139,6 @@ def test_many_small_tensors(kernels: Kernels) -> None:
         kernels.update(items, ASCENT, "plain", 1.0, (0, 0))
     for item, weight in zip(items, before, strict=True):
         assert torch.equal(item.weight, weight + item.gradient)
-
-
-def test_refusals() -> None:
-    """Law: what C would read as something else is refused, with its number."""
-    twin.ready(cpu_kernels)
-    one = torch.tensor(1.0)
-
-    def refused(change: Any, rule: Any = twin.ADAMW, form: str = "split") -> str:
-        items = twin.make(rule, form, sizes=((6,), (8,)))
-        twin.next_step(items, torch.bfloat16, 0)
-        change(items[1])
-        before = [held.clone() for held in twin.held(items[0])]
-        with pytest.raises(UserError) as caught:
-            cpu_kernels.update(items, rule, form, inverse=one, clock=(0, 0))
-        for now, then in zip(twin.held(items[0]), before, strict=True):
-            assert twin.same_bits(now, then)
-        return str(caught.value)
-
-    def put(name: str, value: Any) -> Any:
-        return lambda item: setattr(item, name, value)
-
-    assert refused(put("gradient", torch.ones(8, dtype=torch.float64))) == (
-        "gradient 1 is torch.float64 on cpu; compiled kernels take torch.float32 or "
-        "torch.bfloat16 or torch.float16 on cpu."
-    )
-    assert "weight 1 is torch.float16" in refused(put("weight", torch.ones(8).half()))
-    assert "another size" in refused(put("gradient", torch.ones(7)))
-    assert refused(put("residual", torch.ones(7, dtype=torch.int16))) == (
-        "extra of parameter 1 has 7 numbers, not 8. Load or make the state again."
-    )
-    assert (
-        refused(put("residual", None)) == "extra: 1 of 2 parameters have one; make it."
-    )
-    low = torch.ones(8, dtype=torch.bfloat16)
-    assert refused(put("states", (torch.ones(8), low))).startswith(
-        "state 1 of parameter 1 is torch.bfloat16 on cpu; compiled kernels take torch.f"
-    )
-    assert "state 1: 1 of 2" in refused(put("states", (torch.ones(8),)))
-    double = torch.ones((), dtype=torch.float64)
-    assert "step of parameter 1 is torch.float64" in refused(put("step", double))
-    assert "step: 1 of 2" in refused(put("step", None))
-    gaps = torch.ones(16, dtype=torch.bfloat16)[::2]
-    assert "A weight has gaps" in refused(put("weight", gaps))
-    # Of the right size in bytes, each of them.
-    for other, words in (
-        (torch.ones(8, dtype=torch.int32), "is torch.int32 on cpu"),
-        (torch.ones(8, device="meta"), "is torch.float32 on meta"),
-        (torch.ones(1).expand(8), "has gaps or lazy signs"),
-        (torch._neg_view(torch.ones(8)), "has gaps or lazy signs"),
-    ):
-        good = torch.ones(8)
-        assert words in refused(put("states", (other, good)))
-        assert words in refused(put("residual", other), form="fp32")
-        assert words in refused(put("weight", other), twin.SGD, "plain")
-    assert "is torch.int32" in refused(put("step", torch.ones((), dtype=torch.int32)))
-    assert "on meta" in refused(put("step", torch.ones((), device="meta")))
-    with pytest.raises(UserError, match=r"gradient 0 is torch\.int32"):
-        cpu_kernels.check_finite([torch.ones(3, dtype=torch.int32)], norm=True)
-    with pytest.raises(UserError, match=r"gradient 0 is torch\.float32 on meta"):
-        cpu_kernels.check_finite([torch.ones(3, device="meta")], norm=True)
 
 
 def test_lazy_signs(kernels: Kernels) -> None:

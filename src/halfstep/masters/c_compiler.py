@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from halfstep.machine import cpu
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,13 +57,12 @@ NATIVE_FLAGS = ("-march=native", "-mcpu=native", "")
 COMPILE_TIMEOUT_S = 30.0
 VERSION_TIMEOUT_S = 10.0
 
-_CPUINFO = Path("/proc/cpuinfo")
-_CPU_FIELDS = {
+_CPU_FIELDS = (
     *("model name", "flags"),
     *("Features", "CPU implementer", "CPU part", "CPU variant"),
     # POWER, RISC-V, s390.
     *("cpu", "machine", "isa", "uarch", "features"),
-}
+)
 _MAX_ERROR_CHARS = 160
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -94,32 +95,28 @@ def find() -> Compiler:
     if os.name != "posix":
         _fail(f"no compiled kernels on {platform.system()}")
     if requested:
-        return _probe(_split(VARIABLE, requested), f"{VARIABLE}={requested}")
-    cc_command = _split("CC", os.environ.get("CC", ""))
-    why = []
-    for command in (cc_command, *((name,) for name in DEFAULT_COMPILERS)):
+        return _probe(requested, f"{VARIABLE}={requested}")
+    reasons = []
+    for command in (os.environ.get("CC", "").strip(), *DEFAULT_COMPILERS):
         try:
             if command:
-                return _probe(command, shlex.join(command))
+                return _probe(command, command)
         except NoLibraryError as error:
-            why.append(str(error))
-    return _fail(f"no C compiler found ({'; '.join(why)}): set {VARIABLE}")
+            reasons.append(str(error))
+    return _fail(f"no C compiler found ({'; '.join(reasons)}): set {VARIABLE}")
 
 
-def _split(variable: str, value: str) -> tuple[str, ...]:
-    """Split a variable as a shell would."""
+def _probe(text: str, name: str) -> Compiler:
+    """Return the compiler that a variable names, with its flags as a shell splits."""
     try:
-        return tuple(shlex.split(value))
+        program, *flags = shlex.split(text)
     except ValueError as error:
-        _fail(f"{variable}={value}: {error}", error)
-
-
-def _probe(command: tuple[str, ...], name: str) -> Compiler:
-    program = shutil.which(command[0])
-    if program is None:
+        _fail(f"{name}: {error}", error)
+    path = shutil.which(program)
+    if path is None:
         _fail(f"{name}: no such program")
-    output = _run((program, *command[1:], "--version"), name, VERSION_TIMEOUT_S)
-    return Compiler((program, *command[1:]), output.partition("\n")[0].strip())
+    output = _run((path, *flags, "--version"), name, VERSION_TIMEOUT_S)
+    return Compiler((path, *flags), output.partition("\n")[0].strip())
 
 
 def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
@@ -160,19 +157,9 @@ def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return the lines of the system's description of its processors, each once."""
-    try:
-        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return list(
-        dict.fromkeys(x for x in lines if x.partition(":")[0].strip() in _CPU_FIELDS)
-    )
-
-
-def processor() -> str:
-    """Return a text that differs where code may be compiled differently."""
-    return "\n".join([platform.machine(), platform.processor(), *cpu_features()])
+    """Return what the system says of the processor that matters to a compiler."""
+    facts = cpu.facts()
+    return [f"{name}: {facts[name]}" for name in _CPU_FIELDS if name in facts]
 
 
 def flushes_subnormals() -> bool:
@@ -232,18 +219,15 @@ class CompiledLibrary:
     """A C file to compile, and a check that the result works."""
 
     source: Path
-    """Headers beside it count as part of it."""
     works: Callable[[ctypes.CDLL], bool]
     """Tries the loaded library on known numbers."""
 
     def cache_key(self, compiler: Compiler) -> str:
         """Return a name for everything that the library depends on."""
-        parts = [
-            *(compiler.version, *compiler.command, *FLAGS, *NATIVE_FLAGS, processor())
-        ]
-        files = sorted([self.source, *self.source.parent.glob("*.h")])
-        texts = [_digest(file.read_bytes()) for file in files]
-        return _digest("\0".join(parts + texts).encode(errors="surrogateescape"))
+        parts = [compiler.version, *compiler.command, *FLAGS, *NATIVE_FLAGS]
+        parts += [platform.machine(), platform.processor(), *cpu_features()]
+        parts.append(_digest(self.source.read_bytes()))
+        return _digest("\0".join(parts).encode(errors="surrogateescape"))
 
     def compile(self, compiler: Compiler, directory: Path) -> Path:
         """Compile into a folder of this process; return the library.
@@ -320,14 +304,14 @@ class CompiledLibrary:
         Raises:
             NoLibraryError: If it cannot be compiled or loaded.
         """
-        directory = None
+        directory, remark = None, ""
         try:
             directory = private_dir(cache_dir())
             cached = self.load_cached(compiler, directory)
             if cached is not None:
                 return cached, ""
         except (NoLibraryError, OSError, RuntimeError) as error:
-            directory, why = None, str(error)
+            directory, remark = None, f"compiled in each process: {error}"
         try:
             scratch = tempfile.TemporaryDirectory(
                 prefix="halfstep-", ignore_cleanup_errors=True
@@ -336,14 +320,11 @@ class CompiledLibrary:
             _fail(str(error), error)
         with scratch as name:
             built = self.compile(compiler, Path(name))
+            # A loaded library stays in memory when its file is gone.
+            library = self.load(built)
             if directory is not None:
                 try:
                     self.store(built, compiler, directory)
-                    cached = self.load_cached(compiler, directory)
-                    if cached is not None:
-                        return cached, ""
-                    why = f"{directory} gives back something else"
                 except OSError as error:
-                    why = str(error)
-            # A loaded library stays in memory when its file is gone.
-            return self.load(built), f"compiled in each process: {why}"
+                    remark = f"compiled in each process: {error}"
+        return library, remark

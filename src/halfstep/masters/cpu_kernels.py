@@ -10,7 +10,6 @@ import math
 from array import array
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,32 +19,31 @@ from torch import Tensor
 from halfstep._torch.profiler_marks import UPDATE, record_range
 from halfstep.errors import UserError
 from halfstep.masters import c_compiler
-from halfstep.masters.encoding import (
-    BF16_STATE_ENCODINGS,
-    RESIDUAL_DTYPES,
-    WEIGHT_DTYPES,
+from halfstep.masters.update_rules import (
+    FLOATS,
+    Adam,
+    ParamUpdate,
+    Rule,
+    Sgd,
+    UpdateTensors,
+    check_tensors,
+    checked_tensors,
+    contiguous_tensors,
 )
-from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
 # As in kernels.c.
 ENCODINGS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {dtype: code for code, dtype in enumerate(FLOATS)}
 MAXIMIZE, NESTEROV, DECOUPLED, AMSGRAD, MOMENTUM, ADAM = (1 << bit for bit in range(6))
 STATES = 3
 
 _LONG = 0xFFFFFFFFFFFFFFFF
-
-_address = Tensor.data_ptr
-_numel = Tensor.numel
-_contiguous = Tensor.is_contiguous
-_dtype = attrgetter("dtype")
-_negated = Tensor.is_neg
-_on_cpu = attrgetter("is_cpu")
+_CPU = torch.device("cpu")
 
 
 def available() -> bool:
@@ -164,8 +162,8 @@ class Kernels:
             UserError: If a tensor is not what C would take it for.
         """
         # All of these must live until the call is over: C has their addresses alone.
-        gradients = _contiguous_tensors([item.gradient for item in items])
-        table = _table(items, gradients, rule, encoding)
+        tensors = checked_tensors(items, rule, encoding, _CPU)
+        table = _table(items, tensors, rule, encoding)
         numbers, flags = _arguments(rule, inverse)
         words = array("Q", [word & _LONG for word in clock])
         self.library.halfstep_update(
@@ -177,7 +175,7 @@ class Kernels:
             words.buffer_info()[0],
             ctypes.addressof(team := self._team()),
         )
-        del gradients, team
+        del tensors, team
 
     def check_finite(
         self, gradients: Sequence[Tensor], *, norm: bool
@@ -187,9 +185,14 @@ class Kernels:
         Raises:
             UserError: If a gradient is of another kind.
         """
-        gradients = _contiguous_tensors(gradients)
-        codes = map(DTYPES.__getitem__, _dtypes_of(gradients, "gradient", DTYPES))
-        table = array("q", [*map(_numel, gradients), *map(_address, gradients), *codes])
+        gradients = contiguous_tensors(gradients)
+        check_tensors(gradients, "gradient", FLOATS, _CPU)
+        numels, addresses = (
+            map(Tensor.numel, gradients),
+            map(Tensor.data_ptr, gradients),
+        )
+        codes = [DTYPES[gradient.dtype] for gradient in gradients]
+        table = array("q", [*numels, *addresses, *codes])
         found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
         total = torch.zeros((), dtype=torch.float64, device="cpu")
         failed = self.library.halfstep_check_finite(
@@ -206,62 +209,6 @@ class Kernels:
         return found_inf, total
 
 
-def _contiguous_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return tensors without gaps and lazy signs; autograd gives others, too."""
-    if all(map(_contiguous, tensors)) and not any(map(_negated, tensors)):
-        return tensors
-    return [tensor.resolve_neg().contiguous() for tensor in tensors]
-
-
-def _dtypes_of(
-    tensors: Sequence[Tensor], what: str, allowed: Collection[torch.dtype]
-) -> list[torch.dtype]:
-    """Return dtypes; refuse tensors that C would read as something else.
-
-    Raises:
-        UserError: If one has another dtype or device, gaps, or a lazy sign.
-    """
-    dtypes = list(map(_dtype, tensors))
-    if not (set(dtypes).issubset(allowed) and all(map(_on_cpu, tensors))):
-        bad = (not t.is_cpu or t.dtype not in allowed for t in tensors)
-        index = next(i for i, wrong in enumerate(bad) if wrong)
-        message = (
-            f"{what} {index} is {dtypes[index]} on {tensors[index].device.type}; "
-            f"compiled kernels take {' or '.join(map(str, allowed))} on cpu."
-        )
-        raise UserError(message)
-    if _contiguous_tensors(tensors) is not tensors:
-        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
-        raise UserError(message)
-    return dtypes
-
-
-def _addresses(
-    tensors: Sequence[Tensor | None], what: str, dtype: torch.dtype, numels: list[int]
-) -> map[int]:
-    """Return addresses of tensors; refuse those that are not what C would read.
-
-    Raises:
-        UserError: If one is missing, or of another size, dtype or device.
-    """
-    present = [tensor for tensor in tensors if tensor is not None]
-    if len(present) != len(numels):
-        message = (
-            f"{what}: {len(present)} of {len(numels)} parameters have one; make it."
-        )
-        raise UserError(message)
-    _dtypes_of(present, f"{what} of parameter", (dtype,))
-    actual_numels = list(map(_numel, present))
-    if actual_numels != numels:
-        index = next(i for i, size in enumerate(actual_numels) if size != numels[i])
-        message = (
-            f"{what} of parameter {index} has {actual_numels[index]} numbers, not "
-            f"{numels[index]}. Load or make the state again."
-        )
-        raise UserError(message)
-    return map(_address, present)
-
-
 def _arguments(rule: Rule, inverse: float) -> tuple[array[float], int]:
     """Return a rule as kernels.c takes it: struct Numbers, and flags."""
     flags = MAXIMIZE * rule.maximize
@@ -275,44 +222,22 @@ def _arguments(rule: Rule, inverse: float) -> tuple[array[float], int]:
 
 
 def _table(
-    items: Sequence[ParamUpdate],
-    gradients: Sequence[Tensor],
-    rule: Rule,
-    encoding: str,
+    items: Sequence[ParamUpdate], tensors: UpdateTensors, rule: Rule, encoding: str
 ) -> array[int]:
     """Return the columns that kernels.c reads, each as long as there are items."""
-    weights = [item.weight for item in items]
-    dtypes = _dtypes_of(weights, "weight", WEIGHT_DTYPES[encoding])
-    codes = list(map(DTYPES.__getitem__, _dtypes_of(gradients, "gradient", DTYPES)))
+    codes = [DTYPES[gradient.dtype] for gradient in tensors.gradients]
     if encoding == "fp32":
-        codes = [c | DTYPES[low] << 2 for c, low in zip(codes, dtypes, strict=True)]
-    numels = list(map(_numel, weights))
-    if list(map(_numel, gradients)) != numels:
-        message = "A gradient has another size than its weight: give it its own."
-        raise UserError(message)
-    nothing = [0] * len(items)
+        pairs = zip(codes, tensors.weights, strict=True)
+        codes = [code | DTYPES[weight.dtype] << 2 for code, weight in pairs]
+    columns = [tensors.weights, tensors.gradients, tensors.residuals, *tensors.states]
+    columns += [()] * (STATES - len(tensors.states))
     # A list grows faster than an array does.
-    table = [*numels, *map(_address, weights), *map(_address, gradients)]
-    if encoding in RESIDUAL_DTYPES:
-        residuals = [item.residual for item in items]
-        table.extend(_addresses(residuals, "extra", RESIDUAL_DTYPES[encoding], numels))
-    else:
-        table.extend(nothing)
-    state_dtype = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
-    count = len(rule.state_keys)
-    for number in range(count):
-        states = [i.states[number] if len(i.states) > number else None for i in items]
-        table.extend(_addresses(states, f"state {number}", state_dtype, numels))
-    table.extend(nothing * (STATES - count))
-    if isinstance(rule, Sgd):
-        table.extend(nothing)
-        table.extend([item.param_index << 1 | item.is_first_step for item in items])
-    else:
-        steps = [item.step for item in items]
-        table.extend(_addresses(steps, "step", torch.float32, [1] * len(items)))
-        table.extend([item.param_index << 1 for item in items])
-    table.extend(codes)
-    return array("q", table)
+    table = list(tensors.numels)
+    for column in (*columns, tensors.steps):
+        table.extend(map(Tensor.data_ptr, column) if column else [0] * len(items))
+    is_sgd = isinstance(rule, Sgd)
+    table += [i.param_index << 1 | (is_sgd and i.is_first_step) for i in items]
+    return array("q", table + codes)
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from halfstep._torch import optimizer_hooks
 from halfstep.masters import cpu_kernels, eager_kernels, triton_kernels
 from halfstep.masters.encoding import PLAIN
-from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
+from halfstep.masters.update_rules import FLOATS, Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -90,7 +89,7 @@ def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
         reason = f"its parameters are on several devices: {', '.join(devices)}"
     elif any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in model_params):
         reason = "parameters are of a tensor class of their own"
-    elif not {param.dtype for param in model_params} <= _FLOATS:
+    elif not {param.dtype for param in model_params} <= {*FLOATS}:
         reason = "parameters are not all bf16, fp16 or fp32"
     elif not all(map(_is_dense, model_params)):
         reason = "a parameter's numbers do not lie side by side in memory"
@@ -341,7 +340,7 @@ def can_read(gradients: Iterable[Tensor]) -> bool:
     return all(
         type(gradient) in (torch.Tensor, torch.nn.Parameter)
         and gradient.layout == torch.strided
-        and gradient.dtype in _FLOATS
+        and gradient.dtype in FLOATS
         and not gradient.is_neg()
         for gradient in gradients
     )

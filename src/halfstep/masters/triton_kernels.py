@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,8 +19,17 @@ import torch
 
 from halfstep.errors import UserError
 from halfstep.masters import bf16_codecs
-from halfstep.masters.encoding import RESIDUAL_DTYPES, WEIGHT_DTYPES
-from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
+from halfstep.masters.update_rules import (
+    FLOATS,
+    Adam,
+    ParamUpdate,
+    Rule,
+    Sgd,
+    UpdateTensors,
+    check_tensors,
+    checked_tensors,
+    contiguous_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,12 +92,12 @@ def update(
         UserError: If an item's tensors do not fit the encoding.
     """
     device = inverse.device
-    # What is resolved here must live until the kernels are launched.
-    items = [_resolved(item) for item in items]
+    # They must live until the kernels are launched.
+    tensors = checked_tensors(items, rule, encoding, device)
     groups: dict[Kind, list[list[int]]] = {}
-    for item in items:
-        if item.weight.numel():
-            kind, line = _param_line(item, rule, encoding, clock, device)
+    for index, item in enumerate(items):
+        if tensors.numels[index]:
+            kind, line = _param_line(item, index, tensors, encoding, clock)
             groups.setdefault(kind, []).append(line)
     adam = isinstance(rule, Adam)
     code = _code()
@@ -138,12 +146,13 @@ def check_finite(
         message = "gradients=[] has nothing to look at; give at least one."
         raise UserError(message)
     device = gradients[0].device
+    gradients = contiguous_tensors(gradients)
+    check_tensors(gradients, "gradient", FLOATS, device)
     groups: dict[tuple[str, bool], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            flat = gradient.resolve_neg().contiguous()
-            aligned = flat.data_ptr() % _ALIGNED == 0
-            groups.setdefault((_dtype_name(flat, "gradient"), aligned), []).append(flat)
+            key = _DTYPE_NAMES[gradient.dtype], gradient.data_ptr() % _ALIGNED == 0
+            groups.setdefault(key, []).append(gradient)
     code = _code()
     with _on(device):
         found_inf = torch.zeros((), device=device)
@@ -243,101 +252,40 @@ def _far(rule: Adam) -> bool:
 
 
 def _flags(rule: Rule) -> int:
-    """Return what is compiled into the kernel, as bits that `triton_ops` names."""
+    """Return what is compiled into the kernel, as bits that `triton_jit` names."""
     flags = (rule.weight_decay != 0) | rule.maximize << 4
     if isinstance(rule, Sgd):
         return flags | rule.nesterov << 2
     return flags | rule.decoupled << 1 | rule.amsgrad << 3 | _far(rule) << 5
 
 
-def _resolved(item: ParamUpdate) -> ParamUpdate:
-    """Return an item whose gradient has its sign in memory; autograd may be lazy."""
-    if not item.gradient.is_neg():
-        return item
-    return replace(item, gradient=item.gradient.resolve_neg())
-
-
 def _param_line(
     item: ParamUpdate,
-    rule: Rule,
+    index: int,
+    tensors: UpdateTensors,
     encoding: str,
     clock: tuple[int, int],
-    device: torch.device,
 ) -> tuple[Kind, list[int]]:
-    """Return what kernel an item needs, and its line, once it is known to fit."""
-    weight, residual, gradient = item.weight, item.residual, item.gradient
-    allowed, residual_dtype = WEIGHT_DTYPES[encoding], RESIDUAL_DTYPES.get(encoding)
-    actual_dtype = None if residual is None else residual.dtype
-    if weight.dtype not in allowed or actual_dtype is not residual_dtype:
-        message = (
-            f"Item {item.param_index} has a weight of {weight.dtype} and "
-            f"{actual_dtype} beside it; form={encoding!r} takes "
-            f"{' or '.join(map(str, allowed))}, and {residual_dtype}."
-        )
-        raise UserError(message)
-    step = item.step
-    num_states = len(rule.state_keys)
-    if len(item.states) != num_states or (isinstance(rule, Adam) and step is None):
-        message = (
-            f"Item {item.param_index} has {len(item.states)} state tensors and "
-            f"{'no' if step is None else 'a'} step; {rule} needs {num_states}, "
-            "Adam a step."
-        )
-        raise UserError(message)
-    tensors = [gradient, weight, *item.states]
-    tensors += [] if residual is None else [residual]
-    numel = weight.numel()
-    for tensor in tensors:
-        is_plain = tensor.is_contiguous() and not tensor.is_neg()
-        if tensor.numel() != numel or not is_plain:
-            lazy = "lazy signs" if tensor.is_neg() else f"strides {tensor.stride()}"
-            message = (
-                f"Item {item.param_index} has a tensor of shape {tuple(tensor.shape)} "
-                f"and {lazy}; it must be contiguous, of {numel} numbers."
-            )
-            raise UserError(message)
-        if tensor.device != device:
-            message = (
-                f"Item {item.param_index} has a tensor on {tensor.device}; all must "
-                f"be where `inverse` is, on {device}."
-            )
-            raise UserError(message)
-    if step is not None and (step.device != device or step.dtype != torch.float32):
-        message = (
-            f"Item {item.param_index} counts steps in {step.dtype} on "
-            f"{step.device}; it must be fp32 on {device}, as with capturable=True."
-        )
-        raise UserError(message)
-    states = {state.dtype for state in item.states}
-    if len(states) > 1 or torch.float16 in states:
-        message = (
-            f"Item {item.param_index} keeps its state in "
-            f"{', '.join(map(str, states))}; it must be all fp32 or all bf16."
-        )
-        raise UserError(message)
-    word = _dtype_name(item.states[0], "state") if states else "none"
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    """Return what kernel an item needs, and its line of the table."""
+    weight, gradient = tensors.weights[index], tensors.gradients[index]
+    states = [column[index] for column in tensors.states]
+    address = weight.data_ptr()
+    residual = tensors.residuals[index].data_ptr() if tensors.residuals else 0
+    state_addresses = [state.data_ptr() for state in states]
+    addresses = [gradient.data_ptr(), address, residual, *state_addresses]
     aligned = not any(place % _ALIGNED for place in addresses)
+    state_name = _DTYPE_NAMES[states[0].dtype] if states else "none"
     line = [
-        *(addresses[0], numel, 0, addresses[1]),
-        0 if residual is None else addresses[-1],
-        *addresses[2 : 2 + num_states],
-        *(0,) * (3 - num_states),
-        0 if step is None else step.data_ptr(),
+        *(addresses[0], weight.numel(), 0, address, residual),
+        *state_addresses,
+        *(0,) * (3 - len(states)),
+        tensors.steps[index].data_ptr() if tensors.steps else 0,
         int(not item.is_first_step),
     ]
-    if encoding == "stochastic" or word == "bf16":
+    if encoding == "stochastic" or state_name == "bf16":
         line += bf16_codecs.key(*clock, item.param_index, 0)
         line += bf16_codecs.key(*clock, item.param_index, 1)
     else:
         line += (0, 0, 0, 0)
-    names = _DTYPE_NAMES[weight.dtype], _dtype_name(gradient, "gradient"), word
+    names = _DTYPE_NAMES[weight.dtype], _DTYPE_NAMES[gradient.dtype], state_name
     return (*names, aligned), line
-
-
-def _dtype_name(tensor: Tensor, role: str) -> str:
-    """Return the word that the kernels know a dtype by."""
-    if tensor.dtype not in _DTYPE_NAMES:
-        message = f"The {role} is {tensor.dtype}; it must be fp32, fp16 or bf16."
-        raise UserError(message)
-    return _DTYPE_NAMES[tensor.dtype]

@@ -7,10 +7,26 @@ optimizer does something else. Every fused kernel, compiled or not, takes these.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from halfstep.errors import UserError
+from halfstep.masters.encoding import (
+    BF16_STATE_ENCODINGS,
+    RESIDUAL_DTYPES,
+    WEIGHT_DTYPES,
+)
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection, Sequence
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that kernels read."""
+
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +89,108 @@ class ParamUpdate:
     """SGD: the momentum buffer is not filled yet; it takes the gradient as it is."""
     param_index: int = 0
     """Number of the parameter; random numbers depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTensors:
+    """The tensors of some updates by what they are, each as long as the updates."""
+
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    residuals: Sequence[Tensor]
+    """Empty where the encoding has none."""
+    states: Sequence[Sequence[Tensor]]
+    """For each of the rule's `state_keys`."""
+    steps: Sequence[Tensor]
+    """Empty for SGD."""
+    numels: list[int]
+
+
+def checked_tensors(
+    items: Sequence[ParamUpdate], rule: Rule, encoding: str, device: torch.device
+) -> UpdateTensors:
+    """Return the tensors of some updates, once a kernel may read their memory.
+
+    Raises:
+        UserError: If one is missing, has gaps, or is of another size, dtype or device.
+    """
+    weights = [item.weight for item in items]
+    check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
+    gradients = contiguous_tensors([item.gradient for item in items])
+    check_tensors(gradients, "gradient", FLOATS, device)
+    numels = list(map(Tensor.numel, weights))
+    if list(map(Tensor.numel, gradients)) != numels:
+        message = "A gradient has another size than its weight: give it its own."
+        raise UserError(message)
+
+    def complete(
+        tensors: Sequence[Tensor | None],
+        what: str,
+        dtype: torch.dtype,
+        sizes: list[int],
+    ) -> list[Tensor]:
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) != len(items):
+            message = (
+                f"{what}: {len(present)} of {len(items)} parameters have one; make it."
+            )
+            raise UserError(message)
+        check_tensors(present, f"{what} of parameter", (dtype,), device)
+        actual = list(map(Tensor.numel, present))
+        if actual != sizes:
+            index = next(i for i, size in enumerate(actual) if size != sizes[i])
+            message = (
+                f"{what} of parameter {index} has {actual[index]} numbers, not "
+                f"{sizes[index]}. Load or make the state again."
+            )
+            raise UserError(message)
+        return present
+
+    residuals, steps = [], []
+    if encoding in RESIDUAL_DTYPES:
+        dtype = RESIDUAL_DTYPES[encoding]
+        residuals = complete([i.residual for i in items], "residual", dtype, numels)
+    dtype = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
+    states = []
+    for number in range(len(rule.state_keys)):
+        column = [i.states[number] if len(i.states) > number else None for i in items]
+        states.append(complete(column, f"state {number}", dtype, numels))
+    if isinstance(rule, Adam):
+        ones = [1] * len(items)
+        steps = complete([i.step for i in items], "step", torch.float32, ones)
+    return UpdateTensors(weights, gradients, residuals, states, steps, numels)
+
+
+def contiguous_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return tensors without gaps and lazy signs; autograd gives others, too."""
+    if all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors)):
+        return tensors
+    return [tensor.resolve_neg().contiguous() for tensor in tensors]
+
+
+def check_tensors(
+    tensors: Sequence[Tensor],
+    what: str,
+    allowed: Collection[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Reject tensors that a kernel would read as something else.
+
+    Raises:
+        UserError: If one has another dtype or device, gaps, or a lazy sign.
+    """
+    # On a CPU `is_cpu` is read in a third of the time of `device`.
+    is_there = all(map(_is_cpu, tensors))
+    if device.type != "cpu":
+        is_there = all(tensor.device == device for tensor in tensors)
+    if not (is_there and set(map(_dtype, tensors)).issubset(allowed)):
+        bad = (t.device != device or t.dtype not in allowed for t in tensors)
+        index = next(i for i, wrong in enumerate(bad) if wrong)
+        message = (
+            f"{what} {index} is {tensors[index].dtype} on {tensors[index].device}; "
+            f"kernels take {' or '.join(map(str, allowed))} on {device}."
+        )
+        raise UserError(message)
+    if contiguous_tensors(tensors) is not tensors:
+        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
+        raise UserError(message)

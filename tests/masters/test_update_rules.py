@@ -1,0 +1,71 @@
+"""Tensors that a kernel would read as something else, rejected before it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernel_twin as twin
+import pytest
+import torch
+
+from halfstep.errors import UserError
+from halfstep.masters import cpu_kernels, triton_kernels
+
+LOW, WIDE = torch.ones(8).bfloat16(), torch.ones(8)
+ITEMS: list[tuple[str, Any, str]] = [
+    (
+        "gradient",
+        WIDE.double(),
+        "gradient 1 is torch.float64 on cpu; kernels take torch.float32 or torch.bfl",
+    ),
+    ("gradient", torch.ones(7), "A gradient has another size than its weight: "),
+    ("gradient", WIDE.to("meta"), "gradient 1 is torch.float32 on meta; "),
+    ("weight", WIDE.half(), "weight 1 is torch.float16 on cpu; "),
+    ("weight", torch.ones(16).bfloat16()[::2], "A weight has gaps or lazy signs: "),
+    (
+        "residual",
+        torch.ones(7, dtype=torch.int16),
+        "residual of parameter 1 has 7 numbers, not 8. Load or make the state again.",
+    ),
+    ("residual", None, "residual: 1 of 2 parameters have one; make it."),
+    ("residual", WIDE, "residual of parameter 1 is torch.float32 on cpu; "),
+    ("states", (WIDE, LOW), "state 1 of parameter 1 is torch.bfloat16 on cpu; "),
+    ("states", (WIDE,), "state 1: 1 of 2 parameters have one; make it."),
+    ("states", (WIDE.int(), WIDE), "state 0 of parameter 1 is torch.int32 on cpu; "),
+    ("states", (WIDE.to("meta"), WIDE), "is torch.float32 on meta; "),
+    ("states", (torch.ones(1).expand(8), WIDE), "has gaps or lazy signs: "),
+    ("states", (torch._neg_view(WIDE), WIDE), "has gaps or lazy signs: "),
+    ("step", torch.ones((), dtype=torch.float64), "step of parameter 1 is torch.float"),
+    ("step", torch.ones((), device="meta"), "step of parameter 1 is torch.float32 on "),
+    ("step", None, "step: 1 of 2 parameters have one; make it."),
+]
+
+
+@pytest.mark.parametrize("kernel", [cpu_kernels, triton_kernels])
+@pytest.mark.parametrize(("name", "value", "words"), ITEMS)
+def test_refused(kernel: Any, name: str, value: Any, words: str) -> None:
+    """Law: what a kernel would misread is refused, with its place; nothing changes."""
+    one = torch.ones(())
+    more = {"found_inf": one} if kernel is triton_kernels else {}
+    if kernel is cpu_kernels:
+        twin.ready(kernel)
+    items = twin.make(twin.ADAMW, "split", sizes=((6,), (8,)))
+    twin.next_step(items, torch.bfloat16, 0)
+    setattr(items[1], name, value)
+    before = [tensor.clone() for tensor in twin.held(items[0])]
+    with pytest.raises(UserError) as caught:
+        kernel.update(items, twin.ADAMW, "split", inverse=one, clock=(0, 0), **more)
+    assert words in str(caught.value)
+    for now, then in zip(twin.held(items[0]), before, strict=True):
+        assert twin.same_bits(now, then)
+
+
+@pytest.mark.parametrize("kernel", [cpu_kernels, triton_kernels])
+def test_gradients_refused(kernel: Any) -> None:
+    """Law: of gradients alone, the dtype and the device are checked."""
+    if kernel is cpu_kernels:
+        twin.ready(kernel)
+    with pytest.raises(UserError, match=r"gradient 1 is torch\.int32 on cpu"):
+        kernel.check_finite([WIDE, WIDE.int()], norm=True)
+    with pytest.raises(UserError, match=r"gradient 1 is torch\.float32 on meta"):
+        kernel.check_finite([WIDE, WIDE.to("meta")], norm=True)
