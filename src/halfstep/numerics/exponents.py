@@ -17,7 +17,7 @@ from halfstep.numerics.formats import parse
 from halfstep.numerics.local_tensor import local_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -27,28 +27,6 @@ twice that. Bin 0 counts zeros, the last one inf and NaN."""
 
 _BIAS = 1023
 _CHUNK_NUMEL = 2**20  # Numbers widened at a time: 8 MB, not four times the tensor.
-
-
-def exponents(tensors: Iterable[Tensor], scale: Tensor) -> Tensor:
-    """Count numbers by floor(log2(abs(number / scale))).
-
-    Args:
-        tensors: Scaled; floating or complex, dense or sparse, on any devices.
-        scale: What they are multiplied by. A power of two, shape (); of another number
-            counts may stand one bin too high, never too low.
-
-    Returns:
-        int64, shape (BINS,), on the device of `scale`.
-
-    Example:
-        >>> histogram = exponents([torch.tensor([8.0, 9.0, 0.0])], torch.tensor(4.0))
-        >>> (histogram.nonzero().flatten() - 1023).tolist()
-        [-1023, 1]
-    """
-    total = torch.zeros(BINS, dtype=torch.int64, device=scale.device)
-    for tensor in tensors:
-        total += count_exponents(tensor).to(total.device)
-    return unscale_histogram(total, scale)
 
 
 @torch.no_grad()

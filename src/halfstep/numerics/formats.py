@@ -1,7 +1,7 @@
-"""Float formats as facts, and the one function that casts nested values.
+"""Float formats as facts, and functions over the tensors of nested values.
 
 In: a word ("bf16"), a dtype, or any nested value that holds tensors. Out: a
-`FloatFormat`, or the same value with its floating tensors in another dtype.
+`FloatFormat`, or the same value with its tensors changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from halfstep.errors import UserError, format_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -128,8 +128,22 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
         value: A tensor, a nested container of tensors, or anything else.
         dtype: The dtype to cast to.
     """
-    cast: T = _NestedCast(dtype).cast(value)[0]
-    return cast
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype in _BY_DTYPE else tensor
+
+    return map_tensors(value, cast)
+
+
+def map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Return a nested value with each of its tensors changed, as `cast_floating` does.
+
+    Args:
+        value: As of `cast_floating`.
+        change: Returns what takes a tensor's place; itself if it is to stay.
+    """
+    changed: T = _NestedMap(change).apply(value)[0]
+    return changed
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
@@ -144,11 +158,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
         yield from tensors_in(item)
 
 
-class _NestedCast:
-    """One cast of a nested value, which remembers what it has met."""
+class _NestedMap:
+    """A function over each tensor of a nested value; remembers what it has met."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._change = change
         self._copies: dict[int, tuple[Any, Any]] = {}
         """Id -> what has it, kept alive so that no other gets it, and its copy; None
         while nothing in it was cast."""
@@ -170,15 +184,14 @@ class _NestedCast:
         self._traced.append(value)
         return -len(self._traced)
 
-    def cast(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
-        """Return what stands for a value, and whether that is a copy."""
+    def apply(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
+        """Return what stands for a value, and whether that is another object."""
         if isinstance(value, torch.Tensor):
-            if value.dtype not in _BY_DTYPE or value.dtype == self._dtype:
-                return value, False
             key = self._key(value)
             if key not in self._copies:
-                self._copies[key] = value, value.to(self._dtype)
-            return self._copies[key][1], True
+                self._copies[key] = value, self._change(value)
+            copied = self._copies[key][1]
+            return copied, copied is not value
         items = _items(value)
         if items is None:
             return value, False
@@ -192,16 +205,16 @@ class _NestedCast:
         return (value, False) if copied is None else (copied, True)
 
     def _fill(self, value: Any, key: int, items: list[tuple[Any, Any]]) -> None:  # noqa: ANN401
-        """Cast what a container holds; copy it if that makes a difference."""
+        """Change what a container holds; copy it if that makes a difference."""
         self._open_keys.add(key)
         if isinstance(value, tuple):
-            cast = [self.cast(item) for _, item in items]
-            if any(changed for _, changed in cast):
-                copied = _tuple_like(value, [item for item, _ in cast])
+            pairs = [self.apply(item) for _, item in items]
+            if any(changed for _, changed in pairs):
+                copied = _tuple_like(value, [item for item, _ in pairs])
                 self._copies[key] = value, copied
         else:
             for name, item in items:
-                new, changed = self.cast(item)
+                new, changed = self.apply(item)
                 if changed:
                     _set_item(self._copy(value, key), name, new)
         self._open_keys.remove(key)

@@ -1,7 +1,7 @@
 """What the numbers of a tensor are like, and what a cast to another format would lose.
 
 In: a floating tensor. Out: `TensorStats`, measured on the device; nothing waits until
-it is read. Those of several tensors, steps and ranks merge into one.
+it is read. Those of several tensors and steps merge into one.
 """
 
 from __future__ import annotations
@@ -221,32 +221,6 @@ class TensorStats:
         _require_same_kind(self, other)
         return TensorStats(self.dtype, self.casts, self.counted.add(other.counted))
 
-    def over_ranks(self, group: dist.ProcessGroup | None = None) -> TensorStats:
-        """Return the statistics of the numbers of all processes.
-
-        All of them must call it, with tensors of one dtype. Three small collectives;
-        without torch.distributed nothing changes.
-
-        Args:
-            group: Processes that take part; None: all.
-        """
-        return TensorStats(
-            self.dtype, self.casts, all_reduce_counts(self.counted, group)
-        )
-
-    def read(self) -> TensorStats:
-        """Return the same on the host, with every number there. Waits."""
-        cpu = torch.device("cpu")
-        counted = self.counted
-        on_cpu = (
-            counted.counts.to(cpu),
-            counted.sums.to(cpu),
-            counted.extremes.to(cpu),
-        )
-        stats = TensorStats(self.dtype, self.casts, Counts(*on_cpu))
-        assert stats._read  # noqa: S101
-        return stats
-
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`. Waits for the device."""
         facts = {name: self._fact(name) for name in FACTS}
@@ -262,22 +236,6 @@ class TensorStats:
                 for name, loss in losses.items()
             },
         }
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> TensorStats:
-        """Return the statistics that `data` was made from, on the host.
-
-        Raises:
-            UserError: If something is missing or is no number.
-        """
-        try:
-            return _from_data(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            message = (
-                f"these are no statistics of a tensor: {error!r}; give what "
-                "TensorStats.data() returned."
-            )
-            raise UserError(message) from error
 
 
 _SUMS = ("signal", "noise")
@@ -340,29 +298,3 @@ def _require_same_kind(one: TensorStats, other: TensorStats) -> None:
             f"{other.dtype} (casts: {names[1]}): measure both alike."
         )
         raise UserError(message)
-
-
-def _from_data(data: dict[str, Any]) -> TensorStats:
-    casts = tuple(formats.parse(name) for name in data["casts"])
-    losses = list(data["casts"].values())
-    counted = Counts.zeros(len(casts), torch.device("cpu"))
-    facts = {name: int(data[name]) for name in FACTS}
-    bins = {int(at) + _BIAS: int(many) for at, many in data["exponents"].items()}
-    # What lies in no other bin: zeros and fp64's own subnormal numbers.
-    bad = facts["infs"] + facts["nans"]
-    bins[0] = facts["count"] - bad - sum(bins.values())
-    bins[BINS - 1] = bad
-    if not all(0 <= at < BINS for at in bins):
-        message = f"exponents from {1 - _BIAS} to {BINS - 2 - _BIAS} only"
-        raise ValueError(message)
-    for at, many in bins.items():
-        counted.counts[at] = many
-    lost = [int(loss[name]) for loss in losses for name in LOSSES]
-    counted.counts[BINS:] = torch.tensor([*facts.values(), *lost])
-    signal = float(losses[0]["signal"]) if losses else 0.0
-    sums = [signal, *(float(loss["noise"]) for loss in losses)]
-    counted.sums[:] = torch.tensor(sums, dtype=torch.float64)
-    amax, amin = float(data["amax"]), float(data["amin"])
-    ends = [amax, -amin if amin else -math.inf]
-    counted.extremes[:] = torch.tensor(ends, dtype=torch.float64)
-    return TensorStats(str(data["dtype"]), casts, counted)

@@ -1,20 +1,13 @@
-"""Halves of a batch, and a function over each tensor of a nested value."""
+"""Halves of a batch."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections import Counter
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from halfstep.numerics.formats import tensors_in
+from halfstep.numerics.formats import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 _FEWEST = 2
@@ -49,28 +42,3 @@ def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
         return item[half : 2 * half] if is_batched else item
 
     return map_tensors(batch, first), map_tensors(batch, second)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
-    """Return a copy of a nested value with each of its tensors changed.
-
-    Args:
-        value: Lists, tuples, named ones too, mappings and dataclasses keep their kind.
-        change: Gives what stands for a tensor.
-    """
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, MutableMapping):
-        copied = copy.copy(value)
-        for key in list(copied):
-            copied[key] = map_tensors(copied[key], change)
-        return copied
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        inside = {name: map_tensors(getattr(value, name), change) for name in names}
-        return dataclasses.replace(value, **inside)
-    return value

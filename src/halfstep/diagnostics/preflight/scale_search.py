@@ -15,7 +15,7 @@ from halfstep.errors import UserError
 from halfstep.machine.recommendation import Choice
 from halfstep.numerics import tree
 from halfstep.numerics.exponents import largest_safe_scale
-from halfstep.numerics.formats import FP16, FP32
+from halfstep.numerics.formats import FP16, FP32, map_tensors
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy, Rule
 from halfstep.scaling import ScaleRule
@@ -104,12 +104,12 @@ class ScaleSearch:
         """
         try:
             for batch in self.batches:
-                tree.map_tensors(batch, _copied)
+                map_tensors(batch, _copied)
         except Exception as error:  # noqa: BLE001 -- of the user's own containers
             why = line_of(error)
             self.notes.append(f"the batch is not copied ({why}): loss_fn may change it")
             return loss_fn
-        return lambda model, batch: loss_fn(model, tree.map_tensors(batch, _copied))
+        return lambda model, batch: loss_fn(model, map_tensors(batch, _copied))
 
     def _reference(self, number: int) -> Pass:
         batch = self.batches[number]
