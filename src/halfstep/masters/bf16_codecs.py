@@ -86,7 +86,7 @@ def split_decode_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
         remainder: int16.
         master: fp32, written.
     """
-    if _can_check(master):
+    if master.is_cpu:
         bits = master.view(torch.int32)
         bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
         # Borrows one from the high half where the remainder is negative, which makes
@@ -265,18 +265,13 @@ def _all_finite(values: Tensor) -> bool:
 
     Never on a device, where the answer would synchronize with the host.
     """
-    return _can_check(values) and bool(torch.isfinite(values.sum()))
-
-
-def _can_check(values: Tensor) -> bool:
-    return values.is_cpu and not torch.compiler.is_compiling()
+    return values.is_cpu and bool(torch.isfinite(values.sum()))
 
 
 def _scratch_like(
     name: str, like: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    is_small = like.numel() <= _MAX_SCRATCH and like.is_contiguous()
-    if not is_small or torch.compiler.is_compiling():
+    if like.numel() > _MAX_SCRATCH or not like.is_contiguous():
         return torch.empty_like(like, dtype=dtype)
     return scratch(name, like.numel(), dtype, like.device).view(like.shape)
 

@@ -1,0 +1,572 @@
+"""Codecs of compact master weights, on every bit pattern that matters.
+
+The oracles are the formats themselves: numpy's integers, torch's casts and float64.
+Whoever changes a random number here changes the course of every run that is resumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from halfstep.masters import bf16_codecs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+BF16 = torch.bfloat16
+CHUNK = 1 << 24
+INF = 0x7F800000
+LOWS = (0, 1, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+ALL = 1 << 16
+DRAWS = torch.arange(ALL, dtype=torch.int32)
+WORDS = st.integers(0, 2**32 - 1)
+
+
+def dense() -> NDArray[np.uint32]:
+    """Every high half with each of `LOWS`, and one with a low half drawn for it."""
+    highs = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    drawn = np.random.default_rng(0).integers(1 << 16, size=1 << 16, dtype=np.uint32)
+    return np.concatenate([*(highs | np.uint32(low) for low in LOWS), highs | drawn])
+
+
+def floats(patterns: NDArray[np.uint32] | list[int]) -> Tensor:
+    """Return fp32 numbers of these bits."""
+    unsigned = np.asarray(patterns, dtype=np.uint32)
+    return torch.from_numpy(unsigned.view(np.int32)).view(torch.float32)
+
+
+def bits(values: Tensor) -> Any:
+    """Return the bits of fp32, bf16 or int16, unsigned."""
+    if values.dtype is torch.float32:
+        return values.detach().view(torch.int32).numpy().view(np.uint32)
+    return values.detach().view(torch.int16).numpy().view(np.uint16)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight and remainder of a master."""
+    weight = torch.empty_like(master, dtype=BF16)
+    remainder = torch.empty_like(master, dtype=torch.int16)
+    bf16_codecs.split_encode_(master, weight, remainder)
+    return weight, remainder
+
+
+def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return the master of a weight and remainder."""
+    master = torch.empty_like(weight, dtype=torch.float32)
+    bf16_codecs.split_decode_(weight, remainder, master)
+    return master
+
+
+def kahan(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight and compensation of a master."""
+    weight = torch.empty_like(master, dtype=BF16)
+    compensation = torch.empty_like(master, dtype=BF16)
+    bf16_codecs.kahan_encode_(master, weight, compensation)
+    return weight, compensation
+
+
+def added(weight: Tensor, compensation: Tensor) -> Tensor:
+    """Return the master of a weight and compensation."""
+    master = torch.empty_like(weight, dtype=torch.float32)
+    bf16_codecs.kahan_decode_(weight, compensation, master)
+    return master
+
+
+def rounded(values: Tensor, random_bits: Tensor) -> Tensor:
+    """Return values rounded with these draws."""
+    out = torch.empty_like(values, dtype=BF16)
+    bf16_codecs.stochastic_round_(values, out, random_bits)
+    return out
+
+
+# split: bf16 and the low half
+
+
+def is_nan(patterns: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Say which bits are NaN."""
+    return (patterns & np.uint32(0x7FFFFFFF)) > INF
+
+
+def come_back(patterns: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return what bits must be after both ways: NaN become quiet, the rest the same."""
+    return np.where(is_nan(patterns), patterns | np.uint32(0x00400000), patterns)
+
+
+def size_of(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Return magnitudes as the format defines them; 2**128 where it says infinite."""
+    exponent = (patterns >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
+    fraction = (patterns & np.uint32(0x7FFFFF)).astype(np.float64)
+    return np.ldexp(fraction + (exponent > 0) * 2.0**23, np.maximum(exponent, 1) - 150)
+
+
+def nearest_away(patterns: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """Round to bf16 by distance: of two neighbours the nearer, the outer one of two."""
+    inner = patterns & np.uint32(0xFFFF0000)
+    outer = inner + np.uint32(0x10000)
+    size = size_of(patterns)
+    out = size_of(outer) - size <= size - size_of(inner)
+    away = np.where(out, outer, inner)
+    special = (patterns & np.uint32(INF)) == INF
+    return (np.where(special, come_back(patterns), away) >> 16).astype(np.uint16)
+
+
+def test_split() -> None:
+    """Law: the weight is the nearest bf16, half away; the remainder the low half.
+
+    Decoded is what was encoded, bit for bit; a NaN gains bit 22 alone.
+    """
+    patterns = dense()
+    weight, remainder = split(floats(patterns))
+    np.testing.assert_array_equal(bits(weight), nearest_away(patterns))
+    np.testing.assert_array_equal(bits(remainder), patterns.astype(np.uint16))
+    np.testing.assert_array_equal(bits(joined(weight, remainder)), come_back(patterns))
+
+
+@pytest.mark.slow
+def test_split_of_every_number() -> None:
+    """Law: all of the 2**32 patterns come back so; no two numbers share a code."""
+    counted = torch.arange(CHUNK, dtype=torch.int32)
+    for start in range(-(1 << 31), 1 << 31, CHUNK):
+        patterns = counted + start
+        master = patterns.view(torch.float32)
+        weight, remainder = split(master)
+        nan = master.isnan()
+        expected = torch.where(nan, patterns | 0x00400000, patterns)
+        found = joined(weight, remainder).view(torch.int32)
+        assert torch.equal(found, expected), f"from {start:#x} on"
+        assert torch.equal(weight.isnan(), nan), f"from {start:#x} on"
+
+
+def test_split_of_every_code() -> None:
+    """Law: decoding and encoding give back each code that a master can have.
+
+    The others decode to what does no harm: a zero weight to next to nothing, a NaN to
+    NaN, an infinite weight with a positive remainder to NaN.
+    """
+    patterns = dense()
+    weight = torch.from_numpy((patterns >> 16).astype(np.uint16).view(np.int16))
+    remainder = torch.from_numpy(patterns.astype(np.uint16).view(np.int16))
+    master = joined(weight.view(torch.bfloat16), remainder)
+    again = split(master)
+
+    size = weight.to(torch.int32) & 0x7FFF
+    emptied = (size == 0) & (remainder < 0)
+    infinite = (size == INF >> 16) & (remainder > 0)
+    nan = size > INF >> 16
+    usual = ~(emptied | infinite | nan)
+    assert torch.equal(again[0].view(torch.int16)[usual], weight[usual])
+    assert torch.equal(again[1][usual], remainder[usual])
+    # Two zeros with three of the lows, and the one that was drawn.
+    assert 6 <= int(emptied.sum()) <= 8
+    assert bool((master[emptied].abs() < 2.0**-133).all())
+    assert bool(master[infinite | nan].isnan().all())
+    assert bool(master[usual].isfinite().logical_or(master[usual].isinf()).all())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "high"),
+    [
+        (0x00000000, 0x0000),
+        (0x80000000, 0x8000),
+        (0x00000001, 0x0000),  # the smallest subnormal
+        (0x00007FFF, 0x0000),
+        (0x00008000, 0x0001),
+        (0x807FFFFF, 0x8080),  # the largest one, rounded to a normal number
+        (0x3F808000, 0x3F81),  # a tie; to even it would be 0x3F80
+        (0x3F80FFFF, 0x3F81),
+        (0x7F7F7FFF, 0x7F7F),
+        (0x7F7F8000, 0x7F80),  # beyond the largest bf16
+        (0x7F7FFFFF, 0x7F80),  # the largest fp32
+        (0xFF7FFFFF, 0xFF80),
+        (0x7F800000, 0x7F80),
+        (0xFF800000, 0xFF80),
+        (0x7FFFFFFF, 0x7FFF),  # NaN: a carry would make it -0.0
+        (0xFFFF8000, 0xFFFF),  # and this 0.0
+        (0x7F800001, 0x7FC0),  # cut off, its payload leaves infinity
+        (0xFFC00000, 0xFFC0),  # that of x86
+    ],
+)
+def test_split_edges(pattern: int, high: int) -> None:
+    """Law: zeros keep signs, subnormals survive, infinite weights and NaN hide no bit.
+
+    A NaN gains bit 22.
+    """
+    weight, remainder = split(floats([pattern]))
+    assert bits(weight)[0] == high
+    back = come_back(np.array([pattern], dtype=np.uint32))
+    assert bits(joined(weight, remainder))[0] == back[0]
+
+
+# kahan: bf16 and a compensation term
+
+
+def bound(master: Tensor) -> Tensor:
+    """Return how far off a master may come back: see `bf16_codecs.kahan_encode_`."""
+    fraction, exponent = torch.frexp(master.double())
+    # frexp's fractions are from a half to 1, the format's from 1 to 2.
+    one = torch.ones_like(fraction)
+    return torch.ldexp(one, exponent - 1 - 17).clamp(2.0**-134)
+
+
+def test_kahan() -> None:
+    """Law: the weight is torch's cast; the other torch's cast of what is missing."""
+    master = floats(dense())
+    weight, compensation = kahan(master)
+    nearest = master.bfloat16()
+    nan = nearest.isnan()
+    assert torch.equal(weight.isnan(), nan)
+    np.testing.assert_array_equal(bits(weight[~nan]), bits(nearest[~nan]))
+    missing = (master.double() - nearest.double()).float().bfloat16()
+    missing[~nearest.isfinite()] = 0
+    np.testing.assert_array_equal(bits(compensation), bits(missing))
+
+
+def test_kahan_is_close() -> None:
+    """Law: off by at most 2**-17 of it, or 2**-134; both bounds are reached."""
+    master = floats(dense())
+    weight, compensation = kahan(master)
+    kept = weight.isfinite()
+    master, back = master[kept], added(weight, compensation)[kept]
+    error = (back.double() - master.double()).abs()
+    assert bool((error <= bound(master)).all())
+    normal = master.abs() >= 2.0**-117
+    assert float((error / master.double().abs())[normal].max()) <= 2.0**-17
+    assert bool((error == bound(master))[normal].any())
+    assert bool((error == 2.0**-134)[~normal].any())
+
+
+def test_kahan_adds_exactly() -> None:
+    """Law: the sum of the two parts is an fp32 number; decoding rounds nothing."""
+    weight, compensation = kahan(floats(dense()))
+    kept = weight.isfinite()
+    weight, compensation = weight[kept], compensation[kept]
+    exact = weight.double() + compensation.double()
+    assert torch.equal(added(weight, compensation).double(), exact)
+
+
+def test_kahan_is_stable() -> None:
+    """Law: a truth that came back once comes back equal for ever.
+
+    Except for the last 2**-17 of what has a finite weight: it comes back as the least
+    number that has an infinite one.
+    """
+    weight, compensation = kahan(floats(dense()))
+    truth = added(weight, compensation)
+    truth = truth[weight.isfinite() & (truth.abs() < float.fromhex("0x1.ffp127"))]
+    assert torch.equal(added(*kahan(truth)), truth)
+    assert len(truth) > 500_000
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "compensation"),
+    [
+        (1.001, 1.0, 0.00099945068359375),
+        (2.0**-149, 0.0, 0.0),
+        (2.0**-134 * 1.5, 2.0**-133, 0.0),
+        (-(2.0**-133), -(2.0**-133), 0.0),
+        (3.4028234663852886e38, float("inf"), 0.0),
+        (float("inf"), float("inf"), 0.0),
+        (float("-inf"), float("-inf"), 0.0),
+    ],
+)
+def test_kahan_edges(value: float, weight: float, compensation: float) -> None:
+    """Law: what is too small is lost, what is too large is infinite, with no NaN."""
+    found = kahan(torch.tensor([value]))
+    assert [float(part) for part in found] == [weight, compensation]
+    assert float(added(*found)) == weight + compensation
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7F800001, 0x7FC00000])
+@pytest.mark.parametrize("sign", [0, -(1 << 31)])
+def test_kahan_of_nan(pattern: int, sign: int) -> None:
+    """Law: NaN is NaN in the weight with the sign it had, and when decoded."""
+    master = torch.tensor([pattern + sign], dtype=torch.int32).view(torch.float32)
+    weight, compensation = kahan(master)
+    assert weight.isnan().all()
+    assert bool(weight.view(torch.int16) < 0) == (sign < 0)
+    assert not compensation.any()
+    assert added(weight, compensation).isnan().all()
+
+
+def test_kahan_of_zeros() -> None:
+    """Law: a zero is a zero; only the weight keeps its sign."""
+    weight, compensation = kahan(torch.tensor([0.0, -0.0]))
+    assert weight.signbit().tolist() == [False, True]
+    assert added(weight, compensation).signbit().tolist() == [False, False]
+
+
+# Random numbers, and rounding with them
+
+
+def drawn(seed: int, step: int, index: int, stream: int, numel: int) -> list[Tensor]:
+    """Return both halves of one tensor's random numbers."""
+    words = bf16_codecs.key(seed, step, index, stream)
+    return list(bf16_codecs.random_bits16(words, numel, "cpu"))
+
+
+def twin_key(*numbers: int) -> tuple[int, int]:
+    """Return the key in uint64 that wraps by itself."""
+    state = np.zeros(1, dtype=np.uint64)
+    for number in numbers:
+        state ^= np.array([number % 2**64], dtype=np.uint64)
+        state += np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    low, high = state.view(np.dtype("<u4")).tolist()
+    return low, high
+
+
+def twin_mix(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Scramble in uint32 that wraps by itself."""
+    words = (words ^ words >> np.uint32(16)) * np.uint32(0x21F0AAAD)
+    words = (words ^ words >> np.uint32(15)) * np.uint32(0x735A2D97)
+    return words ^ words >> np.uint32(15)
+
+
+def twin_random(words: tuple[int, int], numel: int, start: int) -> NDArray[np.uint32]:
+    """Return the 32 bits of each element."""
+    numbers = (start + np.arange(numel, dtype=np.uint64)).astype(np.uint32)
+    return twin_mix(twin_mix(numbers + np.uint32(words[0])) ^ np.uint32(words[1]))
+
+
+def undone(mixed: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Take back `mix`, step by step."""
+    for shift, factor in ((15, 0x735A2D97), (15, 0x21F0AAAD)):
+        mixed = mixed ^ mixed >> np.uint32(shift) ^ mixed >> np.uint32(2 * shift)
+        mixed = mixed * np.uint32(pow(factor, -1, 2**32))
+    return mixed ^ mixed >> np.uint32(16)
+
+
+@pytest.mark.parametrize(
+    ("drawn_before", "number"),
+    [
+        (0, 6457827717110365317),
+        (1, 3203168211198807973),
+        (2, 9817491932198370423),
+    ],
+)
+def test_splitmix(drawn_before: int, number: int) -> None:
+    """Law: it is splitmix64, by the numbers published for the seed 1234567."""
+    state = (1234567 + drawn_before * 0x9E3779B97F4A7C15) % 2**64
+    assert bf16_codecs.splitmix(state) == number
+
+
+@given(*[st.integers(-(2**70), 2**70)] * 4)
+def test_key_is_its_twin(seed: int, step: int, index: int, stream: int) -> None:
+    """Law: any four integers give two words, the twin's."""
+    words = bf16_codecs.key(seed, step, index, stream)
+    assert words == twin_key(seed, step, index, stream)
+    assert all(0 <= word < 2**32 for word in words)
+
+
+def test_keys_differ() -> None:
+    """Law: each of the four counts, and so does their order."""
+    numbers = list(itertools.product(range(6), repeat=4))
+    assert len({bf16_codecs.key(*four) for four in numbers}) == len(numbers)
+    for half in (0, 1):
+        assert len({bf16_codecs.key(*four)[half] for four in numbers}) == len(numbers)
+
+
+def test_mix_is_its_twin_and_one_to_one() -> None:
+    """Law: arithmetic modulo 2**32, of which every step can be taken back."""
+    generator = np.random.default_rng(0)
+    words = generator.integers(2**32, size=100_003, dtype=np.uint32)
+    words[:6] = [0, 1, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF]
+    given_words = torch.from_numpy(words.astype(np.int64))
+    mixed = bf16_codecs.mix(given_words).numpy()
+    np.testing.assert_array_equal(mixed, twin_mix(words))
+    np.testing.assert_array_equal(undone(mixed.astype(np.uint32)), words)
+    np.testing.assert_array_equal(given_words.numpy(), words, "the argument changed")
+
+
+@given(WORDS, WORDS, st.integers(0, 40), st.integers(0, 2**34))
+def test_random16_is_its_twin(first: int, second: int, numel: int, start: int) -> None:
+    """Law: for any key, length and start, past 2**32 too."""
+    words = (first, second)
+    high, low = bf16_codecs.random_bits16(words, numel, "cpu", start)
+    expected = twin_random(words, numel, start)
+    assert high.dtype is low.dtype is torch.int32
+    np.testing.assert_array_equal(high.numpy(), expected >> np.uint32(16))
+    np.testing.assert_array_equal(low.numpy(), expected & np.uint32(0xFFFF))
+
+
+def test_chunks_are_the_whole() -> None:
+    """Law: a tensor in chunks draws what it draws whole, and nothing from torch."""
+    words, before = bf16_codecs.key(1, 2, 3, 0), torch.get_rng_state()
+    whole = bf16_codecs.random_bits16(words, 1000, "cpu")
+    sizes = [1, 2, 300, 697]
+    starts = itertools.accumulate(sizes, initial=0)
+    chunks = [
+        bf16_codecs.random_bits16(words, size, "cpu", start)
+        for size, start in zip(sizes, starts, strict=False)
+    ]
+    for half in (0, 1):
+        assert torch.equal(torch.cat([chunk[half] for chunk in chunks]), whole[half])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_are_uniform() -> None:
+    """Law: each half falls into 256 bins alike, by high bits and by low bits.
+
+    Chi-square of 255 degrees has mean 255 and variance 510; five deviations are allowed
+    both ways, as draws may also be too even.
+    """
+    numel = 1 << 20
+    halves = drawn(0, 0, 0, 0, numel)
+    assert len(torch.unique(halves[0].long() << 16 | halves[1])) == numel
+    for half in halves:
+        for bins in (half >> 8, half & 0xFF):
+            counts = torch.bincount(bins, minlength=256).double()
+            chi_square = float((counts - numel / 256).square().sum() / (numel / 256))
+            assert abs(chi_square - 255) < 5 * 510**0.5
+
+
+def test_draws_are_independent() -> None:
+    """Law: streams, steps, parameters, seeds, halves and neighbours do not correlate.
+
+    Without correlation its estimate has a standard error of 1 / sqrt(n); 231 pairs are
+    looked at, and five errors allowed.
+    """
+    numel = 1 << 16
+    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 0), (0, 1, 0, 0), (0, 2, 0, 0)]
+    keys += [(0, 0, 1, 0), (0, 0, 2, 0), (0, 0, 0, 1), (1, 1, 0, 0), (1, 1, 1, 1)]
+    rows = [half for four in keys for half in drawn(*four, numel)]
+    rows += [rows[0].roll(1), rows[0].roll(256)]
+    found = torch.corrcoef(torch.stack(rows).double())
+    found.fill_diagonal_(0)
+    assert found.shape == (22, 22)
+    assert float(found.abs().max()) < 5 / numel**0.5
+
+
+@pytest.mark.parametrize("low", [0, 1, 2, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+@pytest.mark.parametrize("high", [0x0000, 0x007F, 0x3F80, 0x7F7E, 0x8000, 0xC2AB])
+def test_the_odds(high: int, low: int) -> None:
+    """Law: of all 65536 draws as many round away from zero as the low half says."""
+    values = floats([high << 16 | low]).expand(ALL).contiguous()
+    found = rounded(values, DRAWS).view(torch.int16).to(torch.int32) & 0xFFFF
+    assert int((found == high + 1).sum()) == low
+    assert int((found == high).sum()) == ALL - low
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x8000, 0xFFFF])
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_never_infinite(sign: int, low: int) -> None:
+    """Law: no draw takes a finite number beyond the largest bf16."""
+    values = floats([(0x7F7F | sign) << 16 | low]).expand(ALL).contiguous()
+    largest = torch.finfo(BF16).max
+    assert set(rounded(values, DRAWS).tolist()) == {-largest if sign else largest}
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, 0x7FBFFFFF])
+@pytest.mark.parametrize("sign", [0, 1 << 31])
+def test_rounding_of_nan(pattern: int, sign: int) -> None:
+    """Law: whatever the draw; unguarded, 0x7FFFFFFF becomes -0.0."""
+    values = floats([pattern | sign]).expand(ALL).contiguous()
+    found = rounded(values, DRAWS)
+    assert found.isnan().all()
+    assert len(found.view(torch.int16).unique()) == 1, "its bits hang on the draw"
+    assert bool((found.view(torch.int16) < 0).all()) == bool(sign)
+
+
+def test_what_needs_no_rounding() -> None:
+    """Law: infinities, zeros with their signs, and every bf16 stay what they are."""
+    patterns = np.arange(ALL, dtype=np.uint32) << np.uint32(16)
+    values = torch.from_numpy(patterns.view(np.int32)).view(torch.float32)
+    kept = ~values.isnan()
+    for draw in (0, 1, 0x8000, 0xFFFF):
+        found = rounded(values, torch.full_like(DRAWS, draw))[kept]
+        expected = torch.from_numpy((patterns >> 16).astype(np.uint16).view(np.int16))
+        assert torch.equal(found.view(torch.int16), expected[kept])
+
+
+@given(WORDS, st.integers(0, 0xFFFF))
+def test_any_number(pattern: int, draw: int) -> None:
+    """Law: the sum of the bits and the draw, cut off, but for the guards."""
+    value = floats([pattern])
+    found = rounded(value, torch.tensor([draw], dtype=torch.int32))
+    if value.isnan():
+        assert found.isnan().all()
+    else:
+        sign, size = pattern & 0x80000000, pattern & 0x7FFFFFFF
+        largest = max(0x7F7F, size >> 16)
+        expected = sign >> 16 | min((size + draw) >> 16, largest)
+        assert int(found.view(torch.int16)) & 0xFFFF == expected
+
+
+def test_the_mean_is_the_value() -> None:
+    """Law: the mean of n is within 4 standard errors, each ulp * sqrt(p (1-p) / n)."""
+    numel, ulp = 1 << 16, 2.0**-7
+    shares = torch.linspace(0.001, 0.999, 33)
+    for step, share in enumerate(shares.tolist()):
+        value = torch.tensor(1 + share * ulp)
+        exact = (value.double() - 1) / ulp
+        values = value.expand(numel).contiguous()
+        for half in drawn(7, step, 0, 0, numel):
+            mean = rounded(values, half).double().mean()
+            error = ulp * (exact * (1 - exact) / numel).sqrt()
+            assert abs(float(mean - value.double())) < 4 * float(error)
+
+
+# All of them
+
+
+def encode_all(values: Tensor) -> list[Tensor]:
+    """Return what each codec makes of values, and what it decodes that to."""
+    high, low = bf16_codecs.random_bits16((1, 2), values.numel(), values.device)
+    parts, sums = split(values), kahan(values)
+    drawn_ = rounded(values, high ^ low)
+    return [*parts, joined(*parts), *sums, added(*sums), drawn_]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    """Law: shape and strides do not matter; draws go to elements in their order."""
+    values = torch.randn(shape)
+    flat = encode_all(values.flatten())
+    for found, expected in zip(encode_all(values), flat, strict=True):
+        assert torch.equal(found.flatten(), expected)
+    turned = values.T if values.dim() > 1 else values
+    for codec in (lambda master: joined(*split(master)), lambda m: added(*kahan(m))):
+        assert torch.equal(codec(turned), codec(turned.contiguous()))
+
+
+WRITES: list[Callable[[Tensor, Tensor, Tensor], None]] = [
+    bf16_codecs.split_encode_,
+    bf16_codecs.kahan_encode_,
+    lambda master, weight, _: bf16_codecs.stochastic_round_(master, weight, DRAWS[:3]),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_autograd_sees_writes(write: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    """Law: parameters are written in place, and their version counts it."""
+    weight = nn.Parameter(torch.zeros(3, dtype=BF16))
+    is_split = write is bf16_codecs.split_encode_
+    extra = torch.zeros(3, dtype=torch.int16 if is_split else BF16)
+    before = weight._version
+    write(torch.ones(3), weight, extra)
+    assert weight.tolist() == [1.0] * 3
+    assert weight._version > before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """Law: a GPU gives the same bits, and NaN where there was NaN."""
+    values = floats(dense())
+    for found, expected in zip(
+        encode_all(values.cuda()), encode_all(values), strict=True
+    ):
+        nan = expected.isnan()
+        assert torch.equal(found.cpu().isnan(), nan)
+        np.testing.assert_array_equal(bits(found.cpu()[~nan]), bits(expected[~nan]))
