@@ -29,25 +29,6 @@ def only(folder: Path) -> Path:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["kept", "not kept"])
-def test_no_temporary_folder(
-    monkeypatch: pytest.MonkeyPatch, cache: Path, name: str
-) -> None:
-    """Law: where no folder can be had to compile in, that is the reason."""
-    if name == "not kept":
-        cache.mkdir(parents=True, mode=0o700)
-        cache.chmod(0o777)
-
-    def nowhere(*_: object, **__: object) -> None:
-        message = "No usable temporary directory found"
-        raise FileNotFoundError(message)
-
-    monkeypatch.setattr(c_compiler.tempfile, "TemporaryDirectory", nowhere)
-    assert not cpu_kernels.available()
-    assert "No usable temporary directory found" in cpu_kernels.describe()
-
-
-@needs_compiler
 def test_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
     """Law: a second process finds what the first compiled."""
     compiler, log = counting(tmp_path)
@@ -183,14 +164,6 @@ def test_foreign_folder_above(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     owned_by(os.getuid() + 4321)
     with pytest.raises(c_compiler.NoLibraryError, match="belongs to another user"):
         c_compiler.private_dir(cache)
-
-
-def test_links_above(tmp_path: Path) -> None:
-    """Law: a link above the cache is followed once: what was checked is used."""
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    used = c_compiler.private_dir(tmp_path / "link" / "halfstep")
-    assert used == (tmp_path / "real" / "halfstep").resolve()
 
 
 @needs_compiler

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.masters import bf16_codecs, cpu_kernels, eager_kernels
+from halfstep.masters import cpu_kernels, eager_kernels
 from halfstep.masters.update_rules import Adam, Sgd
 
 every_kernel = pytest.mark.parametrize("kernel", [eager_kernels, cpu_kernels])
@@ -22,23 +22,6 @@ every_kernel = pytest.mark.parametrize("kernel", [eager_kernels, cpu_kernels])
 def test_plain_is_torch(kernel: Any, rule: Sgd | Adam, dtype: torch.dtype) -> None:
     """Law: without masters, a step is torch.optim's own within the derived bound."""
     twin.follows_torch(twin.ready(kernel), rule, dtype)
-
-
-@every_kernel
-def test_bound_can_fail(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: an error of a few ulps is noticed: here that of a slightly other rate."""
-    twin.ready(kernel)
-    whole = kernel.update
-
-    def wrong(items: Any, rule: Any, form: str, **more: Any) -> None:
-        lr = rule.lr * (1 + 2.0**-17)
-        other = type(rule)(lr, *(getattr(rule, n) for n in rule.__slots__[1:]))
-        whole(items, other, form, **more)
-
-    monkeypatch.setattr(kernel, "update", wrong)
-    for rule in twin.RULES:
-        with pytest.raises(AssertionError):
-            twin.follows_torch(kernel, rule, torch.float32)
 
 
 @every_kernel
@@ -208,21 +191,3 @@ def test_kernels_agree(rule: Sgd | Adam, form: str) -> None:
             limit = twin.bound(rule, old, 0.5).weight
             truths = twin.truth_of(item, form), twin.truth_of(other, form)
             assert twin.beyond(*truths, limit) == 0
-
-
-def test_scratch_is_used_again() -> None:
-    """Law: large tensors are updated in the memory of one chunk, again and again."""
-    assert eager_kernels.describe().endswith("on chunks that stay in cache")
-    kept = bf16_codecs.scratch.buffers
-    kept.clear()
-    items = twin.make(twin.NESTEROV, "split", sizes=((4 * eager_kernels.CHUNK,),))
-    for number in range(2):
-        twin.next_step(items, torch.bfloat16, number)
-        one = torch.tensor(1.0)
-        eager_kernels.update(items, twin.NESTEROV, "split", inverse=one, clock=(0, 0))
-        places = {key: tensor.data_ptr() for key, tensor in kept.items()}
-        if number == 0:
-            first = places
-    assert places == first
-    assert kept
-    assert all(tensor.numel() <= eager_kernels.CHUNK for tensor in kept.values())

@@ -19,8 +19,6 @@ from halfstep.errors import UserError
 from halfstep.machine import hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from master_cases import Make
 
     from halfstep.scaling.step_report import StepReport
@@ -183,29 +181,6 @@ def test_a_bad_gradient_leaves_its_parameter_alone(
         assert same([extras[index]], [source[1][index]])
     assert clock == right[3]
     assert go(released, 2).left_out == ()
-
-
-def test_a_guard_that_sleeps_is_noticed() -> None:
-    """Law: a gradient that nobody looks at spoils its weight, and this sees it."""
-    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
-    kernel = cases.masters_of(session).kernel
-
-    class Blind:
-        description, on_device = "blind", False
-        update = staticmethod(kernel.update)
-
-        @staticmethod
-        def check_finite(
-            gradients: Sequence[Tensor], *, norm: bool
-        ) -> tuple[Tensor, Tensor | None]:
-            del gradients, norm
-            return torch.zeros(()), None
-
-    cases.masters_of(session).kernel = Blind()  # type: ignore[assignment]
-    weight = session.model.layers[0].weight
-    weight.register_hook(lambda gradient: gradient * math.nan)
-    assert go(session, 0).left_out == ()
-    assert bool(weight.isnan().any())
 
 
 def test_fifty_in_a_row_end_the_run() -> None:

@@ -173,23 +173,6 @@ def test_every_so_many_steps(
     assert seen[8] == seen[7]
 
 
-def test_no_counter_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: without `count_rounding_loss` nothing is ever looked at."""
-
-    def forbidden(*_: object) -> None:
-        message = "copied"
-        raise AssertionError(message)
-
-    monkeypatch.setattr(rounding_loss, "_take", forbidden)
-    session = cases.start(cases.SGD, "split")
-    cases.go(session, cases.slopes_of(session.model, 1))
-    assert session.lost_updates() == ()
-    counting = cases.start(cases.SGD, "split")
-    counting.count_rounding_loss(every=1)
-    with pytest.raises(AssertionError, match="copied"):
-        cases.go(counting, cases.slopes_of(counting.model, 1))
-
-
 @pytest.mark.parametrize("word", WORDS)
 def test_counting_changes_nothing(word: str) -> None:
     """Law: weights and state are those of a session that does not count."""

@@ -86,12 +86,6 @@ def test_interpreted(interpreted: dict[str, str], name: str) -> None:
 
 
 @triton
-def test_a_failure_is_seen(interpreted: dict[str, str]) -> None:
-    """Law: a case that fails is reported with its reason."""
-    assert "a twin: 2 of 2" in interpreted["fails"]
-
-
-@triton
 def test_compiled(tmp_path: Path) -> None:
     """Law: kernels compile; whole blocks move 16 bytes at once; nothing is contracted.
 
