@@ -260,21 +260,6 @@ def test_the_reason_comes_first(
     assert len(str(caught.value).split()) <= 35
 
 
-def test_defects_stay_what_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: an error that is none of the disk's is not taken for one."""
-    fault = RuntimeError("an operator is missing")
-
-    def wrong(*_: object) -> None:
-        raise fault
-
-    monkeypatch.setattr(torch, "save", wrong)
-    with pytest.raises(RuntimeError, match="an operator is missing"):
-        save(tmp_path / "c", {}, {}, {})
-    assert not list(tmp_path.iterdir())
-
-
 # Replaced, and killed or refused half-way
 
 DEAD = 2**30
@@ -349,24 +334,6 @@ def test_a_copy_that_cannot_be_restored(
     assert load(path).state == {"turn": 1}
 
 
-def test_a_copy_that_another_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: where another process was first, there is nothing to tell."""
-    path = tmp_path / "c"
-    save(path, {}, {"turn": 1}, {})
-    moved_aside(path)
-    original = Path.rename
-
-    def twice(self: Path, target: Path) -> Path:
-        original(self, target)
-        return original(self, target)
-
-    monkeypatch.setattr(Path, "rename", twice)
-    atomic_directory.restore_replaced(tmp_path)
-    assert load(path).state == {"turn": 1}
-
-
 def test_the_name_cannot_be_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,41 +384,6 @@ def test_what_living_programs_write_is_theirs(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(["c", *(part.name for part in parts[:2])])
     atomic_directory.remove_leftovers(tmp_path)
     assert names(tmp_path) == ["c"]
-
-
-def test_own_number_again(tmp_path: Path) -> None:
-    """Law: what an earlier process of the same number left stands in no one's way."""
-    for word in ("part", "old"):
-        rest = atomic_directory.temporary_path(tmp_path / "c", word)
-        rest.mkdir()
-        (rest / "file").touch()
-    (tmp_path / "c").mkdir()
-    for turn in (1, 2):
-        save(tmp_path / "c", {}, {"turn": turn}, {}, replace=True)
-        assert load(tmp_path / "c").state == {"turn": turn}
-        assert names(tmp_path) == ["c"]
-
-
-def test_files_are_flushed_on_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: there a file is open for writing when it is flushed; directories are not."""
-    file = tmp_path / "file"
-    file.write_text("x")
-    seen = []
-    original = os.open
-
-    def opened(path: Path, flags: int) -> int:
-        seen.append((path, flags))
-        return original(path, flags)
-
-    monkeypatch.setattr(os, "open", opened)
-    for name in ("nt", "posix"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "name", name)
-            atomic_directory.flush(file)
-            atomic_directory.flush(tmp_path)
-    assert seen == [(file, os.O_RDWR), (file, os.O_RDONLY), (tmp_path, os.O_RDONLY)]
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE])

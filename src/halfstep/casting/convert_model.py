@@ -24,6 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from halfstep.casting.module_rules import ModuleRuleHook, hooks_for
 from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating, is_low, word
+from halfstep.numerics.local_tensor import local_part
 from halfstep.policy import decision, op_tables
 from halfstep.policy import rules as policy_rules
 from halfstep.policy.rules import Policy, Rule
@@ -324,9 +325,7 @@ def _overflowing(
 
     The devices are waited for once.
     """
-    local = [
-        (n, t.to_local() if hasattr(t, "to_local") else t) for n, t in named_tensors
-    ]
+    local = [(name, local_part(tensor)) for name, tensor in named_tensors]
     pairs = [
         (n, t.detach()) for n, t in local if t.numel() and not _has_inner_tensors(t)
     ]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -61,31 +61,22 @@ def write(
 
     Args:
         directory: Its parent is made if need be.
-        format_: What it will be; `PLAIN`, `SHARDED` or `MODEL`.
-        fill: Writes files into an empty directory; returns what its manifest says
-            besides.
-        replace: What has the name already is removed, once the new one is whole;
-            otherwise it is an error.
+        format_: `PLAIN`, `SHARDED` or `MODEL`.
+        fill: Writes files into an empty directory; returns more for its manifest.
+        replace: Remove what has the name already, once the new one is whole.
 
     Raises:
         CheckpointError: If the name is taken, or something cannot be written; then
             nothing is left behind.
     """
     temporary = temporary_path(directory)
-    with writing(directory, temporary):
+    try:
         make_temporary(directory, temporary, replace=replace)
         fields = fill(temporary)
         paths = sorted(path for path in temporary.rglob("*") if not path.is_dir())
         files = {path.relative_to(temporary).as_posix(): digest(path) for path in paths}
         facts = {"format": format_, "files": files, **fields}
         commit(directory, temporary, facts, replace=replace)
-
-
-@contextlib.contextmanager
-def writing(directory: Path, temporary: Path) -> Iterator[None]:
-    """Say why the disk refuses; after any failure, leave no temporary directory."""
-    try:
-        yield
     except BaseException as fault:
         # Tidying up may fail as well, for the same reason: that is not the news.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -143,14 +134,8 @@ def commit(
 ) -> None:
     """Write the manifest, wait until all is on disk, and give the directory its name.
 
-    Args:
-        directory: Its name.
-        temporary: What it is called so far.
-        facts: Format, files, and whatever else the manifest says.
-        replace: What has the name by now is removed; otherwise it stays.
-
     Raises:
-        CheckpointError: If another program has taken the name, and is to keep it.
+        CheckpointError: If another program has taken the name, unless `replace`.
     """
     manifest: dict[str, Any] = {"schema": SCHEMA, **facts}
     manifest["seal"] = seal(manifest)
@@ -188,12 +173,9 @@ def rename_into_place(directory: Path, temporary: Path, *, replace: bool) -> Non
 def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
     """Return a directory's manifest, its shape checked; no other file is read.
 
-    Args:
-        directory: Of a checkpoint.
-        format_: What it must be; None: a checkpoint, plain or sharded.
-
     Raises:
-        CheckpointError: If there is none, or it is damaged or of another form.
+        CheckpointError: If there is none, it is damaged, or not of the format; None
+            stands for a checkpoint, plain or sharded.
     """
     path = directory / MANIFEST
     noun, remedy = _words(format_)
@@ -221,9 +203,8 @@ def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
             f"{remedy}"
         )
         raise CheckpointError(message)
-    if manifest.get("format") not in (
-        {PLAIN, SHARDED} if format_ is None else {format_}
-    ):
+    formats = {PLAIN, SHARDED} if format_ is None else {format_}
+    if manifest.get("format") not in formats:
         message = (
             f"{directory} is not a {format_ or PLAIN}: {MANIFEST} says it is a "
             f"{manifest.get('format')}."
@@ -269,14 +250,10 @@ def verify(
 
 
 def os_reason(error: BaseException | None) -> str | None:
-    """Return in words why something could not be written or read.
+    """Return in words why something could not be written or read, or None.
 
-    Args:
-        error: An `OSError`, or what safetensors (whose text holds the number of the
-            system's error) and torch.save raise in its place.
-
-    Returns:
-        None, if it is an error of another sort.
+    Why: safetensors, whose text holds the number of the system's error, and torch.save
+    raise others in place of an `OSError`.
 
     Example:
         >>> os_reason(OSError(28, "No space left on device"))
@@ -300,13 +277,9 @@ def temporary_path(directory: Path, purpose: str = "part") -> Path:
 
 
 def remove_leftovers(parent: Path, name: str = "", *, exclusive: bool = True) -> None:
-    """Remove what killed processes left of a directory, or of any.
+    """Remove what killed processes left of a directory of a name, or of any.
 
-    Args:
-        parent: Where they are.
-        name: Of the directory; empty: of any.
-        exclusive: No other program writes there. Else what is of processes that live
-            on this machine is left to them.
+    Unless no other program writes there, what belongs to living processes stays.
     """
     # What was moved to be replaced may be the only copy.
     restore_replaced(parent, name, exclusive=exclusive)
@@ -316,15 +289,13 @@ def remove_leftovers(parent: Path, name: str = "", *, exclusive: bool = True) ->
 
 def restore_replaced(parent: Path, name: str = "", *, exclusive: bool = True) -> None:
     """Give back their names to directories whose replacement was killed half-way."""
-    for path, name_of_directory, purpose in _leftovers(
-        parent, name, exclusive=exclusive
-    ):
-        if purpose == "old" and not os.path.lexists(parent / name_of_directory):
+    for path, owner, purpose in _leftovers(parent, name, exclusive=exclusive):
+        if purpose == "old" and not os.path.lexists(parent / owner):
             try:
-                path.rename(parent / name_of_directory)
+                path.rename(parent / owner)
             except OSError:
                 # Another process may have done it; else the checkpoint is missing.
-                if not os.path.lexists(parent / name_of_directory):
+                if not os.path.lexists(parent / owner):
                     raise
 
 

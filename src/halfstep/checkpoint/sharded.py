@@ -49,7 +49,7 @@ def write(
     Args:
         tensors: The same names on every rank.
         directory: On a disk that all ranks see.
-        notes: Json-able; those of the first rank are kept in the manifest.
+        notes: Json-able; the first rank's are kept.
         replace: Remove what has the name already, once the new one is on disk.
 
     Raises:
@@ -140,11 +140,7 @@ class _Place(NamedTuple):
 
 
 def _read_index(path: Path, files: Collection[str]) -> Metadata:
-    """Read what `_index_data` returned.
-
-    Args:
-        path: Of the index.
-        files: The only ones that it may point to.
+    """Read what `_index_data` returned; it may point to these files alone.
 
     Raises:
         CheckpointError: If it is anything else, or does not hold all of every tensor.
@@ -249,11 +245,6 @@ def verify(directory: Path, needed: str) -> Metadata:
 def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> None:
     """Fill tensors, or this rank's parts of them, with what is there by their names.
 
-    Args:
-        tensors: Name -> memory.
-        directory: Of a checkpoint.
-        metadata: Its index; torch is not to read its own, as it would run it.
-
     Raises:
         CheckpointError: If something cannot be read.
     """
@@ -261,7 +252,7 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     class Reader(FileSystemReader):
-        """Knows the index."""
+        """Knows the index; torch's own would be run."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:  # noqa: ANN401
             return metadata
@@ -298,10 +289,7 @@ def _raise_on_all_ranks(make_error: Callable[[str], CheckpointError]) -> Iterato
     """Do something on each rank that waits for no other; if one fails, all raise.
 
     Why: the others would wait for it for ever. Each raises its own fault, or that of
-    the first rank that has one.
-
-    Args:
-        make_error: What to raise for what the disk refuses.
+    the first rank that has one; `make_error` makes one of what the disk refuses.
     """
     fault: Exception | None = None
     try:

@@ -46,8 +46,7 @@ class BucketedAllReduce:
         """Give every parameter the mean of its gradients on all ranks.
 
         A rank without a gradient counts as 0, and gets one if another rank has one.
-        That is told in the message itself, and read by those alone who lack one: who
-        has them all waits for no device.
+        Only a rank that lacks one reads that from the message, and so waits.
 
         Args:
             comm_dtypes: Parameter -> dtype its gradient travels in, same on every rank,

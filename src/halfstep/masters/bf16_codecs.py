@@ -54,15 +54,10 @@ scratch = Scratch()
 
 @torch.no_grad()
 def split_encode_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Split a master; the weight is within half an ulp of it, ties away from zero.
+    """Split fp32 into the nearest bf16, ties away from zero, and the low 16 bits.
 
     A finite master of 0x7F7F8000 or more, beyond the largest bf16, gives an infinite
     weight, and decodes exactly all the same. NaN gives NaN in both.
-
-    Args:
-        master: fp32.
-        weight: bf16, written.
-        remainder: int16, written; the low half of the master's bits.
     """
     bits = master.view(torch.int32)
     # Sign-extended here, so that the conversion to int16 is exact and need not wrap.
@@ -80,11 +75,6 @@ def split_decode_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     a negative remainder, which no master gives, is what code that sets weights to zero
     leaves behind: it decodes to less than 2**-133, not to the NaN that the formula
     makes of it.
-
-    Args:
-        weight: bf16.
-        remainder: int16.
-        master: fp32, written.
     """
     if master.is_cpu:
         bits = master.view(torch.int32)
@@ -110,12 +100,8 @@ def kahan_encode_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
     With 2**e <= |master| < 2**(e+1), weight and master differ by at most half an ulp of
     bf16, 2**(e-8), and fp32 holds that difference exactly. It is rounded to 8
     significant bits: at most 2**(e-8) * 2**-9 is lost. bf16 ends at 2**-133, so at most
-    2**-134 is lost where that is more, below 2**-117.
-
-    Args:
-        master: fp32.
-        weight: bf16, written: the nearest, ties to even; infinite beyond the largest.
-        compensation: bf16, written; 0 where the weight is not finite.
+    2**-134 is lost where that is more, below 2**-117. The compensation is 0 where the
+    weight is not finite.
     """
     high = _nearest(master)
     weight.view(torch.int16).copy_(high)
@@ -129,15 +115,7 @@ def kahan_encode_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
 
 @torch.no_grad()
 def kahan_decode_(weight: Tensor, compensation: Tensor, master: Tensor) -> None:
-    """Add the two in fp32, which is exact for what `kahan_encode_` wrote.
-
-    -0.0 comes back as 0.0.
-
-    Args:
-        weight: bf16.
-        compensation: bf16.
-        master: fp32, written.
-    """
+    """Add the two in fp32, exact for what `kahan_encode_` wrote; -0.0 becomes 0.0."""
     missing = _scratch_like("missing", master)
     master.copy_(weight).add_(missing.copy_(compensation))
 
@@ -148,12 +126,8 @@ def stochastic_round_(values: Tensor, out: Tensor, random_bits: Tensor) -> None:
 
     The chance of it is low half / 65536, the distance to the lower neighbour in ulps.
     What is beyond the largest bf16 stays there: no draw makes an infinity. Infinities
-    and NaN stay what they are, and a NaN keeps its sign.
-
-    Args:
-        values: fp32.
-        out: bf16, written.
-        random_bits: int32 in [0, 65536), as many as there are values, in their order.
+    and NaN stay what they are, and a NaN keeps its sign. `random_bits` are int32 in
+    [0, 65536), as many as there are values, in their order.
     """
     bits, random_bits = values.view(torch.int32), random_bits.view(values.shape)
     if _all_finite(values):
@@ -171,11 +145,8 @@ def stochastic_round_(values: Tensor, out: Tensor, random_bits: Tensor) -> None:
 def key(seed: int, step: int, index: int, stream: int) -> tuple[int, int]:
     """Return the two 32-bit words that the random numbers of one tensor start from.
 
-    Args:
-        seed: Of the run; any integer, taken modulo 2**64 like the other three.
-        step: Of the optimizer.
-        index: Of the parameter.
-        stream: 0 for the weight and the first state, 1 for the other two states.
+    All four are taken modulo 2**64; `stream` is 0 for the weight and the first state, 1
+    for the other two states.
     """
     mixed = 0
     for number in (seed, step, index, stream):

@@ -50,11 +50,8 @@ class RoundingRng:
     ) -> Tensor:
         """Return 16 random bits for each number of a tensor, int32.
 
-        Args:
-            param_index: Of the parameter.
-            tensor_index: 0 for the weight, 1 and on for the optimizer's state tensors.
-            like: Of the wanted length and device.
-            start: Index of its first number in the parameter.
+        `tensor_index` is 0 for the weight, 1 and on for the optimizer's states; `start`
+        is the index of the first number in the parameter.
         """
         stream, half = divmod(tensor_index, 2)
         key = bf16_codecs.key(self.seed, self.step, param_index, stream)

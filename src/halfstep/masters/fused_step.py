@@ -30,22 +30,17 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The two functions that `cpu_kernels`, `eager_kernels` and `triton_kernels` have.
-
-    Both raise `UserError` for tensors that they cannot read.
-    """
+    """The functions of `cpu_kernels`, `eager_kernels` or `triton_kernels`."""
 
     description: str
     """What it is, for people."""
     check_finite: Callable[..., tuple[Tensor, Tensor | None]]
-    """(gradients, norm=) -> 1.0 if any is not finite, else 0.0, in fp32; the sum of
-    squares if asked for, in fp64, always added in one order; both of shape (), on the
-    gradients' device. Gradients are bf16, fp16 or fp32, on one device."""
+    """(gradients, norm=) -> 1.0 if any is not finite, else 0.0, in fp32; with `norm`
+    the sum of squares, in fp64, always added in one order; both of shape ()."""
     update: Callable[..., None]
-    """(items, rule, encoding, inverse=, clock=) updates state, fp32 value and weight of
-    each `ParamUpdate` in place. `encoding` is a name of `encoding.ENCODINGS`, or PLAIN;
-    gradients are multiplied by `inverse`, fp32, shape (); `clock` is the seed and step
-    of the random numbers."""
+    """(items, rule, encoding, inverse=, clock=) updates each `ParamUpdate` in place.
+    `encoding` is a name; `inverse`, fp32, shape (), multiplies gradients; `clock` is
+    the seed and step of the random numbers."""
     on_device: bool
     """`update` also takes `found_inf`, and leaves everything alone where it is 1."""
 
@@ -53,11 +48,9 @@ class Kernel:
 def choose_kernel(
     optimizer: Optimizer, params: Iterable[Tensor]
 ) -> tuple[Kernel | None, str]:
-    """Return the kernel for an optimizer, or None and the reason in words.
+    """Return the kernel for an optimizer over some of a model's parameters, or why not.
 
-    Args:
-        optimizer: Any.
-        params: The model's, also those whose master weights the optimizer updates.
+    The parameters are those of the model, not their master weights.
     """
     model_params = list(params)
     reason = _unsupported(optimizer, model_params)
@@ -155,14 +148,9 @@ def as_number(value: Any) -> float | None:  # noqa: ANN401
 
 
 class FusedStep:
-    """Updates the parameters of one optimizer with a kernel.
+    """Updates the parameters of one optimizer with a kernel; state stays in its form.
 
-    Args:
-        kernel: From `choose_kernel`.
-        optimizer: Over master weights and fp32 parameters; its state stays in its form.
-        encoding: Of the master weights.
-        master_params: Of the master weights, also those that come later.
-        param_index: Parameter of the optimizer -> its number, likewise.
+    `master_params` and `param_index` are the live tables of `MasterWeights`.
     """
 
     def __init__(
@@ -212,14 +200,16 @@ class FusedStep:
             if not items:
                 continue
             steps = [item.step for item in items if item.step is not None]
-            _add(steps, one)
+            if steps:
+                torch._foreach_add_(steps, one)
             clock = rng.seed, rng.step
             try:
                 self.kernel.update(
                     items, rule, name, inverse=inverse, clock=clock, **more
                 )
             except BaseException:
-                _add(steps, -one)  # it refuses before it changes anything
+                if steps:  # it refuses before it changes anything
+                    torch._foreach_add_(steps, -one)
                 raise
             for item in items:
                 item.is_first_step = False
@@ -273,11 +263,7 @@ def _is_current(
     param_state: dict[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
-    """Say whether an item of an earlier step still has the right tensors.
-
-    Why: comparing four tensors costs a third of what making an item does, and a model
-    has a thousand.
-    """
+    """Say whether an item of an earlier step has the right tensors: it is costly."""
     return (
         item.weight is weight
         and item.residual is (None if master_param is None else master_param.residual)
@@ -295,11 +281,7 @@ def _make_state(
     dtype: torch.dtype,
     counter: torch.device,
 ) -> bool:
-    """Make an optimizer's state on first use, or convert it to the encoding's dtype.
-
-    Returns:
-        Whether it is the first use.
-    """
+    """Make an optimizer's state, or convert it to a dtype; say whether it is new."""
     keys = rule.state_keys
     first = not state or (bool(keys) and state.get(keys[0]) is None)
     if first and isinstance(rule, Adam):
@@ -327,12 +309,6 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
     if like.is_contiguous():
         return tensor
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _add(steps: list[Tensor], number: Tensor | float) -> None:
-    """Count steps of Adam, or undo it."""
-    if steps:
-        torch._foreach_add_(steps, number)
 
 
 def can_read(gradients: Iterable[Tensor]) -> bool:

@@ -44,17 +44,17 @@ def step(
     step: they get all parameters at once.
 
     Args:
-        optimizer: Over the masters of `master_params`, whose gradients are in their
-            `.grad`, and other parameters.
+        optimizer: Also over other parameters. Gradients are in the masters' `.grad`.
         master_params: All that are compact.
-        encoding: How fp32 values are encoded.
+        encoding: Theirs.
         rng: For random rounding.
         only: The one parameter of the optimizer to step over; default: all.
     """
     param_of: dict[Tensor, MasterParam] = {p.master: p for p in master_params}
     groups = optimizer.param_groups
     param_lists = [group["params"] for group in groups]
-    limit = MAX_PIECE_NUMEL if can_step_in_pieces(optimizer) else None
+    in_pieces = optimizer_hooks.runs_only_torch_code(optimizer)
+    limit = MAX_PIECE_NUMEL if in_pieces else None
     due_lists = [
         [p for p in params if only is None or p is only] for params in param_lists
     ]
@@ -71,11 +71,6 @@ def step(
         optimizer.param_groups = groups
         for group, params in zip(groups, param_lists, strict=True):
             group["params"] = params
-
-
-def can_step_in_pieces(optimizer: Optimizer) -> bool:
-    """Say whether stepping over parts of the parameters amounts to one step."""
-    return optimizer_hooks.runs_only_torch_code(optimizer)
 
 
 def _pieces(

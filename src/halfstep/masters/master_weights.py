@@ -114,11 +114,7 @@ class MasterWeights:
     def add_new_params(
         self, originals: dict[nn.Parameter, Tensor] | None = None
     ) -> None:
-        """Give masters to those 16-bit parameters of the optimizer that have none.
-
-        Args:
-            originals: As for the class; masters take these tensors out of it.
-        """
+        """Give masters to those 16-bit parameters of the optimizer that have none."""
         groups = self.optimizer.param_groups
         if all(param in self.param_index for g in groups for param in g["params"]):
             return
@@ -163,10 +159,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def fp32_value(self, param: Tensor) -> Tensor:
-        """Return the fp32 values of a parameter of the optimizer.
-
-        In new memory with a compact encoding.
-        """
+        """Return the fp32 values of a parameter; new memory with a compact encoding."""
         master_param = self.master_params.get(param)
         if master_param is None or not self.encoding.is_compact:
             return param.detach()
@@ -180,10 +173,7 @@ class MasterWeights:
     ) -> None:
         """Set a parameter of the optimizer, and the model's weight.
 
-        Args:
-            param: With a master or without.
-            fp32: Its new value.
-            weight: The 16-bit weight that went with it; default: rounded from it.
+        `weight` is the 16-bit weight that went with it; default: rounded from it.
         """
         master_param = self.master_params.get(param)
         if master_param is None:
@@ -210,12 +200,9 @@ class MasterWeights:
             _accumulate_(master_param)
 
     def accumulate_in_backward(self, *, on: bool = True) -> None:
-        """Accumulate each gradient from now on as soon as a backward pass has made it.
+        """Accumulate each gradient as soon as it exists; not under DDP, which averages.
 
         Why: the 16-bit gradients of a whole model then never exist at once.
-
-        Args:
-            on: Not under DDP, which averages gradients after that.
         """
         self._accumulates_in_backward = on
         for param in self.master_params.values() if on else ():
@@ -256,8 +243,7 @@ class MasterWeights:
         Args:
             inverse: What gradients are multiplied by. fp32, shape ().
             found_inf: 1.0 if nothing must change, shape (); for a kernel on a device.
-            only: A group of the optimizer and its one parameter to update; default:
-                all of them.
+            only: A group and its one parameter to update; default: all.
         """
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
         if self._fused_step is None or self._fused_step.kernel is not self.kernel:
@@ -308,11 +294,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def broadcast_(self, broadcast: Callable[[list[Tensor]], None]) -> None:
-        """Take over another rank's weights and residuals.
-
-        Args:
-            broadcast: Gives tensors, in place, the values of the first rank.
-        """
+        """Take over the first rank's weights and residuals, which `broadcast` gives."""
         self.add_new_params()
         master_params = self.master_params.values()
         if not self.encoding.is_compact:

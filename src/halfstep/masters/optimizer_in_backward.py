@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep._torch import optimizer_hooks
 from halfstep.errors import UserError
-from halfstep.masters import eager_kernels, fused_step, generic_step
+from halfstep.masters import eager_kernels, fused_step
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -80,7 +80,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         UserError: With the reason.
     """
-    if not generic_step.can_step_in_pieces(optimizer):
+    if not optimizer_hooks.runs_only_torch_code(optimizer):
         message = (
             f"optimizer_in_backward=True steps over one parameter at a time, and "
             f"{type(optimizer).__name__} might count each as a step: it is not "
@@ -122,11 +122,7 @@ class OptimizerInBackward:
         return len(self.stepped_params)
 
     def start(self, *, in_backward: bool) -> None:
-        """Install the hooks.
-
-        Args:
-            in_backward: Update when gradients arrive, not in `step_all`.
-        """
+        """Install the hooks; update when gradients arrive, or in `step_all`."""
         self._is_active = in_backward
         # A step hook may have come after `prepare`.
         optimizer = self.masters.optimizer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import require_int
+from halfstep.numerics.local_tensor import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +139,7 @@ class RoundingLossCounter:
         """
         if share >= 1 or not param.numel():
             return None
-        numel = _local(param).numel()
+        numel = local_part(param).numel()
         count = max(1, round(share * numel))
         indices = self._sample_indices.get(param)
         if indices is None or indices.numel() != count:
@@ -180,13 +181,7 @@ def lr_of(group: dict[str, Any]) -> float | Tensor:
     return 1.0 if rate is None else rate
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; any other as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 def _take(tensor: Tensor, indices: Tensor | None) -> Tensor:
     """Return some numbers of a tensor, or all, copied."""
-    flat = _local(tensor).detach().reshape(-1)
+    flat = local_part(tensor).detach().reshape(-1)
     return flat.clone() if indices is None else flat[indices]

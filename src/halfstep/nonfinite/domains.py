@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.numerics.local_tensor import local_part
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
 def local_data(value: Tensor) -> Tensor:
     """Return the values stored on this rank, without communication."""
-    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    local = local_part(value)
     if local.layout == torch.sparse_coo:
         return local._values()  # noqa: SLF001
     return local if local.layout == torch.strided else local.values()

@@ -48,17 +48,10 @@ def count_exponents(tensor: Tensor) -> Tensor:
 
 
 def bincount(numbers: Tensor, bins: int) -> Tensor:
-    """Count how often each number from 0 to below `bins` is there, without waiting.
+    """Count how often each integer from 0 to below `bins` is there, without waiting.
 
     Why: `torch.bincount` reads the largest number on the host. On a CPU alone that is
     no wait, and takes a half to a sixth of the time.
-
-    Args:
-        numbers: Integers, shape (n,).
-        bins: How many numbers there can be.
-
-    Returns:
-        int64, shape (bins,), on the same device.
     """
     if async_read.is_cpu(numbers.device):
         return torch.bincount(numbers, minlength=bins)
@@ -146,12 +139,8 @@ def flushed_share(
     """Return which share of the numbers other than zero becomes zero at a scale.
 
     Those below half the format's smallest number do. That half itself does as well, but
-    shares a bin with its betters, and is not counted.
-
-    Args:
-        histogram: Of unscaled numbers.
-        scale: A power of two, shape ().
-        low_dtype: The format that holds them, scaled.
+    shares a bin with its betters, and is not counted. The histogram is of unscaled
+    numbers, the scale a power of two, shape ().
 
     Returns:
         float32, shape (), from 0 to 1; 0 if nothing was seen.
@@ -166,15 +155,8 @@ def subnormal_share(
 ) -> Tensor:
     """Return which share of the numbers other than zero loses bits at a scale.
 
-    They lie between what becomes zero and the format's smallest normal number.
-
-    Args:
-        histogram: Of unscaled numbers.
-        scale: A power of two, shape ().
-        low_dtype: The format that holds them, scaled.
-
-    Returns:
-        float32, shape (), from 0 to 1; 0 if nothing was seen.
+    They lie between what becomes zero and the format's smallest normal number. As for
+    `flushed_share`.
     """
     format_ = parse(low_dtype)
     lowest, normal = _exponent(format_.min_subnormal) - 1, _exponent(format_.min_normal)

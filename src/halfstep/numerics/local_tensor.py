@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def local_values(gradient: Tensor) -> Tensor:
@@ -17,7 +22,7 @@ def local_values(gradient: Tensor) -> Tensor:
     Args:
         gradient: Dense or sparse, real or complex, plain or a DTensor.
     """
-    values = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    values = local_part(gradient)
     values = values._values() if values.is_sparse else values  # noqa: SLF001
     # The conjugate of a lazily conjugated tensor is the memory behind it.
     values = values.conj() if values.is_conj() else values
@@ -26,5 +31,5 @@ def local_values(gradient: Tensor) -> Tensor:
 
 def dense_values(tensor: Tensor) -> Tensor:
     """Return the stored numbers of a tensor: of a sparse one, of a rank's part."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = local_part(tensor)
     return local.coalesce().values() if local.is_sparse else local

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halfstep.numerics.local_tensor import local_part
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -74,7 +76,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Return the bytes of storages not seen before."""
     total = 0
     for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = local_part(tensor)
         if local.layout != torch.strided:
             total += local._values().nbytes + local._indices().nbytes  # noqa: SLF001
             continue

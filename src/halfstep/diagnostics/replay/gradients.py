@@ -15,6 +15,7 @@ from halfstep.diagnostics.replay import tensor_facts
 from halfstep.diagnostics.replay.module_stack import ROOT, Place
 from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
 from halfstep.distributed import ddp
+from halfstep.numerics.local_tensor import local_part
 from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class GradSums:
         for index, gradient in enumerate(grads):
             if gradient is None:
                 continue
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local = local_part(gradient)
             part = local.detach().to(self._dtype or local.dtype)
             absmax = tensor_facts.absmax(tensor_facts.floats(part))
             self._absmax = max(self._absmax, absmax)
