@@ -5,17 +5,15 @@ Started as a program, this file saves under limits, and is killed while it saves
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -24,20 +22,13 @@ from processes import ONE_THREAD
 
 from halfstep.checkpoint import CheckpointError, atomic_directory, load, save
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 WRITTEN = ("weights.safetensors", "state.pt", "manifest.json")  # in this order
 LARGE = 20_000
 """Bytes of the one large file."""
 LIMITS = (0, 7, 511, 3000, 8192, 16_000, LARGE, 3 * LARGE)
 KILLS = 50
-PAGE = 4096  # bytes: what a file in memory grows by
 
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="no limits, no kill -9")
-root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="only root may mount"
-)
 
 
 def contents(large: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -162,52 +153,6 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     save(folder / "c", *contents("state.pt"))
     assert names(folder) == ["c"]
     load(folder / "c")
-
-
-@contextlib.contextmanager
-def mounted(place: Path, options: str) -> Iterator[None]:
-    """Mount a small disk in memory, or skip the test."""
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run([shutil.which("umount") or "umount", str(place)], check=True)
-
-
-@root
-def test_full_disk(tmp_path: Path) -> None:
-    """Law: a full disk is told as such, in each file; the one before stays whole."""
-    disk, fill = tmp_path / "disk", tmp_path / "disk" / "fill"
-    with mounted(disk, "size=1m"):
-        save(disk / "first", *contents("state.pt"))
-        save(disk / "second", *contents("weights.safetensors"))
-        sizes = [path.stat().st_size for path in (disk / "second").iterdir()]
-        shutil.rmtree(disk / "second")
-        pages = shutil.disk_usage(disk).free // PAGE
-        for free in range(sum(math.ceil(size / PAGE) for size in sizes)):
-            fill.write_bytes(bytes(PAGE * (pages - free)))
-            with pytest.raises(CheckpointError) as caught:
-                save(disk / "second", *contents("weights.safetensors"))
-            assert str(caught.value) == said(disk / "second", errno.ENOSPC)
-            assert names(disk) == ["fill", "first"]
-            fill.unlink()
-        assert load(disk / "first").notes == {"n": "x" * 8}
-        save(disk / "second", *contents("weights.safetensors"))
-        load(disk / "second")
-
-
-@root
-def test_read_only_disk(tmp_path: Path) -> None:
-    """Law: a disk that may only be read is told as such."""
-    disk = tmp_path / "disk"
-    with mounted(disk, "size=1m,ro"):
-        with pytest.raises(CheckpointError) as caught:
-            save(disk / "c", {}, {}, {})
-        assert str(caught.value) == said(disk / "c", errno.EROFS)
 
 
 def test_no_directory(tmp_path: Path) -> None:

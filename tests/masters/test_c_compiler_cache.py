@@ -15,6 +15,7 @@ from compilers import compiled, counting, needs_compiler, own_cache
 from halfstep.masters import c_compiler, cpu_kernels
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = ["own_cache"]
@@ -113,56 +114,60 @@ def test_open_cache(cache: Path) -> None:
     assert not list(cache.iterdir())
 
 
-@needs_compiler
-def test_foreign_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a folder that belongs to another user is not used, nor a link to one."""
-    cache.mkdir(parents=True, mode=0o700)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-        assert "is not a folder of this user" in cpu_kernels.describe()
-    cache.rename(cache.with_name("elsewhere"))
-    cache.symlink_to(cache.with_name("elsewhere"))
-    assert "is not a folder of this user" in cpu_kernels.describe()
-
-
-@needs_compiler
-def test_folders_above(cache: Path) -> None:
-    """Law: a cache is used only where nobody else could exchange a folder above it."""
+def test_private_folders(cache: Path) -> None:
+    """Law: a cache that is missing is made for this user alone, whatever the umask."""
     before = os.umask(0o002)
     try:
-        assert "in each process" not in cpu_kernels.describe()
+        assert c_compiler.private_dir(cache) == cache.resolve()
     finally:
         os.umask(before)
     made = (cache, cache.parent, cache.parent.parent)
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 3
     cache.parent.chmod(0o1777)
-    assert "in each process" not in cpu_kernels.describe(), "sticky, as /tmp is"
+    c_compiler.private_dir(cache)  # sticky, as /tmp is
     cache.parent.chmod(0o770)
-    assert cpu_kernels.available()
-    assert (
-        f"{cache.parent}, above the cache, is open to others" in cpu_kernels.describe()
-    )
-    cache.parent.chmod(0o700)
-    assert "in each process" not in cpu_kernels.describe()
+    with pytest.raises(c_compiler.NoLibraryError, match="is open to others"):
+        c_compiler.private_dir(cache)
 
 
-def test_foreign_folder_above(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a cache under another user's folder is not used; root may own one."""
+@pytest.mark.parametrize(
+    ("above", "user", "why"),
+    [
+        (0, 4321, "is not a folder of this user"),
+        (1, 4321, "belongs to another user"),
+        (1, 0, ""),  # root may own one above
+    ],
+)
+def test_foreign_folders(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, above: int, user: int, why: str
+) -> None:
+    """Law: a cache of another user, or below another's folder, is not used."""
     c_compiler.private_dir(cache)
-    true = type(cache).stat
+    owned = (cache, *cache.parents)[above]
+    true = {"stat": type(cache).stat, "lstat": type(cache).lstat}
 
-    def owned_by(user: int) -> None:
-        def given(path: Path, **words: bool) -> os.stat_result:
-            facts = list(true(path, **words))
-            facts[stat.ST_UID] = user if path == cache.parent else facts[stat.ST_UID]
-            return os.stat_result(facts)
+    def facts_of(name: str) -> Callable[..., os.stat_result]:
+        def facts(path: Path, **words: bool) -> os.stat_result:
+            found = list(true[name](path, **words))
+            found[stat.ST_UID] = user if path == owned else found[stat.ST_UID]
+            return os.stat_result(found)
 
-        monkeypatch.setattr(type(cache), "stat", given)
+        return facts
 
-    owned_by(0)
-    c_compiler.private_dir(cache)
-    owned_by(os.getuid() + 4321)
-    with pytest.raises(c_compiler.NoLibraryError, match="belongs to another user"):
+    for name in true:
+        monkeypatch.setattr(type(cache), name, facts_of(name))
+    if why:
+        with pytest.raises(c_compiler.NoLibraryError, match=why):
+            c_compiler.private_dir(cache)
+    else:
+        c_compiler.private_dir(cache)
+
+
+def test_linked_cache(cache: Path) -> None:
+    """Law: a link is not used, wherever it leads."""
+    cache.parent.mkdir(parents=True, mode=0o700)
+    cache.symlink_to(cache.parent)
+    with pytest.raises(c_compiler.NoLibraryError, match="is not a folder of this user"):
         c_compiler.private_dir(cache)
 
 

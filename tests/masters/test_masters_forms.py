@@ -119,28 +119,6 @@ def test_a_step_is_torchs_own(
         assert_step(session, make, form, *(cases.slopes_of(model, s) for s in seeds))
 
 
-@pytest.mark.parametrize("make", [cases.SGD, cases.MOMENTUM, cases.ADAM, cases.ADAMW])
-@cases.both_ways
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_split_is_fp32_for_long(make: Make, steps: int, *, kernel: bool) -> None:
-    """Law: split halves and fp32 masters, given the same, stay the same to the bit."""
-    sessions = [
-        cases.start(make, form, kernel=kernel, clip_grad_norm=2.0)
-        for form in cases.FORMS[:2]
-    ]
-    for number in range(steps):
-        slopes = cases.slopes_of(sessions[0].model, number)
-        for session in sessions:
-            cases.go(session, slopes)
-    one, other = sessions
-    assert same(one.weights(), other.weights())
-    assert same(one.optimizer.state_dict(), other.optimizer.state_dict())
-    for slot in cases.masters_of(other).master_params.values():
-        truth = cases.masters_of(other).fp32_value(slot.master)
-        low, rest = stored("split", truth, cases.masters_of(other).rng, 0)
-        assert same([slot.weight.detach(), slot.residual], [low, rest])
-
-
 @cases.every_form
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (1, 1, 1)])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "asgd"])
