@@ -20,7 +20,6 @@ from halfstep.train import fast_dropout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 DRAWS = 200_000
 DOUBT = 1e-9
@@ -322,32 +321,6 @@ def test_only_attention_modules_are_fast() -> None:
     before = plain()
     assert not torch.equal(_attention(*operands), before)
     assert torch.equal(plain(), before)
-
-
-def test_a_tiny_bert_learns_and_its_export_says_sdpa(tmp_path: Path) -> None:
-    """Law: a quick model learns, and what it saves is what transformers expects."""
-    model = _bert()
-    fast_dropout.use_fast_dropout(model)
-    tokens = torch.randint(2, 32, (32, 8))
-    labels = torch.arange(32) % 2
-    tokens[:, 0] = labels
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    model.train()
-    for _ in range(40):
-        loss = model(input_ids=tokens, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        guesses = model.eval()(input_ids=tokens).logits.argmax(-1)
-    assert torch.equal(guesses, labels)
-    assert model.config._attn_implementation == "sdpa"
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert loaded.config._attn_implementation == "sdpa"
-    with torch.no_grad():
-        again = loaded.eval()(input_ids=tokens).logits
-        assert torch.equal(again, model(input_ids=tokens).logits)
 
 
 def test_evaluation_is_the_identity() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,13 +14,12 @@ from small_training import (
     timeless,
     write_letters,
 )
-from torch import nn
 
 from halfstep.errors import UserError
-from halfstep.train import model
-from halfstep.train.data import length_batches, tokenized
-from halfstep.train.data.corpus import load
 from halfstep.train.run import pick_device, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 
@@ -111,38 +108,6 @@ def test_the_parts_of_a_step_are_its_time(settings: dict[str, Any]) -> None:
             *("input", "forward", "backward", "update", "rest")
         }
         assert min(record["seconds"].values()) >= 0
-
-
-def test_first_loss_by_hand(settings: dict[str, Any]) -> None:
-    """Law: the loss of a step is the mean cross-entropy of its batch."""
-    found = records(settings, **QUIET, seed=5)
-    corpus = load(
-        Path(settings["data"]),
-        task="classify",
-        label_names=None,
-        limit=None,
-        dev_share=DEV / ROWS,
-        seed=5,
-    )
-    torch.manual_seed(5)
-    made = model.build(
-        "mini",
-        partial(tokenized.character_counts, corpus.train),
-        corpus.labels,
-        head="SequenceClassification",
-        max_length=128,
-        dropout=0.0,
-    )
-    ids = [made.tokenizer(each)["input_ids"] for each in corpus.train.texts()]
-    lengths = torch.tensor([len(each) for each in ids]).numpy()
-    first = length_batches.epoch(lengths, 16, seed=5, number=0)[0]
-    truth = corpus.train.labels()
-    losses = []
-    for index in first.tolist():  # one at a time: no padding
-        logits = made.model(torch.tensor([ids[index]])).logits
-        target = torch.tensor([int(truth[index])])
-        losses.append(nn.functional.cross_entropy(logits, target).item())
-    assert found[0]["loss"] == pytest.approx(math.fsum(losses) / len(first), rel=1e-5)
 
 
 @pytest.mark.parametrize("accumulate", [3, 16])

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 FILES = (
     *("metrics.jsonl", "summary.json", "report.html", "environment.json"),
@@ -228,17 +228,6 @@ def test_rewind_sweeps(folder: RunFolder) -> None:
     }
 
 
-def test_rewind_keeps_the_only_copy(folder: RunFolder) -> None:
-    """Law: what was moved to be replaced, before or after the step, is not swept."""
-    for step in (1, 2):
-        save(folder, step)
-        path = folder.checkpoint_path(step)
-        path.rename(path.with_name(f".{path.name}.old-99"))
-    folder.rewind(1)
-    assert names(folder) == called([1]) | {"damaged-step-00000002"}
-    assert single.load(folder.checkpoint_path(1)).state == {"step": 1}
-
-
 # Checkpoints
 
 
@@ -254,19 +243,6 @@ def test_steps(folder: RunFolder) -> None:
     (folder.path / "nothing").mkdir()
     (folder.path / "nothing" / "checkpoints").write_text("a file")
     assert RunFolder(folder.path / "nothing").newest(single.load) is None
-
-
-def test_save_replaces(folder: RunFolder) -> None:
-    """Law: a step saved again is the later one, alone; a half-written rest is gone."""
-    # No process has this number.
-    part = folder.path / "checkpoints" / f".step-00000002.part-{2**30}"
-    part.mkdir()
-    for turn in (1, 2):
-        save(folder, 2, turn=turn)
-        assert names(folder) == called([2])
-        loaded = single.load(folder.checkpoint_path(2))
-        assert (loaded.state, loaded.notes) == ({"step": 2}, {"step": 2, "turn": turn})
-        assert torch.equal(loaded.weights["w"], torch.tensor(2.0))
 
 
 def test_a_crash_while_writing(
@@ -319,44 +295,6 @@ def test_newest_after_a_killed_replacement(folder: RunFolder) -> None:
     assert found is not None
     assert (found[0].state, found[1]) == ({"step": 1}, [])
     assert names(folder) == called([1])
-
-
-def refusing(monkeypatch: pytest.MonkeyPatch, word: str, *, once: bool = False) -> None:
-    """Let no directory be renamed whose name holds a word, or only the first."""
-    original = Path.rename
-
-    def rename(self: Path, target: Path) -> Path:
-        if word not in self.name:
-            return original(self, target)
-        if once:
-            monkeypatch.setattr(Path, "rename", original)
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
-
-    monkeypatch.setattr(Path, "rename", rename)
-
-
-def test_newest_that_cannot_be_restored(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: an older one is not taken without a word; the copy stays."""
-    for step in (1, 2):
-        save(folder, step)
-    path = folder.checkpoint_path(2)
-    path.rename(path.with_name(f".{path.name}.old-99"))
-    before = tree(folder.path)
-    with monkeypatch.context() as patch:
-        refusing(patch, ".old-")
-        for use in (lambda: folder.newest(single.load), lambda: folder.rewind(1)):
-            with pytest.raises(UserError) as caught:
-                use()
-            assert str(caught.value).endswith(
-                "could not be written: Input/output error. Fix that, then go on with "
-                "--resume."
-            )
-            assert tree(folder.path) == before
-    found = folder.newest(single.load)
-    assert found is not None
-    assert found[0].state == {"step": 2}
 
 
 def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
@@ -449,21 +387,6 @@ def model_of(text: str) -> SimpleNamespace:
         (place / "weights").write_text(text)
 
     return SimpleNamespace(save_pretrained=save_pretrained)
-
-
-def test_a_model_that_gets_no_name(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: where the new one cannot be renamed, the one from before stays."""
-    folder.save_model(model_of("old"), model_of("old"))
-    before = tree(folder.path)
-    with monkeypatch.context() as patch:
-        refusing(patch, atomic_directory.temporary_path(folder.model).name, once=True)
-        with pytest.raises(UserError, match="model could not be written: Input/output"):
-            folder.save_model(model_of("new"), model_of("new"))
-    assert tree(folder.path) == before
-    folder.save_model(model_of("new"), model_of("new"))
-    assert unsealed(folder) == {"weights": b"new"}
 
 
 @pytest.mark.parametrize("renamed", [True, False])

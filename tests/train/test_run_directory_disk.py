@@ -1,6 +1,6 @@
 """The folder of a run on a disk that takes no more: one line, nothing lost.
 
-Started as a program, this file saves and logs under limits on the size of files.
+Started as a program, this file logs and writes under limits on the size of files.
 """
 
 from __future__ import annotations
@@ -14,18 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from processes import ONE_THREAD
 
-from halfstep.checkpoint import single
 from halfstep.errors import UserError
 from halfstep.train.output.run_directory import RunFolder
 
 unix = pytest.mark.skipif(sys.platform == "win32", reason="no limits there")
 
-NUMBERS = 5000
-LARGE = 4 * NUMBERS
-LIMITS = (0, 7, 511, 4096, LARGE - 1)
 RECORD = {"step": 2, "loss": 0.5, "note": "x" * 200}
 LEFT = "Fix that, then go on with --resume."
 
@@ -38,23 +33,16 @@ def tree(root: Path) -> dict[str, str]:
     }
 
 
-def save(folder: RunFolder, step: int) -> None:
-    """Save a checkpoint whose two files are large."""
-    numbers = torch.full((NUMBERS,), float(step))
-    folder.save(step, {"w": numbers}, {"s": numbers}, {"step": step})
-
-
 def begun(path: Path) -> RunFolder:
-    """Return a run with one checkpoint and one line of metrics."""
+    """Return a run with one line of metrics."""
     folder = RunFolder(path)
     folder.begin({"seed": 1}, overwrite=False)
     folder.log({"step": 1, "loss": 1.0})
-    save(folder, 1)
     return folder
 
 
 def program(path: Path) -> None:
-    """Save, log and write under limits; print what came of each, as JSON."""
+    """Log and write under limits; print what came of each, as JSON."""
     import resource
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -74,9 +62,6 @@ def program(path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         seen.append([word, limit, said, kept == tree(folder.path)])
 
-    for limit in LIMITS:
-        limited("save", limit, lambda folder: save(folder, 2))
-        limited("again", limit, lambda folder: save(folder, 1))
     for limit in (0, 24, 25, 60, 200):
         limited("log", limit, lambda folder: folder.log(RECORD))
         limited("write", limit, lambda folder: folder.write("summary.json", "y" * 201))
@@ -97,29 +82,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads((path / "seen.json").read_text())
     return path, found
-
-
-@unix
-@pytest.mark.parametrize("word", ["save", "again"])
-def test_a_checkpoint_that_is_too_large(ran: tuple[Path, list[Any]], word: str) -> None:
-    """Law: it is refused in one line; the one before is whole, nothing is changed."""
-    path, seen = ran
-    found = [each[1:] for each in seen if each[0] == word]
-    assert [limit for limit, *_ in found] == list(LIMITS)
-    for limit, said, unchanged in found:
-        folder = RunFolder(path / f"{word}-{limit}")
-        step = 2 if word == "save" else 1
-        assert said == (
-            f"{folder.checkpoint_path(step)} could not be written: File too large. "
-            f"{LEFT}"
-        )
-        assert unchanged, limit
-        newest = folder.newest(single.load)
-        assert newest is not None
-        assert newest[1] == []
-        assert torch.equal(newest[0].weights["w"], torch.ones(NUMBERS))
-        save(folder, 2)
-        assert folder.steps() == [2, 1]
 
 
 @unix

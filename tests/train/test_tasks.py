@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from halfstep.train.tasks import (
     TASKS,
     Objective,
     balanced_weights,
-    best_tags,
     check_class_weights,
 )
 
@@ -111,42 +108,6 @@ def test_as_given() -> None:
         "--class-weights holds 2 numbers for 3 classes; give one each, in the order "
         "a, b, c."
     )
-
-
-def is_valid(tags: tuple[int, ...]) -> bool:
-    """Say whether each I follows B or I of its kind."""
-    return all(
-        tag == 0 or tag % 2 or before in {tag - 1, tag}
-        for before, tag in itertools.pairwise((0, *tags))
-    )
-
-
-def test_best_tags() -> None:
-    """Law: of all valid sequences the best is found; special tokens have no tag."""
-    kinds = 2
-    outputs = 1 + 2 * kinds
-    # [CLS] w w [SEP], and [CLS] w w w [SEP]; a token of white space alone at the end.
-    offsets = [
-        [(0, 0), (0, 1), (1, 2), (0, 0)],
-        [(0, 0), (0, 1), (1, 2), (2, 3), (4, 4), (0, 0)],
-    ]
-    encoded = EncodedTexts.build([[0] * len(each) for each in offsets], offsets=offsets)
-    for _ in range(20):
-        logits = torch.randn(2, 8, outputs)  # padded further than the texts need
-        found = best_tags(encoded, np.array([1, 0]), logits)
-        assert found.shape == (2, 6)
-        for row, index in enumerate((1, 0)):
-            real = [n for n, (start, end) in enumerate(offsets[index]) if start < end]
-            best = max(
-                filter(is_valid, itertools.product(range(outputs), repeat=len(real))),
-                key=lambda tags: sum(
-                    logits[row, place, tag].item()
-                    for place, tag in zip(real, tags, strict=True)
-                ),
-            )
-            assert tuple(found[row, real].tolist()) == best
-            special = sorted(set(range(6)) - set(real))
-            assert not found[row, special].any()
 
 
 def test_outputs() -> None:

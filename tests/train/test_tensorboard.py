@@ -77,21 +77,6 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert read(tmp_path) == {"train/lr": [(1, 0.5)], "train/loss": [(2, 0.25)]}
 
 
-@pytest.mark.parametrize("last", [1, 2, 4])
-def test_going_on(tmp_path: Path, last: int) -> None:
-    """Law: a run that goes on hides what was written after its checkpoint."""
-    before, after = TensorBoardWriter(tmp_path, 0), None
-    for number in (1, 2, 3, 4):
-        before.write({"step": number, "loss": 1.0})
-    before.close()
-    after = TensorBoardWriter(tmp_path, last)
-    for number in range(last + 1, 6):
-        after.write({"step": number, "loss": 2.0})
-    after.close()
-    expected = [(n, 1.0 if n <= last else 2.0) for n in range(1, 6)]
-    assert read(tmp_path) == {"train/loss": expected}
-
-
 def test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: without the library a run does not begin, and how to get it is told."""
     tensorboard.check_installed()
