@@ -232,7 +232,7 @@ def _plain(
     net = network.model.to(device).train()
     optimizer = torch.optim.AdamW(net.parameters(), plan.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, plan.total_steps, plan.warmup)
+        optimizer, lambda step: lr_factor(step, plan.total_steps, config.warmup)
     )
     scaler = torch.amp.GradScaler(device, enabled=amp)
     low_dtype = torch.float16 if device == "cuda" else torch.bfloat16

@@ -48,18 +48,18 @@ def save(
 ) -> None:
     """Write a checkpoint, and delete those not needed any more; all must call it."""
     notes = _notes(session, train_state, job, world)
-    if job.plan.parallel == FSDP2:
+    if job.plan.config.parallel == FSDP2:
         path = folder.checkpoint_path(train_state.step)
         with folder.writing(path):
             fsdp_checkpoint.save(session, path, notes, replace=True)
-        run_on_first_rank(world, lambda: folder.prune(job.plan.keep))
+        run_on_first_rank(world, lambda: folder.prune(job.plan.config.keep))
         return
     state = session.state_dict()
     weights = state.pop("weights")
 
     def write() -> None:
         folder.save(train_state.step, weights, state, notes)
-        folder.prune(job.plan.keep)
+        folder.prune(job.plan.config.keep)
 
     run_on_first_rank(world, write)
 
@@ -84,7 +84,7 @@ def _notes(
         "dtype": choice.format.name,
         "reason": choice.reason,
         "labels": list(job.corpus.labels),
-        "fingerprint": job.plan.fingerprint,
+        "fingerprint": job.corpus.fingerprint,
         "processes": world.size,
     }
 

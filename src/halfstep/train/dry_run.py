@@ -79,36 +79,31 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
     )
     # Weights in fp32, and two moments of each that learns.
     size = _WEIGHT_BYTES * (num_params + 2 * num_trainable)
-    needed_bytes = (plan.keep + 2) * size
-    if needed_bytes > free_bytes:
+    keep, free = config.keep, f"{free_bytes / 2**30:.1f} GiB are free"
+    if (keep + 2) * size > free_bytes:
         message = (
-            f"--out {folder.path}: {plan.keep} checkpoints, the best one and one that "
-            f"is being written need about {needed_bytes / 2**30:.1f} GiB; there are "
-            f"{free_bytes / 2**30:.1f}. Free some, or lower --keep."
+            f"--out {folder.path}: {keep} checkpoints, the best one and one that is "
+            f"being written need about {(keep + 2) * size / 2**30:.1f} GiB; {free}. "
+            "Free some, or lower --keep."
         )
         raise UserError(message)
-    corpus, lengths = job.corpus, job.encoded["train"].lengths
-    batch, free = plan.order.batch_size, f"{free_bytes / 2**30:.1f} GiB are free"
-    middle, most = float(np.median(lengths)), int(lengths.max())
+    corpus, lengths, batch = job.corpus, job.encoded["train"].lengths, config.batch_size
     peak = hardware.peak_memory(trainer.world.device) / 2**20
-    memory_scope = (
-        "allocated by torch on the GPU of" if job.plan.device == "cuda" else "in"
-    )
-    eval_count, epochs = (
-        format_count(len(eval_texts), "dev text"),
-        format_count(plan.order.epochs, "epoch"),
-    )
+    where = "allocated by torch on the GPU of" if plan.device == "cuda" else "in"
+    eval_count = format_count(len(eval_texts), "dev text")
+    epochs = format_count(plan.order.epochs, "epoch")
     first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
+    cut = f"longest {int(lengths.max())}, cut after {job.longest}"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("level", f"{session.choice}: {session.choice.reason}"),
         ("data", f"{corpus.sizes}; {format_count(len(corpus.labels), 'label')}"),
-        ("tokens", f"median {middle:.0f}, longest {most}, cut after {job.longest}"),
+        ("tokens", f"median {float(np.median(lengths)):.0f}, {cut}"),
         ("padding", f"{padding_fraction(lengths, plan.order):.1%} of what is computed"),
         ("parameters", f"{num_params / 1e6:.1f} million"),
         ("steps", f"{total} of {format_count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
         ("training", f"{_duration(step * total)}, evaluation apart"),
-        ("memory", f"{peak:.0f} MiB at most so far, {memory_scope} the first process"),
+        ("memory", f"{peak:.0f} MiB at most so far, {where} the first process"),
         ("checkpoints", f"about {size / 2**20:.0f} MiB each; {free}"),
         ("first steps", f"{first}; then {dev_loss:.3f} on {eval_count}"),
     )

@@ -225,11 +225,11 @@ class Trainer:
 
     def _is_patience_exhausted(self) -> bool:
         """Say whether patience has run out."""
-        patience = self.job.plan.patience
+        patience = self.job.plan.config.patience
         return patience is not None and self.state.waited >= patience
 
     def _early_stop_message(self, number: int) -> str:
-        name = self.job.plan.best_by
+        name = self.job.plan.config.best_score
         return (
             f"stopped early after step {number}: {name} has not improved in "
             f"{format_count(self.state.waited, 'evaluation')}; the best is of step "
@@ -242,7 +242,7 @@ class Trainer:
         session, world, plan = self.session, self.world, self.job.plan
         self._seed(batch)
         applied = session.steps_applied
-        rate = plan.lr * lr_factor(applied, plan.total_steps, plan.warmup)
+        rate = plan.lr * lr_factor(applied, plan.total_steps, plan.config.warmup)
         for group in session.optimizer.param_groups:
             group["lr"] = rate * group[LR_FACTOR]
         # The mean is over the global batch: DDP divides by the processes, the
@@ -318,7 +318,7 @@ class Trainer:
             dev = self.job.encoded["dev"]
             metrics = self.compute_metrics("dev", *self.collect_outputs(dev))
         self.seconds["evaluate"] += time.perf_counter() - began
-        number, name = self.state.step, self.job.plan.best_by
+        number, name = self.state.step, self.job.plan.config.best_score
         if not math.isfinite(metrics.loss):
             # The weights are those after its update, so it need not fail again.
             batch = self._last_batch

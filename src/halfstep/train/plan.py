@@ -26,11 +26,11 @@ WORKERS_GPU = 2  # a GPU's step is short enough for the making of a batch to sho
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do."""
+    """What a run will do: its settings, and what those left open come to."""
 
+    config: TrainConfig
     order: Order
     lr: float
-    warmup: float
     dropout: float | None
     """None: a fine-tuned model's own."""
     mask_tokens: float
@@ -38,12 +38,6 @@ class Plan:
     total_steps: int
     workers: int
     device: str
-    best_by: str
-    patience: int | None
-    keep: int
-    parallel: str
-    fingerprint: str
-    """Of the corpus: a checkpoint of other data is refused."""
 
 
 def resolve_plan(
@@ -67,20 +61,15 @@ def resolve_plan(
     if workers is None:
         workers = WORKERS_GPU if world.device.type == "cuda" else 0
     return Plan(
+        config,
         order=Order(config.batch_size, epochs, config.accumulate, config.seed),
         lr=config.lr or (LR_SCRATCH[corpus.task] if scratch else LR_TUNE),
-        warmup=config.warmup,
         dropout=dropout,
         mask_tokens=mask,
         eval_every=config.eval_every or steps,
         total_steps=min(epochs * steps, config.max_steps or epochs * steps),
         workers=workers,
         device=world.device.type,
-        best_by=config.best_score,
-        patience=config.patience,
-        keep=config.keep,
-        parallel=config.parallel,
-        fingerprint=corpus.fingerprint,
     )
 
 
@@ -96,14 +85,13 @@ def lost_updates_interval(config: TrainConfig, level: Level, plan: Plan) -> int 
     return plan.eval_every
 
 
-def resolve_config(
-    config: TrainConfig, plan: Plan, level: str, dtype: str
-) -> TrainConfig:
+def resolve_config(plan: Plan, level: str, dtype: str) -> TrainConfig:
     """Return the settings with every default filled in, as the run understood them.
 
     What stays None has no value to give: no limit, no labels but the data's own, and
     for dropout the rates that a fine-tuned model brings along, which may be many.
     """
+    config = plan.config
     scale = config.loss_scale
     if scale == "auto":
         scale = levels.DEFAULT_LOSS_SCALE[dtype]
@@ -116,7 +104,7 @@ def resolve_config(
         eval_every=plan.eval_every,
         workers=plan.workers,
         device=plan.device,
-        best_by=plan.best_by,
+        best_by=plan.config.best_score,
         level=level,
         dtype=dtype,
         loss_scale=scale,

@@ -137,10 +137,10 @@ def _summary(
         "applied": session.steps_applied,
         "skipped": session.steps_skipped,
         "best_step": trainer.state.best_step,
-        "best_by": trainer.job.plan.best_by,
+        "best_by": trainer.job.plan.config.best_score,
         "loss_scale": session.scaler.state.scale.item(),
         "processes": trainer.world.size,
-        "parallel": trainer.job.plan.parallel,
+        "parallel": trainer.job.plan.config.parallel,
         "train_seconds": spent,
         "evaluate_seconds": seconds["evaluate"],
         "save_seconds": seconds["save"],
@@ -168,7 +168,7 @@ def _lead(
 ) -> str:
     choice = trainer.session.choice
     masters = f", master weights {summary['master']}" if choice.level.masters else ""
-    name = trainer.job.plan.best_by
+    name = trainer.job.plan.config.best_score
     value = metrics.loss if name == "loss" else metrics.scores[name]
     return (
         f"Level {choice}{masters}: {choice.reason}. On {split}: {score_title(name)} "

@@ -189,7 +189,7 @@ def _train(
     finally:
         display.close()
         trainer.close()
-    full = resolve_config(config, plan, choice.level.name, choice.format.name)
+    full = resolve_config(plan, choice.level.name, choice.format.name)
     return finish_run(full, config, ready, faults)
 
 
@@ -356,7 +356,7 @@ def _open_folder(
             folder.begin(config.data_dict(), overwrite=overwrite)
         path = folder.path / "resolved.toml"
         if not path.exists():  # a run may be killed before it says so
-            full = resolve_config(config, plan, choice.level.name, choice.format.name)
+            full = resolve_config(plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
         folder.write("environment.json", environment.text(plan.device, ready.weights))
         folder.write("data.json", json.dumps(count_repeats(trainer.job.corpus)))
@@ -377,7 +377,7 @@ def _opening_lines(
     num_params = sum(param.numel() for param in network.model.parameters())
     processes = ""
     if world.size > 1:
-        processes = f" on {world.size} processes, {plan.parallel}"
+        processes = f" on {world.size} processes, {plan.config.parallel}"
     master_weights = f", master weights {config.master}" if choice.level.masters else ""
     things = {
         "classify": ("class", "classes"),

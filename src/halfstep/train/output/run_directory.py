@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import filelock
@@ -48,29 +47,20 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 """What `write_text` calls a file that is not whole yet."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Where a run lives."""
+    """Where a run lives.
 
-    path: Path
+    Attributes:
+        model: The finished model, as transformers loads it.
+        metrics: One JSON object a line.
+    """
 
-    @property
-    def model(self) -> Path:
-        """The finished model, as transformers loads it."""
-        return self.path / "model"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def _config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = path / "model"
+        self.metrics = path / "metrics.jsonl"
+        self._config = path / "config.json"
+        self._checkpoints = path / "checkpoints"
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
         """Make the folder and write the settings, and who has begun the run.
