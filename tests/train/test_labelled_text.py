@@ -56,7 +56,7 @@ GOOD = [("so good", "like", 2), ("so bad, so sad", "sad", 4)]
         ("A.NDJSON", '\n["so good", "like"]\r\n\r\n["so bad, so sad", "sad"]\r\n'),
         ("a.csv", 'text,label\nso good,like\n\n"so bad, so sad",sad\n'),
         ("a.csv", '\r\nso good,like\r\n  \r\n"so bad, so sad", sad\r\n'),
-        ("a.csv", 'id,Label ,Text\r0,like,so good\r\r1,sad,"so bad, so sad"'),
+        ("a.csv", 'id,Label ,Text\n0,like,so good\n\n1,sad,"so bad, so sad"'),
         ("a.tsv", "label\ttext\nlike\tso good\n\nsad\tso bad, so sad\n"),
         ("a.tsv", "\nso good\tlike\t7\n\nso bad, so sad\tsad\t8\n"),
     ],
@@ -293,8 +293,8 @@ def test_broken_json_is_located(
 
 
 QUOTES = (
-    "a cell that begins with a quote must end with one, and a quote inside it is "
-    "written twice."
+    "end lines with line feeds, and a cell that begins with a quote with one; a quote "
+    "inside it is written twice."
 )
 HEADER = (
     "text and label are two columns; begin with a header row that names them, or give "

@@ -30,12 +30,9 @@ _RANK = 4  # texts, heads, positions, numbers of each
 def use_fast_dropout(model: nn.Module) -> None:
     """Let a model's dropouts draw cheap masks while it trains on the CPU.
 
-    What is learned is the same: elements are kept independently, with the probability
-    asked for rounded to a multiple of 1/65536, and scaled by exactly its inverse. The
-    masks follow from `torch.manual_seed`, and recomputation draws them again; they
-    are not those that torch would draw. What dropout keeps for the backward pass is
-    one byte an element; attention keeps its shares twice, as they are and with some
-    dropped, and the mask.
+    Elements are kept independently, with a probability rounded to a multiple of
+    1/65536, and scaled by exactly its inverse. The masks follow from
+    `torch.manual_seed`, and recomputation draws them again; they are not torch's.
 
     Changed are `nn.Dropout` modules (their class becomes `FastDropout`), and modules
     whose class is called an attention, in which torch's own function drops likewise;
@@ -65,12 +62,8 @@ class FastDropout(nn.Dropout):
 def dropout(x: Tensor, p: float, *, inplace: bool = False) -> Tensor:
     """Return `x` with elements dropped independently, the others scaled up.
 
-    Args:
-        x: Any tensor; torch's own function takes those that are not plain tensors of
-            real numbers on the CPU, and all while torch.compile traces.
-        p: Probability of being dropped, as close as 16 bits come to it. Where that is
-            none or all of them, torch's own function takes over.
-        inplace: Whether to write into `x`.
+    Torch's own function takes what are not plain tensors of real numbers on the CPU,
+    probabilities that are 0 or 1 in 16 bits, and all while torch.compile traces.
     """
     dropped = round(p * STEPS)
     if not 0 < dropped < STEPS or not _is_supported(x):

@@ -91,10 +91,8 @@ def replay(
 ) -> BadOp | None:
     """Run the micro-batches of a step again; return the first fault on any process.
 
-    That of their sum, where each is finite.
-
-    All processes must call it: they tell each other what they found. A step that cannot
-    be run again, for want of memory perhaps, ends nothing: that is said in a warning.
+    That of their sum, where each is finite. All processes must call it. A step that
+    cannot be run again, for want of memory perhaps, ends nothing: that is a warning.
 
     Args:
         session: Its weights are those of the failing step.

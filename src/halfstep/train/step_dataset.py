@@ -157,14 +157,8 @@ def iterate_steps(
 ) -> Generator[StepBatch]:
     """Yield the work of each step from `first` to `last`, both counted from 1.
 
-    Args:
-        steps: What to do at each.
-        first: Step to begin with; after `last` there is nothing to do.
-        last: Of the run.
-        workers: Processes that prepare batches ahead; 0 prepares each when asked.
-        pin: Keep them in memory that a GPU reads by itself.
-
-    Closing it ends the workers. That must be done: they outlive an error otherwise.
+    `workers` processes prepare it ahead; `pin` keeps it in memory that a GPU reads by
+    itself. Closing ends the workers, which must be done: they outlive an error else.
     """
     more: dict[str, Any] = {"prefetch_factor": _PREFETCH} if workers else {}
     numbers: Any = range(first, last + 1)  # an iterable will do, says torch's manual

@@ -63,11 +63,8 @@ def get_or_build(
     and a disk may alter one. An entry that is whole needs no lock and no write, so a
     folder that cannot be written serves as well.
 
-    Args:
-        kind: What the name of the directory begins with.
-        facts: All that decides the content. Json-able.
-        build: Writes files into an empty directory. An OSError in it counts as one
-            of the folder.
+    `facts` are all that decides the content; `build` writes files into an empty
+    directory, and an OSError in it counts as one of the folder.
 
     Raises:
         UserError: If the folder cannot be written, and does not hold the entry whole.

@@ -35,15 +35,13 @@ def tag_tokens(
 ) -> tuple[list[int], int]:
     """Return the tags of a text's tokens, and how many entities they cannot show.
 
-    An entity takes the tokens that hold any of its characters. What they cannot show
-    is an entity with an edge inside a token, one that is cut off, one without a token
-    and one whose token the entity before has taken.
+    An entity takes the tokens that hold any of its characters. They cannot show one
+    with an edge inside a token, one that is cut off, and one whose token is taken.
 
     Args:
         offsets: First character of each token and the one after its last, in order.
             An empty token is special and gets -100.
-        spans: First character of each entity, the one after its last, and its kind;
-            in order, and apart from each other.
+        spans: First character, the one after the last, and kind; in order, and apart.
     """
     tags = [IGNORED if start >= end else 0 for start, end in offsets]
     token = 0
@@ -63,15 +61,10 @@ def spans_of(
 ) -> list[tuple[int, int, int]]:
     """Return the entities that valid tags show: first character, end and kind.
 
-    They come in order, and no two share a character. Why this needs care: a byte-level
-    tokenizer makes several tokens of one character, and each may begin an entity. One
-    that begins before the end of the last one found goes on with it if it is of the
-    same kind; if not, it has only the characters that are left, and none is no entity.
-
-    Args:
-        tags: Of each token, as `decode` or `tag_tokens` returns them.
-        offsets: Characters of each token, shape (T, 2); firsts and ends never fall.
-            Empty tokens are passed over, whatever their tag and place.
+    They come in order, and no two share a character. A byte-level tokenizer makes
+    several tokens of one character, and each may begin an entity: one that begins
+    before the end of the last goes on with it if it is of the same kind; if not, it has
+    only the characters that are left. Empty tokens are passed over.
 
     Raises:
         ValueError: If a tag goes on with an entity that none began.

@@ -7,7 +7,6 @@ that names the file, the line and what to do.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import re
@@ -63,23 +62,17 @@ def read(path: Path, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
     """Return the rows of one file, one after another; one bad row rejects the file.
 
     Why: a reader that skips what it does not understand trains on less than the user
-    believes, or on a column that is not the label. And a file may be large: only an
-    array of JSON is held, as text.
+    believes, or on a column that is not the label.
 
     Args:
-        path: A UTF-8 file. The suffix tells the format: `.json` is one array of
-            `[text, label]` pairs or objects, `.jsonl` and `.ndjson` one of these a
-            line, `.csv` and `.tsv` a table. The header of a table names the columns
-            `text` and `label`; without one they are the first two.
+        path: A UTF-8 file: `.json` is one array of `[text, label]` pairs or objects,
+            `.jsonl` and `.ndjson` one of these a line, `.csv` and `.tsv` a table whose
+            header names `text` and `label`; without one they are the first two.
         columns: Names to look for in place of these two; a table then has a header,
             and an entry of JSON is an object.
 
-    Returns:
-        At least one row, in the order of the file.
-
     Raises:
-        UserError: If the file or one of its rows cannot be used: the file at once, a
-            row when its turn comes.
+        UserError: If the file cannot be used: at once; or a row: when its turn comes.
     """
     entries, syntax = FORMATS[text_lines.check_file(path, FORMATS)]
     return _rows(path, entries(path, columns), syntax)
@@ -216,7 +209,7 @@ def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     # The limit is one of the whole process, and csv has no other.
     csv.field_size_limit(_LONGEST_CELL)
     # Without `strict`, a stray quote swallows every row up to the next one, unseen.
-    table = csv.reader(_csv_lines(path), delimiter=delimiter, strict=True)
+    table = csv.reader(text_lines.read_lines(path), delimiter=delimiter, strict=True)
     line = 1
     try:
         for cells in table:
@@ -225,20 +218,10 @@ def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
             line = table.line_num + 1
     except csv.Error as error:
         message = (
-            f"{path} line {line}: {error}; a cell that begins with a quote must end "
-            "with one, and a quote inside it is written twice."
+            f"{path} line {line}: {error}; end lines with line feeds, and a cell that "
+            "begins with a quote with one; a quote inside it is written twice."
         )
         raise UserError(message) from error
-
-
-def _csv_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, of which a carriage return ends one as well."""
-    for line in text_lines.read_lines(path):
-        # Most often it is the one before a line feed.
-        if 0 <= line.find("\r") < len(line) - len("\r\n"):
-            yield from io.StringIO(line, newline="")
-        else:
-            yield line
 
 
 _OBJECT = '{"text": "...", "label": ...}'

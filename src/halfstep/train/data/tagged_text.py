@@ -69,18 +69,12 @@ def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedTex
     Corrected by a guess, it would teach the model an entity that was not annotated.
 
     Args:
-        path: A UTF-8 file. The suffix tells the format. `.json` is one array of
-            objects, `.jsonl` and `.ndjson` one object a line. The others hold a token
-            and its tag a line, apart by tabs or blanks, in the first and the last
-            column; a blank line ends a sentence. The tags tell their scheme: IOB2
-            (B, I), BIOES (B, I, E, S) or BMES (M for I). Tokens are joined by a
-            blank, except between Chinese or Japanese characters, and in a sentence
-            of single characters.
+        path: A UTF-8 file: `.json` is one array of objects, `.jsonl` and `.ndjson` one
+            object a line. The others hold a token and its tag a line, in the first and
+            the last column, apart by tabs or blanks; a blank line ends a sentence. The
+            tags tell their scheme: IOB2 (B, I), BIOES or BMES.
         left_out: Given a list, a sentence whose tags cannot follow each other does not
             refuse the file: it is left out, and what is wrong with it is added here.
-
-    Yields:
-        At least one text, in the order of the file.
 
     Raises:
         UserError: If the file or one of its texts cannot be used.
