@@ -36,18 +36,16 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_part_is_there(html: str) -> None:
-    """Law: findings, exponents, scale and profile each have one."""
+    """Law: findings, exponents, skips and profile each have one."""
     assert headings(html) == [
         "Findings",
-        "Loss",
         "Exponents by layer",
-        "Loss scale and skipped steps",
+        "Skipped steps",
         "Where the time of a step goes",
     ]
     captions = ["".join(c.itertext()) for c in shown(html).iter("figcaption")]
     assert "Outputs" in captions
     assert any(c.startswith("Gradients, at loss scale") for c in captions)
-    assert {"Loss", "Loss scale", "Skipped steps"} <= {*captions}
 
 
 def test_every_part_of_a_step_has_a_name(html: str) -> None:

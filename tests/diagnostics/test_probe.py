@@ -500,17 +500,6 @@ def test_paused() -> None:
         assert probe.stats["0:output"].count == 18
 
 
-def test_detached_in_a_pause() -> None:
-    """Law: the end of a pause does not let a probe look again that was detached."""
-    model = nn.Linear(2, 2)
-    probe = hs.Probe(model)
-    loss = model(torch.ones(1, 2)).sum() * NAN
-    with probe.paused():
-        probe.detach()
-    loss.backward()
-    assert list(probe._hooks.records.order) == [probe.names.index("model:output")]
-
-
 def test_copies_are_others() -> None:
     """Law: a deep copy made while a probe is attached is not looked at."""
     model = net()

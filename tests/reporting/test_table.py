@@ -87,10 +87,9 @@ def test_text_of_a_table_without_rows() -> None:
 
 
 def test_cells_cannot_tear_the_table() -> None:
-    """Law: line breaks and escape codes become blanks in text and markdown."""
+    """Law: line breaks and escape codes become blanks."""
     table = Table("t", ("a",), (("x\ny\x1b[31m\u2028z",),))
     assert table.text().split("\n")[3] == "x y [31m z"
-    assert table.markdown().split("\n")[-1] == "| x y [31m z |"
 
 
 @pytest.mark.parametrize(
@@ -117,21 +116,6 @@ def test_combining_letters_take_no_column() -> None:
     """Law: an accent of its own code point does not widen a column."""
     table = Table("", ("ab", "c"), (("e\u0301", "x"),))
     assert table.text().split("\n")[-1] == "e\u0301   x"
-
-
-def test_markdown() -> None:
-    """Law: columns of numbers are marked right-aligned; pipes and marks are escaped."""
-    table = Table("T*", ("a|b", "n"), (("x\\|<b>`", 1), ("_y_", None)), ("n < 3",))
-    assert table.markdown().split("\n") == [
-        r"**T\***",
-        "",
-        r"| a\|b | n |",
-        "| --- | ---: |",
-        r"| x\\\|\<b>\` | 1 |",
-        "| _y_ | - |",
-        "",
-        r"n \< 3",
-    ]
 
 
 def test_printed_and_in_a_notebook() -> None:

@@ -1,4 +1,4 @@
-"""Turns values into text, markdown and json."""
+"""Turns values into text, JSON and a notebook's HTML."""
 
 from __future__ import annotations
 
@@ -110,18 +110,6 @@ class Table:
         ]
         return "\n".join([*title, "\n\n".join(blocks), *notes])
 
-    def markdown(self) -> str:
-        """Return a GitHub table; what markdown would read as a mark is escaped."""
-        marks = ["---:" if number else "---" for number in self.numeric()]
-        head, *body = [
-            map(_escape_markdown, row) for row in (self.columns, *self.formatted_rows())
-        ]
-        lines = [f"| {' | '.join(cells)} |" for cells in (head, marks, *body)]
-        title = [f"**{_escape_markdown(self.title)}**"] if self.title else []
-        return "\n\n".join(
-            [*title, "\n".join(lines), *map(_escape_markdown, self.notes)]
-        )
-
     def data(self) -> dict[str, object]:
         """Return title, columns, notes and rows, as dicts by column, for `json.dumps`.
 
@@ -206,11 +194,6 @@ def write_text(path: Path, text: str) -> None:
 def single_line(text: str) -> str:
     """Replace line breaks and escape codes, which would tear a table apart."""
     return _CONTROL.sub(" ", text)
-
-
-def _escape_markdown(text: str) -> str:
-    """Escape what GitHub's markdown would read as a cell's end, a mark or a tag."""
-    return re.sub(r"[\\|<*`]", r"\\\g<0>", single_line(text))
 
 
 def _width(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,12 +9,12 @@ from halfstep.diagnostics.doctor.text import lead, not_evaluated_lines
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import max_exponent, merged, underflow_exponent
 from halfstep.reporting import html
-from halfstep.reporting.html import Bar, Card, Chart, Curve, Drawing, Heatmap, Section
+from halfstep.reporting.html import Bar, Card, Drawing, Heatmap, Section
 from halfstep.reporting.table import Table, single_line
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from halfstep.diagnostics.doctor.rule import Examination
     from halfstep.diagnostics.doctor.run_record import RunFacts, Step
@@ -47,9 +46,8 @@ def page(facts: RunFacts, examination: Examination) -> str:
     silent = not_evaluated_lines(examination)
     sections = [
         Section("Findings", healthy, cards=cards(examination.findings)),
-        _losses(facts),
         Section("Exponents by layer", _EXPONENTS, drawings=_exponents_by_layer(facts)),
-        _scale(facts.steps),
+        _skips(facts.steps),
         _profile(facts.profile),
         Section("Not checked", points=tuple(silent)),
         Section("Could not be read", points=facts.problems),
@@ -134,40 +132,8 @@ def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[i
     return [rows[i] for i in sorted(by_top + by_low)]
 
 
-def _curve(
-    steps: Sequence[Step], name: str, value: Callable[[Step], float | None]
-) -> Curve:
-    pairs = [(step.step, value(step)) for step in steps]
-    points = [(x, y) for x, y in pairs if y is not None]
-    xs, ys = (tuple(float(pair[i]) for pair in points) for i in (0, 1))
-    return Curve(name, xs, ys)
-
-
-def _losses(facts: RunFacts) -> Section:
-    """Return how the loss went, of training and on dev."""
-    evaluations = [one for one in facts.evaluations if one.loss is not None]
-    xs = tuple(float(one.step) for one in evaluations)
-    ys = tuple(one.loss or 0.0 for one in evaluations)
-    curves = (
-        _curve(facts.steps, "training", lambda step: step.loss),
-        Curve("dev", xs, ys),
-    )
-    has_values = any(math.isfinite(y) for curve in curves for y in curve.y)
-    chart = Chart("Loss", "step", "loss", tuple(curve for curve in curves if curve.x))
-    return Section("Loss", charts=(chart,) if has_values else ())
-
-
-def _scale(steps: Sequence[Step]) -> Section:
-    """Return how the scale moved, and which steps were skipped."""
-    curves = (
-        ("Loss scale", "scale", _curve(steps, "", lambda s: s.scale), True),
-        ("Gradient norm", "norm", _curve(steps, "", lambda s: s.grad_norm), False),
-    )
-    charts = tuple(
-        Chart(title, "step", unit, (curve,), log_y=True, step=jumps)
-        for title, unit, curve, jumps in curves
-        if any(0 < y < math.inf for y in curve.y)
-    )
+def _skips(steps: Sequence[Step]) -> Section:
+    """Return which steps were skipped."""
     skipped = [step for step in steps if step.skipped]
     rows = tuple(
         (
@@ -181,9 +147,8 @@ def _scale(steps: Sequence[Step]) -> Section:
     more = "more step was" if rest == 1 else "more steps were"
     notes = (f"{rest:,} {more} skipped.",) if rest else ()
     columns = ("step", "loss scale", "gradients that were not finite")
-    table = Table("Skipped steps", columns, rows, notes)
-    heading = "Loss scale and skipped steps"
-    return Section(heading, charts=charts, tables=(table,) if rows else ())
+    table = Table("", columns, rows, notes)
+    return Section("Skipped steps", tables=(table,) if rows else ())
 
 
 def _profile(profile: Profile | None) -> Section:
