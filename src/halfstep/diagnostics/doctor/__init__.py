@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor import (
@@ -11,12 +12,10 @@ from halfstep.diagnostics.doctor import (
     rules_speed,
     rules_weights,
 )
-from halfstep.diagnostics.doctor.rule import Examination, Rule, evaluate
+from halfstep.diagnostics.doctor.rule import Rule, evaluate
 from halfstep.diagnostics.doctor.run_record import RunFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from halfstep.reporting.finding import Finding
 
 __all__ = ["RULES", "RunFacts", "examination", "examine", "markdown"]
@@ -31,9 +30,8 @@ RULES: tuple[Rule[RunFacts], ...] = (
 """In the order in which the docs show them."""
 
 
-def examination(facts: RunFacts, hints: Mapping[str, str] | None = None) -> Examination:
-    """Return what the rules find, and what they could not look at; see `evaluate`."""
-    return evaluate(RULES, facts, hints)
+examination = partial(evaluate, RULES)
+"""What the rules find, and what they could not look at: see `evaluate`."""
 
 
 def examine(facts: RunFacts) -> list[Finding]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 from halfstep.diagnostics.profiling import Profile
-from halfstep.diagnostics.profiling.profile_result import GEMM
+from halfstep.diagnostics.profiling.profile_result import GEMM, LOW, is_fp32_only
 from halfstep.machine import hardware
 from halfstep.policy import levels
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _SMALL = {"cpu": 2.0 * 128**3, "cuda": 2.0 * 512**3}
 """Operations of one call below which starting it and moving its numbers cost more."""
-_LOW = {"bf16", "fp16"}
-_FLOATS = ("fp32", "bf16", "fp16", "float64")
 
 
 def _profile(facts: RunFacts) -> Profile:
@@ -46,14 +44,6 @@ def _on(facts: RunFacts, device: str) -> bool:
 
 def _low(facts: RunFacts) -> bool:
     return facts.dtype != "fp32"
-
-
-def _wide(row: Row) -> bool:
-    """Say whether a row is an operation of the passes on fp32 numbers alone."""
-    name, floats = row.name, [d for d in row.dtypes if d in _FLOATS]
-    update = name.startswith(("_foreach", "_fused", "_amp"))
-    wide = bool(floats) and not _LOW & set(floats)
-    return wide and not update and _size_of(row) is None and name != "copy_"
 
 
 def _misses(
@@ -152,7 +142,7 @@ def _low_products(profile: Profile) -> Iterator[tuple[Row, _Size]]:
     """Yield the products of 16-bit numbers; those of an unknown format count too."""
     for row in profile.rows:
         size = _size_of(row)
-        if size is not None and (not row.dtypes or _LOW & set(row.dtypes)):
+        if size is not None and (not row.dtypes or LOW & set(row.dtypes)):
             yield row, size
 
 
@@ -213,7 +203,7 @@ def fp32_operations(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in operations that run in fp32."""
     profile = _profile(facts)
     share = profile.share(profile.fp32_only_s)
-    rows = [row for row in profile.rows if _wide(row)]
+    rows = [r for r in profile.rows if is_fp32_only(r.name, r.dtypes)]
     most = max(rows, key=lambda row: row.self_s, default=None)
     where = "operations in fp32" if most is None else most.name
     measured = _of_step(facts, profile.fp32_only_s)
@@ -234,7 +224,7 @@ def _wide_products(facts: RunFacts) -> Iterator[Observation]:
     """Share of the time in matrix products that is in fp32 ones."""
     profile = _profile(facts)
     products = [row for row in profile.rows if GEMM.fullmatch(row.name)]
-    wide = [row for row in products if row.dtypes and not _LOW & set(row.dtypes)]
+    wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
     if wide:
         most = max(wide, key=lambda row: row.self_s)
         spent = sum(row.self_s for row in wide)

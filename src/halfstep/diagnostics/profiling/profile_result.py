@@ -11,6 +11,8 @@ from halfstep.reporting import json_fields
 from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from halfstep.reporting.table import Cell
 
 GEMM = re.compile(
@@ -22,6 +24,19 @@ GEMM = re.compile(
 )
 """Names of the operations that are matrix products, as kernels have them: "linear" and
 "matmul" only call one."""
+
+
+LOW = {"bf16", "fp16"}
+FLOATS = LOW | {"fp32", "float64"}
+_OF_UPDATES = ("_foreach", "_fused", "_amp")
+"""How operations begin that work on lists of gradients and weights."""
+
+
+def is_fp32_only(name: str, dtypes: Iterable[str]) -> bool:
+    """Say whether an operation of the passes computes in fp32 or wider, and only so."""
+    floats = (FLOATS | {"complex64", "complex128"}).intersection(dtypes)
+    of_passes = not name.startswith(_OF_UPDATES) and not GEMM.fullmatch(name)
+    return of_passes and bool(floats) and not floats & LOW
 
 
 @dataclass(frozen=True)

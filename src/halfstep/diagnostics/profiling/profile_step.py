@@ -14,7 +14,14 @@ from torch.autograd.profiler import record_function
 
 from halfstep._torch.profiler_marks import PREFIX
 from halfstep.diagnostics.profiling import timeline
-from halfstep.diagnostics.profiling.profile_result import GEMM, Profile, Row
+from halfstep.diagnostics.profiling.profile_result import (
+    FLOATS,
+    GEMM,
+    LOW,
+    Profile,
+    Row,
+    is_fp32_only,
+)
 from halfstep.diagnostics.profiling.timeline import DRAIN, FETCH, INPUT, UPDATE
 from halfstep.errors import UserError, require, require_int, require_type
 
@@ -25,13 +32,6 @@ if TYPE_CHECKING:
 
 _STEP = f"{PREFIX}step"
 _Shapes = tuple[tuple[int, ...], ...]
-_LOW = {"bf16", "fp16"}
-_FLOATS = _LOW | {"fp32", "float64"}
-_PARTED = {"complex64", "complex128"}
-"""Their parts are fp32 and float64."""
-
-_OF_UPDATES = ("_foreach", "_fused", "_amp")
-"""How operations begin that work on lists of gradients and weights."""
 
 
 def profile(
@@ -155,12 +155,15 @@ def summary(
     def seconds(ops: Iterable[Op]) -> float:
         return sum(op.own for op in ops) / 1e9 * factor
 
+    wide = [
+        op for op in passes if op.part != UPDATE and is_fp32_only(op.name, op.dtypes)
+    ]
     return Profile(
         wall_s=wall,
         rows=_rows(passes, factor),
         casts_s=seconds(op for op in passes if _casts(op)),
         gemm_s=seconds(op for op in passes if GEMM.fullmatch(op.name)),
-        fp32_only_s=seconds(op for op in passes if _wide(op)) * (dtype in _LOW),
+        fp32_only_s=seconds(wide) * (dtype in LOW),
         update_s=seconds(op for op in passes if op.part == UPDATE),
         python_s=seen.idle / 1e9 * factor,
         waits=len(seen.waiting),
@@ -174,23 +177,15 @@ def summary(
 
 def _casts(op: Op) -> bool:
     """Say whether an operation copies from one float dtype to another."""
-    floats = [dtype for dtype in op.dtypes if dtype in _FLOATS]
+    floats = [dtype for dtype in op.dtypes if dtype in FLOATS]
     return op.name == "copy_" and len(set(floats)) > 1
-
-
-def _wide(op: Op) -> bool:
-    """Say whether an operation of the passes computed in fp32 or wider, and only so."""
-    floats = {dtype for dtype in op.dtypes if dtype in _FLOATS | _PARTED}
-    at_work = op.part != UPDATE and not op.name.startswith(_OF_UPDATES)
-    product = GEMM.fullmatch(op.name) is not None
-    return at_work and bool(floats) and not floats & _LOW and not product
 
 
 def _prevalent(ops: Iterable[Op]) -> str:
     """Return the float format that most of the time in products was in."""
     spent: dict[str, float] = defaultdict(float)
     for op in ops:
-        if op.dtypes and GEMM.fullmatch(op.name) and op.dtypes[-1] in _FLOATS:
+        if op.dtypes and GEMM.fullmatch(op.name) and op.dtypes[-1] in FLOATS:
             spent[op.dtypes[-1]] += op.own
     return max(spent, key=spent.__getitem__, default="fp32")
 
