@@ -82,18 +82,6 @@ class StepRecords:
 
     def measure(self, tensor: Tensor) -> FlagOrStats:
         """Read one tensor of any dtype; only floating ones have a result."""
-        # The usual case, kept short: it runs between a model's operations.
-        if (
-            not self.full
-            and type(tensor) is Tensor
-            and async_read.is_cpu(tensor.device)
-            and tensor.dtype in _SUM_DTYPES
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-        ):
-            with torch._C._DisableAutocast():  # noqa: SLF001
-                if _sum_is_finite(tensor.detach()):
-                    return False if tensor.numel() else None
         values = _floats(tensor)
         if values is None:
             return None
