@@ -284,7 +284,7 @@ def _add_doctor(commands: Any) -> None:  # noqa: ANN401
         "--html",
         type=Path,
         metavar="FILE",
-        help="write a page with histograms, scale and profile; it needs no network",
+        help="write a page with histograms and profile; it needs no network",
     )
     parser.set_defaults(command=_doctor)
 
