@@ -27,10 +27,6 @@ _LOWEST, _HIGHEST = -1100, 1100  # no format has powers of two beyond fp64's
 class CastSummary:
     """What a cast to a format would do to the numbers."""
 
-    flushed: int
-    """Other than zero before, zero after."""
-    saturated: int
-    """Finite before, not after."""
     signal: float
     """Sum of squares of the numbers."""
     noise: float
@@ -49,8 +45,6 @@ class CastSummary:
     def from_data(cls, data: Mapping[str, Any]) -> CastSummary:
         """Return the loss that `data` describes."""
         return cls(
-            json_fields.integer(data, "flushed", 0),
-            json_fields.integer(data, "saturated", 0),
             json_fields.real(data.get("signal", 0.0), "signal"),
             json_fields.real(data.get("noise", 0.0), "noise"),
         )
@@ -68,8 +62,6 @@ class TensorSummary:
     nans: int
     amax: float
     """Largest finite magnitude; 0 where there is none."""
-    amin: float
-    """Smallest finite magnitude other than 0; 0 where there is none."""
     exponents: Mapping[int, int]
     """floor(log2(abs(x))) -> how many finite numbers other than zero have it."""
     casts: Mapping[str, CastSummary]
@@ -92,7 +84,6 @@ class TensorSummary:
             json_fields.integer(fields, "infs", 0),
             json_fields.integer(fields, "nans", 0),
             json_fields.non_negative(fields, "amax"),
-            json_fields.non_negative(fields, "amin"),
             {
                 _power_of_two(power): json_fields.integer(exponents, power)
                 for power in exponents
