@@ -76,7 +76,7 @@ def test_fused_casts_are_free(measured: list[int]) -> None:
             hs.Policy.parse("lean + op:relu=fp32"),
             "painting",
             kinds={},
-            found={},
+            fp32_ranges={},
             fused=fused,
         )
         costs[fused] = {cast.tensor: cast.ms for cast in of_graph.casts}

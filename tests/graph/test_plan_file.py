@@ -82,7 +82,9 @@ def edit(pattern: str, replacement: str) -> Callable[[str], str]:
 REFUSED = {
     "cannot be read as a plan": lambda _: "nodes = [",
     "dtype is 'fp8'; it must be 'bf16' or 'fp16'": edit('"bf16"', '"fp8"'),
-    "it needs nodes and a method": edit("method", "methods"),
+    "it needs nodes, and painting or min-cut": edit("painting", "banana"),
+    "'methode' must be one of dtype, method,": edit("dtype", "methode = 1\\ndtype"),
+    "'run_in' must be one of name, op,": edit("kind = ", "run_in = 1, kind = "),
     "node 1 needs op, a text": edit('op = "linear"', "op = 1"),
     "linear has runs_in = 'int8'; it must be bf16 or fp32": edit(
         'runs_in = "bf16"', 'runs_in = "int8"'
@@ -98,7 +100,7 @@ REFUSED = {
     ),
     "ones must run in fp32: ": edit(r'(name = "ones".*runs_in = )"fp32"', r'\1"bf16"'),
     "getitem and split share memory": edit(
-        r'(name = "getitem".*runs_in = )"fp32"', r'\1"bf16"'
+        r'(name = "getitem".*runs_in = )"bf16"', r'\1"fp32"'
     ),
 }
 

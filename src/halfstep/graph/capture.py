@@ -7,18 +7,22 @@ format may be chosen, and why not.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+import threading
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require_type
 from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
 from halfstep.numerics import formats
 from halfstep.policy import op_tables
@@ -53,6 +57,8 @@ _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 """Their CUDA kernels want all arguments in one format."""
 
 
+NO_AUTOCAST = "halfstep_no_autocast"
+"""Key of a node's `meta["custom"]`: it lies in `torch.autocast(enabled=False)`."""
 _MAX_BREAKS = 3
 """Breaks of a graph that an error names."""
 _TORCH_MODULES = "/torch/nn/"
@@ -88,14 +94,23 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         UserError: If its weights are in 16 bits, or torch.export cannot capture it; the
             text says where and why.
     """
+    is_sequence = isinstance(example_inputs, list | tuple)
+    expected = "a list or tuple of what the model is called with"
+    require_type("example_inputs", example_inputs, is_sequence, expected)
     _refuse_low_weights(model)
     try:
-        exported = torch.export.export(model, tuple(example_inputs))
+        with _refusing_lost_backwards(), warnings.catch_warnings():
+            # Of every LSTM: a list of its weights is made anew.
+            warnings.filterwarnings("ignore", ".*_flat_weights", UserWarning)
+            exported = torch.export.export(model, tuple(example_inputs))
+    except UserError:
+        raise
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         message = (
             f"{type(model).__name__} cannot be captured as one graph by torch.export: "
-            f"{first_line} torch.compile(model, backend='halfstep') takes it in parts"
+            f"{first_line.rstrip('.')}. torch.compile(model, backend='halfstep') takes "
+            "it in parts"
             f"{_graph_breaks(model, example_inputs)}."
         )
         raise UserError(message) from error
@@ -106,7 +121,57 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         if node.op == "call_module" and node.target == "_guards_fn":
             graph_module.graph.erase_node(node)
     make_functional(graph_module)
+    graph_module.meta["modules"] = modules_of(model)
     return graph_module
+
+
+def modules_of(model: nn.Module) -> dict[str, tuple[str, bool]]:
+    """Return path -> class and mode of a model's modules, which a graph is made for."""
+    return {
+        path: (type(module).__qualname__, module.training)
+        for path, module in model.named_modules()
+    }
+
+
+@contextlib.contextmanager
+def _refusing_lost_backwards() -> Iterator[None]:
+    """Refuse what a graph of forward operations would lose while a model is captured.
+
+    Why: torch.export traces through a custom `autograd.Function` and through activation
+    checkpointing, and what trains afterwards has other gradients, or needs more memory.
+    """
+    thread, original = threading.get_ident(), vars(torch.autograd.Function)["apply"]
+    generator = "_checkpoint_without_reentrant_generator"
+    checkpointing = getattr(torch.utils.checkpoint, generator, None)
+
+    def refuse(what: str) -> None:
+        if threading.get_ident() == thread and torch.is_grad_enabled():
+            message = (
+                f"the model uses {what}, which a captured graph would lose: train it "
+                "under halfstep.autocast, or plan the modules around it. To plan for "
+                "evaluation, call plan under torch.no_grad()."
+            )
+            raise UserError(message)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        is_checkpoint = cls.__module__ == "torch.utils.checkpoint"
+        name = f"the custom autograd.Function {cls.__name__}"
+        refuse("activation checkpointing" if is_checkpoint else name)
+        return original.__func__(cls, *args, **kwargs)
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        refuse("activation checkpointing")
+        return checkpointing(*args, **kwargs)  # type: ignore[misc]
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    if checkpointing is not None:
+        setattr(torch.utils.checkpoint, generator, checkpoint)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        if checkpointing is not None:
+            setattr(torch.utils.checkpoint, generator, checkpointing)
 
 
 def _refuse_low_weights(model: nn.Module) -> None:
@@ -275,8 +340,9 @@ def _kind(category: str, op: str, low: torch.dtype) -> str:
 
 def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str]) -> str:
     """Return why a node must run as captured; "" if the policy decides."""
-    if node in in_place:
-        return in_place[node]
+    is_off = NO_AUTOCAST in (node.meta.get("custom") or {})
+    if node in in_place or is_off:
+        return in_place.get(node, "autocast is off there")
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return "" if _is_getitem(node) else "it is no operation of aten"

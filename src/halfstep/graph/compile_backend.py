@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.errors import UserError, require
+from halfstep.errors import UserError, require, warn_caller
 from halfstep.graph import capture
 from halfstep.graph.planner import METHODS, check_kinds, plan_graph
 from halfstep.graph.rewrite import rewrite_graph
@@ -57,6 +57,13 @@ def compile_graph(
     )
     policy = chosen["policy"]
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    if lost := _lost_in(graph_module):
+        warn_caller(
+            f"a compiled graph holds {lost}, of which a plan would lose the backward "
+            "pass: it runs as it is, in the formats it was written in. Call it under "
+            "halfstep.autocast, or compile the modules around it."
+        )
+        return graph_module.forward
     aten = _aten_graph(graph_module, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     if not tensors:
@@ -70,7 +77,7 @@ def compile_graph(
         chosen["method"],
         example_inputs,
         kinds=check_kinds(chosen.get("kinds")),
-        found={},
+        fp32_ranges={},
         fused=device.type != "cpu",
     )
     if "on_plan" in chosen:
@@ -84,10 +91,42 @@ def compile_graph(
     return inductor(rewritten, list(example_inputs))
 
 
+_LOST = {
+    "autograd_function_apply": "a custom autograd.Function",
+    "tag_activation_checkpoint": "activation checkpointing",
+}
+"""Name of a higher-order operation -> what it was in the model."""
+
+
+def _lost_in(graph_module: fx.GraphModule) -> str:
+    """Return what of a graph is more than its forward operations; "" if nothing is."""
+    names = {
+        getattr(node.target, "__name__", "")
+        for part in graph_module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    }
+    return " and ".join(what for name, what in _LOST.items() if name in names)
+
+
+def _mark_regions(graph: fx.Graph) -> None:
+    """Mark what lies in `torch.autocast(enabled=False)`, which tracing drops."""
+    regions: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:  # noqa: SLF001
+            regions[node] = node.args[2] is False
+        elif node.target is torch.amp.autocast_mode._exit_autocast:  # noqa: SLF001
+            regions.pop(node.args[0], None)
+        elif any(list(regions.values())[-1:]):
+            custom = {**(node.meta.get("custom") or {}), capture.NO_AUTOCAST: True}
+            node.meta["custom"] = custom
+
+
 def _aten_graph(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> fx.GraphModule:
     """Return the same graph in aten operations, before autograd."""
+    _mark_regions(graph_module.graph)
 
     def run(*inputs: Any) -> Any:  # noqa: ANN401
         with fx.traceback.preserve_node_meta():

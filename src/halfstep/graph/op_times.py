@@ -86,7 +86,8 @@ class OpTimes:
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
         key = f"{node.target} {specs!r} {dtype}"
         if key not in self._times:
-            self._times[key] = self._measure(node, dtype, keep)
+            with random_state_kept(self.device):
+                self._times[key] = self._measure(node, dtype, keep)
         return self._times[key]
 
     def cast(self, node: fx.Node) -> int:
@@ -102,7 +103,7 @@ class OpTimes:
         """Return the same for a tensor of some shape."""
         key = f"cast {tuple(shape)!r} {self._low}"
         if key not in self._times:
-            value = torch.randn(shape, device=self.device, requires_grad=True)
+            value = torch.ones(shape, device=self.device, requires_grad=True)
             self._times[key] = self._time(lambda: value.to(self._low), [value])
         return self._times[key] or 0
 
@@ -183,6 +184,12 @@ class OpTimes:
         ):
             times.append(once())
         return min(times or [once()])
+
+
+def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Leave torch's random numbers as they are: what is timed may use some."""
+    devices = [device] if device.type == "cuda" else []
+    return torch.random.fork_rng(devices)
 
 
 def _fresh_times(cached: dict[str, Any]) -> dict[str, int | None]:

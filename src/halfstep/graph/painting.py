@@ -8,13 +8,12 @@ stored in 16 bits, which TensorFlow has not, count as allowed.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
+from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER, reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from halfstep.graph.problem import Problem
 
@@ -32,21 +31,19 @@ def paint(problem: Problem) -> frozenset[str]:
         ['mm', 'mm2', 'relu']
     """
     kinds = {name: operation.kind for name, operation in problem.operations.items()}
-    after: dict[str, set[str]] = defaultdict(set)
-    before: dict[str, set[str]] = defaultdict(set)
-    for use in problem.tensors:
-        for consumer in use.consumers:
-            after[use.producer].add(consumer)
-            before[consumer].add(use.producer)
+    after, before = problem.neighbours()
     allowed = {name for name, kind in kinds.items() if kind == ALLOW}
     allowed |= problem.low_weights
     denied = _denied(kinds, after, before)
     passing = {n for n, kind in kinds.items() if kind in (INFER, CLEAR)} - denied
-    downstream = _reachable(allowed, after, passing)
-    upstream = _reachable(allowed, before, passing)
+    downstream = reachable(allowed, after, passing)
+    upstream = reachable(allowed, before, passing)
     low = allowed | (downstream & upstream)
     clear = {name for name in passing if kinds[name] == CLEAR}
-    low |= _reachable(low, after, clear) | _reachable(low, before, clear)
+    low |= reachable(low, after, clear) | reachable(low, before, clear)
+    for group in problem.tied:
+        if group & allowed and not group & denied:
+            low |= group
     while split := [
         group & low for group in problem.tied if group & low and group - low
     ]:
@@ -65,22 +62,8 @@ def _denied(
     """
     sources = {n for n, kind in kinds.items() if kind == DENY and before.get(n)}
     passing = {name for name, kind in kinds.items() if kind in (INFER, CLEAR)}
-    reached = _reachable(sources, after, passing)
+    reached = reachable(sources, after, passing)
     inferred = {name for name in reached if kinds[name] == INFER}
     # What only moves values is denied if a denied operation still follows it.
-    followed = _reachable(sources | inferred, before, passing)
+    followed = reachable(sources | inferred, before, passing)
     return sources | inferred | (reached & followed)
-
-
-def _reachable(
-    starts: Collection[str], edges: Mapping[str, set[str]], through: Collection[str]
-) -> set[str]:
-    """Return what is reached from some names by edges between names in `through`."""
-    reached: set[str] = set()
-    to_visit = list(starts)
-    while to_visit:
-        for name in edges.get(to_visit.pop(), ()):
-            if name in through and name not in reached:
-                reached.add(name)
-                to_visit.append(name)
-    return reached

@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 import tomllib
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require_type
 from halfstep.graph import capture
 from halfstep.graph.op_times import OpTimes
-from halfstep.graph.planner import assemble, device_of, weigh
+from halfstep.graph.planner import METHODS, assemble, device_of, weigh
 from halfstep.graph.problem import DENY, KINDS, Operation
 from halfstep.numerics import formats
 from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from os import PathLike
 
     from torch import fx, nn
 
@@ -49,10 +49,12 @@ def load_plan(
         UserError: If the file is no plan, the model has other operations, or one that
             cannot run in 16 bits is asked to.
     """
+    require_type("path", path, isinstance(path, str | PathLike), "a path")
     try:
         content = tomllib.loads(Path(path).read_bytes().decode())
     except (OSError, ValueError) as error:
-        message = f"{path} cannot be read as a plan: {error}."
+        reason = getattr(error, "strerror", None) or error
+        message = f"{path} cannot be read as a plan: {reason}."
         raise UserError(message) from error
     rows = _rows(path, content)
     graph_module = capture.capture(model, example_inputs)
@@ -145,10 +147,13 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
     if dtype not in ("bf16", "fp16"):
         message = f"{path}: dtype is {dtype!r}; it must be 'bf16' or 'fp16'."
         raise UserError(message)
-    if not isinstance(rows, list) or not isinstance(content.get("method"), str):
-        message = f"{path} is no plan: it needs nodes and a method."
+    if not isinstance(rows, list) or content.get("method") not in METHODS:
+        message = f"{path} is no plan: it needs nodes, and {' or '.join(METHODS)}."
         raise UserError(message)
+    _refuse_unknown(path, content, ("dtype", "method", "low_weights", "nodes", "casts"))
     for number, row in enumerate(rows):
+        if isinstance(row, dict):
+            _refuse_unknown(path, row, (*_FIELDS, "source"))
         for name, kind in _FIELDS.items():
             if not (isinstance(row, dict) and isinstance(row.get(name), kind)):
                 what = "a text" if kind is str else "a number"
@@ -165,6 +170,16 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
                 )
                 raise UserError(message)
     return rows
+
+
+def _refuse_unknown(
+    path: str | PathLike[str], given: dict[str, Any], known: Sequence[str]
+) -> None:
+    """Refuse a word that means nothing: it may have been meant to."""
+    for name in given:
+        if name not in known:
+            message = f"{path}: {name!r} must be one of {', '.join(known)}."
+            raise UserError(message)
 
 
 def _place(row: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ In: a model, example inputs, a policy. Out: a `Plan`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +13,27 @@ import torch
 from torch import fx, nn
 
 from halfstep.casting.convert_model import low_parameters
-from halfstep.errors import UserError, require
+from halfstep.errors import UserError, require, require_type
 from halfstep.graph import capture, min_cut, painting, ranges
-from halfstep.graph.op_times import OpTimes
+from halfstep.graph.op_times import OpTimes, random_state_kept
 from halfstep.graph.plan import Plan, PlannedCast, PlannedNode
-from halfstep.graph.problem import DENY, KINDS, Operation, Problem, TensorUse
+from halfstep.graph.problem import (
+    ALLOW,
+    CLEAR,
+    DENY,
+    INFER,
+    KINDS,
+    Operation,
+    Problem,
+    TensorUse,
+    reachable,
+)
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from halfstep.graph.capture import NodeFacts
     from halfstep.graph.ranges import Range
@@ -61,6 +72,7 @@ def plan(
         calibrate: Runs a few training steps, forward and backward, with the fp32 model
             it is given: operations whose values or gradients come within a factor of 4
             of fp16's largest number stay fp32. Only with fp16; bf16 has fp32's range.
+            None: the values of one forward pass of the example inputs count.
         refresh: Measure all operations again although their times are kept.
 
     Raises:
@@ -82,12 +94,19 @@ def plan(
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
     fits = calibrate is None or format_ is formats.FP16
     require("calibrate", calibrate, fits, "None with bf16, which has fp32's range")
+    is_step = calibrate is None or callable(calibrate)
+    require_type("calibrate", calibrate, is_step, "a function of the model, or None")
     require("level", level, level in ("O1", "O2"), "O1 or O2")
     kinds = check_kinds(kinds)
     graph_module = capture.capture(model, example_inputs)
     low_ids = {id(p) for p in low_parameters(model, levels.parse(level), chosen)}
     device = device_of(model, example_inputs)
-    found = {} if calibrate is None else ranges.measure(graph_module, calibrate)
+    fp32_ranges: dict[str, Range] = {}
+    if format_ is formats.FP16:
+        run = calibrate or (lambda model: model(*example_inputs))
+        grad = torch.set_grad_enabled(calibrate is not None)
+        with grad, random_state_kept(device):
+            fp32_ranges = ranges.measure(graph_module, run)
     return plan_graph(
         graph_module,
         device,
@@ -95,7 +114,7 @@ def plan(
         chosen,
         method,
         kinds=kinds,
-        found=found,
+        fp32_ranges=fp32_ranges,
         refresh=refresh,
         low_weights=[
             name
@@ -111,6 +130,8 @@ def check_kinds(kinds: Mapping[str, str] | None) -> Mapping[str, str]:
     Raises:
         UserError: If torch has no such operation, or a kind is none.
     """
+    is_mapping = kinds is None or isinstance(kinds, Mapping)
+    require_type("kinds", kinds, is_mapping, "a dictionary of operations")
     for op, kind in (kinds or {}).items():
         is_op = hasattr(torch.ops.aten, str(op).partition(".")[0])
         require("kinds: operation", op, is_op, "a name in torch.ops.aten")
@@ -127,7 +148,7 @@ def plan_graph(
     inputs: Sequence[Any] = (),
     *,
     kinds: Mapping[str, str],
-    found: Mapping[str, Range],
+    fp32_ranges: Mapping[str, Range],
     refresh: bool = False,
     fused: bool = False,
     low_weights: Sequence[str] = (),
@@ -142,7 +163,7 @@ def plan_graph(
         method: As for `plan`.
         inputs: Of the graph, where parameters are among them.
         kinds: As for `plan`.
-        found: Ranges by node; empty if none were measured.
+        fp32_ranges: What nodes reach in fp32; empty if it was not measured.
         refresh: As for `plan`.
         fused: A compiler will run the graph, which makes a cast part of the operation
             before it where that works number by number.
@@ -153,7 +174,8 @@ def plan_graph(
         graph_module.graph, device=device.type, policy=policy, low=low, kinds=kinds
     )
     for node, fact in facts.items():
-        too_large = ranges.why_fp32([*castable_inputs(node, device.type), node], found)
+        values = [*castable_inputs(node, device.type), node]
+        too_large = ranges.why_fp32(values, fp32_ranges)
         if too_large and fact.kind != DENY:
             facts[node] = replace(fact, kind=DENY, reason=too_large)
     needs_grad = capture.differentiable(graph_module, inputs)
@@ -170,14 +192,23 @@ def plan_graph(
         graph_module.graph, operations, times, fused=fused, low_weights=low_weights
     )
     times.save()
+    if method == "min-cut":
+        exact = _exact(problem)
+        for node, fact in facts.items():
+            if node.name in exact:
+                facts[node] = replace(fact, kind=DENY, reason=_EXACT)
+                operations[node.name] = replace(operations[node.name], kind=DENY)
     choose = min_cut.cheapest if method == "min-cut" else painting.paint
+    chosen_low = choose(problem)
+    for node, fact in facts.items():
+        facts[node] = replace(fact, reason=_why(fact, low=node.name in chosen_low))
     return assemble(
         graph_module,
         format_.name,
         method,
         facts,
         problem,
-        choose(problem),
+        chosen_low,
         times.doubt,
         low_weights,
     )
@@ -202,6 +233,27 @@ def weigh(
     )
     uses = tuple(_uses(graph, times, fused=fused))
     return Problem(operations, uses, tied, capture.nodes_of(graph, low_weights))
+
+
+_EXACT = "none of its inputs was computed in 16 bits"
+
+
+def _exact(problem: Problem) -> set[str]:
+    """Return the operations that only fp32 inputs and their results reach.
+
+    Why: angles of rotary embeddings or masks lose digits that no product of 16-bit
+    numbers ever had; what gains nothing by 16 bits must not be the first to round.
+    What only moves values on to such as gain by 16 bits may round before them.
+    """
+    kinds = {name: operation.kind for name, operation in problem.operations.items()}
+    after, _ = problem.neighbours()
+    choosable = {name for name, kind in kinds.items() if kind in (INFER, CLEAR)}
+    low = {n for n, kind in kinds.items() if kind == ALLOW} | problem.low_weights
+    free = low | reachable(low, after, choosable)
+    for name in reversed(kinds):
+        if kinds[name] == CLEAR and after[name] and after[name] <= free:
+            free.add(name)
+    return choosable - free
 
 
 def assemble(
@@ -240,6 +292,15 @@ def assemble(
         for cast in problem.casts(low)
     )
     return Plan(dtype, method, nodes, casts, graph_module, tuple(low_weights), doubt)
+
+
+def _why(fact: NodeFacts, *, low: bool) -> str:
+    """Return the reason of a decision: of the kind, and of the choice it left."""
+    if fact.kind == ALLOW and not low:
+        return f"{fact.reason}; here its casts would cost more than it gains"
+    if fact.kind in (INFER, CLEAR) and low:
+        return f"{fact.reason}; its neighbours run in 16 bits"
+    return fact.reason
 
 
 def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:

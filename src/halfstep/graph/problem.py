@@ -7,6 +7,7 @@ In: operations with what each costs in either format, and the tensors between th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,20 @@ class Problem:
     tied: tuple[frozenset[str], ...] = ()
     low_weights: frozenset[str] = frozenset()
 
+    def neighbours(self) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+        """Return what uses each operation's result, and whose results it uses."""
+        after: dict[str, set[str]] = defaultdict(set)
+        before: dict[str, set[str]] = defaultdict(set)
+        for use in self.tensors:
+            for consumer in use.consumers:
+                after[use.producer].add(consumer)
+                before[consumer].add(use.producer)
+        for group in self.tied:  # a result and its parts, which no tensor links
+            for name in group:
+                after[name] |= group - {name}
+                before[name] |= group - {name}
+        return after, before
+
     def casts(self, low: Collection[str]) -> list[Cast]:
         """Return the casts that an assignment needs, one a tensor.
 
@@ -102,3 +117,17 @@ class Problem:
         denied = any(self.operations[name].kind == DENY for name in low)
         split = any(group & low and group - low for group in self.tied)
         return not denied and not split
+
+
+def reachable(
+    starts: Collection[str], edges: Mapping[str, set[str]], through: Collection[str]
+) -> set[str]:
+    """Return what is reached from some names by edges between names in `through`."""
+    reached: set[str] = set()
+    to_visit = list(starts)
+    while to_visit:
+        for name in edges.get(to_visit.pop(), ()):
+            if name in through and name not in reached:
+                reached.add(name)
+                to_visit.append(name)
+    return reached

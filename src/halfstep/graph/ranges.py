@@ -6,6 +6,7 @@ the largest value and the largest gradient it had, and the reason to keep it in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,9 @@ class _Recorder(fx.Interpreter):
 
 
 def _raise_to(maxima: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    largest = tensor.detach().abs().amax()
+    # Infinities are masks, which fp16 holds; an overflow of fp32 makes NaN of them.
+    magnitude = tensor.detach().abs()
+    largest = magnitude.masked_fill(magnitude == torch.inf, 0.0).amax()
     if name in maxima:
         largest = torch.maximum(maxima[name], largest)
     maxima[name] = largest
@@ -85,7 +88,7 @@ def measure(
             with, and runs backward passes.
 
     Raises:
-        UserError: If it never calls the model, or fp32 itself overflows.
+        UserError: If it never calls the model, or meets NaN.
     """
     params = list(graph_module.parameters())
     grads = [param.grad for param in params]
@@ -108,10 +111,10 @@ def measure(
         for name, value in recorder.values.items()
     }
     for name, range_ in ranges.items():
-        if not (torch.tensor([range_.value, range_.gradient]).isfinite().all()):
+        if math.isnan(range_.value + range_.gradient):
             message = (
-                f"calibration in fp32 met inf or NaN at {name}; "
-                "halfstep.find_nonfinite(model, step) finds its origin."
+                f"in fp32 {name} is NaN; halfstep.find_nonfinite(model, step) finds "
+                "its origin."
             )
             raise UserError(message)
     return ranges
@@ -130,7 +133,7 @@ def why_fp32(nodes: Iterable[fx.Node], ranges: Mapping[str, Range]) -> str:
         for what, largest in (("values", seen.value), ("gradients", seen.gradient)):
             if largest > limit:
                 return (
-                    f"{what} of {node.name} reached {largest:.3g} in calibration; fp16 "
-                    f"ends at {FP16.max:.0f}, of which a {HEADROOM}th is used"
+                    f"{what} of {node.name} reached {largest:.3g} in fp32; fp16 ends "
+                    f"at {FP16.max:.0f}, of which a {HEADROOM}th is used"
                 )
     return ""

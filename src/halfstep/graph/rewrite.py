@@ -8,6 +8,8 @@ computes every dtype anew.
 from __future__ import annotations
 
 import copy
+import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,31 +18,52 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require_type
 from halfstep.graph import capture
+from halfstep.graph.capture import modules_of
+from halfstep.graph.plan import Plan
 from halfstep.graph.planner import castable_inputs
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from halfstep.graph.plan import Plan
-
 _CAST = torch.ops.aten.to.dtype
 
 
-def rewrite(model: nn.Module, plan: Plan) -> fx.GraphModule:
+class PlannedModule(fx.GraphModule):
+    """A rewritten model: for one mode, and inputs of the shapes it was planned for."""
+
+    def train(self, mode: bool = True) -> PlannedModule:
+        """Refuse the mode that was not captured.
+
+        Raises:
+            UserError: If it is another: dropout and batch norms are part of the graph.
+        """
+        if mode != self.training:
+            now, other = ("train", "eval")[:: 1 if self.training else -1]
+            message = (
+                f"this model was planned in {now}() mode, which its graph keeps: "
+                f"plan the original in {other}() mode as well; both share parameters."
+            )
+            raise UserError(message)
+        return self
+
+
+def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
     """Return a model that runs as planned; it shares the model's parameters.
 
-    It trains as the model does, in the mode it was captured in; its inputs and outputs
-    keep their dtypes.
+    It trains as the model does, in the mode it was captured in, on inputs of the shapes
+    it was captured with; other shapes or constants, and the other mode, raise a
+    `UserError`. Its inputs and outputs keep their dtypes.
 
     Args:
         model: The one that was planned.
         plan: Of `plan`.
 
     Raises:
-        UserError: If the plan is of another model.
+        UserError: If the plan is of another model, of another mode, or of weights that
+            are stored otherwise.
 
     Example:
         >>> import halfstep as hs
@@ -50,6 +73,20 @@ def rewrite(model: nn.Module, plan: Plan) -> fx.GraphModule:
         >>> rewritten(batch).dtype, rewritten.get_parameter("0.weight").dtype
         (torch.float32, torch.float32)
     """
+    require_type("plan", plan, isinstance(plan, Plan), "a plan of halfstep.plan")
+    planned_modules, own_modules = (
+        plan.graph_module.meta.get("modules", {}),
+        modules_of(model),
+    )
+    for path in {**planned_modules, **own_modules}:
+        planned, present = planned_modules.get(path), own_modules.get(path)
+        if planned != present:
+            message = (
+                f"the plan is of another model: its module {path!r} is "
+                f"{_kind_and_mode(planned)}, and here {_kind_and_mode(present)}. Plan "
+                "the model anew: halfstep.plan."
+            )
+            raise UserError(message)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, param in plan.graph_module.named_parameters(remove_duplicate=False):
         if own.get(name) is not param:
@@ -69,7 +106,55 @@ def rewrite(model: nn.Module, plan: Plan) -> fx.GraphModule:
         "cpu",
     )
     low = plan.low | capture.nodes_of(plan.graph_module.graph, plan.low_weights)
-    return rewrite_graph(plan.graph_module, low, dtype, device)
+    rewritten = rewrite_graph(plan.graph_module, low, dtype, device)
+    rewritten.training = model.training
+    check = _InputCheck(
+        tuple(
+            node.meta.get("val")
+            for node in plan.graph_module.graph.nodes
+            if node.op == "placeholder"
+        )
+    )
+    rewritten.register_forward_pre_hook(check, with_kwargs=True)
+    return rewritten
+
+
+def _kind_and_mode(module: tuple[str, bool] | None) -> str:
+    if module is None:
+        return "missing"
+    return f"{module[0]} in {'train' if module[1] else 'eval'}() mode"
+
+
+@dataclass(frozen=True)
+class _InputCheck:
+    """Forward pre-hook: what a graph was made for is what it is called with."""
+
+    planned: tuple[Any, ...]
+    """Of each input, in order: a tensor without numbers, or the constant itself."""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # By name or place, as `forward` takes them; a wrong number it refuses itself.
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        given = pytree.tree_leaves(list(bound.arguments.values()))
+        for number, (value, planned) in enumerate(
+            zip(given, self.planned, strict=False)
+        ):
+            if _facts(value) != _facts(planned):
+                message = (
+                    f"input {number} is {_facts(value)}, and the graph was planned for "
+                    f"{_facts(planned)}: plan the model for this, too, or leave the "
+                    "last, smaller batch out (drop_last=True)."
+                )
+                raise UserError(message)
+
+
+def _facts(value: Any) -> str:  # noqa: ANN401
+    """Return what of an input is part of a graph."""
+    if isinstance(value, Tensor):
+        return f"{formats.word(value.dtype)} of shape {tuple(map(int, value.shape))}"
+    return repr(value)
 
 
 def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
@@ -91,7 +176,7 @@ def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
 
 def rewrite_graph(
     graph_module: fx.GraphModule, low: Collection[str], dtype: torch.dtype, device: str
-) -> fx.GraphModule:
+) -> PlannedModule:
     """Return a copy of a graph in which some nodes run in 16 bits.
 
     Args:
@@ -145,7 +230,7 @@ def rewrite_graph(
         created.meta = copy.copy(node.meta)
         copies[node] = created
     graph._codegen = copy.copy(graph_module.graph._codegen)  # noqa: SLF001
-    rewritten = fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+    rewritten = PlannedModule(graph_module, graph, type(graph_module).__name__)
     planned = {created: node.name in low for node, created in copies.items()}
     shared = {copies[source] for source in graph_module.graph.nodes} - {
         copies[source] for source in changing

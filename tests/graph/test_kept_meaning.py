@@ -1,0 +1,264 @@
+"""A planned model means what the model means, or is refused: no silent difference."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Reversed(torch.autograd.Function):
+    """Passes values on, and gradients with the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004, D102
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004, D102
+        return -gradient
+
+
+class Layer(nn.Module):
+    """A layer, and what is called between it and the next."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores; x: (rows, 4)."""
+        scores: Tensor = self.two(self.between(self.one, x))
+        return scores
+
+
+LOST = {
+    "the custom autograd.Function Reversed": lambda one, x: Reversed.apply(one(x)),
+    "activation checkpointing": lambda one, x: checkpoint(one, x, use_reentrant=False),
+    "activation checkpointing,": lambda one, x: checkpoint(one, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_backward_passes_that_a_graph_would_lose(what: str) -> None:
+    """Law: `plan` refuses them while gradients are wanted, and plans for evaluation."""
+    model, x = Layer(LOST[what]), torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(hs.UserError, match=f"the model uses {what}"):
+        hs.plan(model, [x])
+    with torch.no_grad():
+        plan = hs.plan(model.eval(), [x], method="painting")
+    assert Reversed.apply(x).grad_fn is not None  # torch is as it was
+    assert hs.rewrite(model, plan)(x).shape == (2, 4)
+
+
+@pytest.mark.parametrize("what", list(LOST)[:2])
+def test_compiled_parts_that_would_lose_them(what: str) -> None:
+    """Law: such a part runs as it is, with a warning; gradients are right."""
+    model, x = Layer(LOST[what]), torch.ones(2, 4)
+    reference = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.compile(model, backend="halfstep")(x).sum().backward()
+    assert any("would lose the backward pass" in str(w.message) for w in warned)
+    reference(x).sum().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert all(torch.allclose(own.grad, other.grad) for own, other in pairs)
+
+
+class Scaled(nn.Module):
+    """A mean over rows, times a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        """Return (4,); x: (rows, 4)."""
+        scores: Tensor = self.layer(x).sum(0) / x.shape[0] * factor
+        return scores
+
+
+def test_inputs_of_another_kind() -> None:
+    """Law: shapes, dtypes and constants are those of the plan, or are refused."""
+    model, x = Scaled(), torch.ones(8, 4)
+    run = hs.rewrite(model, hs.plan(model, (x, 2.0), method="painting"))
+    assert torch.allclose(run(x, 2.0), model(x), atol=2**-5)
+    refused = {
+        (
+            x[:3],
+            2.0,
+        ): r"input 0 is fp32 of shape \(3, 4\), and .* \(8, 4\): .*drop_last",
+        (x.double(), 2.0): "input 0 is float64 of shape",
+        (x, 10.0): "input 1 is 10.0, and the graph was planned for 2.0",
+    }
+    for inputs, message in refused.items():
+        with pytest.raises(hs.UserError, match=message):
+            run(*inputs)
+
+
+def test_a_plan_has_one_mode() -> None:
+    """Law: a rewritten model does not switch; a plan of the other mode is refused."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4)
+    plan = hs.plan(model, [x], method="painting")
+    run = hs.rewrite(model, plan)
+    assert run.train() is run
+    with pytest.raises(hs.UserError, match=r"planned in train\(\) mode"):
+        run.eval()
+    evaluating = hs.rewrite(model, hs.plan(model.eval(), [x], method="painting"))
+    assert evaluating(x).equal(evaluating.eval()(x))
+    with pytest.raises(hs.UserError, match=r"Sequential in train\(\) mode, and here"):
+        hs.rewrite(model, plan)
+    softmax = hs.plan(nn.Softmax(-1), [x], method="painting")
+    with pytest.raises(hs.UserError, match=r"'' is Softmax .* and here ReLU"):
+        hs.rewrite(nn.ReLU(), softmax)
+
+
+class Rotary(nn.Module):
+    """Angles of positions, which 16 bits cannot hold, turn what a layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("speeds", torch.linspace(0.5, 2.0, 16))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return (rows, 16); positions: (rows, 1)."""
+        angles = positions * self.speeds
+        hidden = self.layer(x)
+        turned: Tensor = hidden * torch.cos(angles) + hidden * torch.sin(angles)
+        return turned
+
+
+def test_what_products_never_touched_stays_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: no time gained makes the minimum cut round fp32 inputs before a function."""
+    times = {torch.float32: 1000, torch.bfloat16: 1}
+    monkeypatch.setattr(
+        "halfstep.graph.op_times.OpTimes.operation",
+        lambda *_, low: times[torch.bfloat16 if low else torch.float32],
+    )
+    monkeypatch.setattr("halfstep.graph.op_times.OpTimes.cast", lambda *_: 1)
+    model = Rotary()
+    x, positions = torch.randn(64, 16), torch.arange(64.0)[:, None] * 16
+    plan = hs.plan(model, (x, positions))
+    nodes = {node.name: node for node in plan.nodes}
+    assert {name for name, node in nodes.items() if not node.low} == {
+        "mul",
+        "cos",
+        "sin",
+    }
+    assert nodes["cos"].reason == "none of its inputs was computed in 16 bits"
+    assert nodes["add"].low
+    error = (hs.rewrite(model, plan)(x, positions) - model(x, positions)).abs().max()
+    assert error < 2**-4
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_regions_without_autocast() -> None:
+    """Law: what the model runs with autocast off stays fp32, captured either way."""
+
+    def off(one: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            hidden: Tensor = one(x)
+        return hidden
+
+    model, x = Layer(off), torch.randn(2, 4)
+    plans: list[Any] = []
+    options = {"method": "painting", "on_plan": plans.append}
+    torch.compile(model, backend="halfstep", options=options)(x)
+    (plan,) = plans
+    first, second = (node for node in plan.nodes if node.op == "linear")
+    assert (first.low, first.reason) == (False, "autocast is off there")
+    assert second.low
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
+def test_masks_in_fp16(value: float) -> None:
+    """Law: a mask that fp16 cannot hold is added in fp32; -inf is held."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scores: Tensor = (self.layer(x) + mask).softmax(-1)
+            return self.layer(scores)
+
+    mask = torch.zeros(3, 4)
+    mask[0, 1:] = value
+    if value > -torch.inf:
+        mask[0] = value
+    model, x = Masked(), torch.randn(3, 4)
+    plan = hs.plan(model, (x, mask), dtype="fp16", method="painting")
+    assert hs.rewrite(model, plan)(x, mask).isfinite().all()
+
+
+def test_a_recurrent_layer_is_one() -> None:
+    """Law: painting runs an LSTM and the parts of its result in one format: 16 bits."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = self.head(self.lstm(x)[0]).split(1, -1)
+            return left * right
+
+    model, x = Recurrent(), torch.randn(3, 2, 4)
+    plan = hs.plan(model, [x], method="painting")
+    low = {node.op for node in plan.nodes if node.low}
+    if any(node.op.startswith("lstm") and node.low_ms for node in plan.nodes):
+        assert {op for op in low if op.startswith("lstm")}
+    assert hs.rewrite(model, plan)(x).shape == (3, 2, 1)
+
+
+def test_random_numbers_are_left_alone() -> None:
+    """Law: planning draws none, whatever it times."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    hs.plan(model, [x], refresh=True)
+    hs.plan(model, [x], dtype="fp16", refresh=True)
+    torch.compile(model, backend="halfstep")
+    assert torch.rand(1).equal(expected)
+
+
+WRONG: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "example_inputs is of type Tensor; it must be a list or tuple": hs.plan,
+    "kinds is of type str; it must be a dictionary": lambda model, x: hs.plan(
+        model, [x], kinds="gelu"
+    ),  # type: ignore[arg-type]
+    "calibrate is of type int; it must be a function of the model": lambda model, x: (
+        hs.plan(
+            model,
+            [x],
+            dtype="fp16",
+            calibrate=3,  # type: ignore[arg-type]
+        )
+    ),
+    "plan is of type str; it must be a plan of halfstep.plan": lambda model, _: (
+        hs.rewrite(model, "a.toml")
+    ),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_arguments_of_the_wrong_kind(message: str) -> None:
+    """Law: each is refused by name."""
+    with pytest.raises(hs.UserError, match=message):
+        WRONG[message](nn.Linear(4, 4), torch.ones(2, 4))
