@@ -1,8 +1,4 @@
-"""Device-to-host copies that are read some steps later, without synchronization.
-
-In: small tensors. Out: their numbers, at once where that costs nothing, otherwise a
-fixed number of steps late.
-"""
+"""Device-to-host copies that are read some steps later, without synchronization."""
 
 from __future__ import annotations
 
@@ -68,9 +64,7 @@ class DelayedScalars:
     def submit(self, values: Sequence[Tensor]) -> list[float] | None:
         """Start to fetch numbers; return those of `DELAY_STEPS` submits ago, or None.
 
-        Args:
-            values: Tensors, mostly of one element; the first says where they are. Each
-                is sent flat, one after the other.
+        The first tensor says where they are. Each is sent flat, one after the other.
         """
         device = values[0].device
         if device.type != "cuda":
@@ -114,9 +108,7 @@ class DelayedTensors(Generic[N]):
     ) -> list[tuple[N, list[Tensor]]]:
         """Start to fetch tensors; return what has arrived, oldest first.
 
-        Args:
-            note: Comes back with them.
-            tensors: On one device, and not written to after this.
+        They are on one device, and not written to after this; `note` comes back, too.
         """
         cuda_device = next((t.device for t in tensors if t.device.type == "cuda"), None)
         if cuda_device is None:

@@ -1,7 +1,4 @@
-"""A dispatch mode of torch that may be entered in several threads at once.
-
-In: operations of a thread. Out: the same, by way of a subclass's `__torch_dispatch__`.
-"""
+"""A dispatch mode of torch that may be entered in several threads at once."""
 
 from __future__ import annotations
 

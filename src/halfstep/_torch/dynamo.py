@@ -1,7 +1,4 @@
-"""Functions that `torch.compile` does not trace.
-
-In: a function. Out: the same, run as it is, with all that it calls.
-"""
+"""Functions that `torch.compile` does not trace."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""torch's fused optimizers, whose kernel itself leaves everything alone on overflow.
-
-In: an optimizer and a flag on the device. Out: the step, taken or skipped, without
-waiting for the flag.
-"""
+"""torch's fused optimizers, whose kernel itself leaves everything alone on overflow."""
 
 from __future__ import annotations
 
@@ -30,12 +26,8 @@ def step(
 ) -> Any:
     """Step unless `found_inf` is 1; return what the optimizer's step returns.
 
-    Args:
-        optimizer: One that `handles_found_inf`.
-        found_inf: 0.0 or 1.0, shape (); kernels compare it with 1.
-        grad_scale: What the kernel divides the gradients by; None if nothing.
-        args: For the optimizer's step.
-        kwargs: For the optimizer's step.
+    The optimizer must be one that `handles_found_inf`; `found_inf` is 0.0 or 1.0, shape
+    (); its kernel divides gradients by `grad_scale`.
     """
     before = len(optimizer.state)
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf

@@ -1,9 +1,4 @@
-"""Callbacks after an optimizer's step: halfstep's caches, and hooks of other libraries.
-
-In: functions of ours. Out: they are called after each optimizer's step, while anybody
-asks for it, or by us where we update weights in the optimizer's place; and whether
-anybody else wants to know.
-"""
+"""Callbacks after an optimizer's step: halfstep's caches, hooks of other libraries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An optimizer's parameters: their gradients, and the best names there are.
-
-In: an optimizer. Out: what it is about to use.
-"""
+"""An optimizer's parameters: their gradients, and the best names there are."""
 
 from __future__ import annotations
 

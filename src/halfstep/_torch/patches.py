@@ -1,8 +1,5 @@
 """What halfstep changes in torch while one of its contexts is open, and the undoing.
 
-In: functions that change torch and return how to undo it. Out: they hold while anybody
-uses them, in whatever thread, and torch is as it was when the last user is gone.
-
 These are all that are shared:
 
 - `casting.torch_cache`: leaving a grad mode empties torch's cache of casts, inside

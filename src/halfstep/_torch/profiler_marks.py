@@ -1,7 +1,4 @@
-"""`record_function` labels for what torch's profiler cannot see into.
-
-In: a name. Out: a region, which costs nothing to speak of while nobody profiles.
-"""
+"""`record_function` labels for what torch's profiler cannot see into."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A snapshot of the random number generators of torch, Python and numpy.
-
-In: devices. Out: a value that remembers where they stood, and puts them back.
-"""
+"""A snapshot of the random number generators of torch, Python and numpy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Many processes: torchrun's environment, data parallelism, and agreement.
 
-In: the environment that torchrun sets. Out: a `World`, a model wrapped in DDP, sums
-and maxima over ranks. With one process every function is the identity.
+With one process every function is the identity.
 """
 
 from __future__ import annotations
@@ -97,11 +96,7 @@ def join(device: str) -> Iterator[World]:
 
 
 def _device(word: str) -> torch.device:
-    """Return where this process computes; a GPU is made its own.
-
-    Raises:
-        UserError: If its local rank is no number, or that of no GPU.
-    """
+    """Return where this process computes; a GPU is made its own."""
     local_rank = os.environ.get("LOCAL_RANK", "0")
     # Not all that Python takes for digits makes a number.
     if not (local_rank.isascii() and local_rank.isdigit()):
@@ -126,11 +121,7 @@ def _device(word: str) -> torch.device:
 
 
 def _init_process_group(device: torch.device) -> tuple[Store, int, int]:
-    """Meet the other processes; return a store, this one's rank, and how many meet.
-
-    Raises:
-        UserError: If the environment is not torchrun's, or they do not all come.
-    """
+    """Meet the other processes; return a store, this one's rank, and how many meet."""
     try:
         shared, rank, size = next(rendezvous("env://"))
         store = _fresh_store(shared, rank, size)
@@ -164,11 +155,9 @@ def _first_line(error: Exception) -> str:
 def _fresh_store(store: Store, rank: int, size: int) -> Store:
     """Return an unused part of the store; all processes must call it.
 
-    Why: torchrun keeps its store when it starts failed processes again. torch would
-    read there where the dead were to be found, and wait for them. How often each
-    machine has restarted its processes does not tell either: they count apart.
-
-    So each process has a random name. The first asks by it: only who lives answers.
+    Why: torchrun keeps its store when it starts failed processes again, and torch would
+    wait for the dead it finds there. Each machine counts its restarts apart. So each
+    process has a random name, and the first asks by it: only who lives answers.
     """
     token_of_this = secrets.token_hex(8)
     if rank == 0:

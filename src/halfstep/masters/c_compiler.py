@@ -84,11 +84,7 @@ class Compiler:
 
 
 def find() -> Compiler:
-    """Return the user's compiler.
-
-    Raises:
-        NoLibraryError: If there is none, or the user wants none.
-    """
+    """Return the user's compiler, or raise `NoLibraryError` with the reason."""
     requested = os.environ.get(VARIABLE, "").strip()
     if requested == "none":
         _fail(f"{VARIABLE}=none")
@@ -120,11 +116,7 @@ def _probe(text: str, name: str) -> Compiler:
 
 
 def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
-    """Return what a command prints.
-
-    Raises:
-        NoLibraryError: If it fails, or does not end.
-    """
+    """Return what a command prints; it must end, and well."""
     try:
         # The user's own compiler, as make would call it.
         with subprocess.Popen(  # noqa: S603
@@ -175,15 +167,10 @@ def cache_dir() -> Path:
 
 
 def private_dir(directory: Path) -> Path:
-    """Make a folder that no other user can write to or exchange.
+    """Make a folder that no other user can write to or exchange; return it resolved.
 
-    Why: whoever can put a library there runs code as this user.
-
-    Returns:
-        The folder without links: what was checked is what will be used.
-
-    Raises:
-        NoLibraryError: If it cannot be made, or is not this user's alone.
+    Why: whoever can put a library there runs code as this user. What is returned is
+    what was checked.
     """
     try:
         # With parents=True the mode would be of the last one alone.
@@ -230,11 +217,7 @@ class CompiledLibrary:
         return _digest("\0".join(parts).encode(errors="surrogateescape"))
 
     def compile(self, compiler: Compiler, directory: Path) -> Path:
-        """Compile into a folder of this process; return the library.
-
-        Raises:
-            NoLibraryError: If the compiler fails.
-        """
+        """Compile into a folder of this process; return the library."""
         out = directory / "kernels.so"
         name, first_error = shlex.join(compiler.command), None
         # Where the cache cannot tell processors apart, the code must run on each.
@@ -270,11 +253,7 @@ class CompiledLibrary:
             Path(part).unlink(missing_ok=True)
 
     def load(self, file: Path) -> ctypes.CDLL:
-        """Load a library and try it.
-
-        Raises:
-            NoLibraryError: If it cannot be loaded, or computes something else.
-        """
+        """Load a library and try it."""
         flushed = flushes_subnormals()
         try:
             library = ctypes.CDLL(str(file))
@@ -299,11 +278,7 @@ class CompiledLibrary:
         return None
 
     def load_or_compile(self, compiler: Compiler) -> tuple[ctypes.CDLL, str]:
-        """Return the library, and a remark for people where it is not cached.
-
-        Raises:
-            NoLibraryError: If it cannot be compiled or loaded.
-        """
+        """Return the library, and a remark for people where it is not cached."""
         directory, remark = None, ""
         try:
             directory = private_dir(cache_dir())

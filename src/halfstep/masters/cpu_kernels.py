@@ -122,21 +122,15 @@ def runtime() -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The loaded library, and threads to call it with.
-
-    Raises:
-        AttributeError: If the library lacks a function.
-    """
+    """The loaded library, and threads to call it with."""
 
     library: ctypes.CDLL
     threads: tuple[int, int, int] | None
 
     def __post_init__(self) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        update, check = (
-            self.library.halfstep_update,
-            self.library.halfstep_check_finite,
-        )
+        library = self.library
+        update, check = library.halfstep_update, library.halfstep_check_finite
         update.argtypes = [address, number, address, number, number, address, address]
         update.restype = None
         check.argtypes = [address, number, number, address, address, address]
@@ -156,11 +150,7 @@ class Kernels:
         inverse: float,
         clock: tuple[int, int],
     ) -> None:
-        """Update parameters in place.
-
-        Raises:
-            UserError: If a tensor is not what C would take it for.
-        """
+        """Update parameters in place."""
         # All of these must live until the call is over: C has their addresses alone.
         tensors = checked_tensors(items, rule, encoding, _CPU)
         table = _table(items, tensors, rule, encoding)
@@ -180,11 +170,7 @@ class Kernels:
     def check_finite(
         self, gradients: Sequence[Tensor], *, norm: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return whether a gradient is not finite, and the sum of squares.
-
-        Raises:
-            UserError: If a gradient is of another kind.
-        """
+        """Return whether a gradient is not finite, and the sum of squares."""
         gradients = contiguous_tensors(gradients)
         check_tensors(gradients, "gradient", FLOATS, _CPU)
         numels, addresses = (
@@ -250,9 +236,9 @@ def _kernels() -> tuple[Kernels | None, str]:
     except c_compiler.NoLibraryError as error:
         return None, f"not compiled: {error}"
     kernels = Kernels(library, runtime())
-    has_threads = kernels.threads is not None
     threads = "threads of torch's OpenMP"
-    threads = threads if has_threads else "one thread, as torch has no OpenMP"
+    if kernels.threads is None:
+        threads = "one thread, as torch has no OpenMP"
     parts = (f"compiled with {compiler.version}", threads, remark)
     return kernels, ", ".join(part for part in parts if part)
 

@@ -1,8 +1,4 @@
-"""Encodings of master weights: which residual is kept beside a 16-bit weight.
-
-In: a name. Out: a `MasterEncoding`, which encodes fp32 as a weight and a residual, and
-decodes it again.
-"""
+"""Encodings of master weights: which residual is kept beside a 16-bit weight."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Updates straight from the model's 16-bit gradients, in one pass over memory.
-
-In: an optimizer whose arithmetic is known, and its master weights. Out: one kernel that
-unscales, updates moments and master weights, and writes the model's weights; or the
-reason why the optimizer has to do it itself.
-"""
+"""Updates straight from the model's 16-bit gradients, in one pass over memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Updates inside the backward pass, so that gradients never exist all at once.
-
-In: master weights, and gradients as they arrive. Out: updated weights, each gradient
-freed at once, and the parameters whose gradients were not finite.
-"""
+"""Updates inside the backward pass, so that gradients never exist all at once."""
 
 from __future__ import annotations
 

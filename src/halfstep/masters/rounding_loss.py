@@ -1,8 +1,4 @@
-"""Counts updates lost to rounding, on a sample of the weights.
-
-In: master weights, just before and just after a step. Out: for each parameter group,
-the share of numbers that had a gradient and a learning rate, and did not move.
-"""
+"""Counts updates lost to rounding, on a sample of the weights."""
 
 from __future__ import annotations
 

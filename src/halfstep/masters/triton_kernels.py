@@ -87,9 +87,6 @@ def update(
 
     Where it was, momentum that was never filled stays so: an item is `first` until a
     step was taken.
-
-    Raises:
-        UserError: If an item's tensors do not fit the encoding.
     """
     device = inverse.device
     # They must live until the kernels are launched.
@@ -137,11 +134,7 @@ def update(
 def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Read all gradients once: see `fused_step.Kernel`.
-
-    Raises:
-        UserError: If there are no gradients, or one has another dtype.
-    """
+    """Read all gradients, at least one, once: see `fused_step.Kernel`."""
     if not gradients:
         message = "gradients=[] has nothing to look at; give at least one."
         raise UserError(message)
@@ -191,9 +184,8 @@ def _code() -> dict[str, Any]:
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Be on a device: Triton launches where the process stands, not where tensors are.
 
-    Raises:
-        UserError: If launches are being recorded. Each step has its own addresses,
-            numbers and random bits; a recording would repeat those of one.
+    Rejects launches that are being recorded: a recording would repeat one step's
+    addresses, numbers and random bits.
     """
     if device.type != "cuda":
         return nullcontext()

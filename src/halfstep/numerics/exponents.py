@@ -1,8 +1,4 @@
-"""Histograms of exponents, counted without host-device synchronization.
-
-In: tensors, multiplied by a loss scale. Out: one histogram of their exponents, and
-from it the largest safe scale, and the share of numbers that a scale would lose.
-"""
+"""Histograms of exponents, counted without host-device synchronization."""
 
 from __future__ import annotations
 

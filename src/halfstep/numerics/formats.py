@@ -1,8 +1,4 @@
-"""Float formats as facts, and functions over the tensors of nested values.
-
-In: a word ("bf16"), a dtype, or any nested value that holds tensors. Out: a
-`FloatFormat`, or the same value with its tensors changed.
-"""
+"""Float formats as facts, and functions over the tensors of nested values."""
 
 from __future__ import annotations
 

@@ -104,16 +104,9 @@ class Counts:
 
 @torch.no_grad()
 def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
-    """Add a tensor's numbers to what was counted, in place.
+    """Add a tensor's numbers to what was counted, in place: see `tensor_stats.measure`.
 
-    Args:
-        into: On the tensor's device; of as many casts.
-        tensor: fp16, bf16, fp32 or fp64; complex ones count with both parts. Of a
-            DTensor this rank's part, of a sparse one the numbers it stores.
-        casts: Formats to cast to.
-
-    Raises:
-        UserError: If it is of another dtype.
+    The counts are on the tensor's device, and of as many casts.
     """
     values = _flat(tensor)
     if values.element_size() == 2:  # noqa: PLR2004

@@ -1,8 +1,4 @@
-"""What the numbers of a tensor are like, and what a cast to another format would lose.
-
-In: a floating tensor. Out: `TensorStats`, measured on the device; nothing waits until
-it is read. Those of several tensors and steps merge into one.
-"""
+"""What the numbers of a tensor are like, and what a cast would lose of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Statistics of a tensor, as plain values.
-
-In: `TensorStats.data()`, or a file. Out: a `TensorSummary`, whose histogram
-shows what a format and a loss scale make of the numbers.
-"""
+"""Statistics of a tensor, as plain values."""
 
 from __future__ import annotations
 
@@ -140,10 +136,7 @@ def max_exponent(format_: FloatFormat) -> int:
 def merged(samples: Iterable[Sample], scale: float | None = None) -> Counter[int]:
     """Return one histogram of all samples, as they were or at one loss scale.
 
-    Args:
-        samples: Of one tensor or of many.
-        scale: To hold them at, their own divided out; None: each as it was. Powers of
-            two are moved exactly.
+    At a scale, their own is divided out. Powers of two are moved exactly.
     """
     total: Counter[int] = Counter()
     for sample in samples:
@@ -166,10 +159,6 @@ def flushed_share(samples: Iterable[Sample], format_: FloatFormat) -> float:
     They are gone, so this is an estimate: small numbers lie about as densely above the
     border as below it, and the format's smallest number stands for twice as wide a
     stretch as that from which zero comes. It is a low one where they are denser below.
-
-    Args:
-        samples: In that format.
-        format_: It.
     """
     num_flushed = total = 0.0
     for sample in samples:
