@@ -58,7 +58,7 @@ def told(**changes: Any) -> ReportData:
     whole = ReportData(
         title="halfstep run: posts",
         lead="It went well.",
-        settings={"lr": 5e-05, "compile": False, "names": ["x", "y"], "freeze": None},
+        settings={"lr": 5e-05, "compile": False, "freeze": None},
         chosen=frozenset({"lr"}),
         metrics={"dev": judged(0.125), "test": judged(0.0)},
         worst_examples=(Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),),
@@ -256,7 +256,6 @@ def test_configuration() -> None:
         ["setting", "value", "chosen by"],
         ["lr", "5e-05", "the run"],
         ["compile", "no", ""],
-        ["names", "x, y", ""],
         ["freeze", "none", ""],
     ]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from halfstep.train.metrics.result import score_title
 from halfstep.train.output.tensorboard import TensorBoardWriter
 from halfstep.train.param_groups import LR_FACTOR
 from halfstep.train.plan import lr_factor
-from halfstep.train.signals import Diverged, Stopped, StopRequest
+from halfstep.train.signals import SIGNALS, Diverged, Stopped, StopRequest
 from halfstep.train.step_dataset import iterate_steps
 from halfstep.train.train_state import Timers, TrainJob, TrainState
 
@@ -45,19 +44,6 @@ if TYPE_CHECKING:
     from halfstep.train.output.run_directory import RunFolder
     from halfstep.train.step_dataset import StepBatch
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-def _seed(number: int, device: torch.device) -> None:
-    """Seed what a step draws from, as `torch.manual_seed` does.
-
-    Why not by that: it notes a stack trace for each kind of device that is not there,
-    a thirtieth of a millisecond each.
-    """
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number)
-
 
 class Trainer:
     """Trains a session at a job.
@@ -70,11 +56,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        session: Session,
-        job: TrainJob,
-        world: World,
-        folder: RunFolder,
+        self, session: Session, job: TrainJob, world: World, folder: RunFolder
     ) -> None:
         self.session = session
         self.job = job
@@ -96,16 +78,10 @@ class Trainer:
         self._last_batch: StepBatch | None = None
 
     def open(self, *, tensorboard: bool, probe: str) -> None:
-        """Begin to write what TensorBoard reads, and to observe, where asked for.
-
-        Args:
-            tensorboard: Write for TensorBoard.
-            probe: "off", or a mode of `Probe`, whose events join the metrics.
-        """
+        """Begin to write what TensorBoard reads, and to observe, where asked for."""
         if tensorboard:
             folder = self.folder.path / "tensorboard"
             self._tensorboard = TensorBoardWriter(folder, self.state.step)
-
         if probe != "off":
             mode: Any = probe  # a word that the settings have checked
             self._probe = Probe(
@@ -206,7 +182,15 @@ class Trainer:
         return origin
 
     def _seed(self, batch: StepBatch) -> None:
-        _seed(self.job.steps.seed_of(batch.number), self.world.device)
+        """Seed what a step draws from.
+
+        Why not by `torch.manual_seed`: it notes a stack trace for each kind of device
+        that is not there, a thirtieth of a millisecond each.
+        """
+        number = self.job.steps.seed_of(batch.number)
+        torch.default_generator.manual_seed(number)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(number)
 
     def _step_with_profile(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
         """Make a step; of one early in the run, write down where its time went."""
@@ -293,10 +277,10 @@ class Trainer:
 
     def _reduce_loss_and_stop(self, summed: Tensor) -> float:
         """Return a sum over all processes; learn on the way who is asked to stop."""
-        asked = [float(self.stop.signal == number) for number in _SIGNALS]
+        asked = [float(self.stop.signal == number) for number in SIGNALS]
         values = torch.cat([summed[None], torch.tensor(asked, device=summed.device)])
         total, *votes = process_group.all_reduce_sum(values).tolist()
-        for number, vote in zip(_SIGNALS, votes, strict=True):
+        for number, vote in zip(SIGNALS, votes, strict=True):
             if vote and not self._stop_signal:
                 self._stop_signal = number
         return float(total)

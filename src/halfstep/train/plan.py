@@ -73,12 +73,13 @@ def resolve_plan(
     )
 
 
-def lost_updates_interval(config: TrainConfig, level: Level, plan: Plan) -> int | None:
+def lost_updates_interval(plan: Plan, level: Level) -> int | None:
     """Return how often updates that rounding swallows are counted; None: never.
 
     They are counted where nothing keeps what 16-bit weights cannot hold, in the step
     of each evaluation.
     """
+    config = plan.config
     has_master_weights = level.masters and config.master != "none"
     if not level.low_weights or has_master_weights or config.parallel != "ddp":
         return None

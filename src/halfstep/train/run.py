@@ -173,13 +173,10 @@ def _train(
     All processes stop together, so all can leave as after a whole run.
     """
     trainer = ready.trainer
-    plan, choice, leads = (
-        trainer.job.plan,
-        trainer.session.choice,
-        trainer.world.is_first,
-    )
+    plan, choice = trainer.job.plan, trainer.session.choice
+    leads = trainer.world.is_first
     display = progress(plan.total_steps, trainer.state.step, leads=leads)
-    for line in (*faults, *_opening_lines(config, trainer, ready.network, notes)):
+    for line in (*faults, *_opening_lines(trainer, ready.network, notes)):
         display.print_line(line)
     try:
         with signals.stop_on_signals(trainer.stop):
@@ -247,7 +244,7 @@ def _prepare_run(
         task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest
     )
     weights = environment.weight_formats(network.model)
-    session, originals = _session(config, network, plan, notes, world)
+    session, originals = _session(network, plan, notes, world)
     trainer = Trainer(session, job, world, folder)
     if notes is not None:
         trainer.state = checkpointing.train_state_from_notes(notes)
@@ -278,16 +275,13 @@ def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: 
 
 
 def _session(
-    config: TrainConfig,
-    network: Network,
-    plan: Plan,
-    notes: Mapping[str, Any] | None,
-    world: World,
+    network: Network, plan: Plan, notes: Mapping[str, Any] | None, world: World
 ) -> tuple[Session, dict[str, Tensor]]:
     """Return the session; and, by name, values that 16-bit storage will round.
 
     These are of parameters that do not learn, and so have no master weights.
     """
+    config = plan.config
     model = network.model.to(world.device).train()
     param_groups.freeze(model, config.frozen)
     if not config.compile:  # a compiler draws masks its own way
@@ -319,7 +313,7 @@ def _session(
         accumulate=config.accumulate,
         master=config.master,
     )
-    interval = lost_updates_interval(config, choice.level, plan)
+    interval = lost_updates_interval(plan, choice.level)
     if interval is not None:
         session.count_rounding_loss(every=interval)
     session.model = parallelize.wrap_model(model, world, config.parallel)
@@ -366,10 +360,7 @@ def _open_folder(
 
 
 def _opening_lines(
-    config: TrainConfig,
-    trainer: Trainer,
-    network: Network,
-    notes: Mapping[str, Any] | None,
+    trainer: Trainer, network: Network, notes: Mapping[str, Any] | None
 ) -> list[str]:
     """Return what a person reads before the first step."""
     choice, job, world = trainer.session.choice, trainer.job, trainer.world
@@ -378,7 +369,9 @@ def _opening_lines(
     processes = ""
     if world.size > 1:
         processes = f" on {world.size} processes, {plan.config.parallel}"
-    master_weights = f", master weights {config.master}" if choice.level.masters else ""
+    master_weights = (
+        f", master weights {plan.config.master}" if choice.level.masters else ""
+    )
     things = {
         "classify": ("class", "classes"),
         "ner": ("kind of entities", "kinds of entities"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from halfstep.nonfinite.origin import BadOp
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REPEAT_SECONDS = 1.0  # seconds
 _EXIT_STATUS_BASE = (
     128  # what a shell adds to the number of the signal that ended a program
@@ -79,7 +79,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     previous = {n: h for n, h in handlers.items() if h not in {signal.SIG_IGN, None}}
     try:
         for number in previous:

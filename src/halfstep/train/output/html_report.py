@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -227,8 +226,8 @@ def _skips(steps: Sequence[Mapping[str, Any]]) -> Section:
     rows = tuple(
         (
             str(record["step"]),
-            f"{record['scale']:g}" if record.get("scale") else "-",
-            ", ".join(record.get("found_inf_in") or ()) or "-",
+            f"{record['scale']:g}",
+            ", ".join(record["found_inf_in"]) or "-",
         )
         for record in skipped[:_MOST_SKIPS]
     )
@@ -239,17 +238,13 @@ def _skips(steps: Sequence[Mapping[str, Any]]) -> Section:
 
 
 def _settings(settings: Mapping[str, object], chosen: frozenset[str]) -> Table:
+    words = {None: "none", True: "yes", False: "no"}
     rows = tuple(
-        (key, _word(value), "the run" if key in chosen else "")
+        (
+            key,
+            words[value] if value is None or isinstance(value, bool) else str(value),
+            "the run" if key in chosen else "",
+        )
         for key, value in settings.items()
     )
     return Table("", ("setting", "value", "chosen by"), rows)
-
-
-def _word(value: object) -> str:
-    """Return a value of a setting as people write it."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "yes", False: "no"}[value]
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_word, value)) or "none"
-    return json.dumps(value) if isinstance(value, dict) else str(value)
