@@ -122,16 +122,6 @@ def test_tables_read_what_csv_writes(
     assert [(row.text, row.label_word) for row in read(Path(name))] == pairs
 
 
-def test_forty_thousand_pairs_on_one_line() -> None:
-    """Law: a large array on one line reads to its end; a quadratic reader hangs."""
-    pairs = [[f"number {number} " * 5, number % 6] for number in range(40_000)]
-    rows = rows_of("a.json", json.dumps(pairs))
-    assert [(row.text, int(row.label_word)) for row in rows] == [
-        (text, label) for text, label in pairs
-    ]
-    assert rows[-1].where == "a.json line 1 entry 40000"
-
-
 def test_a_cell_may_be_long() -> None:
     """Law: a text longer than what csv takes by itself is read whole."""
     text = "x, " * 100_000

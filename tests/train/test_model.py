@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     BertConfig,
-    BertForSequenceClassification,
     BertModel,
     PreTrainedTokenizerFast,
 )
@@ -168,14 +167,6 @@ def test_unknown_characters() -> None:
     assert encode(tokenizer, ["abcd"]) == [[START, 5, UNKNOWN, 6, UNKNOWN, END]]
 
 
-@given(st.lists(st.text(max_size=9), max_size=5), st.randoms())
-def test_order_of_texts(texts: list[str], random: Any) -> None:
-    """Law: the vocabulary depends on the texts, not on their order."""
-    shuffled = random.sample(texts, len(texts))
-    one, other = character_tokenizer(texts, 8), character_tokenizer(shuffled, 8)
-    assert one.get_vocab() == other.get_vocab()
-
-
 @given(st.text("aAbΣİＡ①ﬁ½\xa8 \t\u3000\n\u2028天。", max_size=20))
 def test_as_many_tokens_as_characters(written: str) -> None:
     """Law: a text has a token for each character of its normal form, all known."""
@@ -245,19 +236,6 @@ def test_a_model_from_a_folder(bert: Path) -> None:
     assert all(torch.equal(held[f"bert.{name}"], saved[name]) for name in saved)
     assert held["classifier.weight"].shape == (2, 32)
     assert {param.dtype for param in made.model.parameters()} == {torch.float32}
-
-
-def test_other_dropout_and_head(bert: Path, tmp_path: Path) -> None:
-    """Law: --dropout outdoes the model's own; a head of other classes is replaced."""
-    config = BertConfig.from_pretrained(bert, num_labels=7)
-    other = tmp_path / "seven"
-    BertForSequenceClassification(config).bfloat16().save_pretrained(other)
-    word_pieces().save_pretrained(other)
-    made = fetched(other, dropout=0.5)
-    loaded: Any = made.model
-    assert loaded.config.hidden_dropout_prob == 0.5
-    assert loaded.config.num_labels == 2
-    assert {param.dtype for param in loaded.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(("asked", "length"), [(128, 16), (16, 16), (9, 9)])
