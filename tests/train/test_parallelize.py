@@ -16,6 +16,7 @@ from halfstep.distributed.process_group import World
 from halfstep.errors import UserError
 from halfstep.machine.recommendation import resolve
 from halfstep.train import parallelize
+from halfstep.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,10 +34,8 @@ def _two_processes() -> Iterator[None]:
 
 def lay_out(model: nn.Module, world: World = TWO, **more: Any) -> None:
     """Lay a model out at O0."""
-    settings = {"parallel": "ddp", "recompute": False, "compiled": False}
-    parallelize.parallelize_model(
-        model, resolve("O0", "auto", "cpu"), world, **(settings | more)
-    )
+    choice = resolve("O0", "auto", "cpu")
+    parallelize.parallelize_model(model, TrainConfig(**more), choice, world)
 
 
 class Block(nn.Module):
@@ -102,4 +101,4 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: without a C++ compiler --compile is refused on a CPU."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(UserError, match="--compile needs a C\\+\\+ compiler"):
-        lay_out(nn.Linear(2, 2), compiled=True)
+        lay_out(nn.Linear(2, 2), compile=True)

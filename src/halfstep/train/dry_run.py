@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from halfstep.diagnostics.preflight import CheckReport
-    from halfstep.train.config import TrainConfig
     from halfstep.train.output.run_directory import RunFolder
     from halfstep.train.result import PreparedRun
 
@@ -46,16 +45,16 @@ _WEIGHT_BYTES = 4
 _TIMED = 3  # steps of each kind in the check: the dry run has timed those of the run
 
 
-def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunResult:
+def dry_run(ready: PreparedRun) -> RunResult:
     """Train a few steps, evaluate some of the dev split, and estimate the run.
 
     Raises:
         UserError: If the folder could not take a run.
     """
-    free_bytes = _free_bytes(folder)
     trainer, network = ready.trainer, ready.network
-    job, session = trainer.job, trainer.session
-    plan, total = job.plan, job.plan.total_steps
+    job, session, folder = trainer.job, trainer.session, trainer.folder
+    plan, config, total = job.plan, job.plan.config, job.plan.total_steps
+    free_bytes = _free_bytes(folder)
     num_steps = min(_STEPS, total)
     source = iterate_steps(job.steps, 1, num_steps, workers=0, pin=False)
     times, skipped, loss = [], 0, 0.0
@@ -119,7 +118,7 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
         )
     table = Table("What this run would be", ("what", "value"), rows, tuple(notes))
     summary: dict[str, Any] = {"step_seconds": step, "steps": total, "skipped": skipped}
-    report = check_first_batch(ready, config)
+    report = check_first_batch(ready)
     tables = (table,) if report is None else (table, *report.tables())
     if report is not None:
         summary["verdict"] = report.verdict
@@ -147,26 +146,22 @@ def _duration(seconds: float) -> str:
     return f"about {minutes} min {rest} s" if minutes else f"about {rest} s"
 
 
-def check_first_batch(ready: PreparedRun, config: TrainConfig) -> CheckReport | None:
+def check_first_batch(ready: PreparedRun) -> CheckReport | None:
     """Check level and format of a run on its first batch; all processes must call it.
 
     The model is the run's, in fp32, with its frozen parameters and its activation
-    checkpoints, in one process and not compiled.
-
-    Returns:
-        None on all processes but the first.
+    checkpoints, in one process and not compiled. The others get None.
     """
     weights = ready.full_weights()
     return checkpointing.run_on_first_rank(
-        ready.trainer.world, lambda: _check(ready, config, weights)
+        ready.trainer.world, lambda: _check(ready, weights)
     )
 
 
-def _check(
-    ready: PreparedRun, config: TrainConfig, weights: Mapping[str, Tensor]
-) -> CheckReport:
+def _check(ready: PreparedRun, weights: Mapping[str, Tensor]) -> CheckReport:
     trainer = ready.trainer
     job, world, session = trainer.job, trainer.world, trainer.session
+    config = job.plan.config
     step_batch = job.steps[1]
     share = world.size * session.accumulate / step_batch.weight
     batch = {name: one.to(world.device) for name, one in step_batch.parts[0].items()}
@@ -181,14 +176,7 @@ def _check(
     param_groups.freeze(model, config.frozen)
     fast_dropout.use_fast_dropout(model)
     if config.recompute:
-        parallelize.parallelize_model(
-            model,
-            session.choice,
-            world,
-            parallel="ddp",
-            recompute=True,
-            compiled=False,
-        )
+        parallelize.checkpoint_activations(model)
     return check(
         model,
         loss_fn,

@@ -15,26 +15,21 @@ from halfstep.session import fsdp
 if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.machine.recommendation import Choice
+    from halfstep.train.config import TrainConfig
 
 FSDP2 = "fsdp2"
 _MIN_BLOCKS = 2
 
 
 def parallelize_model(
-    model: nn.Module,
-    choice: Choice,
-    world: World,
-    *,
-    parallel: str,
-    recompute: bool,
-    compiled: bool,
+    model: nn.Module, config: TrainConfig, choice: Choice, world: World
 ) -> None:
-    """Prepare a model, in place, before its optimizer is made."""
-    if recompute:
-        _checkpoint_activations(model)
-    if parallel == FSDP2:
+    """Prepare a model, in fp32 and in place, before its optimizer is made."""
+    if config.recompute:
+        checkpoint_activations(model)
+    if config.parallel == FSDP2:
         _shard(model, choice, world)
-    if compiled:
+    if config.compile:
         _compile(model, world)
 
 
@@ -43,7 +38,8 @@ def wrap_model(model: nn.Module, world: World, parallel: str) -> nn.Module:
     return model if parallel == FSDP2 else ddp.data_parallel(model, world)
 
 
-def _checkpoint_activations(model: Any) -> None:  # noqa: ANN401 -- transformers adds the method
+def checkpoint_activations(model: Any) -> None:  # noqa: ANN401 -- transformers adds the method
+    """Keep no activations inside blocks; compute them again in the backward pass."""
     # The second is its name before transformers 5.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), names[-1])

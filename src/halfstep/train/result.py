@@ -20,6 +20,7 @@ from halfstep.train.evaluate import baseline_accuracy
 from halfstep.train.metrics.result import score_title
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder, finite
+from halfstep.train.plan import resolve_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,15 +65,15 @@ class RunResult:
     """Texts trained on since the process was started, repeats counted."""
 
 
-def finish_run(
-    config: TrainConfig,
-    requested: TrainConfig,
-    ready: PreparedRun,
-    faults: Sequence[str],
-) -> RunResult:
-    """Judge the best checkpoint and write what the run leaves behind."""
+def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
+    """Judge the best checkpoint and write what the run leaves behind.
+
+    `faults` are lines about damaged checkpoints that were not used.
+    """
     trainer = ready.trainer
-    session = trainer.session
+    session, plan = trainer.session, trainer.job.plan
+    choice = session.choice
+    config = resolve_config(plan, choice.level.name, choice.format.name)
     precision = session.explain()
     summary = _summary(config, trainer, ready.tokenise_seconds)
     # From here on the session's counters are those of the best step.
@@ -102,7 +103,7 @@ def finish_run(
             title=f"halfstep run: {trainer.job.corpus.name}",
             lead=_lead(trainer, metrics[final], final, summary),
             settings=config.data_dict(),
-            chosen=_chosen(config, requested),
+            chosen=_chosen(config, plan.config),
             metrics=metrics,
             worst_examples=(trainer.worst_examples(final, outputs[final][0]),),
             baseline=baseline,

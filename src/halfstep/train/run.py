@@ -113,9 +113,9 @@ def run(
         notes, faults = checkpoint or (None, [])
         ready = _prepare_run(config, corpus, folder, world, notes)
         if check:
-            return dry_run(ready, config, folder)
-        _open_folder(config, ready, resume=resume, overwrite=overwrite)
-        outcome = _train(config, ready, notes, faults)
+            return dry_run(ready)
+        _open_folder(ready, resume=resume, overwrite=overwrite)
+        outcome = _train(ready, notes, faults)
     if isinstance(outcome, Stopped):
         raise outcome
     return outcome
@@ -163,19 +163,15 @@ def _is_restart(folder: RunFolder, settings: Mapping[str, Any], world: World) ->
 
 
 def _train(
-    config: TrainConfig,
-    ready: PreparedRun,
-    notes: Mapping[str, Any] | None,
-    faults: Sequence[str],
+    ready: PreparedRun, notes: Mapping[str, Any] | None, faults: Sequence[str]
 ) -> RunResult | Stopped:
     """Train to the end, or until asked to stop.
 
     All processes stop together, so all can leave as after a whole run.
     """
     trainer = ready.trainer
-    plan, choice = trainer.job.plan, trainer.session.choice
-    leads = trainer.world.is_first
-    display = progress(plan.total_steps, trainer.state.step, leads=leads)
+    total, leads = trainer.job.plan.total_steps, trainer.world.is_first
+    display = progress(total, trainer.state.step, leads=leads)
     for line in (*faults, *_opening_lines(trainer, ready.network, notes)):
         display.print_line(line)
     try:
@@ -186,8 +182,7 @@ def _train(
     finally:
         display.close()
         trainer.close()
-    full = resolve_config(plan, choice.level.name, choice.format.name)
-    return finish_run(full, config, ready, faults)
+    return finish_run(ready, faults)
 
 
 def pick_device(word: str) -> str:
@@ -294,14 +289,7 @@ def _session(
             for name, param in model.named_parameters()
             if not param.requires_grad
         }
-    parallelize.parallelize_model(
-        model,
-        choice,
-        world,
-        parallel=config.parallel,
-        recompute=config.recompute,
-        compiled=config.compile,
-    )
+    parallelize.parallelize_model(model, config, choice, world)
     optimizer = param_groups.make_optimizer(model, config, plan.lr)
     session = prepare(
         model,
@@ -336,12 +324,11 @@ def _choice(
     return Choice(level, dtype, notes["reason"])
 
 
-def _open_folder(
-    config: TrainConfig, ready: PreparedRun, *, resume: bool, overwrite: bool
-) -> None:
+def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
     """Make the folder ready, and say in it what the run is."""
     trainer = ready.trainer
     folder, plan, choice = trainer.folder, trainer.job.plan, trainer.session.choice
+    config = plan.config
 
     def make() -> None:
         if resume:

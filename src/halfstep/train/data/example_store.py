@@ -45,7 +45,7 @@ MAX_KINDS = (2**15 - 1) // 2
 """Of entities: each has two tags, and a tag has 16 bits."""
 
 # Larger whenever a reader makes something else of a file, or these files change.
-_VERSION = 5
+_VERSION = 6
 # Share of the sentences whose tags may be invalid: slips of a hand, not of a program.
 _MAX_LEFT_OUT_SHARE = 0.01
 # Rows that wait in memory to be written; each may be a long one.

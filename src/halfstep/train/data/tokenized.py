@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_VERSION = 3  # of the files of a cache entry
+_VERSION = 4  # of the files of a cache entry
 _CHUNK = 4096
 
 
