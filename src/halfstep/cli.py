@@ -456,6 +456,18 @@ def _add_plan(commands: Any) -> None:  # noqa: ANN401
     parser.set_defaults(command=_plan)
 
 
+def _given_kinds(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return operation -> kind, as flags say."""
+    kinds: dict[str, str] = {}
+    for kind in _KINDS:
+        for op in filter(None, getattr(arguments, kind).split(",")):
+            if op in kinds:
+                message = f"{op} is given to both --{kinds[op]} and --{kind}."
+                raise UserError(message)
+            kinds[op] = kind
+    return kinds
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     from halfstep.bench import plan as measuring
     from halfstep.bench import plan_model, plan_report
@@ -478,11 +490,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             policy=arguments.policy,
             method=arguments.method,
             level=arguments.level,
-            kinds={
-                op: kind
-                for kind in _KINDS
-                for op in filter(None, getattr(arguments, kind).split(","))
-            },
+            kinds=_given_kinds(arguments),
             refresh=arguments.refresh,
         )
     tables = plan_report.tables(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import BertConfig
 
 from halfstep import cli
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MODULE = """
 import torch
@@ -149,8 +147,12 @@ def test_a_saved_program(capsys: Any, model: str, tmp_path: Path) -> None:
 REFUSED = {
     "no.such:make": "there is no module named no.such.",
     "nothing": "nothing is no folder; give module:function",
-    "a.pt2": "a.pt2: a saved program can run any code when it is loaded.",
-    "a.pt2 --trust-file": "a.pt2 cannot be loaded by torch.export: ",
+    "a.pt2": "there is no file a.pt2.",
+    "broken.pt2": "broken.pt2: a saved program can run any code when it is loaded.",
+    "broken.pt2 --trust-file": "broken.pt2 is no program of torch.export.save.",
+    "{module}.py:make": "give the module's name, planned_",
+    "{module}:torch": "is of type module; it must be a function",
+    "{module}:make --allow exp --deny exp": "exp is given to both --allow and --deny.",
     "{module}:none": "has no none.",
     "{module}:wrong": "must return a model and a tuple of its inputs.",
     "{module}:make --deny lineal": "'lineal' must be a name in torch.ops.aten.",
@@ -164,6 +166,7 @@ REFUSED = {
 def test_refusals(capsys: Any, model: str, words: str) -> None:
     """Law: one line, and status 2."""
     module = model.partition(":")[0]
+    Path("broken.pt2").write_text("no archive")
     assert cli.run(["plan", *words.format(module=module).split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert REFUSED[words] in line

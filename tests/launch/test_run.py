@@ -316,6 +316,18 @@ ODD = {
             return model[0].weight.grad
         torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
     """,
+    "threads that begin at once": """
+        from threading import Barrier, Thread
+        together = Barrier(4)
+        def train():
+            together.wait()
+            model(x).square().mean().backward()
+        threads = [Thread(target=train) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    """,
     "a loss that is a parameter": """
         model(x)
         weight = nn.Parameter(torch.tensor(2.0))
@@ -347,6 +359,7 @@ def test_odd_programs(trained: Any, name: str) -> None:
     program = "import warnings" + BEGIN + textwrap.dedent(ODD[name])
     plain, ours = trained(program, "", "fp16")
     assert plain.returncode == ours.returncode == 0, plain.stderr + ours.stderr
+    assert ours.stderr.count("this cpu runs fp16") <= 1
 
 
 def test_the_script_is_itself(launch: Any) -> None:
@@ -369,6 +382,13 @@ if __name__ == "__main__":
         idle = "halfstep: this process called no module: nothing ran in 16 bits.\n"
         assert ours.stderr == plain.stderr + idle
     assert "site-packages" not in plain.stdout
+
+
+def test_a_forked_process_says_nothing(trained: Any) -> None:
+    """Law: the line at the end is the script's, however many processes it forks."""
+    program = BEGIN + "import os\nmodel(x)\nif os.fork() == 0: sys.exit()\nos.wait()"
+    done = trained(program, "BF16")
+    assert done.stderr.count("optimizer steps") == 1
 
 
 def test_updates_without_an_optimizer(trained: Any) -> None:

@@ -10,13 +10,14 @@ import importlib
 import inspect
 import itertools
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require_type
 
 
 def load_model(
@@ -40,6 +41,9 @@ def load_model(
         return _from_folder(Path(word), batch, length)
     if Path(word).suffix == ".pt2":
         return _from_program(Path(word), trusts_file=trusts_file)
+    if module.endswith(".py"):
+        message = f"{word}: give the module's name, {module.removesuffix('.py')}:..."
+        raise UserError(message)
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         message = (
             f"{word} is no folder; give module:function, a function that returns a "
@@ -48,7 +52,10 @@ def load_model(
         raise UserError(message)
     sys.path.insert(0, "")  # where `python -m` looks first
     try:
-        result = getattr(importlib.import_module(module), function)()
+        make = getattr(importlib.import_module(module), function)
+        expected = "a function that returns a model and its inputs"
+        require_type(word, make, callable(make), expected)
+        result = make()
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
             raise
@@ -70,12 +77,18 @@ def _from_program(
     path: Path, *, trusts_file: bool
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return a saved program as a module, with the inputs it was captured with."""
+    if not path.is_file():
+        message = f"there is no file {path}."
+        raise UserError(message)
     if not trusts_file:
         # Formulas of its shapes are evaluated as Python, beside all unpickling.
         message = (
             f"{path}: a saved program can run any code when it is loaded. If you trust "
             "whoever wrote it, add --trust-file."
         )
+        raise UserError(message)
+    if not zipfile.is_zipfile(path):
+        message = f"{path} is no program of torch.export.save."
         raise UserError(message)
     try:
         program = torch.export.load(path)

@@ -28,7 +28,7 @@ def autoload() -> None:
     Raises:
         SystemExit: If the variable holds another word.
     """
-    dtype = os.environ.get(VARIABLE, "")
+    dtype = os.environ.get(VARIABLE, "").lower()
     if not dtype:
         return
     from halfstep.launch import script_training

@@ -121,7 +121,7 @@ class ScriptTraining:
     """
 
     def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+        self._dtype, self._pid = dtype, os.getpid()
         self._format: FloatFormat | None = None
         """None until the first module is called, on whose device "auto" depends."""
         self._scaler: LossScaler | None = None
@@ -247,20 +247,23 @@ class ScriptTraining:
         return self._contexts[device_type]
 
     def _resolve_format(self, device_type: str) -> FloatFormat:
-        if self._format is None:
+        with self._lock:  # threads that call modules at once make one scaler
+            if self._format is not None:
+                return self._format
             from halfstep.machine import hardware, recommendation
             from halfstep.numerics import formats
             from halfstep.scaling.loss_scale import ScaleRule
             from halfstep.scaling.loss_scaler import LossScaler
 
-            self._format = recommendation.resolve("O1", self._dtype, device_type).format
-            rule = "dynamic" if self._format is formats.FP16 else "none"
+            format_ = recommendation.resolve("O1", self._dtype, device_type).format
+            rule = "dynamic" if format_ is formats.FP16 else "none"
             self._scaler = LossScaler(ScaleRule.parse(rule))
             self._is_first_rank = _is_first_rank()
-            caution = hardware.emulation_warning(self._format.name, device_type)
+            caution = hardware.emulation_warning(format_.name, device_type)
             if caution and self._is_first_rank:
                 _print_line(caution)
-        return self._format
+            self._format = format_
+        return format_
 
     def _switch_off(self, reason: str) -> None:
         if not self._is_off and _is_first_rank():
@@ -541,10 +544,14 @@ class ScriptTraining:
     # The end
 
     def report(self) -> None:
-        """Say in one line what was done; nothing in processes that did not train."""
+        """Say in one line what was done; nothing in processes that did not train.
+
+        Nor in those that the script forked: what they know is the parent's.
+        """
         main = getattr(sys.modules.get("__main__"), "__spec__", None)
         is_launcher = main is not None and main.name in _LAUNCHERS
-        if self._is_off or is_launcher or not self._is_first_rank:
+        is_fork = os.getpid() != self._pid
+        if self._is_off or is_launcher or is_fork or not self._is_first_rank:
             return
         applied, skipped = self._all_steps
         if self._format is None:
