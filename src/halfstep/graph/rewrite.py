@@ -325,7 +325,7 @@ def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
             else:
                 result = super().run_node(n)
                 if n.op == "get_attr" and isinstance(result, Tensor):
-                    result = mode.from_tensor(result)
+                    result = mode.from_tensor(result, static_shapes=True)
             dtypes[n] = [
                 v.dtype for v in pytree.tree_leaves(result) if isinstance(v, Tensor)
             ]
