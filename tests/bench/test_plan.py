@@ -61,7 +61,7 @@ def test_tables() -> None:
     """Law: a row for each contender, verdicts for both kinds of weights."""
     times, verdicts = plan.tables(flags("plan", "--models mlp --rounds 2"))
     by_name = {row["contender"]: row for row in rows(times)}
-    assert list(by_name) == ["fp32", "torch.autocast", "lean", "O2", *LABELS]
+    assert list(by_name) == ["fp32", "torch.autocast", "lean", "O1", "O2", *LABELS]
     assert by_name["torch.autocast"]["x torch.autocast"] == 1
     assert by_name["fp32"]["predicted"] is None
     assert isinstance(by_name["min-cut"]["x measured"], float)

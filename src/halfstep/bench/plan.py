@@ -1,9 +1,9 @@
 """`halfstep bench plan`: casts and step times of planned models, beside autocast's.
 
 In: flags. Out: tables. Each model is trained under torch.autocast, under the lean
-policy, at level O2, and as planned by painting and by the minimum cut, for fp32 weights
-and for those of O2; all begin with the same weights and take turns. Predicted times are
-held against those measured.
+policy, at levels O1 and O2, and as planned by painting and by the minimum cut for the
+weights of both levels; all begin with the same weights and take turns. Predicted times
+are held against those measured.
 """
 
 from __future__ import annotations
@@ -288,9 +288,10 @@ def make_contenders(
         "lean": partial(autocast, device, dtype, policy="lean"),
     }
     contenders = {n: Contender(*copied(), make) for n, make in contexts.items()}
-    own, optimizer = copied()
-    eager = prepare(own, optimizer, "O2", dtype=dtype)
-    contenders["O2"] = Contender(own, optimizer, eager.autocast, session=eager)
+    for level in ("O1", "O2"):
+        own, optimizer = copied()
+        eager = prepare(own, optimizer, level, dtype=dtype)
+        contenders[level] = Contender(own, optimizer, eager.autocast, session=eager)
     for label, method, level in _PLANS:
         own, optimizer = copied()
         planned = _plan(own, inputs, dtype, method, level)
