@@ -21,7 +21,22 @@ every_kernel = pytest.mark.parametrize("kernel", [eager_kernels, cpu_kernels])
 @twin.every_float
 def test_plain_is_torch(kernel: Any, rule: Sgd | Adam, dtype: torch.dtype) -> None:
     """Law: without masters, a step is torch.optim's own within the derived bound."""
-    twin.follows_torch(twin.ready(kernel), rule, dtype)
+    twin.ready(kernel)
+    items = twin.make(rule, "plain")
+    inverse = 0.125
+    for number in range(4):
+        twin.next_step(items, dtype, number)
+        before = twin.copied(items)
+        kernel.update(
+            items, rule, "plain", inverse=torch.tensor(inverse), clock=(0, number)
+        )
+        for item, old in zip(items, before, strict=True):
+            allowed = twin.bound(rule, old, inverse)
+            right = twin.optimizer_of(rule, old, inverse)
+            assert twin.beyond(item.weight, right, allowed.weight) == 0
+            pairs = zip(item.states, old.states, allowed.states, strict=True)
+            for got, wanted, limit in pairs:
+                assert twin.beyond(got, wanted, limit) == 0
 
 
 @every_kernel
@@ -35,14 +50,45 @@ def test_forms_are_plain(
     kernel: Any, rule: Sgd | Adam, dtype: torch.dtype, form: str, low: torch.dtype
 ) -> None:
     """Law: each form is the plain form, then the form's own rounding, bit for bit."""
-    twin.agrees_with_plain(twin.ready(kernel), rule, form, dtype, low)
+    twin.ready(kernel)
+    items = twin.make(rule, form, low)
+    inverse = torch.tensor(0.5)
+    for number in range(3):
+        twin.next_step(items, dtype, number)
+        plain = [twin.plainly(item, form) for item in items]
+        clock = (2**40 + 3, number)
+        kernel.update(plain, rule, "plain", inverse=inverse, clock=clock)
+        kernel.update(items, rule, form, inverse=inverse, clock=clock)
+        for item, fp32 in zip(items, plain, strict=True):
+            wanted = twin.in_form(fp32, item, form, clock)
+            for got, right in zip(twin.held(item), wanted, strict=True):
+                assert twin.same_bits(got, right)
 
 
 @every_kernel
 @pytest.mark.parametrize("rule", [twin.NESTEROV, twin.ADAMW, twin.AMSGRAD])
 def test_split_is_fp32(kernel: Any, rule: Sgd | Adam) -> None:
     """Law: after 1,000 steps both exact forms hold the same truth and moments."""
-    twin.split_is_fp32(twin.ready(kernel), rule, 1000)
+    twin.ready(kernel)
+    masters = twin.make(rule, "fp32", sizes=((513,), (3,)))
+    halves = twin.make(rule, "split", sizes=((513,), (3,)))
+    for one, other in zip(masters, halves, strict=True):
+        assert one.residual is not None
+        twin.encode("split", one.residual, other, None)
+    for number in range(1000):
+        twin.next_step(masters, torch.bfloat16, number)
+        for one, other in zip(masters, halves, strict=True):
+            other.gradient, other.is_first_step = one.gradient, one.is_first_step
+            if other.step is not None:
+                other.step += 1
+        for items, form in ((masters, "fp32"), (halves, "split")):
+            kernel.update(
+                items, rule, form, inverse=torch.tensor(0.5), clock=(0, number)
+            )
+    for one, other in zip(masters, halves, strict=True):
+        assert twin.same_bits(twin.truth_of(one, "fp32"), twin.truth_of(other, "split"))
+        for mine, yours in zip(one.states, other.states, strict=True):
+            assert twin.same_bits(mine, yours)
 
 
 @every_kernel
@@ -50,7 +96,19 @@ def test_split_is_fp32(kernel: Any, rule: Sgd | Adam) -> None:
 @pytest.mark.parametrize("rule", [twin.NESTEROV, twin.AMSGRAD])
 def test_threads(kernel: Any, rule: Sgd | Adam, form: str) -> None:
     """Law: the number of threads changes no bit."""
-    twin.threads_are_alike(twin.ready(kernel), rule, form)
+    twin.ready(kernel)
+    items = twin.make(rule, form, sizes=((70001,), (5,), (40000,)))
+    twin.next_step(items, torch.bfloat16, 0)
+    results = []
+    for threads in (1, 2, 3):
+        mine = twin.copied(items)
+        with twin.using_threads(threads):
+            kernel.update(mine, rule, form, inverse=torch.tensor(0.5), clock=(1, 2))
+        results.append(mine)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            for mine, yours in zip(twin.held(one), twin.held(two), strict=True):
+                assert twin.same_bits(mine, yours)
 
 
 @every_kernel

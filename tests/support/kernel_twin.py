@@ -294,66 +294,6 @@ def beyond(one: Tensor, other: Tensor, allowed: Tensor) -> float:
     return max(0.0, excess.max().item()) if excess.numel() else 0.0
 
 
-def follows_torch(kernel: Any, rule: Sgd | Adam, dtype: torch.dtype) -> None:
-    """Assert that a kernel's plain form does what torch.optim does, step by step."""
-    items = make(rule, "plain")
-    inverse = 0.125
-    for number in range(4):
-        next_step(items, dtype, number)
-        before = copied(items)
-        kernel.update(
-            items, rule, "plain", inverse=torch.tensor(inverse), clock=(0, number)
-        )
-        for item, old in zip(items, before, strict=True):
-            allowed = bound(rule, old, inverse)
-            right = optimizer_of(rule, old, inverse)
-            assert beyond(item.weight, right, allowed.weight) == 0
-            pairs = zip(item.states, old.states, allowed.states, strict=True)
-            for got, wanted, limit in pairs:
-                assert beyond(got, wanted, limit) == 0
-
-
-def agrees_with_plain(
-    kernel: Any, rule: Sgd | Adam, form: str, dtype: torch.dtype, low: torch.dtype
-) -> None:
-    """Assert that a form is the plain form, and the form's own rounding after it."""
-    items = make(rule, form, low)
-    inverse = torch.tensor(0.5)
-    for number in range(3):
-        next_step(items, dtype, number)
-        plain = [plainly(item, form) for item in items]
-        clock = (2**40 + 3, number)
-        kernel.update(plain, rule, "plain", inverse=inverse, clock=clock)
-        kernel.update(items, rule, form, inverse=inverse, clock=clock)
-        for item, fp32 in zip(items, plain, strict=True):
-            wanted = in_form(fp32, item, form, clock)
-            for got, right in zip(held(item), wanted, strict=True):
-                assert same_bits(got, right)
-
-
-def split_is_fp32(kernel: Any, rule: Sgd | Adam, steps: int) -> None:
-    """Assert that two exact forms hold the same truth for long."""
-    masters = make(rule, "fp32", sizes=((513,), (3,)))
-    halves = make(rule, "split", sizes=((513,), (3,)))
-    for one, other in zip(masters, halves, strict=True):
-        assert one.residual is not None
-        encode("split", one.residual, other, None)
-    for number in range(steps):
-        next_step(masters, torch.bfloat16, number)
-        for one, other in zip(masters, halves, strict=True):
-            other.gradient, other.is_first_step = one.gradient, one.is_first_step
-            if other.step is not None:
-                other.step += 1
-        for items, form in ((masters, "fp32"), (halves, "split")):
-            kernel.update(
-                items, rule, form, inverse=torch.tensor(0.5), clock=(0, number)
-            )
-    for one, other in zip(masters, halves, strict=True):
-        assert same_bits(truth_of(one, "fp32"), truth_of(other, "split"))
-        for mine, yours in zip(one.states, other.states, strict=True):
-            assert same_bits(mine, yours)
-
-
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
     """Let torch have so many threads."""
@@ -363,19 +303,3 @@ def using_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def threads_are_alike(kernel: Any, rule: Sgd | Adam, form: str) -> None:
-    """Assert that the number of threads changes no bit."""
-    items = make(rule, form, sizes=((70001,), (5,), (40000,)))
-    next_step(items, torch.bfloat16, 0)
-    results = []
-    for threads in (1, 2, 3):
-        mine = copied(items)
-        with using_threads(threads):
-            kernel.update(mine, rule, form, inverse=torch.tensor(0.5), clock=(1, 2))
-        results.append(mine)
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            for mine, yours in zip(held(one), held(two), strict=True):
-                assert same_bits(mine, yours)
