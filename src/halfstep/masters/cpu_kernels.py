@@ -26,9 +26,8 @@ from halfstep.masters.update_rules import (
     Rule,
     Sgd,
     UpdateTensors,
-    check_tensors,
     checked_tensors,
-    contiguous_tensors,
+    readable_gradients,
 )
 
 if TYPE_CHECKING:
@@ -171,8 +170,7 @@ class Kernels:
         self, gradients: Sequence[Tensor], *, norm: bool
     ) -> tuple[Tensor, Tensor]:
         """Return whether a gradient is not finite, and the sum of squares."""
-        gradients = contiguous_tensors(gradients)
-        check_tensors(gradients, "gradient", FLOATS, _CPU)
+        gradients = readable_gradients(gradients, _CPU)
         numels, addresses = (
             map(Tensor.numel, gradients),
             map(Tensor.data_ptr, gradients),

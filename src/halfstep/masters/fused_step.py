@@ -184,8 +184,9 @@ class FusedStep:
         rule = rule_of(self._optimizer, group)
         assert rule is not None, "choose_kernel() has rejected it"  # noqa: S101
         updates: dict[str, list[ParamUpdate]] = {self._encoding.name: [], PLAIN: []}
+        keys = rule.state_keys
         for param in params:
-            item = self._update_for(rule, param)
+            item = self._update_for(rule, keys, param)
             if item is not None:
                 name = self._encoding.name if param in self._master_params else PLAIN
                 updates[name].append(item)
@@ -211,7 +212,9 @@ class FusedStep:
                 item.gradient = item.weight  # nothing must keep the gradient alive
             torch.autograd.graph.increment_version([item.weight for item in items])
 
-    def _update_for(self, rule: Rule, param: Tensor) -> ParamUpdate | None:
+    def _update_for(
+        self, rule: Rule, keys: tuple[str, ...], param: Tensor
+    ) -> ParamUpdate | None:
         """Return what the kernel needs for a parameter; None without a gradient."""
         master_param = self._master_params.get(param)
         weight = param if master_param is None else master_param.weight
@@ -220,7 +223,6 @@ class FusedStep:
             gradient = param.grad
         if gradient is None:
             return None
-        keys = rule.state_keys
         state = self._optimizer.state.setdefault(param, {}) if keys else {}
         item = self._items.get(param)
         if item is None or not _is_current(item, weight, master_param, state, keys):

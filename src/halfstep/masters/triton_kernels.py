@@ -20,15 +20,13 @@ import torch
 from halfstep.errors import UserError
 from halfstep.masters import bf16_codecs
 from halfstep.masters.update_rules import (
-    FLOATS,
     Adam,
     ParamUpdate,
     Rule,
     Sgd,
     UpdateTensors,
-    check_tensors,
     checked_tensors,
-    contiguous_tensors,
+    readable_gradients,
 )
 
 if TYPE_CHECKING:
@@ -139,8 +137,7 @@ def check_finite(
         message = "gradients=[] has nothing to look at; give at least one."
         raise UserError(message)
     device = gradients[0].device
-    gradients = contiguous_tensors(gradients)
-    check_tensors(gradients, "gradient", FLOATS, device)
+    gradients = readable_gradients(gradients, device)
     groups: dict[tuple[str, bool], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():

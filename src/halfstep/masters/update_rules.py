@@ -116,8 +116,7 @@ def checked_tensors(
     """
     weights = [item.weight for item in items]
     check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
-    gradients = contiguous_tensors([item.gradient for item in items])
-    check_tensors(gradients, "gradient", FLOATS, device)
+    gradients = readable_gradients([item.gradient for item in items], device)
     numels = list(map(Tensor.numel, weights))
     if list(map(Tensor.numel, gradients)) != numels:
         message = "A gradient has another size than its weight: give it its own."
@@ -161,11 +160,19 @@ def checked_tensors(
     return UpdateTensors(weights, gradients, residuals, states, steps, numels)
 
 
-def contiguous_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return tensors without gaps and lazy signs; autograd gives others, too."""
-    if all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors)):
-        return tensors
-    return [tensor.resolve_neg().contiguous() for tensor in tensors]
+def readable_gradients(
+    gradients: Sequence[Tensor], device: torch.device
+) -> Sequence[Tensor]:
+    """Return checked gradients without gaps and lazy signs; autograd gives others, too.
+
+    Raises:
+        UserError: If one has another dtype or device.
+    """
+    is_plain = all(map(Tensor.is_contiguous, gradients))
+    if not is_plain or any(map(Tensor.is_neg, gradients)):
+        gradients = [gradient.resolve_neg().contiguous() for gradient in gradients]
+    check_tensors(gradients, "gradient", FLOATS, device)
+    return gradients
 
 
 def check_tensors(
@@ -191,6 +198,7 @@ def check_tensors(
             f"kernels take {' or '.join(map(str, allowed))} on {device}."
         )
         raise UserError(message)
-    if contiguous_tensors(tensors) is not tensors:
+    is_plain = all(map(Tensor.is_contiguous, tensors))
+    if not is_plain or any(map(Tensor.is_neg, tensors)):
         message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
         raise UserError(message)
