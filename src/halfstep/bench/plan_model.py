@@ -10,6 +10,7 @@ import importlib
 import inspect
 import itertools
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,10 @@ def _from_program(
         message = f"{path} is no program of torch.export.save."
         raise UserError(message)
     try:
-        program = torch.export.load(path)
+        with warnings.catch_warnings():
+            # torch 2.9's own, of each weight.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            program = torch.export.load(path)
     except (OSError, RuntimeError, ValueError) as error:
         message = f"{path} cannot be loaded by torch.export: {error}"
         raise UserError(message) from error

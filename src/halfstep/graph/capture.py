@@ -157,7 +157,7 @@ def _refusing_lost_backwards() -> Iterator[None]:
         is_checkpoint = cls.__module__ == "torch.utils.checkpoint"
         name = f"the custom autograd.Function {cls.__name__}"
         refuse("activation checkpointing" if is_checkpoint else name)
-        return original.__func__(cls, *args, **kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         refuse("activation checkpointing")
