@@ -48,7 +48,7 @@ def gpt() -> nn.Module:
         eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config)
-    parallelize._checkpoint_activations(model)
+    parallelize.checkpoint_activations(model)
     return model  # type: ignore[no-any-return]
 
 

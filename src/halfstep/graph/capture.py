@@ -141,8 +141,8 @@ def _refusing_lost_backwards() -> Iterator[None]:
     checkpointing, and what trains afterwards has other gradients, or needs more memory.
     """
     thread, original = threading.get_ident(), vars(torch.autograd.Function)["apply"]
-    generator = "_checkpoint_without_reentrant_generator"
-    checkpointing = getattr(torch.utils.checkpoint, generator, None)
+    frame = "_CheckpointFrame"  # of each call without reentry
+    checkpointing = getattr(torch.utils.checkpoint, frame, None)
 
     def refuse(what: str) -> None:
         if threading.get_ident() == thread and torch.is_grad_enabled():
@@ -165,13 +165,13 @@ def _refusing_lost_backwards() -> Iterator[None]:
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     if checkpointing is not None:
-        setattr(torch.utils.checkpoint, generator, checkpoint)
+        setattr(torch.utils.checkpoint, frame, checkpoint)
     try:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
         if checkpointing is not None:
-            setattr(torch.utils.checkpoint, generator, checkpointing)
+            setattr(torch.utils.checkpoint, frame, checkpointing)
 
 
 def _refuse_low_weights(model: nn.Module) -> None:
