@@ -1,0 +1,52 @@
+"""What people report is explained or impossible, and what cures it is seen to work."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from tests.field.report import REPORTS, Halfstep, Report, Torch
+
+from halfstep.machine import hardware
+
+for _path in sorted(Path(__file__).parent.glob("reports_*.py")):
+    importlib.import_module(f"tests.field.{_path.stem}")
+
+UNEXPLAINED: dict[str, str] = {}
+"""Reports that halfstep does not answer, and why: at most 5 of 100."""
+
+ALL = [pytest.param(each, id=each.name) for each in REPORTS.values()]
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant rates: to measure them is not what is tested here."""
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
+
+
+@pytest.mark.parametrize("report", ALL)
+def test_the_trouble_is_real(report: Report) -> None:
+    """Law: the program is sick with torch's classes."""
+    assert report.trouble(Torch())
+
+
+@pytest.mark.parametrize("report", ALL)
+def test_the_answer_names_the_cause(report: Report) -> None:
+    """Law: the command names it; or the program is well with our classes."""
+    if report.command == "impossible":
+        explained = not report.trouble(Halfstep())
+    else:
+        explained = re.search(report.says, report.answer(), re.DOTALL) is not None
+    assert explained == (report.name not in UNEXPLAINED)
+
+
+@pytest.mark.parametrize("report", ALL)
+def test_the_cure_works(report: Report) -> None:
+    """Law: with the cure the program is well, and no more accused of this."""
+    assert not report.trouble(Torch(), cured=True)
+    assert not report.trouble(Halfstep(), cured=True)
+    if report.says:
+        assert not re.search(report.says, report.answer(cured=True), re.DOTALL)
