@@ -100,14 +100,26 @@ def made_anew(loop: Loop) -> None:
     loop.finish()
 
 
+def updated_between(loop: Loop) -> None:
+    """Update between the steps of two optimizers that share a loss."""
+    first, second = (torch.optim.SGD(layer.parameters()) for layer in loop.model[::2])
+    loop.backward()
+    loop.scaler.step(first)
+    loop.scaler.update()
+    loop.scaler.step(second)
+    loop.scaler.update()
+    loop.optimizer.zero_grad()
+
+
 WRONG: dict[Callable[[Loop], None], str] = {
-    clipped_by_norm: r"multiplied by .* at loss scale 1024, before unscale_: .*first",
+    clipped_by_norm: r"multiplied by .* at loss scale 1024, before unscale_. .*first",
     clipped_by_value: "gradients were cut at 0.001 at loss scale 1024, before",
     clipped_too_early: "call scaler.unscale_.optimizer. first",
     stepped_without_scaler: "scaler was not asked: .*in place of optimizer.step",
     dropped: "no gradient is left to step with",
-    backward_inside: "leave the context before backward",
-    made_anew: "make one before the loop",
+    backward_inside: "Leave the context before backward",
+    made_anew: "Make one before the loop",
+    updated_between: r"update\(\) came between the steps of two optimizers",
 }
 
 
@@ -161,6 +173,16 @@ def closure(loop: Loop) -> None:
     loop.scaler.update()
 
 
+def shared(loop: Loop) -> None:
+    """Step two optimizers, then update."""
+    first, second = (torch.optim.SGD(layer.parameters()) for layer in loop.model[::2])
+    loop.backward()
+    loop.scaler.step(first)
+    loop.scaler.step(second)
+    loop.scaler.update()
+    loop.optimizer.zero_grad()
+
+
 def penalty(loop: Loop) -> None:
     """Take a gradient of a scaled loss before the backward pass."""
     params = list(loop.model.parameters())
@@ -184,7 +206,7 @@ def evaluated(loop: Loop) -> None:
     loop.scaler.scale(loop.loss())
 
 
-RIGHT = (usual, clipped, accumulated, closure, penalty, evaluated, resumed)
+RIGHT = (usual, clipped, accumulated, closure, shared, penalty, evaluated, resumed)
 
 
 @pytest.mark.parametrize("right", RIGHT)

@@ -1,7 +1,7 @@
 """What a loop does with a `GradScaler` in the wrong order: said once, with the cure.
 
-In: the calls of a scaler's first iterations. Out: warnings. Later iterations are not
-watched, and cost nothing.
+In: the calls of a scaler's first iterations. Out: findings, which the scaler makes
+warnings of. Later iterations are not watched, and cost nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from halfstep._torch.optimizer_params import first_gradient, gradients_of
+from halfstep._torch.optimizer_params import gradients_of
 from halfstep.errors import warn_caller
 from halfstep.numerics.formats import word
+from halfstep.reporting.finding import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,16 +32,40 @@ _SAME = 1e-3
 _OWNER = "_halfstep_scaler"
 """Attribute of an optimizer: a weak reference to the scaler that steps it."""
 
+RULE = "call order"
+"""Name of the rule in each finding."""
+
+BACKWARD_INSIDE = (
+    "the backward pass ran inside autocast, which may cast operations of its own",
+    "Leave the context before backward().",
+)
+"""What was seen, and the cure."""
+
+
+def as_warning(finding: Finding) -> None:
+    """Warn of what was found, at the line of the program that called the scaler."""
+    warn_caller(f"{finding.measured}. {finding.advice}")
+
+
+def call_order_finding(measured: str, advice: str) -> Finding:
+    """Return a finding on the calls of a step."""
+    return Finding("error", RULE, "the step", measured, "", "its calls", advice, 0.9)
+
 
 class CallOrderWatch:
     """Watches the first iterations of one scaler.
 
     Warns of: gradients changed before they are unscaled; an optimizer stepped without
     the scaler; gradients dropped between `unscale_` and `step`; a backward pass inside
-    autocast; a loss computed outside of it; a scaler made anew in each epoch.
+    autocast; a loss computed outside of it; a scaler made anew in each epoch; `update`
+    between the steps of two optimizers.
+
+    Args:
+        say: Takes each finding, once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[Finding], None] = as_warning) -> None:
+        self._say = say
         self._num_iterations = self._num_losses = 0
         self._is_pending = False
         """Scaled gradients are there, and the scaler was not asked to use them."""
@@ -50,6 +75,10 @@ class CallOrderWatch:
         """The smallest of them, and a copy: fused optimizers count no writes."""
         self._grads: dict[int, tuple[int, Tensor]] = {}
         """By id, as a backward pass left them: count of writes, and norm."""
+        self._used: set[int] = set()
+        """Of these, ids that an optimizer has stepped with."""
+        self._overdue: dict[int, int] = {}
+        """By id: count of writes of gradients that no optimizer used before update."""
         self._said: set[str] = set()
 
     @property
@@ -60,13 +89,14 @@ class CallOrderWatch:
     def on_scale(self, loss: Tensor, scaled: Tensor) -> None:
         """Look at the graph of a loss, and at what happened since the last one."""
         if self._is_pending and self._weights_have_moved():
-            self._warn(
+            self._find(
                 "weights changed after scaler.scale(loss).backward(), and the scaler "
-                "was not asked: they were updated with scaled gradients. Call "
-                "scaler.step(optimizer) in place of optimizer.step(), then "
-                "scaler.update()."
+                "was not asked: they were updated with scaled gradients",
+                "Call scaler.step(optimizer) in place of optimizer.step(), then "
+                "scaler.update().",
             )
         self._num_losses += 1
+        self._overdue = {}
         if loss.grad_fn is None:
             return
         _refuse_mixed_loss(loss)
@@ -108,10 +138,7 @@ class CallOrderWatch:
             if type(grad) is Tensor and grad.layout == torch.strided and grad.numel()
         ]
         if dense and is_inside:
-            self._warn(
-                "the backward pass ran inside autocast, which may cast operations of "
-                "its own: leave the context before backward()."
-            )
+            self._find(*BACKWARD_INSIDE)
         norms = torch._foreach_norm(dense) if dense else ()  # noqa: SLF001
         self._grads = {
             id(grad): (grad._version, norm)  # noqa: SLF001
@@ -121,10 +148,15 @@ class CallOrderWatch:
     def on_unscale(self, optimizer: Optimizer, scale: Tensor) -> None:
         """Compare gradients with what the backward pass left."""
         self._is_pending = False
+        grads = gradients_of(optimizer)
+        if any(self._overdue.get(id(grad)) == grad._version for grad in grads):  # noqa: SLF001
+            self._find(
+                "scaler.update() came between the steps of two optimizers: gradients "
+                "of the second are unscaled by a scale that they were not made at",
+                "Call scaler.update() once, after the last scaler.step().",
+            )
         known = [
-            (grad, *self._grads[id(grad)])
-            for grad in gradients_of(optimizer)
-            if id(grad) in self._grads
+            (grad, *self._grads[id(grad)]) for grad in grads if id(grad) in self._grads
         ]
         by_hand = dist.is_available() and dist.is_initialized()  # averaged over ranks
         all_changed = all(grad._version != version for grad, version, _ in known)  # noqa: SLF001
@@ -153,10 +185,11 @@ class CallOrderWatch:
                 if by_factor
                 else f"cut at {float(peaks.max()):.2g}"
             )
-            self._warn(
+            self._find(
                 f"gradients were {what} at loss scale {float(scale):g}, before "
-                "unscale_: to clip true gradients call scaler.unscale_(optimizer) "
-                "first, or train with halfstep.prepare(clip_grad_norm=)."
+                "unscale_",
+                "To clip true gradients call scaler.unscale_(optimizer) first, or "
+                "train with halfstep.prepare(clip_grad_norm=).",
             )
 
     def on_step(
@@ -171,18 +204,20 @@ class CallOrderWatch:
             is_new: No state was loaded into the scaler.
         """
         self._is_pending = False
-        if unscaled and first_gradient(optimizer) is None:
-            self._warn(
+        grads = gradients_of(optimizer)
+        if unscaled and not grads:
+            self._find(
                 "no gradient is left to step with: they were dropped between "
-                "scaler.unscale_(optimizer) and scaler.step(optimizer). Call "
-                "zero_grad() after the step, or before the backward pass."
+                "scaler.unscale_(optimizer) and scaler.step(optimizer)",
+                "Call zero_grad() after the step, or before the backward pass.",
             )
+        self._used.update(map(id, grads))
         owner = getattr(optimizer, _OWNER, lambda: scaler)()
         if owner is None and is_new:
-            self._warn(
+            self._find(
                 "this optimizer was stepped by a GradScaler that is gone, and the new "
-                "one begins to look for a loss scale anew: make one before the loop, "
-                "or hand its state_dict() on."
+                "one begins to look for a loss scale anew",
+                "Make one before the loop, or hand its state_dict() on.",
             )
         setattr(optimizer, _OWNER, weakref.ref(scaler))
 
@@ -190,12 +225,17 @@ class CallOrderWatch:
         """Close an iteration."""
         self._num_iterations += 1
         self._is_pending = False
-        self._grads = {}
+        self._overdue = {
+            key: version
+            for key, (version, _) in self._grads.items()
+            if key not in self._used
+        }
+        self._grads, self._used = {}, set()
 
-    def _warn(self, message: str) -> None:
-        if message[:20] not in self._said:
-            self._said.add(message[:20])
-            warn_caller(message)
+    def _find(self, measured: str, advice: str) -> None:
+        if measured[:20] not in self._said:
+            self._said.add(measured[:20])
+            self._say(call_order_finding(measured, advice))
 
 
 def _queue(callback: Callable[[], None]) -> None:

@@ -124,7 +124,8 @@ class GradScaler(TorchGradScaler):
             list[OptimizerGrads](),
         )
         self._steps, self._last_step = 0, StepReport(0, complete=False)
-        self._watch: CallOrderWatch | None = CallOrderWatch()
+        self.call_order_watch: CallOrderWatch | None = CallOrderWatch()
+        """What looks at the order of calls in the first iterations; then None."""
         self._has_loaded = False
 
     @property
@@ -174,8 +175,12 @@ class GradScaler(TorchGradScaler):
             main.observe_loss(first, self._name_of)
             self._write_torch_state(main)
         scaled = super().scale(outputs)
-        if self._enabled and self._watch and isinstance(outputs, torch.Tensor):
-            self._watch.on_scale(outputs, scaled)
+        if (
+            self._enabled
+            and self.call_order_watch
+            and isinstance(outputs, torch.Tensor)
+        ):
+            self.call_order_watch.on_scale(outputs, scaled)
         return scaled
 
     def _write_torch_state(self, main: LossScaler) -> None:
@@ -201,8 +206,8 @@ class GradScaler(TorchGradScaler):
             return
         self._init_loaded_scale(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        if self._watch is not None:
-            self._watch.on_unscale(optimizer, scale)
+        if self.call_order_watch is not None:
+            self.call_order_watch.on_unscale(optimizer, scale)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise misuse.unscaled_twice(state["stage"], state.get("where"))
@@ -312,7 +317,7 @@ class GradScaler(TorchGradScaler):
     ) -> dict[str, Any]:
         """Refuse what is no step, and watch the order of calls; return the state."""
         if has_closure:
-            self._watch = None  # it scales and steps by itself
+            self.call_order_watch = None  # it scales and steps by itself
         else:
             self._init_loaded_scale(optimizer)
             self._check_scale_growth_tracker("step")
@@ -320,12 +325,14 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             message = "step() has already been called since the last update()."
             raise RuntimeError(message)
-        if self._watch is not None:
+        if self.call_order_watch is not None:
             unscaled = state["stage"] is OptState.UNSCALED
             if self._scale is not None and not unscaled:  # a fused kernel will do it
-                self._watch.on_unscale(optimizer, self._scale)
+                self.call_order_watch.on_unscale(optimizer, self._scale)
             is_new = not self._has_loaded
-            self._watch.on_step(self, optimizer, unscaled=unscaled, is_new=is_new)
+            self.call_order_watch.on_step(
+                self, optimizer, unscaled=unscaled, is_new=is_new
+            )
         return state
 
     def backward(
@@ -372,10 +379,10 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
-        if self._watch is not None:
-            self._watch.on_update()
-            if self._watch.is_over:
-                self._watch = None
+        if self.call_order_watch is not None:
+            self.call_order_watch.on_update()
+            if self.call_order_watch.is_over:
+                self.call_order_watch = None
         main = self._main_scaler()
         states = list(self._per_optimizer_states.values())
         flags = [
@@ -470,7 +477,7 @@ class GradScaler(TorchGradScaler):
             "_per_pass": PerPassBackward(loss_scalers, self._per_pass.on_overflow),
             "_host_scale": optimizer_step.HostScale(),
             "_last_grads": [],
-            "_watch": None,
+            "call_order_watch": None,
             "_last_step": self._last_step.read(),
         }
 
