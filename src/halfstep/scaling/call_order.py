@@ -228,7 +228,7 @@ class CallOrderWatch:
         self._overdue = {
             key: version
             for key, (version, _) in self._grads.items()
-            if key not in self._used
+            if self._used and key not in self._used
         }
         self._grads, self._used = {}, set()
 

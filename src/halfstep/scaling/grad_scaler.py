@@ -325,14 +325,13 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             message = "step() has already been called since the last update()."
             raise RuntimeError(message)
-        if self.call_order_watch is not None:
+        watch = self.call_order_watch
+        if watch is not None:
             unscaled = state["stage"] is OptState.UNSCALED
             if self._scale is not None and not unscaled:  # a fused kernel will do it
-                self.call_order_watch.on_unscale(optimizer, self._scale)
+                watch.on_unscale(optimizer, self._scale)
             is_new = not self._has_loaded
-            self.call_order_watch.on_step(
-                self, optimizer, unscaled=unscaled, is_new=is_new
-            )
+            watch.on_step(self, optimizer, unscaled=unscaled, is_new=is_new)
         return state
 
     def backward(
