@@ -171,7 +171,9 @@ def test_a_healthy_loop_is_told_so(loop: str) -> None:
     found = hs.diagnose(step, batches=batches(), **parts)
     assert RULE not in {each.rule for each in found.findings}
     assert found.numerics.failed == ()
-    said = "Losses of 9 steps, gradients of the first 3 and weights are finite."
+    said = (
+        "Losses of 9 steps, gradients of the first 3, weights and buffers are finite."
+    )
     assert str(found.numerics) == said
     assert said in str(found).replace("\n", " ")
 

@@ -12,6 +12,7 @@ from torch import nn
 from halfstep.diagnostics.doctor import RunFacts, environment, examination, text
 from halfstep.diagnostics.doctor.run_record import Config, LostUpdates, MachineFacts
 from halfstep.diagnostics.profiling import profile
+from halfstep.diagnostics.step_calls import CHECKED
 from halfstep.diagnostics.step_numerics import CheckedSteps
 from halfstep.distributed import ddp
 from halfstep.errors import require_type
@@ -72,6 +73,8 @@ class Diagnosis:
     examination: Examination
     numerics: Numerics
     """What was finite in these steps, and what was not."""
+    calls: tuple[Finding, ...] = ()
+    """What is wrong with the calls of the first steps; see `step_calls.CHECKED`."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -85,17 +88,26 @@ class Diagnosis:
             for reason in text.not_evaluated_lines(self.examination)
         )
         notes = (_FLAGS, *notes) if self._flagged else notes
-        notes = (str(self.numerics), *notes)
+        notes = (str(self.numerics), *self._calls_in_order, *notes)
         return findings_table(self.findings, notes), self.profile.table()
 
     def __str__(self) -> str:
         """Return all of it as text."""
         report = text.text(self.facts, self.examination)
-        if not self.numerics.findings():
-            report += "\n\n" + "\n".join(wrap(str(self.numerics), text.WIDTH))
+        in_order = () if self.numerics.findings() else (str(self.numerics),)
+        for line in (*in_order, *self._calls_in_order):
+            report += "\n\n" + "\n".join(wrap(line, text.WIDTH))
         if self._flagged:
             report += "\n\n" + "\n".join(wrap(_FLAGS, text.WIDTH))
         return report
+
+    @property
+    def _calls_in_order(self) -> tuple[str, ...]:
+        """A line of what was looked at besides the numbers, and is as it should be."""
+        wrong = {each.rule for each in self.calls}
+        right = [words for rule, words in CHECKED.items() if rule not in wrong]
+        line = f"Checked in the first {self.numerics.checked} steps, and in order: "
+        return (f"{line}{', '.join(right)}.",) if self.numerics.checked else ()
 
     @property
     def _flagged(self) -> bool:
@@ -129,7 +141,8 @@ def diagnose(
     They are real steps: whatever `step` does to weights, optimizer and scaler is done
     `warmup + steps + profiled` times. Give it a copy where that matters.
 
-    Numbers come first: losses, gradients, skipped steps and weights. The first step
+    Numbers come first: losses, gradients, skipped steps, weights and buffers; then the
+    calls of the loss scaler, the schedule, and sums in 16 bits. The first step
     of the warm-up with a non-finite one is run again by `find_nonfinite`: `step` is
     called some times more, each time up to its backward pass, and model, scaler and
     session are as they were afterwards. What else `step` does before its backward pass
@@ -141,7 +154,8 @@ def diagnose(
         model: That it trains; as it is called, so in DDP where it is. Default: what the
             first step runs, for the numbers alone.
         optimizer: That it steps. Updates lost to rounding are counted in it.
-        scaler: torch's GradScaler or ours. None: the step scales no loss.
+        scaler: torch's GradScaler, ours or another. Default: the first one of torch's
+            or ours that the steps use.
         batches: What to fetch the argument of `step` from, one for each step, so that
             the time for that is seen.
         level: That the program means to train at; "O1" is `torch.autocast` over fp32
@@ -166,7 +180,7 @@ def diagnose(
         ...     model(torch.ones(8, 4)).square().mean().backward()
         ...     optimizer.step()
         >>> print(diagnose(step, model=model, optimizer=optimizer).numerics)
-        Losses of 9 steps, gradients of the first 3 and weights are finite.
+        Losses of 9 steps, gradients of the first 3, weights and buffers are finite.
     """
     require_type("step", step, callable(step), "a function that makes one step")
     _require_kinds(session, model, optimizer, scaler)
@@ -200,7 +214,7 @@ def diagnose(
     config = Config(
         level,
         profile_result.dtype,
-        loss_scale=_scaling(scaler),
+        loss_scale=_scaling(checked_steps.scaler),
         device=profile_result.device,
     )
     if session is not None:
@@ -227,11 +241,12 @@ def diagnose(
     )
     hints = _HINTS if session is None else _SESSION_HINTS
     numerics, examined = checked_steps.numerics(), examination(facts, hints)
+    calls = checked_steps.calls.findings()
     findings = sorted(
-        (*numerics.findings(), *examined.findings), key=lambda each: each.rank
+        (*numerics.findings(), *calls, *examined.findings), key=lambda each: each.rank
     )
     examined = replace(examined, findings=tuple(findings))
-    return Diagnosis(facts, profile_result, examined, numerics)
+    return Diagnosis(facts, profile_result, examined, numerics, calls)
 
 
 def _require_kinds(

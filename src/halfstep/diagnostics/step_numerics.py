@@ -26,10 +26,12 @@ from torch.utils import _pytree
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.replay import find_nonfinite
 from halfstep.diagnostics.replay.gradients import exchanges
+from halfstep.diagnostics.step_calls import StepCalls, replaced
 from halfstep.errors import UserError
 from halfstep.nonfinite.domains import local_data
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import LossScaleCollapse
+from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.step_report import StepReport
 
 if TYPE_CHECKING:
@@ -59,6 +61,10 @@ class Numerics:
     """Steps that changed no weight for that; without a session at least so many."""
     weights: tuple[str, ...] = ()
     """Parameters that are not finite now."""
+    buffers: tuple[str, ...] = ()
+    """Buffers that hold NaN or inf now; a mask may hold -inf."""
+    buffers_since: int = 0
+    """The first checked step after which one did; 0 if that was later."""
     scales: tuple[float, float] | None = None
     """Loss scale before the first step and after the last; None without a scaler."""
     bad_op: BadOp | None = None
@@ -78,7 +84,8 @@ class Numerics:
             return ()
         first = next(iter(self.failed), 0)
         normal = self.bad_op is None or self.bad_op.normal
-        recovers = normal and not self.losses and not self.weights and not self._fixed
+        spoilt = self.losses or self.weights or self.buffers
+        recovers = normal and not spoilt and not self._fixed
         what = Finding(
             severity="note" if recovers and self.skipped else "error",
             rule=_RULE,
@@ -89,6 +96,8 @@ class Numerics:
             advice=self._advice(first),
             weight=1.0,
         )
+        if self.buffers and self.failed:
+            what = replace(what, advice=f"{what.advice} {self._advice_on_buffers()}")
         if self.bad_op is None:
             return (what,)
         why = self.bad_op.finding()
@@ -118,11 +127,17 @@ class Numerics:
         if self.weights:
             names = f"{len(self.weights)} ({self.weights[0]} first)"
             measured.append(f"parameters that hold inf or NaN now: {names}")
+        if self.buffers:
+            names = f"{len(self.buffers)} ({self.buffers[0]} first)"
+            since = f", since step {self.buffers_since}" if self.buffers_since else ""
+            measured.append(f"buffers that hold inf or NaN now: {names}{since}")
         return "; ".join(measured)
 
     def _advice(self, first: int) -> str:
         if self.bad_op is None and self.failed:
             return f"halfstep.find_nonfinite did not run it again: {self.unreplayed}"
+        if self.bad_op is None and self.buffers and not self.weights:
+            return self._advice_on_buffers()
         if self.bad_op is None:
             return "Go back to the last good checkpoint: no loss scale fixes a weight."
         if self.bad_op.normal and self._fixed:
@@ -133,18 +148,29 @@ class Numerics:
             f"halfstep.find_nonfinite ran step {first} again: see the finding 'bad op'."
         )
 
+    def _advice_on_buffers(self) -> str:
+        """Say what brings a spoilt buffer back: a skipped step restores none."""
+        module, _, name = self.buffers[0].rpartition(".")
+        if name not in {"running_mean", "running_var"}:
+            return f"Set {self.buffers[0]} anew: a skipped step restores no buffer."
+        return (
+            f"Call model.get_submodule({module!r}).reset_running_stats(), and so for "
+            "each such norm: a skipped step of a GradScaler restores no running "
+            "statistics; a session of halfstep.prepare does."
+        )
+
     def __str__(self) -> str:
         """Return what was checked, in a sentence."""
         if self._measured():
             return f"Not finite: {self._measured()}."
         if not self.checked:
             return (
-                f"Losses of {self.steps} steps and weights are finite; gradients were "
-                "not checked (warmup=0)."
+                f"Losses of {self.steps} steps, weights and buffers are finite; "
+                "gradients and calls were not checked (warmup=0)."
             )
         return (
-            f"Losses of {self.steps} steps, gradients of the first {self.checked} and "
-            "weights are finite."
+            f"Losses of {self.steps} steps, gradients of the first {self.checked}, "
+            "weights and buffers are finite."
         )
 
     def data(self) -> dict[str, Any]:
@@ -180,22 +206,27 @@ class CheckedSteps:
         scaler: Any | None,  # noqa: ANN401 -- torch's, ours or another
     ) -> None:
         self._step, self._checked, self._same_batch = step, checked, same_batch
-        self._session, self._scaler = session, scaler
+        self._session, self._given_scaler = session, scaler
         self._model = model
+        self.calls = StepCalls()
         self._outermost: list[nn.Module] = []
+        self._infinite_at_first: set[int] = set()
+        """Identities of buffers, such as a range that nothing was seen in yet."""
+        if model is not None:
+            self._take_down_buffers(model)
         self._inside = 0
         self._thread = threading.get_ident()
         self._number = self._part = self._depth = self._applied = 0
         self._losses: list[tuple[int, Tensor]] = []
         self._nonfinite_loss_steps: set[int] = set()
         self._nonfinite_grad_steps: set[int] = set()
-        self._skipped = 0
+        self._skipped = self._buffers_since = 0
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._target: int | None = None
         self._captured: list[Tensor] = []
         self._bad_op: BadOp | None = None
         self._unreplayed = ""
-        self._before = self._scale()
+        self._scale_before = self._scale()
         self._skips = 0 if session is None else session.steps_skipped
 
     # A step of the program
@@ -207,13 +238,13 @@ class CheckedSteps:
         if self._number > self._checked:
             self._step(*batch)
             return
-        scale, random = self._scale(), RandomState(self._devices())
+        scale_now, random = self._scale(), RandomState(self._devices())
         skips = 0 if self._session is None else self._session.steps_skipped
         try:
-            with self._discovering():
+            with self.calls.watching(), self._discovering():
                 self._step(*batch)
         except LossScaleCollapse as error:
-            self._replay_step(batch, scale, random)
+            self._replay_step(batch, scale_now or self._before, random)
             if self._bad_op is not None:
                 error.attach_replay(self._bad_op)
             raise
@@ -223,7 +254,9 @@ class CheckedSteps:
         failed = self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
         self._skipped += failed and not self._applied and self._session is None
         if failed and self._bad_op is None and not self._unreplayed:
-            self._replay_step(batch, scale, random)
+            self._replay_step(batch, scale_now or self._before, random)
+        if not self._buffers_since and any(self._nonfinite_buffers()):
+            self._buffers_since = self._number
         self._weights = []
 
     def numerics(self) -> Numerics:
@@ -252,10 +285,18 @@ class CheckedSteps:
             gradients=tuple(sorted(self._nonfinite_grad_steps)),
             skipped=skipped,
             weights=tuple(self._nonfinite_weights()),
+            buffers=tuple(self._nonfinite_buffers()),
+            buffers_since=self._buffers_since,
             scales=scales,
             bad_op=self._bad_op,
             unreplayed=why,
         )
+
+    def _nonfinite_buffers(self) -> Iterator[str]:
+        model = self._root()
+        for name, buffer in () if model is None else model.named_buffers():
+            if id(buffer) not in self._infinite_at_first and _holds_inf(buffer):
+                yield name
 
     def _nonfinite_weights(self) -> Iterator[str]:
         model = self._root()
@@ -263,12 +304,24 @@ class CheckedSteps:
             if not _finite([param]):
                 yield name
 
+    @property
+    def scaler(self) -> Any:  # noqa: ANN401 -- torch's, ours or another; or None
+        """The scaler of the steps: that was given, or the first that was seen."""
+        return self._given_scaler or next(iter(self.calls.scalers), None)
+
     def _scale(self) -> float | None:
         if self._session is not None:
             return float(self._session.scaler.state.scale)
-        if self._scaler is None or not self._scaler.is_enabled():
+        if self.scaler is None or not self.scaler.is_enabled():
             return None
-        return float(self._scaler.get_scale())
+        return float(self.scaler.get_scale())
+
+    @property
+    def _before(self) -> float | None:
+        """The loss scale before the first step."""
+        if self._scale_before is not None:
+            return self._scale_before
+        return next(iter(self.calls.scalers.values()), None)
 
     def _devices(self) -> set[torch.device]:
         return {param.device for param in self._params()}
@@ -294,9 +347,10 @@ class CheckedSteps:
         )
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(self.calls.watched())
                 for owner, name in self._entries():
                     passes = self._passes(getattr(owner, name))
-                    stack.enter_context(_replaced(owner, name, passes))
+                    stack.enter_context(replaced(owner, name, passes))
                 yield self
         finally:
             for hook in hooks:
@@ -304,9 +358,8 @@ class CheckedSteps:
 
     def _entries(self) -> list[tuple[Any, str]]:
         """Return what runs a backward pass: the outermost is given the loss."""
-        ours = [self._session, self._scaler]
-        own = [(one, "backward") for one in ours if hasattr(one, "backward")]
-        return [*own, (torch.autograd, "backward")]
+        own = [] if self._session is None else [(self._session, "backward")]
+        return [*own, (GradScaler, "backward"), (torch.autograd, "backward")]
 
     def _passes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a backward pass that is checked."""
@@ -314,9 +367,15 @@ class CheckedSteps:
         def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if self._depth or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
-            loss = args[0] if args else kwargs.get("loss", kwargs.get("tensors"))
+            args_of_pass = (
+                args[1:] if args and isinstance(args[0], GradScaler) else args
+            )
+            named = kwargs.get("loss", kwargs.get("tensors"))
+            loss = args_of_pass[0] if args_of_pass else named
             if self._target is not None:
                 return self._capture(loss)
+            if self._session is None:
+                self.calls.on_backward(loss)
             self._depth += 1
             self._part += 1
             try:
@@ -403,6 +462,7 @@ class CheckedSteps:
             learns = any(param.requires_grad for param in module.parameters())
             if learns and not is_recorded and not self._inside:
                 self._outermost.append(module)
+                self._take_down_buffers(module)
             self._inside += 1
 
         def leave(*_: object) -> None:
@@ -418,6 +478,10 @@ class CheckedSteps:
             self._inside = 0
             for hook in hooks:
                 hook.remove()
+
+    def _take_down_buffers(self, model: nn.Module) -> None:
+        infinite = (id(buffer) for buffer in model.buffers() if _holds_inf(buffer))
+        self._infinite_at_first.update(infinite)
 
     # The replay of a step that failed
 
@@ -508,14 +572,15 @@ class CheckedSteps:
             return None
 
         with contextlib.ExitStack() as stack:
-            if self._scaler is not None:
-                stack.enter_context(_replaced(self._scaler, "scale", _same))
+            seen = {id(each): each for each in (self.scaler, *self.calls.scalers)}
+            for scaler in filter(None, seen.values()):
+                stack.enter_context(replaced(scaler, "scale", _same))
                 for name in ("unscale_", "step", "update"):
-                    if hasattr(self._scaler, name):
-                        stack.enter_context(_replaced(self._scaler, name, nothing))
+                    if hasattr(scaler, name):
+                        stack.enter_context(replaced(scaler, name, nothing))
             if self._session is not None:
                 report = StepReport(self._number, complete=False)
-                step = _replaced(self._session, "step", lambda: report)
+                step = replaced(self._session, "step", lambda: report)
                 stack.enter_context(step)
             yield
 
@@ -524,19 +589,11 @@ def _same(outputs: object) -> object:
     return outputs
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
-    """Give an object an attribute of its own for a while."""
-    own = vars(owner)
-    before = own.get(name, _replaced)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _replaced:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+def _holds_inf(buffer: Tensor) -> bool:
+    """Say whether a buffer holds NaN or inf; -inf is what masks hold."""
+    if buffer.is_meta or not buffer.is_floating_point():
+        return False
+    return not bool((local_data(buffer) < torch.inf).all())
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ warnings of. Later iterations are not watched, and cost nothing.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +36,6 @@ _OWNER = "_halfstep_scaler"
 RULE = "call order"
 """Name of the rule in each finding."""
 
-BACKWARD_INSIDE = (
-    "the backward pass ran inside autocast, which may cast operations of its own",
-    "Leave the context before backward().",
-)
-"""What was seen, and the cure."""
-
 
 def as_warning(finding: Finding) -> None:
     """Warn of what was found, at the line of the program that called the scaler."""
@@ -50,6 +45,15 @@ def as_warning(finding: Finding) -> None:
 def call_order_finding(measured: str, advice: str) -> Finding:
     """Return a finding on the calls of a step."""
     return Finding("error", RULE, "the step", measured, "", "its calls", advice, 0.9)
+
+
+def backward_inside() -> Finding:
+    """Return the finding on a backward pass that runs where its forward pass does."""
+    found = call_order_finding(
+        "the backward pass ran inside autocast, which may cast operations of its own",
+        "Leave the context before backward().",
+    )
+    return replace(found, severity="warning")
 
 
 class CallOrderWatch:
@@ -138,7 +142,7 @@ class CallOrderWatch:
             if type(grad) is Tensor and grad.layout == torch.strided and grad.numel()
         ]
         if dense and is_inside:
-            self._find(*BACKWARD_INSIDE)
+            self._say_once(backward_inside())
         norms = torch._foreach_norm(dense) if dense else ()  # noqa: SLF001
         self._grads = {
             id(grad): (grad._version, norm)  # noqa: SLF001
@@ -233,9 +237,12 @@ class CallOrderWatch:
         self._grads, self._used = {}, set()
 
     def _find(self, measured: str, advice: str) -> None:
-        if measured[:20] not in self._said:
-            self._said.add(measured[:20])
-            self._say(call_order_finding(measured, advice))
+        self._say_once(call_order_finding(measured, advice))
+
+    def _say_once(self, finding: Finding) -> None:
+        if finding.advice not in self._said:
+            self._said.add(finding.advice)
+            self._say(finding)
 
 
 def _queue(callback: Callable[[], None]) -> None:

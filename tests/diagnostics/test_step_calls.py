@@ -1,0 +1,296 @@
+"""`hs.diagnose` sees what a program calls: scalers, schedules, sums in 16 bits."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.diagnostics.step_calls import CHECKED
+from halfstep.machine import hardware
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep.reporting.finding import Finding
+
+SCALERS = {"torch": torch.amp.GradScaler, "halfstep": hs.GradScaler}
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant rates: to measure them is not what is tested here."""
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
+
+
+class Loop:
+    """A small fp16 program, of which nobody tells `diagnose` anything."""
+
+    def __init__(self, kind: str = "torch", scale: float = 256.0) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(8, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler: Any = SCALERS[kind]("cpu", init_scale=scale)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.x = torch.randn(16, 8)
+
+    def backward(self) -> None:
+        """Run a backward pass of a scaled loss."""
+        with torch.autocast("cpu", torch.float16):
+            loss = self.model(self.x).float().square().mean()
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        """Step, and close the iteration."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def step(self) -> None:
+        """Make a step as torch's page on AMP does."""
+        self.optimizer.zero_grad()
+        self.backward()
+        self.update()
+
+
+def found(step: Callable[[], object]) -> list[Finding]:
+    """Return what is said of the calls."""
+    findings = hs.diagnose(step).findings
+    return [each for each in findings if each.rule in CHECKED]
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_scaler_is_found(kind: str) -> None:
+    """Law: a scaler counts though nobody gave it, and what was checked is listed."""
+    diagnosis = hs.diagnose(Loop(kind).step)
+    assert "no loss scale" not in {each.rule for each in diagnosis.findings}
+    assert diagnosis.calls == ()
+    assert diagnosis.numerics.scales == (256, 256)
+    assert "in order: calls of the loss scaler, the" in str(diagnosis).replace(
+        "\n", " "
+    )
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_gradients_clipped_too_early(kind: str) -> None:
+    """Law: the order of calls is looked at, and nothing is warned of besides."""
+    loop = Loop(kind)
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        loop.backward()
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
+        loop.update()
+
+    (finding,) = found(step)
+    assert finding.rule == "call order"
+    assert "before unscale_" in finding.measured
+    assert "scaler.unscale_(optimizer) first" in finding.advice
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_step_without_the_scaler(kind: str) -> None:
+    """Law: an optimizer that is stepped by itself is seen at the next loss."""
+    loop = Loop(kind)
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        loop.backward()
+        loop.optimizer.step()
+
+    (finding,) = found(step)
+    assert "in place of optimizer.step()" in finding.advice
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_scaler_for_each_step(kind: str) -> None:
+    """Law: scalers that are made anew are told; two that share a step are not."""
+    loop = Loop(kind)
+    scalers = [loop.scaler, SCALERS[kind]("cpu", init_scale=256.0)]
+
+    def anew() -> None:
+        loop.scaler = SCALERS[kind]("cpu", init_scale=256.0)
+        loop.step()
+
+    def both() -> None:
+        for loop.scaler in scalers:
+            loop.step()
+
+    assert found(both) == []
+    (finding,) = found(anew)
+    assert "Make one before the loop" in finding.advice
+
+
+def test_a_backward_pass_inside() -> None:
+    """Law: it is seen without a scaler, too."""
+    model = nn.Linear(8, 4)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(2, 8)).float().square().mean().backward()
+
+    (finding,) = found(step)
+    assert (finding.severity, finding.rule) == ("warning", "call order")
+    assert "Leave the context" in finding.advice
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("only_applied", [False, True])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_on_skipped_steps(kind: str, only_applied: bool) -> None:
+    """Law: a rate that moves after a skipped step is told, one that waits is not."""
+    loop = Loop(kind, scale=2.0**20)
+
+    def step() -> None:
+        before = loop.scaler.get_scale()
+        loop.step()
+        if not only_applied or loop.scaler.get_scale() >= before:
+            loop.schedule.step()
+
+    assert [each.rule for each in found(step)] == ["schedule"] * (not only_applied)
+
+
+def test_gradients_that_stay() -> None:
+    """Law: inf that is left for the next backward pass is told."""
+    loop = Loop(scale=2.0**20)
+
+    def step() -> None:
+        loop.backward()
+        before = loop.scaler.get_scale()
+        loop.update()
+        if loop.scaler.get_scale() == before:
+            loop.optimizer.zero_grad()
+
+    (finding,) = found(step)
+    assert finding.rule == "gradients not cleared"
+
+
+def lerp(average: Tensor, weight: Tensor) -> None:
+    """Average by one call."""
+    average.lerp_(weight.to(average.dtype), 1e-4)
+
+
+def multiply_add(average: Tensor, weight: Tensor) -> None:
+    """Average as many programs do."""
+    average.data.mul_(0.9999).add_(weight.data.to(average.dtype), alpha=1e-4)
+
+
+def foreach(average: Tensor, weight: Tensor) -> None:
+    """Average as torch's AveragedModel does."""
+    torch._foreach_lerp_([average], [weight.to(average.dtype)], 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("average", [lerp, multiply_add, foreach])
+def test_an_average_that_stands_still(
+    dtype: torch.dtype, average: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Law: of an average in 16 bits whose changes are rounded away it is told."""
+    loop = Loop()
+    copy = loop.model.weight.detach().to(dtype, copy=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        with torch.enable_grad():
+            loop.step()
+        average(copy, loop.model.weight)
+
+    findings = found(step)
+    assert [each.rule for each in findings] == ["16-bit sum"] * (dtype.itemsize < 4)
+    assert all(each.where == "a tensor of shape (4, 8)" for each in findings)
+
+
+def test_a_copy_in_16_bits_is_no_average() -> None:
+    """Law: weights that are published, and sums that move, are not accused."""
+    loop = Loop()
+    copy = loop.model.weight.detach().bfloat16()
+    total = torch.zeros((), dtype=torch.bfloat16)
+
+    def step() -> None:
+        loop.step()
+        copy.copy_(loop.model.weight.detach())
+        total.add_(1.0)
+
+    assert found(step) == []
+
+
+def test_a_sum_that_is_full() -> None:
+    """Law: 256 and one are 256 in bf16."""
+    loop = Loop()
+    total = torch.full((), 256.0, dtype=torch.bfloat16)
+
+    def step() -> None:
+        nonlocal total
+        loop.step()
+        total += 0.5
+
+    assert [each.rule for each in found(step)] == ["16-bit sum"]
+
+
+def test_a_mode_of_the_program() -> None:
+    """Law: function modes that a step opens around its update are closed in order."""
+    loop = Loop()
+
+    def step() -> None:
+        with torch.device("meta"):
+            loop.x = torch.randn(16, 8, device="cpu")
+            loop.step()
+        assert torch.ones(1).device.type == "cpu"
+
+    assert found(step) == []
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_buffers_that_a_skipped_step_spoils() -> None:
+    """Law: running statistics that hold NaN are named, with what resets them."""
+    loop = Loop()
+    loop.model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))  # type: ignore[assignment]
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    calls = []
+
+    def step() -> None:
+        calls.append(1)
+        loop.x = torch.randn(16, 8)
+        if len(calls) == 2:
+            loop.x[0, 0] = math.inf
+        loop.step()
+
+    diagnosis = hs.diagnose(step)
+    assert diagnosis.numerics.buffers == ("0.running_mean", "0.running_var")
+    assert diagnosis.numerics.buffers_since == 2
+    assert "get_submodule('0').reset_running_stats()" in str(diagnosis)
+
+
+def test_masks_are_no_fault() -> None:
+    """Law: -inf in a buffer, and inf that was there before, are as they were made."""
+    loop = Loop()
+    loop.model.register_buffer("mask", torch.full((4,), -math.inf))
+    loop.model.register_buffer("lowest", torch.full((), math.inf))
+    assert hs.diagnose(loop.step).numerics.buffers == ()
+    assert hs.diagnose(loop.step, model=loop.model).numerics.buffers == ()
+
+
+def test_nothing_stays_behind() -> None:
+    """Law: classes, hooks, modes and the scaler's own watch are as they were."""
+    loop = Loop("halfstep")
+    own, classes = loop.scaler.call_order_watch, [*SCALERS.values()]
+    before = [dict(vars(each)) for each in classes]
+    modes = torch._C._len_torch_function_stack()
+
+    def fail() -> None:
+        loop.step()
+        raise ArithmeticError
+
+    for step in (loop.step, fail):
+        with contextlib.suppress(ArithmeticError):
+            hs.diagnose(step)
+        gc.collect()
+        assert loop.scaler.call_order_watch is own
+        assert [dict(vars(each)) for each in classes] == before
+        assert torch._C._len_torch_function_stack() == modes
