@@ -92,6 +92,14 @@ def backward_inside(loop: Loop) -> None:
     loop.finish()
 
 
+def added_to(loop: Loop) -> None:
+    """Unscale before the last micro-batch."""
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+    loop.backward()
+    loop.finish()
+
+
 def made_anew(loop: Loop) -> None:
     """Make a scaler for each step."""
     loop.scaler = GradScaler("cpu", init_scale=1024.0)
@@ -118,6 +126,7 @@ WRONG: dict[Callable[[Loop], None], str] = {
     stepped_without_scaler: "scaler was not asked: .*in place of optimizer.step",
     dropped: "no gradient is left to step with",
     backward_inside: "Leave the context before backward",
+    added_to: "after the last micro-batch",
     made_anew: "Make one before the loop",
     updated_between: r"update\(\) came between the steps of two optimizers",
 }
@@ -156,6 +165,23 @@ def accumulated(loop: Loop) -> None:
     loop.backward()
     loop.backward()
     loop.model[0].weight.grad[:3] = 0
+    loop.finish()
+
+
+def divided(loop: Loop) -> None:
+    """Divide by the number of micro-batches."""
+    for _ in range(3):
+        loop.backward()
+    for param in loop.model.parameters():
+        param.grad /= 3
+    loop.finish()
+
+
+def divided_by_tokens(loop: Loop) -> None:
+    """Divide by a number that differs from step to step."""
+    loop.backward()
+    for param in loop.model.parameters():
+        param.grad /= int(torch.randint(900, 1100, ()))
     loop.finish()
 
 
@@ -206,7 +232,10 @@ def evaluated(loop: Loop) -> None:
     loop.scaler.scale(loop.loss())
 
 
-RIGHT = (usual, clipped, accumulated, closure, shared, penalty, evaluated, resumed)
+RIGHT = (
+    *(usual, clipped, accumulated, divided, divided_by_tokens),
+    *(closure, shared, penalty, evaluated, resumed),
+)
 
 
 @pytest.mark.parametrize("right", RIGHT)

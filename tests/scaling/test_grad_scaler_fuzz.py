@@ -483,7 +483,7 @@ def _compare(kind: Kind, rng: random.Random, tally: Counter[str]) -> None:
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
 @pytest.mark.filterwarnings(  # calls come in any order
-    "ignore:(gradients were|weights changed|no gradient|this optimizer|scaler.up)"
+    "ignore:(gradients|weights changed|no gradient|this optimizer|scaler.up|a backward)"
 )
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(

@@ -176,9 +176,24 @@ def test_unscaled_twice() -> None:
         loop.scaler.unscale_(loop.optimizer)
 
     _, added = said(program)
-    line = program.__code__.co_firstlineno + 2
-    place = f"{__file__}:{line}"
-    assert added == f" The first call was at {place}; update() ends an iteration."
+    place = f"{__file__}:{program.__code__.co_firstlineno + 2}"
+    cure = "call it once in an iteration, after the last micro-batch, and update()"
+    assert added == f" The first call was at {place}; {cure} at its end."
+
+
+def test_stepped_twice() -> None:
+    """Law: a step without an update before it is told what is missing."""
+
+    def program(loop: Loop) -> None:
+        loop.backward()
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.step(loop.optimizer)
+
+    _, added = said(program)
+    assert added.endswith(
+        "call it once in an iteration, for each optimizer, and update() at its end."
+    )
+    assert f"{__file__}:{program.__code__.co_firstlineno + 2};" in added
 
 
 def test_a_neighbour_of_the_package_is_named() -> None:

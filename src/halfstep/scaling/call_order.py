@@ -6,6 +6,7 @@ warnings of. Later iterations are not watched, and cost nothing.
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from halfstep._torch.optimizer_params import gradients_of
 from halfstep.errors import warn_caller
 from halfstep.numerics.formats import word
 from halfstep.reporting.finding import Finding
+from halfstep.scaling.loss_scale import FP32_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +32,8 @@ _SCALED_LOSSES = 12
 """Losses of these iterations, where each is accumulated of several."""
 _SAME = 1e-3
 """Relative difference below which two factors count as one."""
+_MAX_DIVISOR = 1 / (4 * _SAME)
+"""Above it a number cannot be told from the next integer."""
 _OWNER = "_halfstep_scaler"
 """Attribute of an optimizer: a weak reference to the scaler that steps it."""
 
@@ -60,9 +64,9 @@ class CallOrderWatch:
     """Watches the first iterations of one scaler.
 
     Warns of: gradients changed before they are unscaled; an optimizer stepped without
-    the scaler; gradients dropped between `unscale_` and `step`; a backward pass inside
-    autocast; a loss computed outside of it; a scaler made anew in each epoch; `update`
-    between the steps of two optimizers.
+    the scaler; a backward pass, or gradients dropped, between `unscale_` and `step`; a
+    backward pass inside autocast; a loss computed outside of it; a scaler made anew in
+    each epoch; `update` between the steps of two optimizers.
 
     Args:
         say: Takes each finding, once.
@@ -83,6 +87,10 @@ class CallOrderWatch:
         """Of these, ids that an optimizer has stepped with."""
         self._overdue: dict[int, int] = {}
         """By id: count of writes of gradients that no optimizer used before update."""
+        self._multiplied = math.nan, math.nan
+        """Factor of all gradients before they were unscaled last, and norm after."""
+        self._unscaled: dict[int, set[int]] = {}
+        """By id of an optimizer that was unscaled, and not stepped: its parameters."""
         self._said: set[str] = set()
 
     @property
@@ -135,7 +143,14 @@ class CallOrderWatch:
     def _after_backward(self, is_inside: bool) -> None:
         """Take down how the gradients are."""
         known = (reference() for reference, _ in self._weights)
-        grads = [each.grad for each in known if each is not None]
+        weights = [each for each in known if each is not None]
+        if set(map(id, weights)) & set().union(*self._unscaled.values()):
+            self._find(
+                "a backward pass came after scaler.unscale_(optimizer): scaled "
+                "gradients were added to unscaled ones",
+                "Call unscale_ once, after the last micro-batch.",
+            )
+        grads = [each.grad for each in weights]
         dense = [
             grad
             for grad in grads
@@ -153,6 +168,10 @@ class CallOrderWatch:
         """Compare gradients with what the backward pass left."""
         self._is_pending = False
         grads = gradients_of(optimizer)
+        if grads:
+            groups = optimizer.param_groups
+            params = (param for group in groups for param in group["params"])
+            self._unscaled[id(optimizer)] = set(map(id, params))
         if any(self._overdue.get(id(grad)) == grad._version for grad in grads):  # noqa: SLF001
             self._find(
                 "scaler.update() came between the steps of two optimizers: gradients "
@@ -167,34 +186,43 @@ class CallOrderWatch:
         if len(known) < 2 or by_hand or not all_changed:  # noqa: PLR2004 -- or by chance
             return
         grads = [grad for grad, _, _ in known]
-        ratios = torch.stack(
-            [
-                now / before
-                for now, (_, _, before) in zip(
-                    torch._foreach_norm(grads),  # noqa: SLF001
-                    known,
-                    strict=True,
-                )
-            ]
-        )
-        peaks = torch.stack([grad.abs().amax() for grad in grads])
-        ratios, peaks = ratios[ratios.isfinite()], peaks[peaks.isfinite()]
+        before = torch.stack([norm for _, _, norm in known])
+        norms = torch.stack(torch._foreach_norm(grads))  # noqa: SLF001
+        if not bool(before.isfinite().all()):
+            return  # a clip of inf tells nothing
+        ratios = (norms / before)[before > 0]
         if not len(ratios) or float(ratios.max()) > 1 - _SAME:
             return
-        by_factor = float(ratios.max() - ratios.min()) <= _SAME * float(ratios.max())
-        at_bound = float(peaks.max() - peaks.min()) <= _SAME * float(peaks.max())
-        if by_factor or at_bound:
-            what = (
-                f"multiplied by {float(ratios[0]):.2g}"
-                if by_factor
-                else f"cut at {float(peaks.max()):.2g}"
-            )
+        peaks = torch.stack([grad.abs().amax() for grad in grads])
+        if _is_one_number(ratios):
+            factor, norm = float(ratios.max()), float(norms.norm())
+            is_clip = self._is_clip(factor, norm)
+            self._multiplied = factor, norm
+            what = f"multiplied by {factor:.2g}"
+        else:
+            is_clip = _is_one_number(peaks)
+            what = f"cut at {float(peaks.max()):.2g}"
+        if is_clip:
             self._find(
                 f"gradients were {what} at loss scale {float(scale):g}, before "
                 "unscale_",
                 "To clip true gradients call scaler.unscale_(optimizer) first, or "
                 "train with halfstep.prepare(clip_grad_norm=).",
             )
+
+    def _is_clip(self, factor: float, norm: float) -> bool:
+        """Tell a clip from a division by a number of micro-batches or tokens.
+
+        A clip gives the same norm by another factor; 1 / n is nobody's clip.
+        """
+        last_factor, last_norm = self._multiplied
+        if abs(norm - last_norm) <= _SAME * norm:
+            bound = float(f"{norm:.0e}")  # 1.0, 0.5, 1e-3: what people clip to
+            is_bound = abs(norm - bound) <= _SAME * bound
+            return is_bound or abs(factor - last_factor) > _SAME * factor
+        divisor = 1 / max(factor, 1 / FP32_MAX)
+        remainder = abs(divisor - round(divisor))
+        return divisor < _MAX_DIVISOR and remainder > _SAME * divisor
 
     def on_step(
         self, scaler: object, optimizer: Optimizer, *, unscaled: bool, is_new: bool
@@ -216,6 +244,7 @@ class CallOrderWatch:
                 "Call zero_grad() after the step, or before the backward pass.",
             )
         self._used.update(map(id, grads))
+        self._unscaled.pop(id(optimizer), None)
         owner = getattr(optimizer, _OWNER, lambda: scaler)()
         if owner is None and is_new:
             self._find(
@@ -235,6 +264,7 @@ class CallOrderWatch:
             if self._used and key not in self._used
         }
         self._grads, self._used = {}, set()
+        self._unscaled = {}
 
     def _find(self, measured: str, advice: str) -> None:
         self._say_once(call_order_finding(measured, advice))
@@ -243,6 +273,11 @@ class CallOrderWatch:
         if finding.advice not in self._said:
             self._said.add(finding.advice)
             self._say(finding)
+
+
+def _is_one_number(values: Tensor) -> bool:
+    """Say whether numbers above 0 are the same, but for rounding."""
+    return float(values.max() - values.min()) <= _SAME * float(values.max())
 
 
 def _queue(callback: Callable[[], None]) -> None:

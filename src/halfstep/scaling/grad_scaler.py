@@ -307,7 +307,7 @@ class GradScaler(TorchGradScaler):
             if not found_inf_reduction.reduced_flags(state):
                 raise misuse.no_gradients(optimizer)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
+        state["stage"], state["where"] = OptState.STEPPED, misuse.caller()
         flags = state["found_inf_per_device"].values()
         self._stepped_grads.append(OptimizerGrads(optimizer, flags))
         return result
@@ -323,8 +323,7 @@ class GradScaler(TorchGradScaler):
             self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            message = "step() has already been called since the last update()."
-            raise RuntimeError(message)
+            raise misuse.stepped_twice(state.get("where"))
         watch = self.call_order_watch
         if watch is not None:
             unscaled = state["stage"] is OptState.UNSCALED

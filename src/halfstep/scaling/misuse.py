@@ -41,14 +41,23 @@ def unscaled_twice(stage: OptState, where: tuple[str, int] | None) -> RuntimeErr
     """Return the error of a second `unscale_`, or of one after `step`."""
     if stage is OptState.STEPPED:
         message = "unscale_() is being called after step()."
-        return RuntimeError(message)
+        return RuntimeError(message + _first_call(where, "before step()"))
     message = (
         "unscale_() has already been called on this optimizer since the last update()."
     )
-    if where is not None:
-        file, line = where
-        message += f" The first call was at {file}:{line}; update() ends an iteration."
-    return RuntimeError(message)
+    return RuntimeError(message + _first_call(where, "after the last micro-batch"))
+
+
+def stepped_twice(where: tuple[str, int] | None) -> RuntimeError:
+    """Return the error of a second `step` before an `update`."""
+    message = "step() has already been called since the last update()."
+    return RuntimeError(message + _first_call(where, "for each optimizer"))
+
+
+def _first_call(where: tuple[str, int] | None, when: str) -> str:
+    """Return where the first call was, and what is missing."""
+    place = "" if where is None else " The first call was at {}:{};".format(*where)
+    return f"{place} call it once in an iteration, {when}, and update() at its end."
 
 
 def no_gradients(optimizer: Optimizer) -> AssertionError:
