@@ -72,7 +72,7 @@ def test_a_scaler_is_found(kind: str) -> None:
     assert "no loss scale" not in {each.rule for each in diagnosis.findings}
     assert diagnosis.calls == ()
     assert diagnosis.numerics.scales == (256, 256)
-    assert "in order: calls of the loss scaler, the" in str(diagnosis).replace(
+    assert "in order: calls of the loss scaler, which" in str(diagnosis).replace(
         "\n", " "
     )
 

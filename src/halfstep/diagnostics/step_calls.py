@@ -1,19 +1,20 @@
 """What the steps of a program call: its scalers, in which order, and its averages.
 
 In: some steps of any loop, torch's scalers or ours. Out: findings that no number alone
-shows. Methods of the scaler classes are patched meanwhile, and call the originals;
-other threads are unaffected.
+shows. Methods of the scaler and autocast classes are patched meanwhile, and call the
+originals; other threads are unaffected.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -21,37 +22,40 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree
 
 from halfstep._torch.optimizer_params import gradients_of
-from halfstep.numerics import formats
+from halfstep.diagnostics import low_precision_sums, rounded_state, scaled_losses
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import call_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
 CHECKED = {
     call_order.RULE: "calls of the loss scaler",
+    scaled_losses.RULE: "which losses it scales",
     "schedule": "the learning rate after skipped steps",
     "gradients not cleared": "gradients after skipped steps",
-    "16-bit sum": "averages and sums in 16 bits",
+    rounded_state.RULE: "what 16 bits have left of weights and moments",
+    low_precision_sums.RULE: "averages and sums in 16 bits",
 }
 """Rules of the findings here, and what each looks at."""
-
-_STILL = 0.9
-"""Share of the numbers that should have changed and did not, from which it counts."""
 
 _MADE_ANEW = (
     "a step makes a GradScaler of its own, which begins to look for a loss scale anew",
     "Make one before the loop, or hand its state_dict() on.",
 )
-_FP32_NOISE = 2.0**-20
-"""Relative change that fp32's own rounding may make."""
+_BESIDES = (
+    "optimizer.step() was called besides scaler.step(optimizer): it makes the steps "
+    "that the scaler skips, too",
+    "Remove optimizer.step().",
+)
+_NEW_SCALER_STEPS = 20
+"""Of an optimizer, from which a scaler that was never used was not loaded."""
 
 
 def _finding(rule: str, where: str, measured: str, advice: str) -> Finding:
@@ -61,11 +65,13 @@ def _finding(rule: str, where: str, measured: str, advice: str) -> Finding:
 class StepCalls:
     """Watches the calls of a program's steps.
 
-    `scalers` are those that scaled a loss, each with the scale it had before.
+    `scalers` are those that were called, each with the scale it had before; `dtypes`
+    those of the autocast contexts that were entered.
     """
 
     def __init__(self) -> None:
         self.scalers: dict[Any, float] = {}
+        self.dtypes: set[torch.dtype] = set()
         self._is_watching = self._meets = False
         self._num_meetings = 0
         """Steps that used a scaler for the first time."""
@@ -74,9 +80,17 @@ class StepCalls:
         self._watches: dict[Any, call_order.CallOrderWatch] = {}
         self._own_watches: dict[Any, object] = {}
         """Of our scalers, which warn by themselves where nobody diagnoses."""
+        self._new: set[int] = set()
+        """Identities of scalers that were not used before, nor loaded."""
         self._skipped: dict[Optimizer, list[float]] = {}
         """Whose last step was skipped, with the learning rates then."""
-        self._sums = _LowPrecisionSums()
+        self._stale: dict[Optimizer, bool] = {}
+        """Whose last step was skipped, and whether a pass has begun with its inf."""
+        self._stepped: set[Optimizer] = set()
+        """That a scaler has stepped since the last backward pass."""
+        self._losses = scaled_losses.ScaledLosses(self._add)
+        self._rounded = rounded_state.RoundedState(self._add)
+        self._sums = low_precision_sums.LowPrecisionSums()
         self._before_pass: RemovableHandle | None = None
 
     def findings(self) -> tuple[Finding, ...]:
@@ -91,9 +105,10 @@ class StepCalls:
             "unscale_": self._unscale,
             "step": self._step,
             "update": self._update,
+            "get_scale": self._get_scale,
         }
         hooks = (
-            register_optimizer_step_pre_hook(lambda *_: self.end_update()),
+            register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         )
         try:
@@ -103,6 +118,8 @@ class StepCalls:
                         if name in vars(owner):
                             method = self._patched(vars(owner)[name], watch)
                             stack.enter_context(replaced(owner, name, method))
+                enter = self._entering(torch_autocast.__enter__)
+                stack.enter_context(replaced(torch_autocast, "__enter__", enter))
                 yield
         finally:
             self.end_update()
@@ -116,10 +133,12 @@ class StepCalls:
         """Look at what is called in here: one step."""
         self._is_watching, self._meets = True, False
         self._sums.on_step()
+        self._losses.begin_step()
         try:
             yield
         finally:
             self.end_update()
+            self._losses.end_step()
             self._check_rates()
             self._is_watching = False
             self._num_meetings += self._meets
@@ -129,9 +148,19 @@ class StepCalls:
     def on_backward(self, loss: object) -> None:
         """Look at what a backward pass begins in."""
         self.end_update()
+        if not self._is_watching:
+            return
+        self._stepped.clear()
         device = loss.device.type if isinstance(loss, Tensor) else "cpu"
-        if self._is_watching and torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device):
             self._add(call_order.backward_inside())
+        if self.scalers:
+            self._losses.on_backward(loss)
+        for optimizer in list(self._stale):
+            if all(bool(each.isfinite().all()) for each in gradients_of(optimizer)):
+                del self._stale[optimizer]
+            else:
+                self._stale[optimizer] = True
 
     def _patched(
         self, original: Callable[..., Any], watch: Callable[..., None]
@@ -144,17 +173,17 @@ class StepCalls:
                 return original(scaler, *args, **kwargs)
             if watch == self._scale:
                 self.end_update()
-            if scaler not in self.scalers:
-                self._meet(scaler)
             self._depth += 1
             try:
-                result = None
-                if watch != self._scale and self._watches_calls(scaler):
+                if scaler not in self.scalers:
+                    self._meet(scaler)
+                watches = self._is_watching and scaler in self._watches
+                if watch != self._scale and watches:
                     watch(scaler, *args, *kwargs.values())
                 result = original(scaler, *args, **kwargs)
             finally:
                 self._depth -= 1
-            if watch == self._scale and self._watches_calls(scaler):
+            if watch == self._scale and watches:
                 watch(scaler, *args, result)
             elif watch == self._step and self._is_watching:
                 self._after_step(scaler, args[0])
@@ -162,8 +191,20 @@ class StepCalls:
 
         return method
 
+    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the entrance of a context that takes its dtype down."""
+
+        def enter(context: Any) -> Any:  # noqa: ANN401 -- torch's, or a subclass
+            if context._enabled and threading.get_ident() == self._thread:  # noqa: SLF001
+                self.dtypes.add(context.fast_dtype)
+            return original(context)
+
+        return enter
+
     def _meet(self, scaler: Any) -> None:  # noqa: ANN401 -- torch's, or a subclass
         """Take a scaler down that was not seen before."""
+        if scaler._scale is None and not scaler._init_growth_tracker:  # noqa: SLF001
+            self._new.add(id(scaler))
         self.scalers[scaler] = float(scaler.get_scale())
         self._meets = True
         self._watches[scaler] = call_order.CallOrderWatch(self._add)
@@ -171,26 +212,18 @@ class StepCalls:
             self._own_watches[scaler] = scaler.call_order_watch
             scaler.call_order_watch = None
 
-    def _watches_calls(self, scaler: object) -> bool:
-        return self._is_watching and scaler in self._watches
-
     def _add(self, finding: Finding) -> None:
         self._findings.setdefault(finding.advice, finding)
 
     # What a scaler is called for
 
+    def _get_scale(self, _: object) -> None:
+        self._losses.on_get_scale()
+
     def _scale(self, scaler: object, outputs: object, scaled: object) -> None:
-        for optimizer in self._skipped:
-            if not all(bool(each.isfinite().all()) for each in gradients_of(optimizer)):
-                self._add(
-                    _finding(
-                        "gradients not cleared",
-                        "the step",
-                        "gradients of a skipped step are still there when the next "
-                        "loss is scaled: inf and NaN stay, however low the scale falls",
-                        "Call optimizer.zero_grad() in each iteration, skipped or not.",
-                    )
-                )
+        for each in _pytree.tree_leaves(scaled):
+            if isinstance(each, Tensor):
+                self._losses.on_scale(scaler, each)
         if isinstance(outputs, Tensor) and isinstance(scaled, Tensor):
             self._watches[scaler].on_scale(outputs, scaled)
 
@@ -207,14 +240,41 @@ class StepCalls:
         unscaled = stage is OptState.UNSCALED
         if not unscaled:
             self._unscale(scaler, optimizer)
-        watch = self._watches[scaler]
-        watch.on_step(scaler, optimizer, unscaled=unscaled, is_new=False)
+        for watch in self._watches.values():  # gradients of another one are used, too
+            watch.on_step(scaler, optimizer, unscaled=unscaled, is_new=False)
+        if self._stale.pop(optimizer, False):
+            self._add(
+                _finding(
+                    "gradients not cleared",
+                    "the step",
+                    "gradients of a skipped step were still there when the next "
+                    "backward pass began: inf and NaN stay, however low the scale "
+                    "falls",
+                    "Call optimizer.zero_grad() in each iteration, skipped or not.",
+                )
+            )
+        num_steps = _num_steps(optimizer)
+        if id(scaler) in self._new and num_steps >= _NEW_SCALER_STEPS:
+            self._add(
+                replace(
+                    call_order.call_order_finding(
+                        f"the optimizer has made {num_steps} steps, and the GradScaler "
+                        "is new: its state_dict() was not loaded",
+                        "Save and load scaler.state_dict() beside the optimizer's.",
+                    ),
+                    severity="warning",
+                )
+            )
+        self._losses.on_step(optimizer)
 
     def _after_step(self, scaler: Any, optimizer: Optimizer) -> None:  # noqa: ANN401
         state = scaler._per_optimizer_states[id(optimizer)]  # noqa: SLF001
+        self._new.discard(id(scaler))
+        self._stepped.add(optimizer)
         self._skipped.pop(optimizer, None)
         if any(float(flag) for flag in state["found_inf_per_device"].values()):
             self._skipped[optimizer] = _rates(optimizer)
+            self._stale[optimizer] = False
 
     def _update(self, scaler: object, *_: object) -> None:
         self._watches[scaler].on_update()
@@ -224,28 +284,37 @@ class StepCalls:
         for optimizer, rates in self._skipped.items():
             now = _rates(optimizer)
             if now != rates:
-                self._add(
-                    replace(
-                        _finding(
-                            "schedule",
-                            "learning rate",
-                            "it moved after a step that was skipped, from "
-                            f"{rates[0]:.3g} to {now[0]:.3g}",
-                            "Step the schedule after applied steps only: with "
-                            "scale = scaler.get_scale() before scaler.update(), if "
-                            "scaler.get_scale() >= scale; with halfstep, if "
-                            "scaler.last_step.applied.",
-                        ),
-                        severity="warning",
-                    )
+                moved = _finding(
+                    "schedule",
+                    "learning rate",
+                    "it moved after a step that was skipped, from "
+                    f"{rates[0]:.3g} to {now[0]:.3g}",
+                    "Step the schedule after applied steps only: with scale = "
+                    "scaler.get_scale() before scaler.update(), if scaler.get_scale() "
+                    ">= scale; with halfstep, if scaler.last_step.applied.",
                 )
+                self._add(replace(moved, severity="warning"))
                 self._skipped[optimizer] = now
 
-    # What follows an update
+    # Updates, and what follows them
+
+    def _is_observed(self) -> bool:
+        """Whether this call is one of the step's own."""
+        elsewhere = threading.get_ident() != self._thread
+        return self._is_watching and not elsewhere and not torch.compiler.is_compiling()
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        self.end_update()
+        if not self._is_observed():
+            return
+        self._rounded.on_update(optimizer)
+        if not self._depth:
+            self._losses.on_step(optimizer)
+            if optimizer in self._stepped:
+                self._add(call_order.call_order_finding(*_BESIDES))
 
     def _after_update(self, *_: object) -> None:
-        elsewhere = threading.get_ident() != self._thread
-        if self._is_watching and not elsewhere and not torch.compiler.is_compiling():
+        if self._is_observed():
             self._sums.begin()
             if self._before_pass is None:  # while it is there, compiled modules warn
                 self._before_pass = register_module_forward_pre_hook(
@@ -263,6 +332,12 @@ class StepCalls:
 
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _num_steps(optimizer: Optimizer) -> int:
+    """Return how often an optimizer has stepped, if its state tells."""
+    steps = (state.get("step", 0) for state in optimizer.state.values())
+    return max((int(each) for each in steps), default=0)
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:
@@ -285,147 +360,3 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: A
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-@dataclass
-class _LowPrecisionSum:
-    """A tensor in 16 bits that is written in place, and what fp32 would have made."""
-
-    target: Tensor
-    before: Tensor
-    """Its numbers before this update."""
-    exact: Tensor
-    """The same, in fp32, with the same operations applied."""
-    num_updates: int = 0
-    num_due: int = 0
-    """Numbers that fp32 would have changed, over all updates."""
-    num_changed: int = 0
-    """Of these, how many changed."""
-
-    def restart(self) -> None:
-        """Take down how it is before an update."""
-        self.before, self.exact = self.target.clone(), self.target.float()
-
-    def close(self) -> None:
-        """Count what an update has changed."""
-        before = self.before.float()
-        due = (self.exact - before).abs() > _FP32_NOISE * before.abs()
-        self.num_updates += 1
-        self.num_due += int(due.sum())
-        self.num_changed += int((due & (self.target != self.before)).sum())
-
-    @property
-    def stands_still(self) -> bool:
-        """Whether all but a few of its numbers stay, though fp32 would move them."""
-        lost = self.num_due - self.num_changed
-        return self.num_updates > 1 and lost > 0 and lost >= _STILL * self.num_due
-
-
-_IN_PLACE = {
-    **dict.fromkeys(("add_", "__iadd__"), "add_"),
-    **dict.fromkeys(("sub_", "__isub__"), "sub_"),
-    **dict.fromkeys(("mul_", "__imul__"), "mul_"),
-    **dict.fromkeys(("div_", "__itruediv__"), "div_"),
-    **{name: name for name in ("lerp_", "addcmul_", "addcdiv_")},
-}
-
-
-class _LowPrecisionSums(TorchFunctionMode):
-    """Sees what a program writes in place between an update and the next pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sums: dict[tuple[int, torch.Size], _LowPrecisionSum] = {}
-        self._open: set[tuple[int, torch.Size]] = set()
-        self._is_on = False
-        self._outer: object = None
-        """The mode that was open when the step began."""
-
-    def on_step(self) -> None:
-        """Take down what is open."""
-        self._outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
-
-    def begin(self) -> None:
-        """Look at what is written from now on, unless the step has a mode open."""
-        outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        if not self._is_on and outer is self._outer:
-            self._is_on = True
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """Look no longer, and compare."""
-        is_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
-        if self._is_on and is_top:  # else the program has a mode of its own open
-            self._is_on = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            for key in self._open:
-                self._sums[key].close()
-            self._open.clear()
-
-    def findings(self) -> tuple[Finding, ...]:
-        """Return what is wrong with sums and averages that stand still."""
-        still = [each for each in self._sums.values() if each.stands_still]
-        if not still:
-            return ()
-        first = still[0].target
-        others = f" and {len(still) - 1} more" if len(still) > 1 else ""
-        word = formats.word(first.dtype)
-        measured = (
-            f"averaged or summed in place in {word}, and at least {_STILL:.0%} of its "
-            f"numbers stood still in {still[0].num_updates} steps: what is added is "
-            "lost to rounding"
-        )
-        advice = (
-            "Keep averages and sums in float32; average weights of O2 and O3 inside "
-            "session.weights()."
-        )
-        where = f"a tensor of shape {tuple(first.shape)}{others}"
-        return (_finding("16-bit sum", where, measured, advice),)
-
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Call a function; apply it in fp32, too, where it writes to 16 bits."""
-        kwargs = kwargs or {}
-        name = str(getattr(func, "__name__", "")).removeprefix("_foreach_")
-        if args and name in _IN_PLACE:
-            many = isinstance(args[0], list | tuple)
-            rows = _rows(args) if many else [tuple(args)]
-            with torch.no_grad():
-                for row in rows:
-                    self._apply(_IN_PLACE[name], row, kwargs)
-        return func(*args, **kwargs)
-
-    def _apply(self, name: str, row: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        target = row[0]
-        if type(target) not in {Tensor, torch.nn.Parameter}:
-            return
-        if not formats.is_low(target.dtype) or target.layout != torch.strided:
-            return
-        key = target.data_ptr(), target.shape
-        if key not in self._open:
-            self._open.add(key)
-            if key not in self._sums:
-                low = target.detach()
-                self._sums[key] = _LowPrecisionSum(low, low, low)
-            self._sums[key].restart()
-        others = [
-            each.float()
-            if isinstance(each, Tensor) and each.is_floating_point()
-            else each
-            for each in row[1:]
-        ]
-        getattr(self._sums[key].exact, name)(*others, **kwargs)
-
-
-def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return the calls that a call over lists stands for."""
-    count = len(args[0])
-    columns = [
-        each if isinstance(each, list | tuple) else [each] * count for each in args
-    ]
-    return list(zip(*columns, strict=True))

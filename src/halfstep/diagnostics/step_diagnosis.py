@@ -211,6 +211,9 @@ def diagnose(
             warmup=warmup,
             profiled=profiled,
         )
+    if word is None and profile_result.dtype == "fp32":
+        contexts = map(formats.word, checked_steps.calls.dtypes)
+        profile_result = replace(profile_result, dtype=next(contexts, "fp32"))
     config = Config(
         level,
         profile_result.dtype,

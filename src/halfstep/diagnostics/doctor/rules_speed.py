@@ -231,8 +231,9 @@ def _wide_products(facts: RunFacts) -> Iterator[Observation]:
         share = spent / (sum(row.self_s for row in products) or 1.0)
         measured = f"{percent(share)} of the time in matrix products is in fp32 ones, "
         measured += f"{_of_step(facts, spent)}, in a run in {facts.dtype}"
-        advice = "Compute forward pass and loss inside `with session.autocast():`; "
-        advice += "session.explain() tells which rule keeps a product in fp32."
+        advice = "Compute forward pass and loss inside the autocast context, opened "
+        advice += "for their device and in their thread (a decorated generator leaves "
+        advice += "it at once); session.explain() tells which rule keeps one in fp32."
         weight = profile.share(spent)
         yield Observation(most.name, measured, advice, share, weight)
 

@@ -1,0 +1,171 @@
+"""Sums and averages in 16 bits that stand still: what is added is rounded away.
+
+In: what a program writes in place between an update of weights and its next pass, seen
+by a mode over torch's functions. Out: a finding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from halfstep.numerics import formats
+from halfstep.reporting.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RULE = "16-bit sum"
+
+_STILL = 0.9
+"""Share of the numbers that should have changed and did not, from which it counts."""
+_FP32_NOISE = 2.0**-20
+"""Relative change that fp32's own rounding may make."""
+
+
+@dataclass
+class _LowPrecisionSum:
+    """A tensor in 16 bits that is written in place, and what fp32 would have made."""
+
+    target: Tensor
+    before: Tensor
+    """Its numbers before this update."""
+    exact: Tensor
+    """The same, in fp32, with the same operations applied."""
+    num_updates: int = 0
+    num_due: int = 0
+    """Numbers that fp32 would have changed, over all updates."""
+    num_changed: int = 0
+    """Of these, how many changed."""
+
+    def restart(self) -> None:
+        """Take down how it is before an update."""
+        self.before, self.exact = self.target.clone(), self.target.float()
+
+    def close(self) -> None:
+        """Count what an update has changed."""
+        before = self.before.float()
+        due = (self.exact - before).abs() > _FP32_NOISE * before.abs()
+        self.num_updates += 1
+        self.num_due += int(due.sum())
+        self.num_changed += int((due & (self.target != self.before)).sum())
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether all but a few of its numbers stay, though fp32 would move them."""
+        lost = self.num_due - self.num_changed
+        return self.num_updates > 1 and lost > 0 and lost >= _STILL * self.num_due
+
+
+_IN_PLACE = {
+    **dict.fromkeys(("add_", "__iadd__"), "add_"),
+    **dict.fromkeys(("sub_", "__isub__"), "sub_"),
+    **dict.fromkeys(("mul_", "__imul__"), "mul_"),
+    **dict.fromkeys(("div_", "__itruediv__"), "div_"),
+    **{name: name for name in ("lerp_", "addcmul_", "addcdiv_")},
+}
+
+
+class LowPrecisionSums(TorchFunctionMode):
+    """Sees what a program writes in place between an update and the next pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: dict[tuple[int, torch.Size], _LowPrecisionSum] = {}
+        self._open: set[tuple[int, torch.Size]] = set()
+        self._is_on = False
+        self._outer: object = None
+        """The mode that was open when the step began."""
+
+    def on_step(self) -> None:
+        """Take down what is open."""
+        self._outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Look at what is written from now on, unless the step has a mode open."""
+        outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        if not self._is_on and outer is self._outer:
+            self._is_on = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Look no longer, and compare."""
+        is_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+        if self._is_on and is_top:  # else the program has a mode of its own open
+            self._is_on = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            for key in self._open:
+                self._sums[key].close()
+            self._open.clear()
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what is wrong with sums and averages that stand still."""
+        still = [each for each in self._sums.values() if each.stands_still]
+        if not still:
+            return ()
+        first = still[0].target
+        others = f" and {len(still) - 1} more" if len(still) > 1 else ""
+        word = formats.word(first.dtype)
+        measured = (
+            f"averaged or summed in place in {word}, and at least {_STILL:.0%} of its "
+            f"numbers stood still in {still[0].num_updates} steps: what is added is "
+            "lost to rounding"
+        )
+        advice = (
+            "Keep averages and sums in float32; average weights of O2 and O3 inside "
+            "session.weights()."
+        )
+        where = f"a tensor of shape {tuple(first.shape)}{others}"
+        return (Finding("error", RULE, where, measured, "", "its calls", advice, 0.8),)
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Call a function; apply it in fp32, too, where it writes to 16 bits."""
+        kwargs = kwargs or {}
+        name = str(getattr(func, "__name__", "")).removeprefix("_foreach_")
+        if args and name in _IN_PLACE:
+            many = isinstance(args[0], list | tuple)
+            rows = _rows(args) if many else [tuple(args)]
+            with torch.no_grad():
+                for row in rows:
+                    self._apply(_IN_PLACE[name], row, kwargs)
+        return func(*args, **kwargs)
+
+    def _apply(self, name: str, row: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        target = row[0]
+        if type(target) not in {Tensor, torch.nn.Parameter}:
+            return
+        if not formats.is_low(target.dtype) or target.layout != torch.strided:
+            return
+        key = target.data_ptr(), target.shape
+        if key not in self._open:
+            self._open.add(key)
+            if key not in self._sums:
+                low = target.detach()
+                self._sums[key] = _LowPrecisionSum(low, low, low)
+            self._sums[key].restart()
+        others = [
+            each.float()
+            if isinstance(each, Tensor) and each.is_floating_point()
+            else each
+            for each in row[1:]
+        ]
+        getattr(self._sums[key].exact, name)(*others, **kwargs)
+
+
+def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the calls that a call over lists stands for."""
+    count = len(args[0])
+    columns = [
+        each if isinstance(each, list | tuple) else [each] * count for each in args
+    ]
+    return list(zip(*columns, strict=True))

@@ -1,0 +1,117 @@
+"""Weights and moments that went through 16 bits: seen by the numbers they hold.
+
+In: an optimizer about to update. Out: findings. A number that 16 bits hold exactly is
+one in 8,192 among numbers of fp32 that were never rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfstep._torch.optimizer_params import named_parameters
+from halfstep.numerics import formats
+from halfstep.reporting.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+RULE = "rounded state"
+_FEW = 8
+"""Numbers that may hold 16 bits by chance."""
+_LOST_MOMENTS = 0.01
+"""Share of second moments that may be 0 where the first are not."""
+
+
+def _finding(where: str, measured: str, advice: str) -> Finding:
+    return Finding("error", RULE, where, measured, "", "its numbers", advice, 0.7)
+
+
+class RoundedState:
+    """Looks at optimizers before each of their updates.
+
+    Args:
+        say: Takes each finding.
+    """
+
+    def __init__(self, say: Callable[[Finding], None]) -> None:
+        self._say = say
+        self._before: dict[Optimizer, list[Tensor]] = {}
+        """Weights before the first update that was seen."""
+
+    @torch.no_grad()
+    def on_update(self, optimizer: Optimizer) -> None:
+        """Look at what an update begins with."""
+        named = [each for each in named_parameters(optimizer) if _is_full(each[1])]
+        now = [param.detach().clone() for _, param in named]
+        before = self._before.setdefault(optimizer, now)
+        dtype = _dtype_of(now)
+        if dtype is not None:
+            word, name = formats.word(dtype), named[0][0]
+            is_first = before is now
+            moved = not is_first and any(map(_differ, before, now))
+            if is_first:
+                found = _finding(
+                    name,
+                    f"weights hold only numbers of {word}: they were rounded to {word} "
+                    "in a checkpoint, or by a cast and back",
+                    "Save the float32 weights: model.state_dict() of O1, "
+                    "session.state_dict() of O2.",
+                )
+                self._say(replace(found, severity="note"))
+            elif moved:
+                self._say(
+                    _finding(
+                        name,
+                        f"weights were cast to {word} and back in the step: what an "
+                        "update adds below its precision is lost",
+                        "Validate under autocast, or cast a copy: "
+                        "copy.deepcopy(model).half().",
+                    )
+                )
+        self._check_moments(optimizer)
+
+    def _check_moments(self, optimizer: Optimizer) -> None:
+        """Find second moments that became 0: the next update is lr * m / eps."""
+        num_lost, count, first = 0, 0, ""
+        for name, param in named_parameters(optimizer):
+            state = optimizer.state.get(param, {})
+            mean, square = state.get("exp_avg"), state.get("exp_avg_sq")
+            if isinstance(mean, Tensor) and isinstance(square, Tensor):
+                lost = int(((square == 0) & (mean != 0)).sum())
+                num_lost, count = num_lost + lost, count + mean.numel()
+                first = first or (name if lost else "")
+        if num_lost > _LOST_MOMENTS * max(1, count):
+            self._say(
+                _finding(
+                    first,
+                    f"exp_avg_sq is 0 where exp_avg is not, at {num_lost} of {count} "
+                    "places: it was kept or saved in float16, and the next update is "
+                    "exp_avg / eps",
+                    "Keep the optimizer's state in float32 (weights in float32 and "
+                    "autocast, or O2), and save it so; this state is lost.",
+                )
+            )
+
+
+def _is_full(param: Tensor) -> bool:
+    dense = type(param.data) is Tensor and param.layout == torch.strided
+    return dense and param.dtype == torch.float32 and param.numel() >= _FEW
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return not torch.equal(one, other)
+
+
+def _dtype_of(weights: list[Tensor]) -> torch.dtype | None:
+    """Return the 16-bit dtype that holds all weights, but for those of one number."""
+    varied = [each for each in weights if bool((each != each.flatten()[0]).any())]
+    for dtype in (torch.bfloat16, torch.float16):
+        if varied and all(torch.equal(each, each.to(dtype).float()) for each in varied):
+            return dtype
+    return None

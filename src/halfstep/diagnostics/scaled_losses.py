@@ -1,0 +1,193 @@
+"""Does the loss scale reach every gradient, once? A walk over the graphs of losses.
+
+In: what a program gives to `GradScaler.scale`, and to backward passes. Out: findings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from halfstep.reporting.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch.optim import Optimizer
+
+RULE = "loss scale"
+_PROPORTIONAL = 0.1
+"""Relative difference of two norms from which a backward pass is not linear; float16
+rounds the gradients of one at half the scale by less."""
+
+
+def _finding(measured: str, advice: str) -> Finding:
+    return Finding("error", RULE, "the step", measured, "", "its graphs", advice, 0.9)
+
+
+def _unscaled(names: str) -> Finding:
+    return _finding(
+        f"a loss that no scaler scaled adds to gradients of a scaled one ({names}): its "
+        "share vanishes when they are unscaled",
+        "Scale each loss: scaler.scale(loss).backward(); or add the losses first.",
+    )
+
+
+def _two_scalers(names: str) -> Finding:
+    return _finding(
+        f"two GradScalers scale losses of one model: their gradients ({names}) are "
+        "summed at different scales",
+        "Scale all losses of a model by one scaler, and update it once.",
+    )
+
+
+_SCALED_TWICE = _finding(
+    "a gradient of a scaled loss is part of a loss that is scaled again, and "
+    "scaler.get_scale() was not asked: the penalty is taken of gradients times the "
+    "scale",
+    "Divide them first, grads = [g / scaler.get_scale() for g in grads]; or take "
+    "session.grad(outputs, inputs).",
+)
+
+
+class ScaledLosses:
+    """Knows which losses were scaled, by which scaler, and whose gradients wait.
+
+    Args:
+        say: Takes each finding.
+    """
+
+    def __init__(self, say: Callable[[Finding], None]) -> None:
+        self._say = say
+        self._scaled: dict[Any, int] = {}
+        """By node of the graph that multiplied a loss: identity of its scaler."""
+        self._waiting: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """By identity of a parameter with a gradient: that of its scaler, or 0."""
+        self._is_nested = self._asked = False
+
+    def begin_step(self) -> None:
+        """Forget the graphs of the last step."""
+        self._scaled.clear()
+        self._is_nested = self._asked = False
+
+    def end_step(self) -> None:
+        """See whether a penalty was taken of gradients that were never divided."""
+        if self._is_nested and not self._asked:
+            self._say(_SCALED_TWICE)
+        self._scaled.clear()
+
+    def on_get_scale(self) -> None:
+        """Take down that the program asks for the scale."""
+        self._asked = True
+
+    def on_scale(self, scaler: object, scaled: Tensor) -> None:
+        """Take down a loss that was scaled."""
+        node = scaled.grad_fn
+        if node is not None and node not in self._scaled:
+            below = _walk(_following(node))
+            self._is_nested |= any(each in self._scaled for each in below)
+            self._scaled[node] = id(scaler)
+
+    def on_backward(self, loss: object) -> None:
+        """Look at which gradients a backward pass adds to."""
+        node = loss.grad_fn if isinstance(loss, Tensor) else None
+        if node is None or not (self._scaled or self._waiting):
+            return
+        by_scaler = {0: list(_walk([node], without=self._scaled))}
+        for each in by_scaler[0]:
+            if each in self._scaled:
+                by_scaler.setdefault(self._scaled[each], []).extend(_walk([each]))
+        seen: dict[int, int] = {}
+        for scaler, nodes in by_scaler.items():
+            for param in _leaves(nodes):
+                wait = self._waiting.get(id(param))
+                others = {seen.setdefault(id(param), scaler)}
+                if wait is not None and wait[0]() is param and _has_gradient(param):
+                    others.add(wait[1])
+                self._compare(scaler, others, param)
+                self._waiting[id(param)] = weakref.ref(param), scaler
+        if isinstance(loss, Tensor) and len(by_scaler) > 1:
+            self._check_functions(loss)
+
+    def on_step(self, optimizer: Optimizer) -> None:
+        """Forget gradients that were used."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                self._waiting.pop(id(param), None)
+
+    def _compare(self, scaler: int, others: set[int], param: Tensor) -> None:
+        if others == {scaler}:
+            return
+        name = f"a weight of shape {tuple(param.shape)}"
+        self._say(_unscaled(name) if 0 in {scaler, *others} else _two_scalers(name))
+
+    def _check_functions(self, loss: Tensor) -> None:
+        """See whether custom functions hand half a gradient on as half."""
+        kinds = {
+            type(node)._forward_cls  # type: ignore[attr-defined] # noqa: SLF001
+            for node in _walk([loss.grad_fn])
+            if isinstance(node, BackwardCFunction)
+        }
+        theirs = [each for each in kinds if each.__module__.split(".")[0] != "torch"]
+        if not theirs or len(theirs) < len(kinds):  # torch's recompute, or run once
+            return
+        params = [each for each in _leaves(_walk([loss.grad_fn])) if each.numel()]
+        norms = []
+        with contextlib.suppress(RuntimeError):  # the program's own pass will raise it
+            for factor in (1.0, 0.5):
+                start = torch.full_like(loss, factor)
+                grads = torch.autograd.grad(
+                    loss, params, start, retain_graph=True, allow_unused=True
+                )
+                some = [grad.float().norm() for grad in grads if grad is not None]
+                norms.append(float(torch.stack(some).norm()) / factor)
+        if len(norms) == 2 and not _same(*norms):  # noqa: PLR2004 -- both passes
+            names = ", ".join(sorted(each.__name__ for each in theirs))
+            self._say(
+                _finding(
+                    f"gradients do not follow the loss scale behind {names}: at half "
+                    "of it they are not half",
+                    f"backward() of {names} must multiply by the gradient that it is "
+                    "given.",
+                )
+            )
+
+
+def _same(one: float, other: float) -> bool:
+    """Say whether two norms agree; of what is not finite nothing is known."""
+    difference = abs(one - other)
+    return not difference > _PROPORTIONAL * max(one, other)
+
+
+def _has_gradient(param: Tensor) -> bool:
+    grad = param.grad
+    return grad is not None and bool(grad.any())
+
+
+def _following(node: Any) -> Iterator[Any]:  # noqa: ANN401 -- torch has no type for it
+    return (each for each, _ in node.next_functions if each is not None)
+
+
+def _walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterator[Any]:
+    """Yield the nodes of a graph, but for what is below some."""
+    to_visit = list(nodes)
+    seen = set(to_visit)
+    while to_visit:
+        node = to_visit.pop()
+        yield node
+        if without is not None and node in without:
+            continue
+        for each in _following(node):
+            if each not in seen:
+                seen.add(each)
+                to_visit.append(each)
+
+
+def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters at the ends of a graph."""
+    return [node.variable for node in nodes if hasattr(node, "variable")]
