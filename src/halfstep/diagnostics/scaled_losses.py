@@ -32,8 +32,8 @@ def _finding(measured: str, advice: str) -> Finding:
 
 def _unscaled(names: str) -> Finding:
     return _finding(
-        f"a loss that no scaler scaled adds to gradients of a scaled one ({names}): its "
-        "share vanishes when they are unscaled",
+        f"a loss that no scaler scaled adds to gradients of a scaled one ({names}): "
+        "its share vanishes when they are unscaled",
         "Scale each loss: scaler.scale(loss).backward(); or add the losses first.",
     )
 

@@ -50,8 +50,7 @@ _MADE_ANEW = (
     "Make one before the loop, or hand its state_dict() on.",
 )
 _BESIDES = (
-    "optimizer.step() was called besides scaler.step(optimizer): it makes the steps "
-    "that the scaler skips, too",
+    "optimizer.step() was called besides scaler.step(optimizer): no step is skipped",
     "Remove optimizer.step().",
 )
 _NEW_SCALER_STEPS = 20
