@@ -748,3 +748,32 @@ def norm_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
         scaler.update()
 
     return Program(model, step, lambda: max(log) > 100)
+
+
+@report(
+    "pytorch/pytorch#36601",
+    area=AREA,
+    symptom="AssertionError: No inf checks were recorded prior to update.",
+    cause="scaler.update() is called after each micro-batch, not once a step.",
+    command="run",
+    says=r"Call step\(optimizer\) before update\(\)",
+    truth=r"step\(",
+    cure="Call `scaler.update()` in iterations that call `scaler.step(optimizer)`.",
+)
+def update_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
+    """Accumulate two micro-batches, and update after each."""
+    model, optimizer, scaler = linear(amp)
+    batches = torch.randn(2, 16, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for number, x in enumerate(batches, 1):
+            with amp.autocast():
+                loss = (model(x).float() - 1).abs().mean() / len(batches)
+            scaler.scale(loss).backward()
+            if number == len(batches):
+                scaler.step(optimizer)
+            if number == len(batches) or not cured:
+                scaler.update()
+
+    return Program(model, step)
