@@ -334,7 +334,7 @@ def weights_swapped_inside_context(amp: Amp, *, cured: bool) -> Program:
     symptom="Steps of bf16 training are skipped, and each is unscaled for nothing.",
     cause="A GradScaler is used with bfloat16, which has the range of fp32.",
     command="diagnose",
-    says=r"bf16 .*needs no|GradScaler.* bf16|bf16.* GradScaler",
+    says="bf16 with loss scale dynamic",
     truth="bf16|bfloat16",
     cure="Make it `GradScaler(enabled=dtype == torch.float16)`.",
 )
@@ -393,7 +393,7 @@ def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
     symptom="ValueError: Attempting to unscale FP16 gradients.",
     cause="Weights that are trained are in float16 already, besides autocast.",
     command="run",
-    says=r"weight is stored in float16|0\.weight.* stored in float16",
+    says="stored in float16: keep weights in float32",
     truth="float16|half",
     cure="Keep trained weights in float32: `model.float()`; autocast casts them.",
 )
