@@ -25,6 +25,11 @@ UNEXPLAINED: dict[str, str] = {
     "forward_in_thread": "diagnose does not see it yet",
     "decorated_generator": "diagnose does not see it yet",
     "weights_swapped_inside_context": "diagnose does not see it yet",
+    "evaluation_without_autocast": "diagnose does not see it yet",
+    "weights_to_half_and_back": "diagnose does not see it yet",
+    "scaler_not_saved": "diagnose does not see it yet",
+    "moments_saved_in_half": "diagnose does not see it yet",
+    "weights_saved_in_half": "diagnose does not see it yet",
 }
 """Reports that halfstep does not answer, and why: at most 5 of 100."""
 
