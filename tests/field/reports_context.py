@@ -74,7 +74,7 @@ def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
     cause="The loss is computed outside autocast, of 16-bit predictions.",
     command="run",
     says="loss was computed outside autocast",
-    truth="outside autocast",
+    truth="(?i)huber|loss",
     cure="Compute the loss inside the context, or of `predictions.float()`.",
 )
 def loss_outside_autocast(amp: Amp, *, cured: bool) -> Program:
@@ -394,7 +394,7 @@ def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
     cause="Weights that are trained are in float16 already, besides autocast.",
     command="run",
     says="stored in float16: keep weights in float32",
-    truth="float16|half",
+    truth="(?i)weight",
     cure="Keep trained weights in float32: `model.float()`; autocast casts them.",
 )
 def half_weights(amp: Amp, *, cured: bool) -> Program:

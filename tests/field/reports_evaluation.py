@@ -56,7 +56,7 @@ def evaluation_without_autocast(amp: Amp, *, cured: bool) -> Program:
     cause="Validation casts the live model to float16, in place.",
     command="run",
     says="stored in float16: keep weights in float32",
-    truth="float16|half",
+    truth="(?i)weight",
     cure="Cast a copy: `copy.deepcopy(model).half()`; or validate under autocast.",
 )
 def validation_casts_weights(amp: Amp, *, cured: bool) -> Program:
