@@ -234,7 +234,7 @@ def autocast_of_another_device(amp: Amp, *, cured: bool) -> Program:
     symptom="Autocast has no effect on a CPU.",
     cause="Its dtype is float32.",
     command="run",
-    says="dtypes of torch.bfloat16, torch.float16",
+    says="the target dtype is not supported",
     cure="Open the context with `dtype=torch.bfloat16`.",
 )
 def autocast_to_float32(amp: Amp, *, cured: bool) -> Program:
