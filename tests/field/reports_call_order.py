@@ -188,8 +188,8 @@ def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
     symptom="RuntimeError: unscale_() has already been called on this optimizer.",
     cause="unscale_ is called after each micro-batch, not once before the step.",
     command="run",
-    says=r"first call was at .*reports_call_order\.py:\d+; update\(\) ends",
-    truth=r"reports_call_order\.py:\d+",
+    says=r"first call was at .*\.py:\d+; .* after the last micro-batch",
+    truth=r"unscale_\(\)",
     cure="Call `scaler.unscale_(optimizer)` after the last micro-batch only.",
 )
 def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
@@ -282,7 +282,7 @@ def update_forgotten(amp: Amp, *, cured: bool) -> Program:
     symptom="unscale_() has already been called, an iteration after a large gradient.",
     cause="A step that the program skips itself skips scaler.update(), too.",
     command="run",
-    says=r"first call was at .*reports_call_order\.py:\d+; update\(\) ends",
+    says=r"first call was at .*\.py:\d+; .* and update\(\) at its end",
     truth=r"update\(\)",
     cure="Call `scaler.update()` in each iteration, with or without a step.",
 )
