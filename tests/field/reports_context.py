@@ -1,0 +1,415 @@
+"""Autocast contexts: opened in the wrong place, or over the wrong thing."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tests.field.nets import batch, linear
+from tests.field.report import Program, report
+from torch import Tensor, nn
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.field.report import Amp
+
+AREA = "autocast context"
+
+
+@report(
+    "luyug/GradCache#17",
+    "pytorch/pytorch#177287",
+    "pytorch/pytorch#120930",
+    area=AREA,
+    symptom="Gradients overflow, or errors are weird, with a whole step in autocast.",
+    cause="backward() runs inside autocast, which casts what it computes in fp32.",
+    command="diagnose",
+    says="the backward pass ran inside autocast",
+    truth="backward.* (inside|under|in) autocast",
+    cure="Leave the autocast context before `backward()`.",
+)
+def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
+    """Train by a custom matmul whose gradient needs the range of fp32."""
+    model, optimizer, scaler = linear(amp)
+    x, updates = batch() * 1e5, []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+
+    class Fp32Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            with torch.autocast("cpu", enabled=False):
+                return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            return None, grad.T @ x
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (Fp32Linear.apply(x, model.weight) / 1e5 - 1).abs().mean()
+            loss = loss + (model(x / 1e5) - 1).abs().mean()
+            if not cured:
+                scaler.scale(loss).backward()
+        if cured:
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: len(updates) < 4)
+
+
+@report(
+    "pytorch/pytorch#50941",
+    "cvlab-stonybrook/PathLDM#16",
+    "Megvii-BaseDetection/YOLOX#731",
+    area=AREA,
+    symptom="RuntimeError: Found dtype Float but expected Half, in backward().",
+    cause="The loss is computed outside autocast, of 16-bit predictions.",
+    command="run",
+    says="loss was computed outside autocast",
+    truth="(?i)huber|loss",
+    cure="Compute the loss inside the context, or of `predictions.float()`.",
+)
+def loss_outside_autocast(amp: Amp, *, cured: bool) -> Program:
+    """Compute a Huber loss after the context."""
+    model, optimizer, scaler = linear(amp)
+    x = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            output = model(x)
+        if cured:
+            output = output.float()
+        loss = nn.functional.huber_loss(output, x[:, :1])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@report(
+    "pytorch/pytorch#79085",
+    area=AREA,
+    symptom="expected m1 and m2 to have the same dtype, but got Half and Float.",
+    cause="A block with autocast disabled gets the 16-bit output of what comes before.",
+    command="run",
+    says=r"module 'quantizer'.*Autocast was off.* cast by hand",
+    truth="quantizer",
+    cure="Begin the block with `x = x.float()`.",
+)
+def disabled_block(amp: Amp, *, cured: bool) -> Program:
+    """Compute a quantizer outside of autocast, of what the encoder gives."""
+
+    class Quantizer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float() if cured else x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.quantizer = nn.Linear(8, 8), Quantizer(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.quantizer(self.encoder(x))  # type: ignore[no-any-return]
+
+    model, x = Model(), batch()
+
+    def step() -> None:
+        with amp.autocast():
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    return Program(model, step)
+
+
+@report(
+    "pytorch/pytorch#116183",
+    "catalyst-team/catalyst#992",
+    "pytorch/pytorch#50170",
+    area=AREA,
+    symptom="Autocast has no effect: outputs are fp32, and memory is as before.",
+    cause="The forward pass runs in a thread, and autocast is a thread's own state.",
+    command="diagnose",
+    says=r"(thread|Thread).*autocast|autocast.*(thread|Thread)",
+    truth="thread",
+    cure="Open `torch.autocast` in the function that the thread runs.",
+)
+def forward_in_thread(amp: Amp, *, cured: bool) -> Program:
+    """Run the forward pass in a pool of threads."""
+    model, optimizer, scaler = linear(amp)
+    x, outputs = batch(), []
+
+    def forward(part: Tensor) -> Tensor:
+        if not cured:
+            return model(part)  # type: ignore[no-any-return]
+        with amp.autocast():
+            return model(part)  # type: ignore[no-any-return]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(), ThreadPoolExecutor(2) as pool:
+            outputs[:] = pool.map(forward, x.chunk(2))
+            loss = (torch.cat(outputs).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: outputs[0].dtype == torch.float32)
+
+
+@report(
+    "ai2cm/ace#733",
+    area=AREA,
+    symptom="Autocast has no effect on a function that yields.",
+    cause="The decorator leaves the context before the generator's body runs.",
+    command="diagnose",
+    says="generator",
+    cure="Open the context inside the generator, around each forward pass.",
+)
+def decorated_generator(amp: Amp, *, cured: bool) -> Program:
+    """Yield one forward pass after another."""
+    model, optimizer, scaler = linear(amp)
+    x, outputs = batch(), []
+
+    @amp.autocast()
+    def forward() -> Iterator[Tensor]:
+        for part in x.chunk(2):
+            if not cured:
+                yield model(part)
+                continue
+            with amp.autocast():
+                output = model(part)
+            yield output
+
+    def step() -> None:
+        optimizer.zero_grad()
+        outputs[:] = forward()
+        loss = (torch.cat(outputs).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: outputs[0].dtype == torch.float32)
+
+
+@report(
+    "ai-forever/Real-ESRGAN#12",
+    "pytorch/pytorch#67676",
+    "pytorch/pytorch#83733",
+    area=AREA,
+    symptom="Autocast has no effect on a CPU.",
+    cause='The context is opened for "cuda".',
+    command="run",
+    says="CUDA is not available",
+    cure="Open `torch.autocast(x.device.type)`.",
+)
+def autocast_of_another_device(amp: Amp, *, cured: bool) -> Program:
+    """Train on a CPU under a context for CUDA."""
+    model, x, dtypes = nn.Linear(8, 1), batch(), []
+    autocast = torch.autocast if amp.name == "torch" else hs.autocast
+
+    def step() -> None:
+        with autocast("cpu" if cured else "cuda", dtype=torch.float16):
+            output = model(x)
+        output.float().mean().backward()
+        dtypes.append(output.dtype)
+
+    return Program(model, step, lambda: dtypes[-1] == torch.float32)
+
+
+@report(
+    "pytorch/pytorch#100565",
+    "huggingface/diffusers#9628",
+    area=AREA,
+    symptom="Autocast has no effect on a CPU.",
+    cause="Its dtype is float32.",
+    command="run",
+    says="the target dtype is not supported",
+    cure="Open the context with `dtype=torch.bfloat16`.",
+)
+def autocast_to_float32(amp: Amp, *, cured: bool) -> Program:
+    """Train under a context for float32."""
+    model, x, dtypes = nn.Linear(8, 1), batch(), []
+
+    def step() -> None:
+        with amp.autocast(torch.bfloat16 if cured else torch.float32):
+            output = model(x)
+        output.float().mean().backward()
+        dtypes.append(output.dtype)
+
+    return Program(model, step, lambda: dtypes[-1] == torch.float32)
+
+
+@report(
+    "X-GenGroup/Flow-Factory#186",
+    area=AREA,
+    symptom="The loss of a fine-tuned fp32 model stays flat within each outer loop.",
+    cause="One autocast context spans several steps, and keeps its casts of weights.",
+    command="impossible",
+    cure="Open a context for each forward pass.",
+)
+def steps_inside_one_context(amp: Amp, *, cured: bool) -> Program:
+    """Make three updates within one context."""
+    model = nn.Linear(8, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, losses = batch(), []
+
+    def update() -> None:
+        optimizer.zero_grad()
+        loss = (model(x).float() - x[:, :1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+
+    def step() -> None:
+        losses.clear()
+        if not cured:
+            with amp.autocast(torch.bfloat16):
+                for _ in range(3):
+                    update()
+            return
+        for _ in range(3):
+            with amp.autocast(torch.bfloat16):
+                update()
+
+    return Program(model, step, lambda: losses[0] == losses[2])
+
+
+@report(
+    "X-GenGroup/Flow-Factory#186",
+    area=AREA,
+    symptom="The KL divergence to the reference, or the averaged weights, is 0.",
+    cause="Weights are swapped through .data where autocast has kept their casts.",
+    command="diagnose",
+    says=r"weights .*changed .*(inside|within) .*autocast|stale",
+    truth="stale|cache|cast",
+    cure="Leave the autocast context before weights are swapped.",
+)
+def weights_swapped_inside_context(amp: Amp, *, cured: bool) -> Program:
+    """Compare outputs with those of reference weights, put in through .data."""
+    model, optimizer, scaler = linear(amp)
+    reference = torch.randn_like(model.weight)
+    x, gaps = batch(), []
+
+    def reference_output() -> Tensor:
+        trained = model.weight.data
+        model.weight.data = trained.clone()
+        model.weight.data.copy_(reference)
+        with torch.no_grad():
+            output = model(x)
+        model.weight.data.copy_(trained)
+        return output
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            output = model(x)
+            other = None if cured else reference_output()
+        if other is None:
+            with amp.autocast():
+                other = reference_output()
+        gaps.append(float((output - other).abs().max()))
+        scaler.scale((output.float() - 1).abs().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: max(gaps) < 0.1)
+
+
+@report(
+    "huggingface/accelerate#1036",
+    "decoderesearch/SAELens#723",
+    "ecmwf/WeatherGenerator#874",
+    area=AREA,
+    symptom="Steps of bf16 training are skipped, and each is unscaled for nothing.",
+    cause="A GradScaler is used with bfloat16, which has the range of fp32.",
+    command="diagnose",
+    says="bf16 with loss scale dynamic",
+    truth="bf16|bfloat16",
+    cure="Make it `GradScaler(enabled=dtype == torch.float16)`.",
+)
+def scaler_with_bf16(amp: Amp, *, cured: bool) -> Program:
+    """Scale the loss of a bf16 model."""
+    model, optimizer, scaler = linear(amp, lr=1e-36, scale=2.0**16)
+    scaler = amp.scaler(enabled=False) if cured else scaler
+    x, updates = batch(), []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(torch.bfloat16):
+            loss = (model(x).float() - 1).abs().mean() * 1e35
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: len(updates) < 4)
+
+
+@report(
+    "dianwen-ng/Keyword-Spotting-ConvMixer#5",
+    "fideus-labs/KonfAI#178",
+    area=AREA,
+    symptom="float16 training on a CPU learns nothing, without an error.",
+    cause='GradScaler() is for "cuda", and switches itself off where there is none.',
+    command="diagnose",
+    says="fp16 without a loss scale: gradients below .* become 0",
+    truth="(?i)gradscaler|loss scale",
+    cure='Make it `GradScaler("cpu")`.',
+)
+def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
+    """Train by gradients below the range of float16."""
+    model, optimizer, _ = linear(amp, lr=1e7)
+    scaler = amp.scaler(enabled=cured)  # as GradScaler("cuda") on a CPU
+    x, before = batch(), model.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = model(x).float().square().mean() * 1e-8
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: torch.equal(model.weight, before))
+
+
+@report(
+    "mk-minchul/AdaFace#127",
+    "yk7333/d3po#6",
+    "haotian-liu/LLaVA#363",
+    "Lightning-AI/pytorch-lightning#5140",
+    area=AREA,
+    symptom="ValueError: Attempting to unscale FP16 gradients.",
+    cause="Weights that are trained are in float16 already, besides autocast.",
+    command="run",
+    says="stored in float16: keep weights in float32",
+    truth="(?i)weight",
+    cure="Keep trained weights in float32: `model.float()`; autocast casts them.",
+)
+def half_weights(amp: Amp, *, cured: bool) -> Program:
+    """Train a model in float16 under autocast and a scaler."""
+    model, optimizer, scaler = linear(amp)
+    if not cured:
+        model.half()
+    x = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)

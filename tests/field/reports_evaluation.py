@@ -1,0 +1,141 @@
+"""Evaluation between steps: its dtypes, what it does to weights, what it adds up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tests.field.nets import batch, linear
+from tests.field.report import Program, report
+
+if TYPE_CHECKING:
+    from tests.field.report import Amp
+
+AREA = "evaluation"
+
+
+@report(
+    "cnulab/RealNet#76",
+    "showlab/Tune-A-Video#65",
+    area=AREA,
+    symptom="Training runs; validation: input and weights should be of the same type.",
+    cause="Validation runs outside autocast, on weights in 16 bits.",
+    command="diagnose",
+    says="outside (of )?autocast|evaluation .*autocast",
+    truth="autocast",
+    cure="Open the same autocast context for validation.",
+)
+def evaluation_without_autocast(amp: Amp, *, cured: bool) -> Program:
+    """Validate weights in bfloat16 on data in float32."""
+    model, optimizer, _ = linear(amp)
+    model.bfloat16()
+    x = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(torch.bfloat16):
+            loss = (model(x).float() - 1).abs().mean()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            if not cured:
+                model(x)
+                return
+            with amp.autocast(torch.bfloat16):
+                model(x)
+
+    return Program(model, step)
+
+
+@report(
+    "huggingface/diffusers#13895",
+    "huggingface/diffusers#13899",
+    "huggingface/diffusers#9628",
+    area=AREA,
+    symptom="Attempting to unscale FP16 gradients, at the first step after validation.",
+    cause="Validation casts the live model to float16, in place.",
+    command="run",
+    says="stored in float16: keep weights in float32",
+    truth="(?i)weight",
+    cure="Cast a copy: `copy.deepcopy(model).half()`; or validate under autocast.",
+)
+def validation_casts_weights(amp: Amp, *, cured: bool) -> Program:
+    """Validate the live model in half precision."""
+    model, optimizer, scaler = linear(amp)
+    x = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            if not cured:
+                model.half()(x.half())
+                return
+            with amp.autocast():
+                model(x)
+
+    return Program(model, step)
+
+
+@report(
+    "huggingface/diffusers#13510",
+    area=AREA,
+    symptom="With validation after each step, small updates are lost.",
+    cause="Weights are cast to float16 and back: bits of float32 are gone.",
+    command="diagnose",
+    says=r"weights .*(rounded|cast) to (float16|fp16)",
+    truth="(?i)rounded|precision|bits",
+    cure="Cast a copy: `copy.deepcopy(model).half()`; or validate under autocast.",
+)
+def weights_to_half_and_back(amp: Amp, *, cured: bool) -> Program:
+    """Validate in half precision, and cast the weights back."""
+    model, optimizer, scaler = linear(amp, lr=1e-6)
+    x, before = batch(), model.weight.detach().clone()
+    before = before if cured else before.half().float()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad(), amp.autocast():
+            if not cured:
+                model.half()
+            model(x)
+            model.float()
+
+    return Program(model, step, lambda: torch.equal(model.weight, before))
+
+
+@report(
+    "huggingface/transformers#8561",
+    area=AREA,
+    symptom="The running loss in the log stops growing, and its mean goes to 0.",
+    cause="Losses are summed up in bfloat16: at 256 a loss of 1 is lost to rounding.",
+    command="diagnose",
+    says="summed in place in bf16",
+    truth="bf16|bfloat16",
+    cure="Sum up in Python or in float32: `total += loss.item()`.",
+    steps=3,
+)
+def running_loss_in_bf16(amp: Amp, *, cured: bool) -> Program:
+    """Add up losses for the log."""
+    model, optimizer, _ = linear(amp, lr=1e-4)
+    total = torch.tensor(512.0, dtype=torch.float32 if cured else torch.bfloat16)
+    x, begin = batch(), float(total)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(torch.bfloat16):
+            loss = (model(x) - 1).abs().mean()
+        loss.backward()
+        optimizer.step()
+        total.add_(loss.detach())
+
+    return Program(model, step, lambda: float(total) == begin)

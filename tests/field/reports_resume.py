@@ -1,0 +1,222 @@
+"""Schedules that count skipped steps, averages, and what checkpoints lose."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tests.field.nets import batch, linear
+from tests.field.report import Program, report
+from torch import nn
+
+if TYPE_CHECKING:
+    from tests.field.report import Amp
+
+AREA = "schedule and checkpoint"
+
+
+@report(
+    "Lightning-AI/pytorch-lightning#5558",
+    "Lightning-AI/pytorch-lightning#18828",
+    "pytorch/pytorch#44511",
+    "huggingface/transformers#11106",
+    area=AREA,
+    symptom="lr_scheduler.step() before optimizer.step(), though the order is right.",
+    cause="The schedule moves on at a step that the scaler has skipped.",
+    command="diagnose",
+    says="it moved after a step that was skipped",
+    truth="skipped",
+    cure="Step the schedule only if `scaler.get_scale()` did not fall in `update()`.",
+)
+def schedule_on_skipped_steps(amp: Amp, *, cured: bool) -> Program:
+    """Warm the learning rate up over steps, the first of which are skipped."""
+    model, optimizer, scaler = linear(amp, scale=2.0**16)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    x, updates = batch(), []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x) - 3).abs().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        if not cured or scaler.get_scale() >= scale:
+            schedule.step()
+
+    return Program(model, step, lambda: schedule.last_epoch > len(updates))
+
+
+@report(
+    "d8ahazard/sd_dreambooth_extension#1415",
+    "d8ahazard/sd_dreambooth_extension#1417",
+    "AndreasBergmeister/ram#6",
+    area=AREA,
+    symptom="Averaged weights never change.",
+    cause="The moving average is kept in 16 bits: its small steps are rounded away.",
+    command="diagnose",
+    says="averaged or summed in place in fp16, .* stood still",
+    truth="fp16|float16",
+    cure="Keep the average in float32: `copy.deepcopy(model).float()`.",
+)
+def average_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Average weights with a decay of 0.9999."""
+    model, optimizer, scaler = linear(amp)
+    average = copy.deepcopy(model.weight.detach())
+    average = average if cured else average.half()
+    x, before = batch(), average.clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            average.lerp_(model.weight.to(average.dtype), 1e-4)
+
+    return Program(model, step, lambda: torch.equal(average, before))
+
+
+@report(
+    "allenai/tango#154",
+    "pytorch/torchtitan#146",
+    "huggingface/transformers#11663",
+    "pfnet/pytorch-pfn-extras#690",
+    area=AREA,
+    symptom="After resuming the first steps are skipped, and results differ.",
+    cause="The state of the GradScaler is not in the checkpoint.",
+    command="diagnose",
+    says=r"GradScaler.* (anew|state_dict)",
+    truth=r"GradScaler.* state|state_dict",
+    cure="Save `scaler.state_dict()`, and load it before the first step.",
+)
+def scaler_not_saved(amp: Amp, *, cured: bool) -> Program:
+    """Train, and resume with a new scaler."""
+    x, updates = batch(), []
+
+    def start() -> tuple[Any, ...]:
+        model = nn.Linear(8, 1)
+        return model, torch.optim.Adam(model.parameters(), lr=1e-3), amp.scaler()
+
+    def step(model: Any, optimizer: Any, scaler: Any) -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x) - 3).abs().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    first, resumed = start(), start()
+    for _ in range(40):
+        step(*first)
+    for number in range(3 if cured else 2):
+        resumed[number].load_state_dict(first[number].state_dict())
+    model, optimizer, _ = resumed
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    return Program(model, lambda: step(*resumed), lambda: len(updates) < 4)
+
+
+@report(
+    "lucidrains/lightweight-gan#103",
+    "PaddlePaddle/PaddleNLP#6853",
+    area=AREA,
+    symptom="RuntimeError: The source state dict is empty, when resuming with fp16.",
+    cause="The checkpoint was saved with a GradScaler that was switched off.",
+    command="run",
+    says="saved from a disabled instance of GradScaler",
+    truth="disabled instance",
+    cure="Load it only `if state:`; a new scaler finds its scale in a few steps.",
+)
+def scaler_saved_disabled(amp: Amp, *, cured: bool) -> Program:
+    """Train in fp32, and resume in fp16."""
+    model, optimizer, scaler = linear(amp)
+    state = amp.scaler(enabled=False).state_dict()
+    if state or not cured:
+        scaler.load_state_dict(state)
+    x = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@report(
+    "ultralytics/ultralytics#24085",
+    "facebookresearch/fairseq2#212",
+    area=AREA,
+    symptom="The loss explodes at the first step after resuming.",
+    cause="Adam's second moments were saved in float16, where they are 0.",
+    command="diagnose",
+    says=r"exp_avg_sq",
+    truth="exp_avg_sq|second moment",
+    cure="Save `optimizer.state_dict()` as it is, in float32.",
+    steps=1,
+)
+def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Resume from a checkpoint that was halved to save space."""
+    model, x = nn.Linear(8, 1), batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler, moves = amp.scaler(init_scale=1024.0), []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x).float() - 1).abs().mean() * 1e-3
+        scaler.scale(loss).backward()
+        before = model.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        moves.append(float((model.weight.detach() - before).abs().max()))
+
+    for _ in range(100):
+        step()
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            each[name] = each[name] if cured else each[name].half()
+    optimizer.load_state_dict(state)
+    return Program(model, step, lambda: moves[-1] > 5 * moves[-2])
+
+
+@report(
+    "TheLastBen/fast-stable-diffusion#576",
+    "open-mmlab/mmsegmentation#283",
+    "ultralytics/ultralytics#21283",
+    area=AREA,
+    symptom="A resumed run is not where it was: the loss differs in the third digit.",
+    cause="Weights were saved in float16, and the bits of float32 are lost.",
+    command="diagnose",
+    says=r"weights .*(rounded|saved).* (float16|fp16)",
+    truth="(?i)rounded|precision|bits",
+    cure="Save `model.state_dict()` in float32; halve a copy for inference only.",
+    steps=1,
+)
+def weights_saved_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Resume from a checkpoint that was halved to save space."""
+    model, optimizer, scaler = linear(amp)
+    resumed, x = copy.deepcopy(model), batch()
+    state = (model if cured else copy.deepcopy(model).half()).state_dict()
+    resumed.load_state_dict(state)
+    optimizer = torch.optim.SGD(resumed.parameters(), lr=1e-6)
+    begin = resumed.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (resumed(x).float() - 1).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(resumed, step, lambda: not torch.equal(begin, model.weight))
