@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.diagnostics.doctor import rules_speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +25,11 @@ Command = Literal["diagnose", "check", "find_nonfinite", "run", "impossible"]
 `hs.find_nonfinite` after it; "run": our drop-in classes, by an error or a warning;
 "impossible": nothing, since the trouble does not occur with our classes."""
 
-SPEED_RULES = frozenset({"overhead", "emulated", "data", "low share", "casts"})
-"""Findings of `hs.diagnose` about the time of a step: small programs on a CPU have
-them, and no report is about them."""
+SPEED = "speed and memory"
+"""The area of the reports about the time of a step."""
+SPEED_RULES = frozenset(rule.name for rule in rules_speed.RULES)
+"""Findings of `hs.diagnose` about that: small programs on a CPU have them, and reports
+of other areas are not about them."""
 
 
 class Amp(Protocol):
@@ -143,7 +146,8 @@ class Report:
 def _diagnose(report: Report, cured: bool) -> list[str]:
     program = report.program(Torch(), cured=cured)
     diagnosis = hs.diagnose(program.step, **program.given)
-    return [str(one) for one in diagnosis.findings if one.rule not in SPEED_RULES]
+    unasked = SPEED_RULES if report.area != SPEED else frozenset()
+    return [str(one) for one in diagnosis.findings if one.rule not in unasked]
 
 
 def _check(report: Report, cured: bool) -> list[str]:

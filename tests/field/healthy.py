@@ -1,0 +1,66 @@
+"""Programs that are well, as people write them: none may be accused of anything."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tests.field.report import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.field.report import Amp
+    from torch import Tensor, nn
+
+HEALTHY: dict[str, Callable[[Amp], Program]] = {}
+"""By name: each builds its program with torch's classes or with ours."""
+
+
+def healthy(build: Callable[[Amp], Program]) -> Callable[[Amp], Program]:
+    """Register a program."""
+    assert build.__name__ not in HEALTHY, f"{build.__name__}: two bear this name"
+    HEALTHY[build.__name__] = build
+    return build
+
+
+def load() -> None:
+    """Import the files that register programs."""
+    for path in sorted(Path(__file__).parent.glob("healthy_*.py")):
+        importlib.import_module(f"tests.field.{path.stem}")
+
+
+def loop(
+    amp: Amp,
+    model: nn.Module,
+    loss_of: Callable[[Any, Any], Tensor],
+    batch: object,
+    *,
+    dtype: torch.dtype = torch.float16,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Program:
+    """Return the loop of torch's own examples, and what `hs.check` needs.
+
+    Args:
+        amp: Its classes.
+        model: That it trains.
+        loss_of: `loss_of(model, batch)`, run inside autocast.
+        batch: The same in each step.
+        dtype: Of autocast; float16 has a scaler, bfloat16 none.
+        optimizer: Default: AdamW.
+    """
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = amp.scaler(enabled=dtype == torch.float16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(dtype):
+            loss = loss_of(model, batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    check = {"loss_fn": loss_of, "batch": batch, "level": "O1", "dtype": dtype}
+    return Program(model, step, check={**check, "steps": 0})

@@ -1,0 +1,677 @@
+"""Loops of many kinds, as people write them around a small model."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tests.field.healthy import healthy
+from tests.field.report import Program
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.optim import lr_scheduler, swa_utils
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from tests.field.report import Amp
+
+BF16 = torch.bfloat16
+
+
+def net(outputs: int = 4) -> nn.Sequential:
+    """Return a small net with layer norm and dropout."""
+    return nn.Sequential(
+        nn.Linear(16, 32),
+        nn.LayerNorm(32),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(32, outputs),
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Return inputs and classes."""
+    return torch.randn(32, 16), torch.randint(4, (32,))
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return the usual optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+# Gradients between the backward pass and the step
+
+
+@healthy
+def clip_norm(amp: Amp) -> Program:
+    """Clip after `unscale_`."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@healthy
+def clip_value(amp: Amp) -> Program:
+    """Clip each number after `unscale_`; cleared gradients stay as zeros."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y, label_smoothing=0.1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@healthy
+def clip_in_bf16(amp: Amp) -> Program:
+    """Without a scaler nothing is to be unscaled."""
+    model, (x, y) = net(), batch()
+    optimizer = adamw(model)
+
+    def step() -> None:
+        with amp.autocast(BF16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Program(model, step)
+
+
+@healthy
+def accumulation(amp: Amp) -> Program:
+    """Four micro-batches a step, each loss a quarter."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        for inputs, classes in zip(x.chunk(4), y.chunk(4), strict=True):
+            with amp.autocast():
+                loss = F.cross_entropy(model(inputs), classes) / 4
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return Program(model, step)
+
+
+@healthy
+def micro_batch_at_a_time(amp: Amp) -> Program:
+    """The same, where each call is an iteration and each fourth steps."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+    calls = iter(range(10**9))
+
+    def step() -> None:
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y) / 4
+        scaler.scale(loss).backward()
+        if next(calls) % 4 == 3:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    return Program(model, step)
+
+
+@healthy
+def mean_of_gradients_by_hand(amp: Amp) -> Program:
+    """Gradients are divided by the number of micro-batches while they are scaled."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for inputs, classes in zip(x.chunk(4), y.chunk(4), strict=True):
+            with amp.autocast():
+                loss = F.cross_entropy(model(inputs), classes)
+            scaler.scale(loss).backward()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= 4
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@healthy
+def gradient_penalty(amp: Amp) -> Program:
+    """The penalty is taken of unscaled gradients, outside autocast."""
+    model, (x, y) = (
+        nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)),
+        (batch()),
+    )
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        params = list(model.parameters())
+        scaled = torch.autograd.grad(scaler.scale(loss), params, create_graph=True)
+        grads = [grad / scaler.get_scale() for grad in scaled]
+        with amp.autocast():
+            norm = sum(grad.square().sum() for grad in grads) ** 0.5
+            loss = loss + 0.1 * norm
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+# Optimizers
+
+
+@healthy
+def fused_adamw(amp: Amp) -> Program:
+    """An optimizer that unscales by itself."""
+    model, (x, y) = net(), batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@healthy
+def lbfgs(amp: Amp) -> Program:
+    """A closure that is called several times a step."""
+    model, x = nn.Linear(16, 1), torch.randn(64, 16)
+    y = x @ torch.randn(16, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with amp.autocast(BF16):
+            loss = F.mse_loss(model(x).float(), y)
+        loss.backward()
+        return loss
+
+    return Program(model, lambda: optimizer.step(closure))
+
+
+@healthy
+def sharpness_aware(amp: Amp) -> Program:
+    """Two backward passes a step, the second from weights that are moved uphill."""
+    model, (x, y) = net(), batch()
+    optimizer, params = adamw(model), list(model.parameters())
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(BF16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+
+    def step() -> None:
+        backward()
+        grads = [param.grad for param in params]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        uphill = [0.05 * grad / norm for grad in grads]
+        with torch.no_grad():
+            torch._foreach_add_(params, uphill)
+        backward()
+        with torch.no_grad():
+            torch._foreach_sub_(params, uphill)
+        optimizer.step()
+
+    return Program(model, step)
+
+
+@healthy
+def two_optimizers(amp: Amp) -> Program:
+    """One for weights, one for biases; one update of the scale."""
+    model, (x, y) = net(), batch()
+    weights = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim == 1]
+    optimizers = torch.optim.SGD(weights, lr=0.05), torch.optim.Adam(others, lr=1e-3)
+    scaler = amp.scaler()
+
+    def step() -> None:
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+
+    return Program(model, step)
+
+
+@healthy
+def scaler_that_is_off(amp: Amp) -> Program:
+    """The general form, with bfloat16 and a scaler that is not enabled."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler(enabled=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(BF16):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@healthy
+def training_in_fp32(amp: Amp) -> Program:
+    """No mixed precision at all."""
+    del amp
+    model, (x, y) = net(), batch()
+    optimizer = adamw(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return Program(model, step)
+
+
+# Schedules and averages
+
+
+@healthy
+def one_cycle(amp: Amp) -> Program:
+    """The schedule steps with each batch, and no step is skipped."""
+    model, (x, y) = net(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=200)
+    scaler = amp.scaler(init_scale=2.0**10)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+
+    return Program(model, step)
+
+
+@healthy
+def schedule_of_applied_steps(amp: Amp) -> Program:
+    """The first steps are skipped, and the schedule waits."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler(init_scale=2.0**22)
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= scale:
+            schedule.step()
+
+    return Program(model, step)
+
+
+@healthy
+def warm_up_from_zero(amp: Amp) -> Program:
+    """The first rate is 0, and groups have their own decay."""
+    model, (x, y) = net(), batch()
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[1:].parameters(), "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+
+    def step() -> None:
+        with amp.autocast(BF16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return Program(model, step)
+
+
+@healthy
+def moving_average(amp: Amp) -> Program:
+    """An average of fp32 weights, by hand."""
+    model, (x, y) = net(), batch()
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            pairs = zip(average.parameters(), model.parameters(), strict=True)
+            for mean, param in pairs:
+                mean.mul_(0.999).add_(param, alpha=0.001)
+
+    return Program(model, step)
+
+
+@healthy
+def averaged_model(amp: Amp) -> Program:
+    """The class that torch has for that."""
+    model, (x, y) = net(), batch()
+    average = swa_utils.AveragedModel(
+        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.999)
+    )
+    optimizer = adamw(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(BF16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+
+    return Program(model, step)
+
+
+# Several models, several losses
+
+
+def gan(amp: Amp, *, own_scalers: bool) -> Program:
+    """Return a generator and a discriminator that train in turn."""
+    generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
+    discriminator = nn.Sequential(
+        nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)
+    )
+    generator_step, discriminator_step = (
+        torch.optim.Adam(each.parameters(), lr=2e-4, betas=(0.5, 0.999))
+        for each in (generator, discriminator)
+    )
+    real, noise = torch.randn(32, 16), torch.randn(32, 4)
+    first = amp.scaler()
+    second = amp.scaler() if own_scalers else first
+
+    def step() -> None:
+        with amp.autocast():
+            fake = generator(noise)
+            scores = discriminator(real), discriminator(fake.detach())
+            loss = F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean()
+        discriminator_step.zero_grad()
+        first.scale(loss).backward()
+        first.step(discriminator_step)
+        if own_scalers:
+            first.update()
+        with amp.autocast():
+            loss = F.softplus(-discriminator(fake)).mean()
+        generator_step.zero_grad()
+        second.scale(loss).backward()
+        second.step(generator_step)
+        second.update()
+
+    return Program(nn.ModuleList([generator, discriminator]), step)
+
+
+@healthy
+def gan_of_one_scaler(amp: Amp) -> Program:
+    """One update of the scale after both steps."""
+    return gan(amp, own_scalers=False)
+
+
+@healthy
+def gan_of_two_scalers(amp: Amp) -> Program:
+    """Each optimizer has its own."""
+    return gan(amp, own_scalers=True)
+
+
+@healthy
+def several_losses(amp: Amp) -> Program:
+    """Two losses of one graph, each scaled and sent back by itself."""
+    model, (x, y) = net(5), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            outputs = model(x)
+            classes = F.cross_entropy(outputs[:, :4], y)
+            value = F.mse_loss(outputs[:, 4].float(), x[:, 0])
+        scaler.scale(classes).backward(retain_graph=True)
+        scaler.scale(0.5 * value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+# What else happens in a loop
+
+
+@healthy
+def evaluation_between_steps(amp: Amp) -> Program:
+    """A validation loss in each step, without gradients."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        model.train()
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.eval()
+        with torch.no_grad(), amp.autocast():
+            (model(x).argmax(-1) == y).float().mean().item()
+
+    return Program(model, step)
+
+
+@healthy
+def resumed(amp: Amp) -> Program:
+    """Model, optimizer and scaler begin from saved states."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    states = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, scaler)]
+    model = net()
+    optimizer, scaler = adamw(model), amp.scaler()
+    for each, state in zip((model, optimizer, scaler), states, strict=True):
+        each.load_state_dict(state)
+    return Program(model, step)
+
+
+@healthy
+def inference(amp: Amp) -> Program:
+    """Nothing is trained."""
+    model, (x, _) = net().eval(), batch()
+
+    @torch.no_grad()
+    def step() -> None:
+        with amp.autocast(BF16):
+            model(x).float().softmax(-1)
+
+    return Program(model, step)
+
+
+@healthy
+def compiled(amp: Amp) -> Program:
+    """The model is traced by torch.compile."""
+    model, (x, y) = net(), batch()
+    fast = torch.compile(model, backend="eager")
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(fast(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+class _TorchSquare(torch.autograd.Function):
+    """A square in float32, with torch's decorators."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class _HalfstepSquare(torch.autograd.Function):
+    """The same with ours."""
+
+    @staticmethod
+    @hs.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @hs.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+@healthy
+def custom_function(amp: Amp) -> Program:
+    """An operation with a backward pass of its own."""
+    model, (x, y) = net(), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+    square = {"torch": _TorchSquare, "halfstep": _HalfstepSquare}[amp.name]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(square.apply(model(x)), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@healthy
+def data_parallel(amp: Amp) -> Program:
+    """DDP with one process."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    model, (x, y) = nn.parallel.DistributedDataParallel(net()), batch()
+    optimizer, scaler = adamw(model), amp.scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+# Sessions
+
+
+def in_session(model: nn.Module, level: str, dtype: str, **options: Any) -> Program:
+    """Return the loop of a session; it needs no classes."""
+    x, y = batch()
+    session = hs.prepare(model, adamw(model), level, dtype=dtype, **options)
+
+    def step() -> None:
+        with session.autocast():
+            loss = F.cross_entropy(session.model(x), y)
+        session.backward(loss)
+        session.step()
+
+    return Program(model, step, given={"session": session})
+
+
+@healthy
+def session_at_o1_in_bf16(amp: Amp) -> Program:
+    """`hs.prepare` at O1."""
+    del amp
+    return in_session(net(), "O1", "bf16")
+
+
+@healthy
+def session_at_o1_in_fp16(amp: Amp) -> Program:
+    """With a loss scale, and clipping by the session."""
+    del amp
+    return in_session(net(), "O1", "fp16", clip_grad_norm=0.1)
+
+
+@healthy
+def session_at_o2_in_fp16(amp: Amp) -> Program:
+    """Weights in float16 with fp32 masters."""
+    del amp
+    return in_session(net(), "O2", "fp16")
+
+
+@healthy
+def session_at_o2_with_accumulation(amp: Amp) -> Program:
+    """Four micro-batches a step."""
+    del amp
+    return in_session(net(), "O2", "bf16", accumulate=4)

@@ -1,0 +1,106 @@
+"""Programs that are well are accused of nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.field.healthy import HEALTHY, load
+from tests.field.report import SPEED_RULES, Halfstep, Torch
+
+import halfstep as hs
+from halfstep.machine import hardware
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tests.field.report import Amp, Program
+
+    from halfstep.reporting.finding import Finding
+
+load()
+MODELS = [name for name, build in HEALTHY.items() if "models" in build.__module__]
+"""Programs with what `hs.check` needs."""
+
+ACCUSED = {
+    "mean_of_gradients_by_hand": "a division of scaled gradients counts as a clip",
+    "gan_of_one_scaler": "gradients of a skipped step are cleared later",
+    "gan_of_two_scalers": "gradients of a skipped step are cleared later",
+    "compiled": "global hooks on modules make torch.compile warn",
+}
+"""Programs that are accused all the same, and of what: none should be."""
+WARNED = {"mean_of_gradients_by_hand": ACCUSED["mean_of_gradients_by_hand"]}
+"""Likewise, by a warning of our classes."""
+
+
+def programs(accused: dict[str, str]) -> list[Any]:
+    """Return the names of all, those that are accused marked."""
+    return [
+        pytest.param(
+            name,
+            marks=[pytest.mark.xfail(reason=accused[name], strict=True)]
+            if name in accused
+            else [],
+        )
+        for name in HEALTHY
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plant rates, and end what processes a program has joined."""
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def program(name: str, amp: Amp) -> Program:
+    """Return a program, from the same random numbers each time."""
+    torch.manual_seed(0)
+    return HEALTHY[name](amp)
+
+
+def accusations(findings: Iterable[Finding]) -> list[str]:
+    """Return what is said to be wrong; the speed of a small program is not asked."""
+    return [
+        f"{one.rule}: {one}"
+        for one in findings
+        if one.severity != "note" and one.rule not in SPEED_RULES
+    ]
+
+
+@pytest.mark.parametrize("amp", [Torch(), Halfstep()], ids=lambda amp: amp.name)
+@pytest.mark.parametrize("name", programs(ACCUSED))
+def test_diagnose_accuses_no_healthy_program(name: str, amp: Amp) -> None:
+    """Law: as it is, whichever classes it is written with."""
+    healthy = program(name, amp)
+    diagnosis = hs.diagnose(healthy.step, **healthy.given)
+    assert accusations(diagnosis.findings) == []
+
+
+@pytest.mark.parametrize("name", programs(WARNED))
+def test_the_classes_warn_of_no_healthy_program(name: str) -> None:
+    """Law: a warning would be an error here; and what it trains is well afterwards."""
+    healthy = program(name, Halfstep())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            healthy.step()
+    tensors = healthy.model.parameters()
+    assert all(bool(each.isfinite().all()) for each in tensors)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_check_accuses_no_healthy_model(name: str) -> None:
+    """Law: before training, of models that are trained by torch's own loop."""
+    healthy = program(name, Torch())
+    report = hs.check(healthy.model, **healthy.check)
+    assert report.good
+    # A dynamic scale that begins too high settles, so this is no accusation.
+    serious = [one for one in report.findings if one.rule != "loss scale"]
+    assert accusations(serious) == []
