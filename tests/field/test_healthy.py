@@ -25,14 +25,9 @@ load()
 MODELS = [name for name, build in HEALTHY.items() if "models" in build.__module__]
 """Programs with what `hs.check` needs."""
 
-ACCUSED = {
-    "mean_of_gradients_by_hand": "a division of scaled gradients counts as a clip",
-    "gan_of_one_scaler": "gradients of a skipped step are cleared later",
-    "gan_of_two_scalers": "gradients of a skipped step are cleared later",
-    "compiled": "global hooks on modules make torch.compile warn",
-}
+ACCUSED: dict[str, str] = {}
 """Programs that are accused all the same, and of what: none should be."""
-WARNED = {"mean_of_gradients_by_hand": ACCUSED["mean_of_gradients_by_hand"]}
+WARNED: dict[str, str] = {}
 """Likewise, by a warning of our classes."""
 
 

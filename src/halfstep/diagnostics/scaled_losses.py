@@ -69,6 +69,8 @@ class ScaledLosses:
         self._waiting: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """By identity of a parameter with a gradient: that of its scaler, or 0."""
         self._is_nested = self._asked = False
+        self.is_in_backward = False
+        """Whether the gradients that flow are those of a backward pass."""
 
     def begin_step(self) -> None:
         """Forget the graphs of the last step."""
@@ -87,11 +89,13 @@ class ScaledLosses:
 
     def on_scale(self, scaler: object, scaled: Tensor) -> None:
         """Take down a loss that was scaled."""
-        node = scaled.grad_fn
-        if node is not None and node not in self._scaled:
-            below = _walk(_following(node))
-            self._is_nested |= any(each in self._scaled for each in below)
-            self._scaled[node] = id(scaler)
+        if scaled.grad_fn is not None:
+            self._scaled[scaled.grad_fn] = id(scaler)
+            scaled.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, _: Tensor) -> None:
+        """See whether a gradient of a scaled loss is taken with its own graph."""
+        self._is_nested |= torch.is_grad_enabled() and not self.is_in_backward
 
     def on_backward(self, loss: object) -> None:
         """Look at which gradients a backward pass adds to."""
@@ -150,8 +154,8 @@ class ScaledLosses:
             names = ", ".join(sorted(each.__name__ for each in theirs))
             self._say(
                 _finding(
-                    f"gradients do not follow the loss scale behind {names}: at half "
-                    "of it they are not half",
+                    f"{names}: gradients behind it do not follow the loss scale: at "
+                    "half of it they are not half",
                     f"backward() of {names} must multiply by the gradient that it is "
                     "given.",
                 )

@@ -8,12 +8,14 @@ originals; other threads are unaffected.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 CHECKED = {
     call_order.RULE: "calls of the loss scaler",
     scaled_losses.RULE: "which losses it scales",
+    "autocast": "that it is on where the model runs",
     "schedule": "the learning rate after skipped steps",
     "gradients not cleared": "gradients after skipped steps",
     rounded_state.RULE: "what 16 bits have left of weights and moments",
@@ -59,6 +62,15 @@ _NEW_SCALER_STEPS = 20
 
 def _finding(rule: str, where: str, measured: str, advice: str) -> Finding:
     return Finding("error", rule, where, measured, "", "its calls", advice, 0.8)
+
+
+def _without_effect(why: str) -> Finding:
+    return _finding(
+        "autocast",
+        "forward pass",
+        f"autocast was entered, and has no effect: {why}",
+        "Open the context inside of it, around each forward pass.",
+    )
 
 
 class StepCalls:
@@ -85,6 +97,8 @@ class StepCalls:
         """Whose last step was skipped, with the learning rates then."""
         self._stale: dict[Optimizer, bool] = {}
         """Whose last step was skipped, and whether a pass has begun with its inf."""
+        self._generators: set[str] = set()
+        """Names of functions that autocast decorates, and that yield."""
         self._stepped: set[Optimizer] = set()
         """That a scaler has stepped since the last backward pass."""
         self._losses = scaled_losses.ScaledLosses(self._add)
@@ -144,11 +158,34 @@ class StepCalls:
             if self._num_meetings > 1:
                 self._add(call_order.call_order_finding(*_MADE_ANEW))
 
-    def on_backward(self, loss: object) -> None:
-        """Look at what a backward pass begins in."""
+    @contextlib.contextmanager
+    def backward_pass(self, loss: object) -> Iterator[None]:
+        """Look at a backward pass, which runs in here."""
         self.end_update()
-        if not self._is_watching:
-            return
+        if self._is_watching:
+            self._on_backward(loss)
+        self._losses.is_in_backward = True
+        try:
+            yield
+        finally:
+            self._losses.is_in_backward = False
+
+    def on_forward(self, module: nn.Module) -> None:
+        """See whether a model runs where no context is open, beside one that is."""
+        device = next((param.device.type for param in module.parameters()), "cpu")
+        elsewhere = threading.get_ident() != self._thread
+        if elsewhere and self.dtypes and not torch.is_autocast_enabled(device):
+            self._add(
+                _without_effect(f"{type(module).__name__} runs in another thread")
+            )
+
+    def on_fp32_products(self) -> None:
+        """Take down that no product ran in 16 bits."""
+        for name in sorted(self._generators):
+            what = f"{name}() is a generator function"
+            self._add(_without_effect(f"{what}, and its decorator is left at once"))
+
+    def _on_backward(self, loss: object) -> None:
         self._stepped.clear()
         device = loss.device.type if isinstance(loss, Tensor) else "cpu"
         if torch.is_autocast_enabled(device):
@@ -176,7 +213,8 @@ class StepCalls:
             try:
                 if scaler not in self.scalers:
                     self._meet(scaler)
-                watches = self._is_watching and scaler in self._watches
+                # Where all checked steps overflowed, calls of later ones are watched.
+                watches = self._is_watching or bool(self._watches)
                 if watch != self._scale and watches:
                     watch(scaler, *args, *kwargs.values())
                 result = original(scaler, *args, **kwargs)
@@ -196,6 +234,9 @@ class StepCalls:
         def enter(context: Any) -> Any:  # noqa: ANN401 -- torch's, or a subclass
             if context._enabled and threading.get_ident() == self._thread:  # noqa: SLF001
                 self.dtypes.add(context.fast_dtype)
+                function = sys._getframe(1).f_locals.get("func")  # noqa: SLF001
+                if inspect.isgeneratorfunction(function):
+                    self._generators.add(function.__name__)
             return original(context)
 
         return enter
@@ -221,19 +262,22 @@ class StepCalls:
 
     def _scale(self, scaler: object, outputs: object, scaled: object) -> None:
         for each in _pytree.tree_leaves(scaled):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and self._is_watching:
                 self._losses.on_scale(scaler, each)
-        if isinstance(outputs, Tensor) and isinstance(scaled, Tensor):
-            self._watches[scaler].on_scale(outputs, scaled)
+        watch = self._watches.get(scaler)
+        if watch and isinstance(outputs, Tensor) and isinstance(scaled, Tensor):
+            watch.on_scale(outputs, scaled)
 
     def _unscale(self, scaler: Any, optimizer: Optimizer) -> None:  # noqa: ANN401
-        if scaler._scale is not None:  # noqa: SLF001
-            self._watches[scaler].on_unscale(optimizer, scaler._scale)  # noqa: SLF001
+        watch, scale = self._watches.get(scaler), scaler._scale  # noqa: SLF001
+        if watch and scale is not None:
+            watch.on_unscale(optimizer, scale)
 
     def _step(self, scaler: Any, optimizer: Optimizer, *given: object) -> None:  # noqa: ANN401
-        self._check_rates()
+        if self._is_watching:
+            self._check_rates()
         if any(map(callable, _pytree.tree_leaves(given))):
-            del self._watches[scaler]  # a closure scales and steps by itself
+            self._watches.pop(scaler, None)  # a closure scales and steps by itself
             return
         stage = scaler._per_optimizer_states[id(optimizer)]["stage"]  # noqa: SLF001
         unscaled = stage is OptState.UNSCALED
@@ -276,7 +320,11 @@ class StepCalls:
             self._stale[optimizer] = False
 
     def _update(self, scaler: object, *_: object) -> None:
-        self._watches[scaler].on_update()
+        watch = self._watches.get(scaler)
+        if watch is not None:
+            watch.on_update()
+            if watch.is_over:
+                del self._watches[scaler]
 
     def _check_rates(self) -> None:
         """See whether the rates have moved though the last step was skipped."""

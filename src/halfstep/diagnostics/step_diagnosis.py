@@ -212,6 +212,7 @@ def diagnose(
             profiled=profiled,
         )
     if word is None and profile_result.dtype == "fp32":
+        checked_steps.calls.on_fp32_products()
         contexts = map(formats.word, checked_steps.calls.dtypes)
         profile_result = replace(profile_result, dtype=next(contexts, "fp32"))
     config = Config(

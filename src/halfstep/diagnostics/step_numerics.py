@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -374,13 +375,14 @@ class CheckedSteps:
             loss = args_of_pass[0] if args_of_pass else named
             if self._target is not None:
                 return self._capture(loss)
-            if self._session is None:
-                self.calls.on_backward(loss)
             self._depth += 1
             self._part += 1
             try:
                 self._check_loss(loss)
-                result = original(*args, **kwargs)
+                with contextlib.ExitStack() as calls:
+                    if self._session is None:
+                        calls.enter_context(self.calls.backward_pass(loss))
+                    result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
             self._check_grads()
@@ -458,22 +460,28 @@ class CheckedSteps:
             return
 
         def enter(module: nn.Module, *_: object) -> None:
+            if torch.compiler.is_compiling():  # inside of what was seen already
+                return
             is_recorded = any(module is one for one in self._outermost)
             learns = any(param.requires_grad for param in module.parameters())
+            if learns:
+                self.calls.on_forward(module)
             if learns and not is_recorded and not self._inside:
                 self._outermost.append(module)
                 self._take_down_buffers(module)
             self._inside += 1
 
         def leave(*_: object) -> None:
-            self._inside -= 1
+            self._inside -= not torch.compiler.is_compiling()
 
         hooks = (
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, always_call=True),
         )
         try:
-            yield
+            with warnings.catch_warnings():  # of hooks that the program did not make
+                warnings.filterwarnings("ignore", "Using `torch.compile")
+                yield
         finally:
             self._inside = 0
             for hook in hooks:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _ITERATIONS = 3
+"""Without overflow."""
 _SCALED_LOSSES = 12
 """Losses of these iterations, where each is accumulated of several."""
 _SAME = 1e-3
@@ -91,6 +92,8 @@ class CallOrderWatch:
         """Factor of all gradients before they were unscaled last, and norm after."""
         self._unscaled: dict[int, set[int]] = {}
         """By id of an optimizer that was unscaled, and not stepped: its parameters."""
+        self._stepped: set[int] = set()
+        """Ids of optimizers that were stepped; their step unscales, too."""
         self._said: set[str] = set()
 
     @property
@@ -168,7 +171,7 @@ class CallOrderWatch:
         """Compare gradients with what the backward pass left."""
         self._is_pending = False
         grads = gradients_of(optimizer)
-        if grads:
+        if grads and id(optimizer) not in self._stepped:
             groups = optimizer.param_groups
             params = (param for group in groups for param in group["params"])
             self._unscaled[id(optimizer)] = set(map(id, params))
@@ -244,6 +247,7 @@ class CallOrderWatch:
                 "Call zero_grad() after the step, or before the backward pass.",
             )
         self._used.update(map(id, grads))
+        self._stepped.add(id(optimizer))
         self._unscaled.pop(id(optimizer), None)
         owner = getattr(optimizer, _OWNER, lambda: scaler)()
         if owner is None and is_new:
@@ -256,7 +260,9 @@ class CallOrderWatch:
 
     def on_update(self) -> None:
         """Close an iteration."""
-        self._num_iterations += 1
+        norms = [norm for _, norm in self._grads.values()]
+        if not norms or bool(torch.stack(norms).isfinite().all()):
+            self._num_iterations += 1  # an overflow shows nothing
         self._is_pending = False
         self._overdue = {
             key: version
@@ -264,7 +270,7 @@ class CallOrderWatch:
             if self._used and key not in self._used
         }
         self._grads, self._used = {}, set()
-        self._unscaled = {}
+        self._unscaled, self._stepped = {}, set()
 
     def _find(self, measured: str, advice: str) -> None:
         self._say_once(call_order_finding(measured, advice))
