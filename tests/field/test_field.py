@@ -18,7 +18,6 @@ UNEXPLAINED: dict[str, str] = {
     "noise_before_unscale": "diagnose does not see it yet",
     "norm_of_scaled_gradients": "diagnose does not see it yet",
     "weights_swapped_inside_context": "diagnose does not see it yet",
-    "evaluation_without_autocast": "diagnose does not see it yet",
 }
 """Reports that halfstep does not answer, and why: at most 5 of 100."""
 

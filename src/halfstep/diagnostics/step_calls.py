@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree
 
 from halfstep._torch.optimizer_params import gradients_of
+from halfstep.casting import dtype_mismatch
 from halfstep.diagnostics import low_precision_sums, rounded_state, scaled_losses
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import call_order
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
+
+    from halfstep.casting.dtype_mismatch import DtypeMismatch
 
 CHECKED = {
     call_order.RULE: "calls of the loss scaler",
@@ -99,6 +102,8 @@ class StepCalls:
         """Whose last step was skipped, and whether a pass has begun with its inf."""
         self._generators: set[str] = set()
         """Names of functions that autocast decorates, and that yield."""
+        self._is_outside = False
+        """Whether the last forward pass ran outside autocast, and another inside."""
         self._stepped: set[Optimizer] = set()
         """That a scaler has stepped since the last backward pass."""
         self._losses = scaled_losses.ScaledLosses(self._add)
@@ -173,11 +178,19 @@ class StepCalls:
     def on_forward(self, module: nn.Module) -> None:
         """See whether a model runs where no context is open, beside one that is."""
         device = next((param.device.type for param in module.parameters()), "cpu")
-        elsewhere = threading.get_ident() != self._thread
-        if elsewhere and self.dtypes and not torch.is_autocast_enabled(device):
+        self._is_outside = bool(self.dtypes) and not torch.is_autocast_enabled(device)
+        if self._is_outside and threading.get_ident() != self._thread:
             self._add(
                 _without_effect(f"{type(module).__name__} runs in another thread")
             )
+
+    def explain(self, error: Exception) -> DtypeMismatch | None:
+        """Return what to raise from an error of the step, if it is about dtypes."""
+        mismatch = dtype_mismatch.explain(error)
+        if mismatch is not None and self._is_outside:
+            outside = "-> This pass ran outside autocast, and another one inside: open "
+            mismatch.args = (f"{mismatch}\n{outside}the same context around both.",)
+        return mismatch
 
     def on_fp32_products(self) -> None:
         """Take down that no product ran in 16 bits."""

@@ -171,6 +171,7 @@ def diagnose(
         UserError: If an argument is of the wrong kind or out of range, or `batches` run
             out.
         LossScaleCollapse: If the step does; with what the replay has found.
+        DtypeMismatch: In place of torch's error, if the step mixes dtypes.
 
     Example:
         >>> model = nn.Linear(4, 1)

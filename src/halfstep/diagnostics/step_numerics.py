@@ -249,6 +249,11 @@ class CheckedSteps:
             if self._bad_op is not None:
                 error.attach_replay(self._bad_op)
             raise
+        except (RuntimeError, ValueError) as error:
+            mismatch = self.calls.explain(error)
+            if mismatch is None:
+                raise
+            raise mismatch from error
         skipped = self._session is not None and self._session.steps_skipped > skips
         if skipped:
             self._nonfinite_grad_steps.add(self._number)
