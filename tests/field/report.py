@@ -37,7 +37,7 @@ class Amp(Protocol):
 
     name: str
 
-    def autocast(self, dtype: torch.dtype = ...) -> Any:
+    def autocast(self, dtype: torch.dtype = ..., **options: Any) -> Any:
         """Return a context for the CPU."""
 
     def scaler(self, **options: Any) -> Any:
@@ -49,9 +49,9 @@ class Torch:
 
     name = "torch"
 
-    def autocast(self, dtype: torch.dtype = torch.float16) -> Any:
+    def autocast(self, dtype: torch.dtype = torch.float16, **options: Any) -> Any:
         """Return torch's context."""
-        return torch.autocast("cpu", dtype)
+        return torch.autocast("cpu", dtype, **options)
 
     def scaler(self, **options: Any) -> Any:
         """Return torch's scaler."""
@@ -63,9 +63,9 @@ class Halfstep:
 
     name = "halfstep"
 
-    def autocast(self, dtype: torch.dtype = torch.float16) -> Any:
+    def autocast(self, dtype: torch.dtype = torch.float16, **options: Any) -> Any:
         """Return our context."""
-        return hs.autocast("cpu", dtype)
+        return hs.autocast("cpu", dtype, **options)
 
     def scaler(self, **options: Any) -> Any:
         """Return our scaler."""

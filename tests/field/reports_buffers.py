@@ -1,0 +1,176 @@
+"""Buffers: statistics that an overflow spoils, constants that 16 bits do not hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tests.field.report import Program, report
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from tests.field.report import Amp
+
+AREA = "buffers"
+WIDTH = 8
+
+
+@report(
+    "pytorch/pytorch#115500",
+    "pytorch/pytorch#88474",
+    "pytorch/pytorch#96798",
+    "pytorch/pytorch#90342",
+    area=AREA,
+    symptom="Training goes on after a skipped step, and evaluation gives NaN.",
+    cause="A step that overflowed has made inf of BatchNorm's running statistics.",
+    command="diagnose",
+    says=r"running_(mean|var).* since step 2.*reset_running_stats\(\)",
+    truth="running_(mean|var)",
+    cure="Keep what is large in float32; `norm.reset_running_stats()`.",
+)
+def statistics_after_overflow(amp: Amp, *, cured: bool) -> Program:
+    """Let one batch overflow before a norm."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = amp.scaler(init_scale=1024.0)
+    x, sizes = torch.randn(16, WIDTH), iter([1.0, 1e6] + 98 * [1.0])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            with torch.autocast("cpu", dtype=torch.float16, enabled=not cured):
+                y = model[0](x * next(sizes))
+            loss = (model[1](y).float() - 1).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def is_sick() -> bool:
+        with torch.no_grad():
+            return not bool(model.eval()(x).isfinite().all())
+
+    return Program(model, step, is_sick)
+
+
+@report(
+    "NVIDIA/apex#144",
+    "pytorch/pytorch#126525",
+    area=AREA,
+    symptom="After model.half() the norm's running variance is inf; outputs are zero.",
+    cause="A variance above 65504 is stored in float16.",
+    command="diagnose",
+    says=r"running_var.*(float16|fp16).*65504",
+    truth="running_var",
+    cure="Keep norms in float32: `prepare(model, optimizer, 'O2')` does.",
+)
+def statistics_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Normalise inputs of some thousands."""
+    del amp
+    norm, head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1).half()
+    model = nn.Sequential(norm if cured else norm.half(), head)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+    x = (1000 * torch.randn(16, WIDTH)).half()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(x).float() - 1).square().mean().backward()
+        optimizer.step()
+
+    return Program(model, step, lambda: not bool(norm.running_var.isfinite().all()))
+
+
+@report(
+    "huggingface/transformers#17306",
+    "huggingface/transformers#18467",
+    "microsoft/onnxscript#2992",
+    area=AREA,
+    symptom="After model.half() the loss is NaN; in float32 the same batch is fine.",
+    cause="A mask of float32's least number is -inf in float16: rows have no key left.",
+    command="diagnose",
+    says=r"softmax\): zero: a mask covers a whole row",
+    truth="(?i)softmax|mask",
+    cure="Make masks of the scores' dtype: `torch.finfo(scores.dtype).min`.",
+)
+def mask_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Attend with a mask in a buffer, where a padded row is masked whole."""
+    del amp
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+            mask[3] = torch.finfo(torch.float32).min
+            self.register_buffer("mask", mask)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            mask = self.mask.clamp(min=-6e4) if cured else self.mask
+            return (y @ y.T + mask).softmax(-1) @ y
+
+    model = Attention().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(4, WIDTH).half()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+    def is_sick() -> bool:
+        return not bool(model.layer.weight.isfinite().all())
+
+    return Program(model, step, is_sick)
+
+
+@report(
+    "InternLM/InternLM#237",
+    "EleutherAI/gpt-neox#1016",
+    "Nerogar/OneTrainer#1177",
+    "pytorch/pytorch#137774",
+    area=AREA,
+    symptom="Long inputs are mixed up once the model is in bfloat16.",
+    cause="Positions stand in a buffer: in bfloat16, 257 is 256.",
+    command="check",
+    says=r"rope\.positions|module:rope=fp32|^rope: ",
+    truth=r"rope(?!\.layer)",
+    cure="Keep the module in float32: `policy='lean + module:rope=fp32'`.",
+)
+def positions_in_bf16(amp: Amp, *, cured: bool) -> Program:
+    """Turn features by angles that positions give."""
+    del amp
+
+    class Rope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("positions", torch.arange(600.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            angles = self.positions[:, None] / torch.arange(1.0, 1 + WIDTH)
+            return x * angles.cos().to(x.dtype)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.rope = Rope()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rope(self.layer(x))
+
+    model, x = Model(), torch.randn(4, 600, WIDTH)
+
+    def step() -> None:
+        model.bfloat16()
+        if cured:
+            model.rope.positions = torch.arange(600.0)
+
+    def is_sick() -> bool:
+        return len(model.rope.positions.unique()) < 600
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch).float() - batch).square().mean()
+
+    check = {"loss_fn": loss_fn, "batch": x, "level": "O3", "dtype": "bf16"}
+    policy = "lean + module:rope=fp32" if cured else None
+    return Program(model, step, is_sick, check={**check, "policy": policy, "steps": 0})

@@ -1,0 +1,53 @@
+"""Several processes: what they send each other in 16 bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from tests.field.report import Program, report
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+if TYPE_CHECKING:
+    from tests.field.report import Amp
+
+AREA = "several processes"
+
+
+def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """Return the model in DDP, with this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    return nn.parallel.DistributedDataParallel(model)
+
+
+@report(
+    "pytorch/pytorch#57410",
+    "pytorch/pytorch#59522",
+    area=AREA,
+    symptom="With compressed communication, finite gradients become inf.",
+    cause="DDP's hook sends gradients in float16, which holds 65504.",
+    command="diagnose",
+    says=r"fp16_compress_hook",
+    truth="(?i)hook|compress",
+    cure="Leave the hook out; on GPUs `bf16_compress_hook` reaches as far as float32.",
+)
+def compressed_gradients(amp: Amp, *, cured: bool) -> Program:
+    """Train with large gradients and the hook."""
+    layer = nn.Linear(8, 1)
+    model = data_parallel(layer)
+    if not cured:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9)
+    x = 300 * torch.randn(16, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast(torch.bfloat16):
+            loss = (model(x).float() - 1000).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    return Program(model, step, lambda: not bool(layer.weight.isfinite().all()))

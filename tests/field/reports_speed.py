@@ -1,0 +1,46 @@
+"""Mixed precision that makes nothing faster or smaller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tests.field.report import SPEED, Program, report
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from tests.field.report import Amp
+
+
+@report(
+    "sgl-project/sglang-omni#1715",
+    "LAION-AI/CLIP_benchmark#8",
+    area=SPEED,
+    symptom="With AMP nothing is faster, and the memory is the same.",
+    cause="The model runs before the context is opened: only the loss is inside.",
+    command="diagnose",
+    says=r"100% of the time in matrix products is in fp32 ones.*inside the autocast",
+    truth="autocast|fp32",
+    cure="Call the model inside the context, too.",
+)
+def only_the_loss_in_autocast(amp: Amp, *, cured: bool) -> Program:
+    """Open the context after the forward pass."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, dtypes = torch.randn(256, 64), set()
+
+    def forward() -> Tensor:
+        y = model(x)
+        dtypes.add(y.dtype)
+        return y
+
+    def step() -> None:
+        optimizer.zero_grad()
+        y = None if cured else forward()
+        with amp.autocast(torch.bfloat16):
+            y = forward() if y is None else y
+            loss = y.float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    return Program(model, step, lambda: dtypes == {torch.float32})
