@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import halfstep as hs
 from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
 from halfstep.policy import Policy, Rule, check_ops, decide, matching_ops
 
@@ -155,7 +156,7 @@ def test_expressions_are_not_guessed() -> None:
     fp16, bf16 = torch.rand(2, 2, dtype=FP16), torch.rand(2, 2, dtype=BF16)
     found = found_in(refusal(lambda: torch.addmv(fp16[0].float(), bf16, bf16[0])))
     assert (found.operation, found.dtypes) == ("addmv", (FP32, BF16))
-    assert "-> addmv got float32, bfloat16. " in line_of(found)
+    assert "-> addmv got float32, bfloat16 (bf16). " in line_of(found)
     fp32 = torch.rand(2, 2)
     with torch.autocast("cpu", BF16):
         error = refusal(lambda: torch.addmm(fp32, bf16, fp32.double()))
@@ -341,3 +342,83 @@ def test_assigned_gradient() -> None:
     assert (found.operation, found.rule) == ("", "")
     assert set(found.dtypes) == {FP32, BF16}
     assert line_of(found).endswith("Cast them to one dtype by hand.")
+
+
+# One dtype that will not do, and custom functions
+
+
+class Refused(nn.Module):
+    """Calls what has no 16-bit kernel, or takes a number that 16 bits do not hold."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.layer = name, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return numbers that depend on the layer."""
+        y = self.layer(x)
+        match self.name:
+            case "masked_fill":
+                return y.masked_fill(y > 0, -1e9)
+            case "logdet":
+                return torch.logdet((y @ y.T).abs() + y)
+            case _:
+                return torch.complex(y, y).abs()
+
+
+@pytest.mark.parametrize("name", ["masked_fill", "logdet", "complex"])
+def test_one_dtype_that_will_not_do(name: str) -> None:
+    """Law: operation, module and rule are named, and the rule mends it."""
+    model = nn.Sequential(Refused(name))
+    low = FP16 if name == "masked_fill" else BF16
+    with pytest.raises(DtypeMismatch) as caught, hs.autocast("cpu", low):
+        model(torch.rand(4, 4))
+    found = caught.value
+    assert (found.operation, found.module, found.dtypes) == (name, "0", (low,))
+    assert found.rule == f"op:{name}=fp32"
+    if name == "masked_fill":
+        assert "got -1e+09, which float16 does not hold" in line_of(found)
+        assert "torch.finfo(x.dtype).min" in line_of(found)
+    with hs.autocast("cpu", low, policy=f"torch + {found.rule}"):
+        model(torch.rand(4, 4))
+
+
+class Product(torch.autograd.Function):
+    """A product that keeps what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x times weight."""
+        ctx.save_for_backward(x, weight)
+        return x @ weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiply by weights in their own dtype."""
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+def test_a_custom_function() -> None:
+    """Law: the function is named, with the decorators that give it one dtype."""
+    x, weight = torch.rand(2, 2, requires_grad=True), torch.rand(2, 2)
+    y = Product.apply(x.bfloat16(), weight.requires_grad_())
+    found = found_in(refusal(y.sum().backward))
+    assert " in Product.backward got " in line_of(found)
+    assert "Decorate Product.forward with halfstep.custom_fwd(device_type='cpu', " in (
+        line_of(found)
+    )
+    assert "Product.backward with halfstep.custom_bwd(device_type='cpu')" in (
+        line_of(found)
+    )
+
+
+def test_a_session_explains_a_backward_pass() -> None:
+    """Law: torch's error in a backward pass becomes ours."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    session = hs.prepare(model, optimizer, "O1", dtype="bf16")
+    with session.autocast():
+        y = Product.apply(session.model(torch.rand(2, 2)), torch.rand(2, 2))
+    with pytest.raises(DtypeMismatch, match=r"custom_bwd"):
+        session.backward(y.float().sum())

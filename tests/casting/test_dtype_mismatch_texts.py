@@ -113,9 +113,7 @@ LOOK_ALIKES = [
     "index_select(): Expected dtype int32 or int64 for index, but got Float",
     "Expected 'indices' to have scalar type Long, Int; but got torch.FloatTensor",
     MATRICES.format("long int", "int"),
-    "value cannot be converted to type at::Half without overflow",
     "result type Float can't be cast to the desired output type Long",
-    "\"addmm_impl_cpu_\" not implemented for 'Half'",
     "quantile() input tensor must be either float or double dtype",
     "Recomputed values have different metadata: torch.float32, torch.bfloat16",
     "torch.nn.functional.binary_cross_entropy is unsafe to autocast.",
@@ -125,7 +123,7 @@ LOOK_ALIKES = [
 
 @pytest.mark.parametrize("text", LOOK_ALIKES)
 def test_look_alikes(text: str) -> None:
-    """Law: shapes, devices, indices, NaN and missing kernels are another matter."""
+    """Law: shapes, devices, indices and NaN are another matter."""
     assert of(text) is None
     assert explain(NotImplementedError(text)) is None
 
@@ -140,7 +138,6 @@ def test_look_alikes(text: str) -> None:
         lambda: torch.rand(2).gather(0, torch.rand(2)),
         lambda: torch.full((2,), 1, dtype=torch.int64).add_(0.5),
         lambda: torch.rand(2, dtype=FP16).fill_(torch.rand(2)),
-        lambda: torch.linalg.inv(torch.rand(2, 2, dtype=FP16)),
         lambda: torch.rand(2, requires_grad=True).add_(1),
     ],
 )

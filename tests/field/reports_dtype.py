@@ -102,7 +102,7 @@ class DecoratedProjection(Projection):
     area=AREA,
     symptom="The backward pass of a custom function: expected Half but found Float.",
     cause="Forward runs under autocast, backward does not: it has two dtypes.",
-    command="run",
+    command="diagnose",
     says=r"Projection.*(custom_fwd|low_precision)",
     truth="Projection|custom_fwd",
     cure="Decorate `forward` with `custom_fwd` and `backward` with `custom_bwd`.",
@@ -184,7 +184,7 @@ def extension_with_two_dtypes(amp: Amp, *, cured: bool) -> Program:
     symptom="Index put requires the source and destination dtypes match.",
     cause="A layer's output in 16 bits is written into `torch.zeros` in float32.",
     command="run",
-    says=r"index_put_ .*\(Net\) got float32, float16.*float32 by hand",
+    says=r"index_put_ .*\(Net\) got float32 \(rows\), float16.*float32 by hand",
     truth="index_put|Index put",
     cure="`rows[kept] = y.to(rows.dtype)`, or make `rows` with `y.new_zeros`.",
 )

@@ -9,30 +9,24 @@ user's runs, neither property nor `__getattr__`, and no frame or tensor is kept.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import linecache
 import re
-from collections import ChainMap
-from dataclasses import dataclass
-from types import BuiltinFunctionType, MethodDescriptorType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
+from halfstep.casting.failed_call import (
+    FailedCall,
+    custom_function,
+    failed_call,
+    frames_of,
+    innermost_module,
+)
 from halfstep.policy.op_tables import FP32, LEAN, LOW, PROMOTE, TABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from types import FrameType
-
-    Frames = list[tuple[FrameType, int]]  # with the instruction each stopped at
     Got = dict[torch.dtype, list[str]]  # with the names of its operands
-    Scope = Mapping[str, object]
-
-T = TypeVar("T")
 
 
 class DtypeMismatch(RuntimeError):  # noqa: N818 -- a public name of the API
@@ -73,22 +67,74 @@ def explain(error: BaseException) -> DtypeMismatch | None:
     """
     text, text_dtypes = _mismatch_in(error)
     if text_dtypes is None:
-        return None
-    frames, in_backward = _frames(error)
-    call = _failed_call(frames)
-    path, module = _innermost_module(frames)
+        return _unsupported(error)
+    frames, in_backward = frames_of(error)
+    call = failed_call(frames)
+    path, module = innermost_module(frames)
     names_by_dtype = _names_by_dtype(call, text_dtypes)
-    if in_backward and module is None:
+    function, method = custom_function(frames)
+    if function:
+        rule, advice = "", _advice_for_function(function, method, call)
+    elif in_backward and module is None:
         rule, advice = "", "No rule reaches a backward pass: cast by hand."
     else:
         rule, advice = _fix_for(call, names_by_dtype, text_dtypes, text)
-    module_text = f"module '{path}'" if path else "the model"
-    where = "" if module is None else f" in {module_text} ({type(module).__name__})"
+    where = f" in {function}.{method}" if function else _where(path, module)
     message = (
         f"{text.rstrip()}\n-> {call.operation or 'an operation'}{where} got "
         f"{_operand_text(names_by_dtype) or 'operands of different dtypes'}. {advice}"
     )
     return DtypeMismatch(message, call.operation, path, tuple(names_by_dtype), rule)
+
+
+def _where(path: str, module: nn.Module | None) -> str:
+    """Return in which module it happened, "" if that is unknown."""
+    name = f"module '{path}'" if path else "the model"
+    return "" if module is None else f" in {name} ({type(module).__name__})"
+
+
+def _advice_for_function(function: str, method: str, call: FailedCall) -> str:
+    """Say how a custom function gets one dtype."""
+    devices = [tensor.device.type for _, tensor in call.operands]
+    device = f"device_type={next(iter(devices), 'cpu')!r}"
+    forward = f"halfstep.custom_fwd({device}, cast_inputs=torch.float32)"
+    if method == "forward":
+        return f"Decorate {function}.forward with {forward}."
+    return (
+        f"Decorate {function}.forward with {forward}, and {function}.backward with "
+        f"halfstep.custom_bwd({device})."
+    )
+
+
+def _unsupported(error: BaseException) -> DtypeMismatch | None:
+    """Return what to raise where one 16-bit dtype will not do, else None."""
+    text = _text_of(error)
+    line = next((one for one in text.splitlines() if _UNSUPPORTED.search(one)), "")
+    low = [dtype for dtype in _dtypes_in(line) if dtype.itemsize == 2]  # noqa: PLR2004
+    if not low:
+        return None
+    dtype, frames = _word(low[-1]), frames_of(error)[0]
+    call, (path, module) = failed_call(frames), innermost_module(frames)
+    name = call.operation or "an operation"
+    rule = f"op:{call.operation.removesuffix('_')}=fp32" if call.operation else ""
+    by_rule = f"keep it in float32 with the policy rule '{rule}', or " if rule else ""
+    by_rule += "call .float()"
+    if "without overflow" in line:
+        bounds = torch.finfo(low[-1])
+        beyond = [n for n in call.numbers if not bounds.min <= n <= bounds.max]
+        number = f"{beyond[0]:g}" if beyond else "a number"
+        extreme = "max" if beyond and beyond[0] > 0 else "min"
+        what = f"got {number}, which {dtype} does not hold"
+        advice = f"Write torch.finfo(x.dtype).{extreme}, or {by_rule}."
+    elif any(tensor.layout != torch.strided for _, tensor in call.operands):
+        what = f"has no {dtype} kernel for sparse tensors"
+        advice = "Run it under autocast(enabled=False), on .float()."
+        rule = ""
+    else:
+        what = f"has no {dtype} kernel"
+        advice = f"{by_rule[0].upper()}{by_rule[1:]}."
+    message = f"{text.rstrip()}\n-> {name}{_where(path, module)} {what}. {advice}"
+    return DtypeMismatch(message, call.operation, path, (low[-1],), rule)
 
 
 def is_about_dtypes(error: BaseException) -> bool:
@@ -106,12 +152,24 @@ def is_about_dtypes(error: BaseException) -> bool:
 
 def _mismatch_in(error: BaseException) -> tuple[str, tuple[torch.dtype, ...] | None]:
     """Return torch's text, and the dtypes in it if it is about mismatching ones."""
-    # A class of the user's own must arrive as it is.
+    text = _text_of(error)
+    return text, _mismatched_dtypes(text)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return torch's text; of a class of the user's own, which must arrive, nothing."""
     package = type(error).__module__.partition(".")[0]
     if not isinstance(error, RuntimeError) or package not in {"builtins", "torch"}:
-        return "", None
-    text = next((arg for arg in error.args if isinstance(arg, str)), "")
-    return text, _mismatched_dtypes(text)
+        return ""
+    return next((arg for arg in error.args if isinstance(arg, str)), "")
+
+
+_UNSUPPORTED = re.compile(
+    r"not implemented for '(BFloat16|Half)'|Low precision dtypes not supported"
+    r"|to be Half, Float or Double tensors but got|without overflow"
+)
+"""What marks a text about one dtype that an operation has no kernel for, or that does
+not hold a number."""
 
 
 _PROMOTE_ERROR = "at::autocast::prioritize"
@@ -175,187 +233,6 @@ def _dtypes_in(text: str) -> tuple[torch.dtype, ...]:
     return tuple(dict.fromkeys(dtype for dtype in dtypes if dtype))
 
 
-# In which module it happened
-
-
-def _frames(error: BaseException) -> tuple[Frames, bool]:
-    """Return the frames, outermost first, of the last backward pass if there is one."""
-    frames: Frames = []
-    in_backward = False
-    step = error.__traceback__
-    while step is not None:
-        if step.tb_frame.f_code.co_name == "_engine_run_backward":
-            frames, in_backward = [], True
-        else:
-            frames.append((step.tb_frame, step.tb_lasti))
-        step = step.tb_next
-    return frames, in_backward
-
-
-def _innermost_module(frames: Frames) -> tuple[str, nn.Module | None]:
-    """Return path and module of the innermost `self` that belongs to the model."""
-    owners = (
-        f.f_locals.get("self") for f, _ in frames if "self" in f.f_code.co_varnames
-    )
-    modules = [value for value in owners if _is_instance(value, nn.Module)]
-    if not modules:
-        return "", None
-    model = _unwrapped(modules[0])
-    paths = _paths(model)
-    module = next((m for m in reversed(modules) if id(m) in paths), model)
-    return paths[id(module)], module
-
-
-def _is_instance(value: object, kind: type[T]) -> TypeGuard[T]:
-    # isinstance would ask the value for its __class__, which may be a property.
-    return issubclass(type(value), kind)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside data parallelism's and torch.compile's wrappers."""
-    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    name = "module" if issubclass(type(module), parallel) else "_orig_mod"
-    inner = _raw_table(module, "_modules").get(name)
-    return _unwrapped(inner) if _is_instance(inner, nn.Module) else module
-
-
-def _paths(model: nn.Module) -> dict[int, str]:
-    """Return id -> path of every module, as `named_modules` gives them."""
-    paths: dict[int, str] = {}
-    to_visit = [("", model)]
-    while to_visit:
-        path, module = to_visit.pop()
-        if id(module) not in paths:
-            paths[id(module)] = path
-            for name, child in reversed(_raw_table(module, "_modules").items()):
-                if _is_instance(child, nn.Module):
-                    to_visit.append((f"{path}.{name}".lstrip("."), child))
-    return paths
-
-
-def _raw_table(module: nn.Module, table: str) -> dict[str, object]:
-    """Return a module's parameters, buffers or modules, whatever its class makes."""
-    contents = object.__getattribute__(module, "__dict__").get(table)
-    return dict(dict.items(contents)) if _is_instance(contents, dict) else {}
-
-
-# Which call it was
-
-
-@dataclass(frozen=True)
-class _Call:
-    operation: str = ""
-    operands: tuple[tuple[str, Tensor], ...] = ()
-    """Names in the source, and what they name."""
-    writes: bool = False
-    """In place, or to out=: no rule reaches those."""
-
-
-_VIEWS = (
-    *("T", "mT", "H", "mH", "data", "t", "transpose", "permute", "view", "view_as"),
-    *("reshape", "flatten", "squeeze", "unsqueeze", "expand", "contiguous", "detach"),
-)
-"""Attributes and methods of a tensor whose value has the tensor's dtype."""
-
-
-def _failed_call(frames: Frames) -> _Call:
-    """Return the call that failed, read from the source of the innermost frame."""
-    for frame, instruction in reversed(frames):
-        # Where names are no function's own, a mapping of the user's may hold them.
-        own = frame.f_locals if frame.f_code.co_flags & inspect.CO_OPTIMIZED else {}
-        scope = ChainMap(own, frame.f_globals)
-        match _expression(frame, instruction):
-            case ast.BinOp(left, ast.MatMult(), right):
-                return _Call("matmul", _operands([left, right], scope))
-            case ast.Subscript() as target:
-                return _Call("index_put_", _operands([target], scope), writes=True)
-            case ast.Call(callee, args, keywords):
-                if name := _operation(callee, frame, scope):
-                    # x of x.addmv(...) is an operand; F of F.linear(...) is no tensor.
-                    owner = [callee.value] if isinstance(callee, ast.Attribute) else []
-                    nodes = [*owner, *args, *(keyword.value for keyword in keywords)]
-                    out = any(keyword.arg == "out" for keyword in keywords)
-                    writes = out or name.endswith("_")
-                    return _Call(name, _operands(nodes, scope), writes)
-                # `func(*args)` or `run(op, args)`: whoever calls that knows more.
-                names = [getattr(arg, "id", type(arg)) for arg in args]
-                if "args" in names or ast.Starred in names:
-                    continue
-        break
-    return _Call()
-
-
-def _expression(frame: FrameType, instruction: int) -> ast.expr | None:
-    """Return the expression that an instruction belongs to, None without source."""
-    positions = dict(enumerate(frame.f_code.co_positions()))
-    line, last, start, end = positions.get(instruction // 2, (None,) * 4)
-    if line is None or last is None or start is None or end is None:
-        return None
-    try:
-        lines = linecache.getlines(frame.f_code.co_filename)[line - 1 : last]
-        source = [text.encode() for text in lines]  # columns are counted in bytes
-        source[-1] = source[-1][:end]
-        source[0] = source[0][start:]
-        text = b"".join(source).decode()[:1000]  # a longer one might nest too deeply
-        return ast.parse(f"({text})", mode="eval").body
-    except (IndexError, SyntaxError, ValueError):
-        return None  # no file, or not the one that was imported
-
-
-def _operation(callee: ast.expr, frame: FrameType, scope: Scope) -> str:
-    """Return aten's name for what a call calls, "" if that is no operation."""
-    names = [getattr(callee, "attr", getattr(callee, "id", ""))]
-    value, code = _static_value(callee, scope)[1], frame.f_code
-    if names[0] not in (*code.co_names, *code.co_varnames, *code.co_freevars):
-        return ""  # the file was edited since
-    if type(value) in (BuiltinFunctionType, MethodDescriptorType):
-        names.insert(0, cast("Any", value).__name__)  # linalg_solve, called as solve
-    elif _is_instance(value, OpOverload) and isinstance(callee, ast.Attribute):
-        names.append(getattr(callee.value, "attr", ""))  # torch.ops.aten.mm.default
-    called = not _is_instance(value, nn.Module)
-    return next((n for n in names if called and hasattr(torch.ops.aten, n)), "")
-
-
-def _operands(
-    nodes: Iterable[ast.expr], scope: Scope
-) -> tuple[tuple[str, Tensor], ...]:
-    """Return the tensors that expressions name, those in their lists included."""
-    named_values: list[tuple[str, object]] = []
-    for node in nodes:
-        if isinstance(node, ast.List | ast.Tuple):
-            named_values += _operands(node.elts, scope)
-        elif isinstance(node, ast.Starred):
-            named_values += [("", item) for _, item in _operands([node.value], scope)]
-        else:
-            name, value = _static_value(node, scope)
-            items = value if type(value) in (list, tuple) else [value]
-            named_values += [(name, item) for item in cast("list[object]", items)]
-    return tuple(
-        (name, item) for name, item in named_values if _is_instance(item, Tensor)
-    )
-
-
-def _static_value(node: ast.expr, scope: Scope) -> tuple[str, object]:
-    """Return name and value of an expression, None if only running it would tell."""
-    match node:
-        case ast.Name(name):
-            return name, scope.get(name)
-        case ast.Attribute(inner, name):
-            label, owner = _static_value(inner, scope)
-            if _is_instance(owner, Tensor):
-                return label, owner if name in _VIEWS else None
-            if _is_instance(owner, nn.Module):
-                for table in ("_parameters", "_buffers", "_modules"):
-                    if name in (contents := _raw_table(owner, table)):
-                        return name, contents[name]
-            # A property comes as the property.
-            return name, inspect.getattr_static(owner, name, None)
-        case ast.Subscript(inner) | ast.Call(ast.Attribute() as inner):
-            label, owner = _static_value(inner, scope)
-            return label, owner if _is_instance(owner, Tensor) else None
-    return "", None
-
-
 # What mends it
 
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -364,7 +241,7 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE = inspect.getattr_static(Tensor, "dtype")
 
 
-def _names_by_dtype(call: _Call, text_dtypes: tuple[torch.dtype, ...]) -> Got:
+def _names_by_dtype(call: FailedCall, text_dtypes: tuple[torch.dtype, ...]) -> Got:
     """Return dtype -> names of operands; torch's text tells what the frame does not."""
     names_by_dtype: Got = {}
     # Subclasses of Tensor, and modes, may otherwise answer for it.
@@ -379,7 +256,7 @@ def _names_by_dtype(call: _Call, text_dtypes: tuple[torch.dtype, ...]) -> Got:
     return (
         names_by_dtype
         if is_complete or not text_dtypes
-        else {dtype: [] for dtype in text_dtypes}
+        else {dtype: names_by_dtype.get(dtype, []) for dtype in text_dtypes}
     )
 
 
@@ -400,7 +277,10 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _fix_for(
-    call: _Call, names_by_dtype: Got, text_dtypes: tuple[torch.dtype, ...], text: str
+    call: FailedCall,
+    names_by_dtype: Got,
+    text_dtypes: tuple[torch.dtype, ...],
+    text: str,
 ) -> tuple[str, str]:
     """Return the rule that mends it, "" if none does, and what to do as a sentence."""
     name = call.operation

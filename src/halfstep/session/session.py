@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from halfstep.casting import convert_model
+from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
 from halfstep.errors import require_type, warn_caller
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
@@ -181,6 +181,9 @@ class Session:
             name: Losses of different names have loss scales of their own. Their
                 gradients are unscaled, and checked, before they are added up. Under
                 DDP each needs a forward pass of its own.
+
+        Raises:
+            DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
         is_tensor = isinstance(loss, Tensor)
         if not is_tensor:
@@ -205,17 +208,22 @@ class Session:
                 self._run_backward(scaler.scale(loss / window.size), second_pass)
             else:
                 self._run_checked(passes, loss, name, scaler)
-        except Exception:
-            # Out of memory half way: what it left must not enter the next update.
-            if first:
-                self.zero_grad()
-            else:
-                window.has_failed = True
-            raise
+        except Exception as error:
+            self._drop_partial_pass(first)
+            mismatch = dtype_mismatch.explain(error)
+            if mismatch is None:
+                raise
+            raise mismatch from error
         if self.model is not self._never_ddp:
             self._grad_sync.after_backward(per_pass=passes is not None)
         if self._checks_versions:
             self._grad_versions = self._read_grad_versions()
+
+    def _drop_partial_pass(self, is_first: bool) -> None:
+        """See that what a failed pass left does not enter the next update."""
+        if is_first:
+            self.zero_grad()
+        self._window.has_failed = not is_first
 
     def _scaler_of_pass(self, name: str) -> LossScaler:
         """Return the scaler of a pass that is unscaled and checked by itself.
