@@ -62,6 +62,12 @@ _EXP = "Subtract the maximum first, or use a function that takes logits."
 MASK = "Leave something in each row unmasked, and mask no class that a target names."
 FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
 CHECKPOINT = "Go back to the last good checkpoint: no loss scale fixes a weight."
+RUNNING_STATS = (
+    "A batch with inf or NaN wrote it, even if its step was skipped: call "
+    "reset_running_stats() and run some batches in train mode. A session of "
+    "halfstep.prepare restores it when it skips the step."
+)
+"""For running statistics of a batch norm that are non-finite."""
 EPSILON = (
     "If Adam or its like updates it in float16 itself (level O3): an eps of 1e-08 is 0 "
     "there, and 0 / 0 is NaN; use eps=6.1e-05, or master weights (level O2)."

@@ -25,6 +25,7 @@ from halfstep.nonfinite.domains import (
     EPSILON,
     FIND,
     MASK,
+    RUNNING_STATS,
     counted,
     local_data,
 )
@@ -335,6 +336,8 @@ class _Graph:
                 return self._nonfinite_weight(value)
             where = f"the {_ROLES.get(name, name)} of {self._describe_op(op)}"
             evidence, advice = _nonfinite_text(value), FIND
+            if name.startswith("running_"):
+                advice = RUNNING_STATS
             if value.dtype == torch.float16 and absmax == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."

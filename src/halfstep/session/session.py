@@ -41,6 +41,7 @@ from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import precision_table, session_notes
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
 from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
+from halfstep.session.running_stats import RunningStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -139,6 +140,7 @@ class Session:
         model_hooks.ExternalStepCheck(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
+        self._running_stats = RunningStats(model) or None
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
@@ -163,9 +165,10 @@ class Session:
                 self.model, self._window.num_done, per_pass=self._passes is not None
             )
         context = self._contexts.select(record=record)
-        self._window.num_contexts += (
-            torch.is_grad_enabled() and not self._num_open_contexts
-        )
+        if torch.is_grad_enabled() and not self._num_open_contexts:
+            if self._running_stats is not None and not self._window.has_begun:
+                self._running_stats.save()
+            self._window.num_contexts += 1
         self._num_open_contexts += 1
         try:
             with sync_context, context:
@@ -243,7 +246,9 @@ class Session:
             self._run_backward(scaled, second_pass=False, keep_graph=keep_graph)
             self._sync_grads()
 
-        passes.run(name, backward, self._params())
+        dropped = passes.run(name, backward, self._params())
+        if dropped is not None and self._running_stats is not None:
+            self._running_stats.restore(dropped)
         if passes.keeps_graphs:
             free_graph(loss)
 
@@ -434,6 +439,8 @@ class Session:
             NonFiniteParam(self._name(param), inf=True, nan=True) for param in left_out
         ]
         found_inf = torch.full((), float(bool(left_out)), device=self._device)
+        if self._running_stats is not None:
+            self._running_stats.restore(found_inf)
         self.scaler.update(found_inf, lambda: tuple(nonfinite))
         return StepReport(
             self._num_attempted,
@@ -509,6 +516,8 @@ class Session:
         """Clear the gradients of a step that is done, and move the loss scale."""
         self._optimizer_step.zero_grad()
         self._window.reset()
+        if self._running_stats is not None:
+            self._running_stats.restore(found_inf)
         scaler.update(found_inf, report.culprits)
 
     def _params(self) -> list[Tensor]:
@@ -697,6 +706,8 @@ class Session:
             self._loss_scalers.load_state_dict(state["scales"])
             self.scaler = self._loss_scalers.get_or_create("", self._device)
         self.zero_grad()
+        if self._running_stats is not None:
+            self._running_stats.save()
         self._num_attempted = state["steps"]["attempted"]
         self._num_skipped.fill_(state["steps"]["skipped"])
         self._lr_schedule.load_state_dict(state["schedule"], self.steps_applied)

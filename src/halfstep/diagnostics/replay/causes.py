@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.diagnostics.replay import op_names
-from halfstep.nonfinite.domains import CHECKPOINT, EPSILON, backward_domain_error
+from halfstep.nonfinite.domains import (
+    CHECKPOINT,
+    EPSILON,
+    RUNNING_STATS,
+    backward_domain_error,
+)
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
@@ -220,7 +225,7 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
     if event.source_kind in {"weight", "buffer"}:
         what = "parameter" if event.source_kind == "weight" else "buffer"
         evidence = f"{what} {event.source} held {values} before the step"
-        path = event.source.rpartition(".")[0]
+        path, _, name = event.source.rpartition(".")
         if event.dtype == torch.float16 and not event.nonfinite.nan:
             # Training skips a step that would make one; a conversion does not.
             rule = module_rule(path) if path else ""
@@ -229,6 +234,7 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
             return _Explanation("weight", evidence, advice, "weight", rule)
         own = event.source_kind == "weight" and event.dtype == torch.float16
         advice = f"{CHECKPOINT} {EPSILON}" if own else CHECKPOINT
+        advice = RUNNING_STATS if name.startswith("running_") else advice
         return _Explanation("weight", evidence, advice, "weight")
     if event.source_kind == "outside" and event.aten_name.startswith("nll_loss"):
         # Its labels are whole numbers.
