@@ -44,7 +44,7 @@ from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
 from halfstep.session.running_stats import RunningStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -345,6 +345,64 @@ class Session:
         else:
             pairs = self._optimizer_step.unscaled_grads(self.scaler)
         return ((self._name(param), gradient) for param, gradient in pairs)
+
+    def grad(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        inputs: Tensor | Sequence[Tensor],
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+        *,
+        create_graph: bool = True,
+        retain_graph: bool | None = None,
+        allow_unused: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Return true gradients for a gradient penalty (WGAN-GP, R1), with their graph.
+
+        As `torch.autograd.grad`, inside `session.autocast()` or after it. In fp16 the
+        pass is scaled, so that small gradients do not become zero, and the result
+        unscaled; inf and NaN reach the loss, and `step` skips. Not with
+        `torch.compile`, which cannot differentiate twice.
+
+        Args:
+            outputs: Of the model, of any shape; not scaled.
+            inputs: To differentiate by; they require gradients.
+            grad_outputs: Of the shape of each output; None for one of shape ().
+            create_graph: The gradients may be part of a loss.
+            retain_graph: Keep the graph of the outputs; None: as `create_graph`.
+            allow_unused: Return None for an input that no output depends on.
+
+        Returns:
+            One gradient for each input, of its shape, in fp32 also where that is in 16
+            bits.
+
+        Raises:
+            RuntimeError: torch's, such as for an input that is not used.
+
+        Example:
+            >>> import halfstep as hs
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            >>> session = hs.prepare(model, optimizer, "O1", dtype="bf16")
+            >>> real = torch.tensor([[1.0, 3.0]], requires_grad=True)
+            >>> with session.autocast():
+            ...     score = session.model(real).sum()
+            ...     (slope,) = session.grad(score, real)
+            ...     loss = -score + 5 * slope.square().sum(1).mean()  # R1
+            >>> session.backward(loss)
+            >>> session.step().applied
+            True
+        """
+        many = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        # Operations of the pass run in the formats that the forward pass gave them.
+        with torch.autocast(self._device.type, enabled=False):
+            return self.scaler.grad(
+                many,
+                inputs,
+                grad_outputs,
+                create_graph=create_graph,
+                retain_graph=retain_graph,
+                allow_unused=allow_unused,
+            )
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
