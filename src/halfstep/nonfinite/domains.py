@@ -62,6 +62,11 @@ _EXP = "Subtract the maximum first, or use a function that takes logits."
 MASK = "Leave something in each row unmasked, and mask no class that a target names."
 FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
 CHECKPOINT = "Go back to the last good checkpoint: no loss scale fixes a weight."
+UNSCALE = (
+    "Divide such gradients by the loss scale before they become part of a loss: "
+    "grads / scaler.get_scale(); or take them by session.grad of halfstep.prepare."
+)
+"""For a penalty on gradients of a scaled loss."""
 RUNNING_STATS = (
     "A batch with inf or NaN wrote it, even if its step was skipped: call "
     "reset_running_stats() and run some batches in train mode. A session of "

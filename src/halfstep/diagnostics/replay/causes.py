@@ -13,6 +13,7 @@ from halfstep.nonfinite.domains import (
     CHECKPOINT,
     EPSILON,
     RUNNING_STATS,
+    UNSCALE,
     backward_domain_error,
 )
 from halfstep.nonfinite.origin import BadOp, module_rule
@@ -75,6 +76,8 @@ class ReplayContext:
     """The event at scale 1; None if all was finite there."""
     boundary: float | None = None
     """Largest gradient that the loss passes to the model at scale 1."""
+    grad_scale: float = 1.0
+    """Loss scale that gradients in the loss were not divided by."""
     processes: int = 1
     """That average gradients: inf or NaN made by one is seen by all."""
 
@@ -186,7 +189,7 @@ def _explain(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
     """Return cause, evidence and advice by the first check that applies."""
     checks = (
         *(_summed, _came_in, _masked, _constant, _undefined, _not_a_number),
-        *(_diverged, _in_loss, _forward, _backward),
+        *(_scaled_penalty, _diverged, _in_loss, _forward, _backward),
     )
     explanations = (check(event, context) for check in checks)
     return next(explanation for explanation in explanations if explanation is not None)
@@ -328,6 +331,19 @@ def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation
         f"its inputs reach {inputs:.1e} only"
     )
     return _Explanation("zero", evidence, _PRINT, event.phase)
+
+
+def _scaled_penalty(
+    event: NonFiniteEvent, context: ReplayContext
+) -> _Explanation | None:
+    """Check for a loss of gradients that were taken of a scaled loss."""
+    if context.grad_scale == 1:
+        return None
+    evidence = (
+        "gradients that torch.autograd.grad took of a loss times its scale "
+        f"{context.grad_scale:g} are part of this loss; {_evidence(event)}"
+    )
+    return _Explanation("loss function", evidence, UNSCALE, event.phase)
 
 
 def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
