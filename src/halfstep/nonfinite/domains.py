@@ -73,11 +73,6 @@ RUNNING_STATS = (
     "halfstep.prepare restores it when it skips the step."
 )
 """For running statistics of a batch norm that are non-finite."""
-EPSILON = (
-    "If Adam or its like updates it in float16 itself (level O3): an eps of 1e-08 is 0 "
-    "there, and 0 / 0 is NaN; use eps=6.1e-05, or master weights (level O2)."
-)
-"""For a parameter in float16 that is non-finite."""
 
 
 def _is_zero(values: Tensor) -> Tensor:

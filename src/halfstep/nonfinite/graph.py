@@ -22,8 +22,6 @@ from torch.utils import _python_dispatch
 
 from halfstep.nonfinite import domains
 from halfstep.nonfinite.domains import (
-    CHECKPOINT,
-    EPSILON,
     FIND,
     MASK,
     RUNNING_STATS,
@@ -31,6 +29,7 @@ from halfstep.nonfinite.domains import (
     counted,
     local_data,
 )
+from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
@@ -393,10 +392,9 @@ class _Graph:
         return None
 
     def _nonfinite_weight(self, parameter: Tensor) -> GraphCause:
-        is_fp16 = parameter.dtype == torch.float16
-        advice = f"{CHECKPOINT} {EPSILON}" if is_fp16 else CHECKPOINT
         name, evidence = self.name_of(parameter), _nonfinite_text(parameter)
-        return GraphCause("weights", name, evidence, advice, _nonfinite_kind(parameter))
+        advice, kind = weight_advice(parameter), _nonfinite_kind(parameter)
+        return GraphCause("weights", name, evidence, advice, kind)
 
     def domain_error(self, op: _Op, phase: str = "forward") -> GraphCause | None:
         """Check for values at which it, or its slope, is infinite or undefined."""

@@ -18,6 +18,7 @@ from halfstep.diagnostics.replay.module_stack import ModuleStack
 from halfstep.diagnostics.replay.op_trace import OpTracer, OutOfRange
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
+from halfstep.distributed.ddp import unwrap
 from halfstep.errors import UserError, require
 from halfstep.nonfinite.graph import is_unscaled
 from halfstep.scaling.collapse import LossHistory
@@ -105,7 +106,9 @@ def find_nonfinite(
         for loss in losses:
             history.add(float(loss))
     context = ReplayContext(
-        number, scale, history, len(steps), processes=process_group.world_size()
+        *(number, scale, history, len(steps)),
+        root=unwrap(model),
+        processes=process_group.world_size(),
     )
 
     def replay(scale: float) -> _ReplayResult:
