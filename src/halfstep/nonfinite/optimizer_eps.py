@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BY_ROOT = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop)
 """They divide by sqrt(v) + eps: where v is 0, by eps alone."""
 
-CURE = "use eps=6.1e-05, or master weights (level O2)"
+CURE = "eps=6.1e-05, or master weights (level O2)"
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def weight_advice(weight: Tensor, default: str = CHECKPOINT) -> str:
         for underflow in eps_underflows(optimizer):
             params = optimizer.param_groups[underflow.group]["params"]
             if any(param is weight for param in params):
-                return f"{underflow}: {CURE}, from the last good checkpoint."
+                return f"{underflow}: use {CURE}, from the last good checkpoint."
     if optimizers:
         return default
     return (
         f"{default} If Adam or its like updates it in float16 itself (level O3): an "
-        f"eps of 1e-08 is 0 there, and 0 / 0 is NaN; {CURE}."
+        f"eps of 1e-08 is 0 there, and 0 / 0 is NaN; use {CURE}."
     )

@@ -267,8 +267,9 @@ def _stored(event: NonFiniteEvent, context: ReplayContext, values: str) -> _Expl
     elif name.startswith("running_"):
         advice = RUNNING_STATS
     if is_weight and context.root is not None:
-        weight = context.root.get_parameter(event.source)
-        advice = weight_advice(weight, advice)
+        default = advice
+        advice = weight_advice(context.root.get_parameter(event.source), default)
+        rule = rule if advice.startswith(default) else ""
     return _Explanation("weight", evidence, advice, "weight", rule)
 
 
