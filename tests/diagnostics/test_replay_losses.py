@@ -226,3 +226,27 @@ def test_targets_and_weights_of_a_loss(
     bad = required(hs.find_nonfinite(model, lambda: loss_of(model(X))))
     assert (bad.module, bad.op, bad.cause) == ("loss", op, cause), str(bad)
     assert evidence in bad.evidence
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_penalty_on_scaled_gradients(*, unscaled: bool) -> None:
+    """Law: where gradients in a loss are scaled, the cure is to divide them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    scaler = hs.GradScaler("cpu", init_scale=2.0**12)
+
+    def step() -> Tensor:
+        x = X.clone().requires_grad_()
+        with hs.autocast("cpu", torch.float16):
+            scores = model(x)
+        scaled = scaler.scale(scores.sum())
+        (slope,) = torch.autograd.grad(scaled, x, create_graph=True)
+        slope = slope / scaler.get_scale() if unscaled else slope
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    bad = hs.find_nonfinite(model, step, scale=2.0**12)
+    assert (bad is None) == unscaled
+    if bad is not None:
+        assert bad.cause == "loss function"
+        assert "of a loss times its scale 4096 are part" in bad.evidence
+        assert "grads / scaler.get_scale()" in bad.advice

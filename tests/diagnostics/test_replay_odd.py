@@ -318,6 +318,17 @@ def test_a_running_variance_below_zero() -> None:
     assert found(model) is None
 
 
+def test_running_statistics_with_nan() -> None:
+    """Law: statistics that a bad batch wrote are reset, and no checkpoint is needed."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model(torch.full((4, 8), torch.inf))
+    bad = required(found(model.eval()))
+    assert "buffer 1.running_mean held NaN" in bad.evidence
+    assert "reset_running_stats()" in bad.advice
+    model[1].reset_running_stats()  # type: ignore[operator]
+    assert found(model) is None
+
+
 def test_words_and_places_that_are_not_there() -> None:
     """Law: an index beyond a bag's table, or beyond what a gather has, is told."""
 

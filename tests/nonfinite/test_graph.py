@@ -268,6 +268,16 @@ def test_data_too_large_for_float16_is_told_apart() -> None:
     assert look(BF16, model, lambda: loss_of(model, x)) is None
 
 
+def test_a_gradient_that_a_scale_made_too_large() -> None:
+    """Law: an inf at each place, as of scaled ones, is no batch to be scaled down."""
+    model, x = mlp(), torch.randn(4, 8, requires_grad=True)
+    with torch.autocast("cpu", FP16):
+        scaled = model(x).float().sum() * 2.0**17
+    (slope,) = torch.autograd.grad(scaled, x, create_graph=True)
+    finding = required(find_in_graph(slope.square().mean(), str))
+    assert "If it is the gradient of a scaled loss" in finding.advice
+
+
 def test_a_head_alone_is_not_confused_with_its_softmax() -> None:
     """Law: the product that overflows is named, not the cast and softmax behind it."""
     model = nn.Linear(8, 3)

@@ -380,4 +380,5 @@ def test_running_statistics_count_where_they_are_used() -> None:
     finding = required(find_in_graph(norm.eval()(x).sum(), name))
     assert finding.cause == "data"
     assert finding.where == "the running_mean of batch_norm (w(8,), w(4,8))"
+    assert "reset_running_stats()" in finding.advice
     assert finding.evidence == "it holds NaN at 8 of 8 places"

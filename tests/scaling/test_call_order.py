@@ -37,6 +37,12 @@ class Loop:
         """Run a backward pass of a scaled loss."""
         self.scaler.scale(self.loss()).backward()
 
+    def penalty(self) -> torch.Tensor:
+        """Return the mean square of the gradients of a scaled loss."""
+        scaled, params = self.scaler.scale(self.loss()), [*self.model.parameters()]
+        grads = torch.autograd.grad(scaled, params, create_graph=True)
+        return torch.stack([grad.square().mean() for grad in grads]).mean()
+
     def clip(self) -> None:
         """Clip gradients as they are."""
         nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
@@ -100,6 +106,12 @@ def added_to(loop: Loop) -> None:
     loop.finish()
 
 
+def penalized(loop: Loop) -> None:
+    """Add a penalty on gradients of a scaled loss."""
+    loop.scaler.scale(loop.loss() + loop.penalty()).backward()
+    loop.finish()
+
+
 def made_anew(loop: Loop) -> None:
     """Make a scaler for each step."""
     loop.scaler = GradScaler("cpu", init_scale=1024.0)
@@ -127,6 +139,7 @@ WRONG: dict[Callable[[Loop], None], str] = {
     dropped: "no gradient is left to step with",
     backward_inside: "Leave the context before backward",
     added_to: "after the last micro-batch",
+    penalized: r"no loss after that divides .* scale 1024. .*grads / scaler.get_scale",
     made_anew: "Make one before the loop",
     updated_between: r"update\(\) came between the steps of two optimizers",
 }
@@ -210,13 +223,30 @@ def shared(loop: Loop) -> None:
 
 
 def penalty(loop: Loop) -> None:
-    """Take a gradient of a scaled loss before the backward pass."""
-    params = list(loop.model.parameters())
-    grads = torch.autograd.grad(
-        loop.scaler.scale(loop.loss()), params, create_graph=True
-    )
-    size = sum(grad.square().sum() for grad in grads) / 1024.0**2
+    """Divide a penalty by the square of the scale, with its weight."""
+    size = loop.penalty() * (10 / loop.scaler.get_scale() ** 2)
     loop.scaler.scale(loop.loss() + size).backward()
+    loop.finish()
+
+
+def penalty_of_torchs_page(loop: Loop) -> None:
+    """Divide the gradients, as torch's page on AMP does."""
+    scaled, params = loop.scaler.scale(loop.loss()), [*loop.model.parameters()]
+    scaled_grads = torch.autograd.grad(scaled, params, create_graph=True)
+    inv_scale = 1.0 / loop.scaler.get_scale()
+    grads = [grad * inv_scale for grad in scaled_grads]
+    with torch.autocast("cpu", torch.float16):
+        size = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    loop.scaler.scale(loop.loss() + size).backward()
+    loop.finish()
+
+
+def penalty_by_itself(loop: Loop) -> None:
+    """Scale a penalty that is divided, amid losses without one."""
+    size = loop.penalty() / loop.scaler.get_scale() ** 2
+    loop.penalty()
+    for loss in (loop.loss(), size, loop.loss()):
+        loop.scaler.scale(loss).backward()
     loop.finish()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep._torch.optimizer_params import named_parameters
+from halfstep.nonfinite.optimizer_eps import CURE, eps_underflows
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 
@@ -75,6 +76,8 @@ class RoundedState:
                     )
                 )
         self._check_moments(optimizer)
+        for each in eps_underflows(optimizer):
+            self._say(_finding(each.optimizer, str(each), f"Use {CURE}."))
 
     def _check_moments(self, optimizer: Optimizer) -> None:
         """Find second moments that became 0: the next update is lr * m / eps."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from halfstep.nonfinite.domains import UNSCALE
 from halfstep.reporting.finding import Finding
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ _SCALED_TWICE = _finding(
     "a gradient of a scaled loss is part of a loss that is scaled again, and "
     "scaler.get_scale() was not asked: the penalty is taken of gradients times the "
     "scale",
-    "Divide them first, grads = [g / scaler.get_scale() for g in grads]; or take "
-    "session.grad(outputs, inputs).",
+    UNSCALE,  # as of the watch over the calls: said once
 )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
 from halfstep.machine import hardware
+from halfstep.nonfinite.optimizer_eps import eps_underflows
 from halfstep.numerics import formats
 from halfstep.policy import levels
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,13 @@ def weight_nan_warning(
     """
     if not choice.level.low_weights or masters:
         return ""
-    for group in optimizer.param_groups:
-        epsilon = group.get("eps")
-        if (
-            isinstance(epsilon, float)
-            and epsilon
-            and not torch.tensor(epsilon, dtype=choice.format.dtype)
-        ):
-            return (
-                f"eps={epsilon:g} rounds to 0 in {choice.format}, in which level "
-                f"{choice.level} keeps the optimizer's state: weights will become "
-                f"NaN. Use eps={choice.format.min_normal:.1e}, or level O2."
-            )
+    for underflow in eps_underflows(optimizer, choice.format.dtype):
+        what, end = "is all that an update divides by if v is 0", "overflow"
+        if underflow.is_zero:
+            what, end = "rounds to 0", "become NaN"
+        return (
+            f"eps={underflow.eps:g} {what} in {choice.format}, in which level "
+            f"{choice.level} keeps the optimizer's state: weights will {end}. "
+            f"Use eps={choice.format.min_normal:.1e}, or level O2."
+        )
     return ""

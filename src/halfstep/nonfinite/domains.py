@@ -62,11 +62,17 @@ _EXP = "Subtract the maximum first, or use a function that takes logits."
 MASK = "Leave something in each row unmasked, and mask no class that a target names."
 FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
 CHECKPOINT = "Go back to the last good checkpoint: no loss scale fixes a weight."
-EPSILON = (
-    "If Adam or its like updates it in float16 itself (level O3): an eps of 1e-08 is 0 "
-    "there, and 0 / 0 is NaN; use eps=6.1e-05, or master weights (level O2)."
+UNSCALE = (
+    "Divide such gradients by the loss scale before they become part of a loss: "
+    "grads / scaler.get_scale(); or take them by session.grad of halfstep.prepare."
 )
-"""For a parameter in float16 that is non-finite."""
+"""For a penalty on gradients of a scaled loss."""
+RUNNING_STATS = (
+    "A batch with inf or NaN wrote it, even if its step was skipped: call "
+    "reset_running_stats() and run some batches in train mode. A session of "
+    "halfstep.prepare restores it when it skips the step."
+)
+"""For running statistics of a batch norm that are non-finite."""
 
 
 def _is_zero(values: Tensor) -> Tensor:

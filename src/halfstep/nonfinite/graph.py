@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 
 from halfstep.nonfinite import domains
 from halfstep.nonfinite.domains import (
-    CHECKPOINT,
-    EPSILON,
     FIND,
     MASK,
+    RUNNING_STATS,
+    UNSCALE,
     counted,
     local_data,
 )
+from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
@@ -120,6 +122,49 @@ def find_in_graph(loss: Tensor, name_of: Namer) -> GraphCause | None:
         )
         findings = (check(op) for op in graph.candidate_ops() for check in checks)
     return next(filter(None, findings), None)
+
+
+def loss_scale_of(output: Tensor) -> float:
+    """Return the power of two in fp32 that a scaler has multiplied it by; 1 for none.
+
+    Reshaping and summing may have come after. Synchronizes.
+    """
+    node = output.grad_fn
+    while node is not None:
+        for dtype, number in _numbers(node, "Mul"):
+            if dtype == torch.float32 and math.frexp(number)[0] == 0.5:  # noqa: PLR2004
+                return number
+        edges = _edges(node)
+        node = edges[0][0] if len(edges) == 1 else None
+    return 1.0
+
+
+def is_unscaled(loss: Tensor, scale: float) -> bool:
+    """Return whether an operation behind a loss may divide by its scale. Synchronizes.
+
+    By that or its square, with a weight in it: by the root of the scale at least.
+    """
+    nodes = () if loss.grad_fn is None else _upstream(loss.grad_fn, lambda _: True)
+    multiplied = [n for node in nodes for _, n in _numbers(node, "Mul")]
+    divided = [n for node in nodes for _, n in _numbers(node, "Div")]
+    root = math.sqrt(scale)
+    return any(0 < abs(n) * root <= 1 for n in multiplied) or any(
+        abs(n) >= root for n in divided
+    )
+
+
+def _numbers(node: Node, kind: str) -> list[tuple[torch.dtype, float]]:
+    """Return single numbers, with their dtypes, that a node of some kind has saved."""
+    if not node.name().startswith(f"{kind}Backward"):
+        return []
+    numbers = []
+    for name in ("other", "self"):
+        # Freed; and what a replay traces are operations of the program.
+        with suppress(RuntimeError), _python_dispatch._disable_current_modes():  # noqa: SLF001
+            value = getattr(node, f"_saved_{name}", None)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                numbers.append((value.dtype, float(value.detach())))
+    return numbers
 
 
 # Operations, by the names of their nodes without "Backward0"
@@ -335,17 +380,21 @@ class _Graph:
                 return self._nonfinite_weight(value)
             where = f"the {_ROLES.get(name, name)} of {self._describe_op(op)}"
             evidence, advice = _nonfinite_text(value), FIND
+            if name.startswith("running_"):
+                advice = RUNNING_STATS
             if value.dtype == torch.float16 and absmax == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."
+                if value.numel() > 1 and value.isinf().all():
+                    advice = "If it is the gradient of a scaled loss, the scale is "
+                    advice += f"halved until it fits. {UNSCALE}"
             return GraphCause("data", where, evidence, advice, _nonfinite_kind(value))
         return None
 
     def _nonfinite_weight(self, parameter: Tensor) -> GraphCause:
-        is_fp16 = parameter.dtype == torch.float16
-        advice = f"{CHECKPOINT} {EPSILON}" if is_fp16 else CHECKPOINT
         name, evidence = self.name_of(parameter), _nonfinite_text(parameter)
-        return GraphCause("weights", name, evidence, advice, _nonfinite_kind(parameter))
+        advice, kind = weight_advice(parameter), _nonfinite_kind(parameter)
+        return GraphCause("weights", name, evidence, advice, kind)
 
     def domain_error(self, op: _Op, phase: str = "forward") -> GraphCause | None:
         """Check for values at which it, or its slope, is infinite or undefined."""

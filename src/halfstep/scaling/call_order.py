@@ -18,6 +18,8 @@ from torch.autograd import Variable
 
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.errors import warn_caller
+from halfstep.nonfinite.domains import UNSCALE
+from halfstep.nonfinite.graph import is_unscaled, loss_scale_of
 from halfstep.numerics.formats import word
 from halfstep.reporting.finding import Finding
 from halfstep.scaling.loss_scale import FP32_MAX
@@ -67,7 +69,8 @@ class CallOrderWatch:
     Warns of: gradients changed before they are unscaled; an optimizer stepped without
     the scaler; a backward pass, or gradients dropped, between `unscale_` and `step`; a
     backward pass inside autocast; a loss computed outside of it; a scaler made anew in
-    each epoch; `update` between the steps of two optimizers.
+    each epoch; `update` between the steps of two optimizers; a penalty on gradients of
+    a scaled loss.
 
     Args:
         say: Takes each finding, once.
@@ -94,6 +97,10 @@ class CallOrderWatch:
         """By id of an optimizer that was unscaled, and not stepped: its parameters."""
         self._stepped: set[int] = set()
         """Ids of optimizers that were stepped; their step unscales, too."""
+        self._has_scaled_graph = False
+        """A scaled loss was differentiated with `create_graph=True`."""
+        self._undivided_scale: float | None = None
+        """Loss scale that no loss after that divides by; 0: one does; None: no loss."""
         self._said: set[str] = set()
 
     @property
@@ -115,6 +122,9 @@ class CallOrderWatch:
         if loss.grad_fn is None:
             return
         _refuse_mixed_loss(loss)
+        if self._has_scaled_graph and self._undivided_scale != 0:
+            scale = loss_scale_of(scaled)
+            self._undivided_scale = 0.0 if is_unscaled(loss, scale) else scale
         self._is_pending = True
         weights = _leaves(loss.grad_fn)
         self._weights = [(weakref.ref(each), each._version) for each in weights]  # noqa: SLF001
@@ -136,6 +146,9 @@ class CallOrderWatch:
 
     def _in_backward(self, gradient: Tensor) -> None:
         """Ask to be called when this backward pass has ended, DDP's part included."""
+        if torch.is_grad_enabled():
+            self._has_scaled_graph = True
+            return
         is_inside = torch.is_autocast_enabled(gradient.device.type)
 
         def after_others() -> None:
@@ -260,10 +273,18 @@ class CallOrderWatch:
 
     def on_update(self) -> None:
         """Close an iteration."""
+        if self._undivided_scale:
+            self._find(
+                "gradients were taken of scaler.scale(...) with create_graph=True, and "
+                "no loss after that divides them by the loss scale "
+                f"{self._undivided_scale:g}: a penalty on them grows with it",
+                UNSCALE,
+            )
         norms = [norm for _, norm in self._grads.values()]
         if not norms or bool(torch.stack(norms).isfinite().all()):
             self._num_iterations += 1  # an overflow shows nothing
-        self._is_pending = False
+        self._is_pending = self._has_scaled_graph = False
+        self._undivided_scale = None
         self._overdue = {
             key: version
             for key, (version, _) in self._grads.items()

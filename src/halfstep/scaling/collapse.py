@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from halfstep._torch import async_read
 from halfstep._torch.async_read import DelayedScalars
 from halfstep.errors import UserError, require, require_type
-from halfstep.nonfinite.domains import EPSILON
+from halfstep.nonfinite import optimizer_eps
 from halfstep.nonfinite.graph import GraphCause, find_in_graph
 from halfstep.scaling.skip_log import SkipLog
 from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
@@ -460,7 +460,7 @@ def find_cause(
     drifted = finding is not None and finding.cause in {"range", "weights"}
     diverged = losses.has_diverged(value) and (drifted or finding is None)
     # Adam in float16 is as likely to have made NaN of weights after a few steps.
-    is_epsilon_advice = finding is not None and EPSILON in finding.advice
+    is_epsilon_advice = finding is not None and optimizer_eps.CURE in finding.advice
     if diverged or (drifted and losses.is_early and not is_epsilon_advice):
         last = value if math.isfinite(value) else losses.last
         evidence = f"the forward pass worked for {losses.applied} steps only"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError
+from halfstep.numerics.exponents import power_of_two
 from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
 from halfstep.scaling.strategies import make_strategy
@@ -81,12 +82,39 @@ class LossScaler:
             self.state = replace(self.state, scale=first_scale)
             self.monitor.on_external_set()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, in fp32 at least."""
-        wide, scale = torch.promote_types(loss.dtype, torch.float32), self.state.scale
+    def scale(self, loss: Tensor, factor: Tensor | None = None) -> Tensor:
+        """Return the loss times the scale, or another factor, in fp32 at least."""
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        scale = self.state.scale if factor is None else factor
         if scale.device != loss.device:
             scale = to_device_async(scale, loss.device)
         return loss.to(wide) * scale
+
+    def grad(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Tensor | Sequence[Tensor],
+        grad_outputs: Tensor | Sequence[Tensor | None] | None,
+        **options: Any,  # noqa: ANN401 -- torch's
+    ) -> tuple[Tensor, ...]:
+        """Return unscaled gradients in fp32 at least, as `torch.autograd.grad`.
+
+        Why the root of the scale: a loss of these gradients goes back through the pass
+        that made them, where what is left of its scale is the scale over this factor.
+        With the scale itself the first pass would overflow at 65536, for the gradient
+        of an output is 1, and the second would underflow.
+
+        Args:
+            outputs: Not scaled.
+            inputs: To differentiate by.
+            grad_outputs: As in torch; of the outputs as they are.
+            options: Of `torch.autograd.grad`.
+        """
+        factor = power_of_two((self.state.scale.log2() / 2).floor())
+        scaled = [self.scale(output, factor) for output in outputs]
+        grads = torch.autograd.grad(scaled, inputs, grad_outputs, **options)
+        inverse = factor.reciprocal()
+        return tuple(g if g is None else self.scale(g, inverse) for g in grads)
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any was not finite."""

@@ -232,14 +232,19 @@ class BackwardPasses:
         name: str,
         backward: Callable[[bool], None],
         parameters: Sequence[Tensor],
-    ) -> None:
-        """Run one backward pass, which fills `.grad`; its argument: keep the graph."""
+    ) -> Tensor | None:
+        """Run one backward pass, which fills `.grad`; its argument: keep the graph.
+
+        Returns:
+            1.0 if it is left out of the step, else 0.0, shape (); None if none ever is.
+        """
         self._last_name = name
         scaler, retries = self._loss_scalers.get(name), self._on_overflow.times
         found_inf = run_pass(
             scaler, backward, parameters, retries=retries, group=self._group
         )
         self._accumulate(found_inf, parameters)
+        return found_inf if self._on_overflow.drops else None
 
     def unscale_earlier(self, parameters: Sequence[Tensor]) -> None:
         """Take in gradients that passes without a name have left in `.grad`."""

@@ -44,6 +44,11 @@ class AccumulationWindow:
         """Micro-batches whose gradients no step has used yet."""
         return self.num_done + (self.loss is not None)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of it has been computed."""
+        return bool(self.num_contexts or self.num_pending)
+
     def reset(self) -> None:
         """Begin the next window."""
         self.num_done, self.loss, self.has_gradients = 0, None, False

@@ -41,9 +41,10 @@ from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import precision_table, session_notes
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
 from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
+from halfstep.session.running_stats import RunningStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -139,6 +140,7 @@ class Session:
         model_hooks.ExternalStepCheck(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
+        self._running_stats = RunningStats(model) or None
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
@@ -163,9 +165,10 @@ class Session:
                 self.model, self._window.num_done, per_pass=self._passes is not None
             )
         context = self._contexts.select(record=record)
-        self._window.num_contexts += (
-            torch.is_grad_enabled() and not self._num_open_contexts
-        )
+        if torch.is_grad_enabled() and not self._num_open_contexts:
+            if self._running_stats is not None and not self._window.has_begun:
+                self._running_stats.save()
+            self._window.num_contexts += 1
         self._num_open_contexts += 1
         try:
             with sync_context, context:
@@ -251,7 +254,9 @@ class Session:
             self._run_backward(scaled, second_pass=False, keep_graph=keep_graph)
             self._sync_grads()
 
-        passes.run(name, backward, self._params())
+        dropped = passes.run(name, backward, self._params())
+        if dropped is not None and self._running_stats is not None:
+            self._running_stats.restore(dropped)
         if passes.keeps_graphs:
             free_graph(loss)
 
@@ -349,6 +354,64 @@ class Session:
             pairs = self._optimizer_step.unscaled_grads(self.scaler)
         return ((self._name(param), gradient) for param, gradient in pairs)
 
+    def grad(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        inputs: Tensor | Sequence[Tensor],
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+        *,
+        create_graph: bool = True,
+        retain_graph: bool | None = None,
+        allow_unused: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Return true gradients for a gradient penalty (WGAN-GP, R1), with their graph.
+
+        As `torch.autograd.grad`, inside `session.autocast()` or after it. In fp16 the
+        pass is scaled, so that small gradients do not become zero, and the result
+        unscaled; inf and NaN reach the loss, and `step` skips. Not with
+        `torch.compile`, which cannot differentiate twice.
+
+        Args:
+            outputs: Of the model, of any shape; not scaled.
+            inputs: To differentiate by; they require gradients.
+            grad_outputs: Of the shape of each output; None for one of shape ().
+            create_graph: The gradients may be part of a loss.
+            retain_graph: Keep the graph of the outputs; None: as `create_graph`.
+            allow_unused: Return None for an input that no output depends on.
+
+        Returns:
+            One gradient for each input, of its shape, in fp32 also where that is in 16
+            bits.
+
+        Raises:
+            RuntimeError: torch's, such as for an input that is not used.
+
+        Example:
+            >>> import halfstep as hs
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            >>> session = hs.prepare(model, optimizer, "O1", dtype="bf16")
+            >>> real = torch.tensor([[1.0, 3.0]], requires_grad=True)
+            >>> with session.autocast():
+            ...     score = session.model(real).sum()
+            ...     (slope,) = session.grad(score, real)
+            ...     loss = -score + 5 * slope.square().sum(1).mean()  # R1
+            >>> session.backward(loss)
+            >>> session.step().applied
+            True
+        """
+        many = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        # Operations of the pass run in the formats that the forward pass gave them.
+        with torch.autocast(self._device.type, enabled=False):
+            return self.scaler.grad(
+                many,
+                inputs,
+                grad_outputs,
+                create_graph=create_graph,
+                retain_graph=retain_graph,
+                allow_unused=allow_unused,
+            )
+
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
 
@@ -442,6 +505,8 @@ class Session:
             NonFiniteParam(self._name(param), inf=True, nan=True) for param in left_out
         ]
         found_inf = torch.full((), float(bool(left_out)), device=self._device)
+        if self._running_stats is not None:
+            self._running_stats.restore(found_inf)
         self.scaler.update(found_inf, lambda: tuple(nonfinite))
         return StepReport(
             self._num_attempted,
@@ -517,6 +582,8 @@ class Session:
         """Clear the gradients of a step that is done, and move the loss scale."""
         self._optimizer_step.zero_grad()
         self._window.reset()
+        if self._running_stats is not None:
+            self._running_stats.restore(found_inf)
         scaler.update(found_inf, report.culprits)
 
     def _params(self) -> list[Tensor]:
@@ -705,6 +772,8 @@ class Session:
             self._loss_scalers.load_state_dict(state["scales"])
             self.scaler = self._loss_scalers.get_or_create("", self._device)
         self.zero_grad()
+        if self._running_stats is not None:
+            self._running_stats.save()
         self._num_attempted = state["steps"]["attempted"]
         self._num_skipped.fill_(state["steps"]["skipped"])
         self._lr_schedule.load_state_dict(state["schedule"], self.steps_applied)

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.diagnostics.replay import op_names
-from halfstep.nonfinite.domains import CHECKPOINT, EPSILON, backward_domain_error
+from halfstep.nonfinite.domains import (
+    CHECKPOINT,
+    RUNNING_STATS,
+    UNSCALE,
+    backward_domain_error,
+)
+from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from halfstep.diagnostics.replay.module_stack import Place
     from halfstep.diagnostics.replay.op_trace import NonFiniteEvent, OutOfRange
     from halfstep.scaling.collapse import LossHistory
@@ -70,6 +78,10 @@ class ReplayContext:
     """The event at scale 1; None if all was finite there."""
     boundary: float | None = None
     """Largest gradient that the loss passes to the model at scale 1."""
+    root: nn.Module | None = None
+    """The model, without wrappers."""
+    grad_scale: float = 1.0
+    """Loss scale that gradients in the loss were not divided by."""
     processes: int = 1
     """That average gradients: inf or NaN made by one is seen by all."""
 
@@ -181,7 +193,7 @@ def _explain(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
     """Return cause, evidence and advice by the first check that applies."""
     checks = (
         *(_summed, _came_in, _masked, _constant, _undefined, _not_a_number),
-        *(_diverged, _in_loss, _forward, _backward),
+        *(_scaled_penalty, _diverged, _in_loss, _forward, _backward),
     )
     explanations = (check(event, context) for check in checks)
     return next(explanation for explanation in explanations if explanation is not None)
@@ -215,21 +227,9 @@ def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
 
 def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """Check for inf or NaN that no operation made."""
-    del context
     values = event.nonfinite.kind + _places(event)
     if event.source_kind in {"weight", "buffer"}:
-        what = "parameter" if event.source_kind == "weight" else "buffer"
-        evidence = f"{what} {event.source} held {values} before the step"
-        path = event.source.rpartition(".")[0]
-        if event.dtype == torch.float16 and not event.nonfinite.nan:
-            # Training skips a step that would make one; a conversion does not.
-            rule = module_rule(path) if path else ""
-            rule_note = f" (rule '{rule}')" if rule else ""
-            advice = f"{_CONVERTED.format(rule=rule_note)} {EPSILON}"
-            return _Explanation("weight", evidence, advice, "weight", rule)
-        own = event.source_kind == "weight" and event.dtype == torch.float16
-        advice = f"{CHECKPOINT} {EPSILON}" if own else CHECKPOINT
-        return _Explanation("weight", evidence, advice, "weight")
+        return _stored(event, context, values)
     if event.source_kind == "outside" and event.aten_name.startswith("nll_loss"):
         # Its labels are whole numbers.
         evidence = f"the class weights hold {values}"
@@ -251,6 +251,26 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
             )
         return _Explanation("data", evidence, advice, "forward")
     return None
+
+
+def _stored(event: NonFiniteEvent, context: ReplayContext, values: str) -> _Explanation:
+    """Explain inf or NaN in a parameter or a buffer."""
+    path, _, name = event.source.rpartition(".")
+    is_weight = event.source_kind == "weight"
+    what = "parameter" if is_weight else "buffer"
+    evidence = f"{what} {event.source} held {values} before the step"
+    advice, rule = CHECKPOINT, ""
+    if event.dtype == torch.float16 and not event.nonfinite.nan:
+        # Training skips a step that would make one; a conversion does not.
+        rule = module_rule(path) if path else ""
+        advice = _CONVERTED.format(rule=f" (rule '{rule}')" if rule else "")
+    elif name.startswith("running_"):
+        advice = RUNNING_STATS
+    if is_weight and context.root is not None:
+        default = advice
+        advice = weight_advice(context.root.get_parameter(event.source), default)
+        rule = rule if advice.startswith(default) else ""
+    return _Explanation("weight", evidence, advice, "weight", rule)
 
 
 def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
@@ -322,6 +342,19 @@ def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation
         f"its inputs reach {inputs:.1e} only"
     )
     return _Explanation("zero", evidence, _PRINT, event.phase)
+
+
+def _scaled_penalty(
+    event: NonFiniteEvent, context: ReplayContext
+) -> _Explanation | None:
+    """Check for a loss of gradients that were taken of a scaled loss."""
+    if context.grad_scale == 1:
+        return None
+    evidence = (
+        "gradients that torch.autograd.grad took of a loss times its scale "
+        f"{context.grad_scale:g} are part of this loss; {_evidence(event)}"
+    )
+    return _Explanation("loss function", evidence, UNSCALE, event.phase)
 
 
 def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:

@@ -18,7 +18,9 @@ from halfstep.diagnostics.replay.module_stack import ModuleStack
 from halfstep.diagnostics.replay.op_trace import OpTracer, OutOfRange
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
+from halfstep.distributed.ddp import unwrap
 from halfstep.errors import UserError, require
+from halfstep.nonfinite.graph import is_unscaled
 from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
@@ -104,7 +106,9 @@ def find_nonfinite(
         for loss in losses:
             history.add(float(loss))
     context = ReplayContext(
-        number, scale, history, len(steps), processes=process_group.world_size()
+        *(number, scale, history, len(steps)),
+        root=unwrap(model),
+        processes=process_group.world_size(),
     )
 
     def replay(scale: float) -> _ReplayResult:
@@ -118,7 +122,7 @@ def find_nonfinite(
         second = replay(scale)
         result = result if result.has_failed else second
     low = replay(1.0) if together or (result.in_backward and scale > 1) else None
-    context = replace(context, part=result.part)
+    context = replace(context, part=result.part, grad_scale=result.grad_scale)
     if result.index_error is not None:
         return causes.out_of_range(result.index_error, context)
     if not result.nonfinite:
@@ -239,6 +243,8 @@ class _ReplayResult:
     gradients: Sequence[Tensor | None] = ()
     overflow: NonFiniteEvent | None = None
     """The first in the forward pass that is finite in fp32, wherever it went."""
+    grad_scale: float = 1.0
+    """Loss scale that gradients in the loss were not divided by."""
 
     @property
     def has_failed(self) -> bool:
@@ -295,6 +301,9 @@ def _run(
                 with tracer.calls:
                     loss = step()
                 _check_loss(step, loss)
+                grad_scale = tracer.calls.grad_scale
+                if grad_scale > 1 and is_unscaled(loss, grad_scale):
+                    grad_scale = 1.0
                 tracer.in_backward = True
                 grads = gradients(model, loss, scale, trained)
         except OutOfRange as error:
@@ -324,6 +333,7 @@ def _run(
             num_ops=tracer.num_ops,
             gradients=grads,
             overflow=tracer.overflow,
+            grad_scale=grad_scale,
         )
 
 

@@ -1,0 +1,107 @@
+"""Optimizers that divide by an eps which the format of their weights does not hold.
+
+In: an optimizer, or a weight. Out: the parameter groups, and what to say of them.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from halfstep.nonfinite.domains import CHECKPOINT
+from halfstep.numerics.formats import is_low
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BY_ROOT = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop)
+"""They divide by sqrt(v) + eps: where v is 0, by eps alone."""
+
+CURE = "eps=6.1e-05, or master weights (level O2)"
+
+
+@dataclass(frozen=True)
+class EpsUnderflow:
+    """A parameter group that is updated in 16 bits, with an eps too small for those."""
+
+    optimizer: str
+    """Class name."""
+    group: int
+    eps: float
+    dtype: torch.dtype
+
+    @property
+    def is_zero(self) -> bool:
+        """It is 0 in that format; else far below its smallest normal number."""
+        return not torch.tensor(self.eps, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        """Return what happens, without a full stop."""
+        name = str(self.dtype).removeprefix("torch.")
+        where = f"{self.optimizer} updates group {self.group} in {name}, where its "
+        if self.is_zero:
+            return f"{where}eps={self.eps:g} is 0, and 0 / 0 is NaN"
+        return (
+            f"{where}eps={self.eps:g} is all that it divides by if the square of a "
+            "gradient is 0 there: such updates overflow"
+        )
+
+
+def eps_underflows(
+    optimizer: Optimizer, dtype: torch.dtype | None = None
+) -> list[EpsUnderflow]:
+    """Return the groups of an optimizer of torch whose eps is too small.
+
+    Fused kernels divide in fp32; and what other optimizers compute in is not known.
+
+    Args:
+        optimizer: torch's, or a subclass.
+        dtype: In which weights will be stored; None: as they are.
+    """
+    classes = set(type(optimizer).__mro__) - {Optimizer}
+    if not any(each.__module__.startswith("torch.optim") for each in classes):
+        return []
+    underflows = []
+    for number, group in enumerate(optimizer.param_groups):
+        eps = group.get("eps")
+        dtypes = {param.dtype if dtype is None else dtype for param in group["params"]}
+        if not isinstance(eps, float) or not eps or group.get("fused"):
+            continue
+        for low in filter(is_low, dtypes):
+            found = EpsUnderflow(type(optimizer).__name__, number, eps, low)
+            # Our choice: training bears the large updates of eps=1e-05.
+            is_small = 16 * eps < torch.finfo(low).smallest_normal
+            if found.is_zero or (is_small and isinstance(optimizer, _BY_ROOT)):
+                underflows.append(found)
+    return underflows
+
+
+def weight_advice(weight: Tensor, default: str = CHECKPOINT) -> str:
+    """Return what helps against inf or NaN in a weight.
+
+    The optimizers that have updated it are looked for among all objects of Python.
+
+    Args:
+        weight: Of a model.
+        default: What helps where no eps is known to be the cause.
+    """
+    if weight.dtype != torch.float16:
+        return default
+    objects = (each for each in gc.get_objects() if issubclass(type(each), Optimizer))
+    optimizers = [each for each in objects if weight in getattr(each, "state", ())]
+    for optimizer in optimizers:
+        for underflow in eps_underflows(optimizer):
+            params = optimizer.param_groups[underflow.group]["params"]
+            if any(param is weight for param in params):
+                return f"{underflow}: use {CURE}, from the last good checkpoint."
+    if optimizers:
+        return default
+    return (
+        f"{default} If Adam or its like updates it in float16 itself (level O3): an "
+        f"eps of 1e-08 is 0 there, and 0 / 0 is NaN; use {CURE}."
+    )

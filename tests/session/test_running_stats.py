@@ -1,0 +1,167 @@
+"""A skipped step leaves running statistics of batch norms as they were before it."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from session_cases import any_machine, same  # noqa: F401
+from torch import Tensor, nn
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
+
+BAD = 2
+"""The batch that holds an inf."""
+
+
+def network() -> nn.Sequential:
+    """Return a network with a batch norm between two layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def build(
+    kind: str = "O0 fp32", model: nn.Module | None = None, **more: Any
+) -> Session:
+    """Return a session; a fixed scale makes runs of other lengths comparable."""
+    level, dtype = kind.split()
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    scale = {"loss_scale": 256.0} if dtype == "fp16" else {}
+    return hs.prepare(model, optimizer, level, dtype=dtype, **scale, **more)
+
+
+def batch(number: int) -> Tensor:
+    """Return inputs; those of one batch hold an inf."""
+    inputs = torch.randn(12, 6, generator=torch.Generator().manual_seed(number))
+    if number == BAD:
+        inputs[0, 0] = torch.inf
+    return inputs
+
+
+def go(session: Session, number: int) -> StepReport:
+    """Run one micro-batch."""
+    with session.autocast():
+        loss = session.model(batch(number)).float().square().mean()
+    session.backward(loss)
+    return session.step()
+
+
+def stats(session: Session) -> dict[str, Tensor]:
+    """Return a copy of the model's buffers."""
+    return {name: b.clone() for name, b in session.model.named_buffers()}
+
+
+@pytest.mark.parametrize(
+    "kind", ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"]
+)
+def test_a_skipped_batch_was_never_seen(kind: str) -> None:
+    """Law: weights, moments and buffers go on as in a run without that batch."""
+    session, without = build(kind), build(kind)
+    skipped = [go(session, number).skipped for number in range(5)]
+    assert skipped == [number == BAD for number in range(5)]
+    for number in range(5):
+        if number != BAD:
+            assert go(without, number).applied
+    for one, other in (
+        (session.model.state_dict(), without.model.state_dict()),
+        (session.optimizer.state_dict(), without.optimizer.state_dict()),
+    ):
+        same(one, other)
+
+
+def test_a_program_without_contexts() -> None:
+    """Law: at a level without autocast the same holds if no context is opened."""
+    session = build()
+    for number in range(4):
+        before = stats(session)
+        session.backward(session.model(batch(number)).square().mean())
+        if session.step().skipped:
+            assert number == BAD
+            same(stats(session), before)
+    assert all(buffer.isfinite().all() for buffer in session.model.buffers())
+
+
+def test_a_window_is_undone_as_a_whole() -> None:
+    """Law: an inf in one micro-batch takes back those of all the window's."""
+    session = build(accumulate=2)
+    before = stats(session)
+    assert not go(session, BAD).complete
+    assert go(session, 0).skipped
+    same(stats(session), before)
+    assert not go(session, 0).complete
+    assert go(session, 1).applied
+    assert stats(session)["1.num_batches_tracked"] == 2
+
+
+def test_a_dropped_microbatch_leaves_nothing() -> None:
+    """Law: of a step that is applied without a micro-batch, the others' stay."""
+    session = build(accumulate=3, on_overflow="drop_microbatch")
+    good = copy.deepcopy(session.model)
+    assert [go(session, number).applied for number in (0, BAD, 1)][-1]
+    for number in (0, 1):
+        good(batch(number))
+    same(stats(session), dict(good.named_buffers()))
+
+
+def test_parameters_left_out_of_an_update() -> None:
+    """Law: where weights are updated in backward, an inf there takes them back too."""
+    session = build(optimizer_in_backward=True)
+    go(session, 0)
+    before = stats(session)
+    assert go(session, BAD).left_out
+    same(stats(session), before)
+
+
+def test_what_is_computed_between_steps_stays() -> None:
+    """Law: what a pass without gradients wrote, or a hand, is not taken back."""
+    session = build("O1 bf16")
+    go(session, 0)
+    with torch.no_grad(), session.autocast():
+        session.model(batch(7))
+    before = stats(session)
+    assert go(session, BAD).skipped
+    same(stats(session), before)
+    session.model[1].running_mean = torch.full((8,), 3.0)
+    assert go(session, BAD).skipped
+    assert bool((stats(session)["1.running_mean"] == 3).all())
+
+
+def test_a_loaded_session() -> None:
+    """Law: a skip after `load_state_dict` goes back to the loaded statistics."""
+    session, fresh = build(), build()
+    go(session, 0)
+    fresh.load_state_dict(session.state_dict())
+    fresh.backward(fresh.model(batch(BAD)).square().mean())
+    assert fresh.step().skipped
+    same(stats(fresh), stats(session))
+
+
+def test_a_compiled_model() -> None:
+    """Law: the same of a compiled model."""
+    session = build("O1 bf16")
+    session.model = torch.compile(session.model, backend="aot_eager")
+    go(session, 0)
+    before = stats(session)
+    assert go(session, BAD).skipped
+    same(stats(session), before)
+    assert go(session, 1).applied
+
+
+def test_norms_without_statistics() -> None:
+    """Law: norms that keep none, and those that are frozen, change nothing."""
+    model = network()
+    model[1] = nn.BatchNorm1d(8, track_running_stats=False)
+    assert go(build(model=model), BAD).skipped
+    frozen = network()
+    frozen[1].eval()
+    session = build(model=frozen)
+    before = stats(session)
+    assert go(session, BAD).skipped
+    same(stats(session), before)
