@@ -552,7 +552,8 @@ def attribute_left_in_fp32(amp: Amp, *, cured: bool) -> Program:
                 self.mixing = mixing
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) @ self.mixing
+            y = self.layer(x)
+            return y @ self.mixing
 
     return plain_training(Mixing().bfloat16(), dtype=BF16)
 
