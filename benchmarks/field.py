@@ -52,10 +52,11 @@ Each runs with torch's classes by itself, in anomaly mode
 transformers; then halfstep is asked by the command that the report names.
 
 A tool names the culprit where its words (errors, with the source lines of their
-tracebacks, warnings, what it prints) match one regular expression, the same for all tools; halfstep also
-where the trouble does not occur with its classes. "Rightly explained" is stricter: the
-cause by its name, or impossible. halfstep was fixed with these very programs; the
-others had no such chance, and look for less by design: anomaly mode for NaN in backward
+tracebacks, warnings, what it prints) match one regular expression, the same for all
+tools; halfstep also where the trouble does not occur with its classes. "Rightly
+explained" is stricter: the cause by its name, or impossible. halfstep was fixed with
+these very programs; the others had no such chance, and look for less by design: anomaly
+mode for NaN in backward passes, `DebugUnderflowOverflow` for inf and NaN in forward
 passes, `DebugUnderflowOverflow` for inf and NaN in forward passes.
 """
 
