@@ -6,9 +6,11 @@ for ours. What is claimed of it stands beside it, and `test_field` holds it to t
 
 from __future__ import annotations
 
+import importlib
 import re
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -123,9 +125,9 @@ class Report:
     def trouble(self, amp: Amp, *, cured: bool = False) -> str:
         """Run the program; return what is wrong then, or nothing."""
         try:
-            program = self.program(amp, cured=cured)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                program = self.program(amp, cured=cured)
                 for _ in range(self.steps):
                     program.step()
                 return "sick" if program.is_sick() else ""
@@ -179,6 +181,12 @@ _COMMANDS: dict[str, Callable[[Report, bool], list[str]]] = {
 
 REPORTS: dict[str, Report] = {}
 """By name."""
+
+
+def load() -> None:
+    """Import the files that register reports."""
+    for path in sorted(Path(__file__).parent.glob("reports_*.py")):
+        importlib.import_module(f"tests.field.{path.stem}")
 
 
 def report(

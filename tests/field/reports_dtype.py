@@ -494,8 +494,8 @@ def trace_under_autocast(amp: Amp, *, cured: bool) -> Program:
     symptom="mat1 and mat2 must have the same dtype, but got Float and Half.",
     cause="The model is in float16, its inputs are in float32.",
     command="diagnose",
-    says=r"(Linear|'0').*float32.*float16.*(autocast|\.half\(\)|cast)",
-    truth="Float and Half",
+    says=r"linear in module '0' \(Linear\) got float32 \(input\), bfloat16",
+    truth=r"Float and BFloat16|float32 \(input\)",
     cure="Keep the model in float32 and use `autocast`; or `model(x.half())`.",
 )
 def half_model_with_float_inputs(amp: Amp, *, cured: bool) -> Program:
@@ -552,7 +552,8 @@ def attribute_left_in_fp32(amp: Amp, *, cured: bool) -> Program:
                 self.mixing = mixing
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) @ self.mixing
+            y = self.layer(x)
+            return y @ self.mixing
 
     return plain_training(Mixing().bfloat16(), dtype=BF16)
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
-from tests.field.report import REPORTS, Halfstep, Report, Torch
+from tests.field.report import REPORTS, Halfstep, Report, Torch, load
 
 from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-for _path in sorted(Path(__file__).parent.glob("reports_*.py")):
-    importlib.import_module(f"tests.field.{_path.stem}")
+load()
 
 UNEXPLAINED: dict[str, str] = {
     "noise_before_unscale": "diagnose does not see it yet",
