@@ -141,7 +141,7 @@ class Report:
             try:
                 texts = _COMMANDS[self.command](self, cured)
             except Exception as error:  # noqa: BLE001 -- an error is an answer, too
-                texts = [str(error)]
+                texts = [str(error), *getattr(error, "__notes__", ())]
         return "\n".join([*texts, *(str(each.message) for each in warned)])
 
 

@@ -20,11 +20,7 @@ UNEXPLAINED: dict[str, str] = {
     "noise_before_unscale": "diagnose does not see it yet",
     "norm_of_scaled_gradients": "diagnose does not see it yet",
     "weights_swapped_inside_context": "diagnose does not see it yet",
-    "numpy_of_bf16": "a context explains no such error yet",
-    "trace_under_autocast": "a context explains no such error yet",
-    "statistics_in_half": "told as the work of a skipped step",
     "positions_in_bf16": "check compares gradients, and no buffers",
-    "compressed_gradients": "diagnose does not look at DDP's hooks",
 }
 """Reports that halfstep does not answer, and why: at most 5 of 100."""
 

@@ -174,6 +174,7 @@ class Autocast(torch_autocast):
             mismatch = dtype_mismatch.explain(exc_value)
             if mismatch is not None:
                 raise mismatch from exc_value
+            dtype_mismatch.add_cure(exc_value)
         return False
 
     def report(self) -> Table:

@@ -137,6 +137,23 @@ def _unsupported(error: BaseException) -> DtypeMismatch | None:
     return DtypeMismatch(message, call.operation, path, (low[-1],), rule)
 
 
+def add_cure(error: BaseException) -> None:
+    """Add a note to an error of 16 bits that no mix of dtypes has caused."""
+    text = str(error)
+    for words, cure in _CURES.items():
+        if words in text and cure not in getattr(error, "__notes__", ()):
+            error.add_note(cure)
+
+
+_CURES = {
+    "Got unsupported ScalarType BFloat16": "-> numpy has no bfloat16: call "
+    ".float().numpy().",
+    "Cannot insert a Tensor that requires grad as a constant": "-> autocast keeps "
+    "casts of weights, which are no constants: trace inside "
+    "autocast(..., cache_enabled=False).",
+}
+
+
 def is_about_dtypes(error: BaseException) -> bool:
     """Say whether torch refused a mix of dtypes, and nobody has explained it yet.
 

@@ -186,6 +186,7 @@ class StepCalls:
 
     def explain(self, error: Exception) -> DtypeMismatch | None:
         """Return what to raise from an error of the step, if it is about dtypes."""
+        dtype_mismatch.add_cure(error)
         mismatch = dtype_mismatch.explain(error)
         if mismatch is not None and self._is_outside:
             outside = "-> This pass ran outside autocast, and another one inside: open "

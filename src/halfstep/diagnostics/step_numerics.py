@@ -30,6 +30,7 @@ from halfstep.diagnostics.replay.gradients import exchanges
 from halfstep.diagnostics.step_calls import StepCalls, replaced
 from halfstep.errors import UserError
 from halfstep.nonfinite.domains import local_data
+from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import LossScaleCollapse
 from halfstep.scaling.grad_scaler import GradScaler
@@ -64,6 +65,8 @@ class Numerics:
     """Parameters that are not finite now."""
     buffers: tuple[str, ...] = ()
     """Buffers that hold NaN or inf now; a mask may hold -inf."""
+    buffers_dtype: str = ""
+    """Of the first of them."""
     buffers_since: int = 0
     """The first checked step after which one did; 0 if that was later."""
     scales: tuple[float, float] | None = None
@@ -152,6 +155,11 @@ class Numerics:
     def _advice_on_buffers(self) -> str:
         """Say what brings a spoilt buffer back: a skipped step restores none."""
         module, _, name = self.buffers[0].rpartition(".")
+        if self.buffers_dtype == "fp16" and not self.skipped:
+            return (
+                f"{self.buffers[0]} is stored in float16, which holds 65504: keep "
+                "norms in float32, as level O2 does."
+            )
         if name not in {"running_mean", "running_var"}:
             return f"Set {self.buffers[0]} anew: a skipped step restores no buffer."
         return (
@@ -249,7 +257,7 @@ class CheckedSteps:
             if self._bad_op is not None:
                 error.attach_replay(self._bad_op)
             raise
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             mismatch = self.calls.explain(error)
             if mismatch is None:
                 raise
@@ -284,6 +292,7 @@ class CheckedSteps:
                 "Call diagnose again with a larger warmup, from weights that are "
                 "finite."
             )
+        buffers = tuple(self._nonfinite_buffers())
         return Numerics(
             steps=self._number,
             checked=min(self._checked, self._number),
@@ -291,7 +300,8 @@ class CheckedSteps:
             gradients=tuple(sorted(self._nonfinite_grad_steps)),
             skipped=skipped,
             weights=tuple(self._nonfinite_weights()),
-            buffers=tuple(self._nonfinite_buffers()),
+            buffers=buffers,
+            buffers_dtype=self._dtype_of(buffers),
             buffers_since=self._buffers_since,
             scales=scales,
             bad_op=self._bad_op,
@@ -303,6 +313,12 @@ class CheckedSteps:
         for name, buffer in () if model is None else model.named_buffers():
             if id(buffer) not in self._infinite_at_first and _holds_inf(buffer):
                 yield name
+
+    def _dtype_of(self, buffers: tuple[str, ...]) -> str:
+        model = self._root()
+        if not buffers or model is None:
+            return ""
+        return formats.word(model.get_buffer(buffers[0]).dtype)
 
     def _nonfinite_weights(self) -> Iterator[str]:
         model = self._root()
@@ -519,9 +535,7 @@ class CheckedSteps:
         try:
             self._bad_op = self._replayed(model, batch, scale or 1.0)
             if self._bad_op is None:
-                self._unreplayed = (
-                    "all was finite then. Give batches=, so that it has the same batch."
-                )
+                self._unreplayed = _why_finite(model)
         except Exception as error:  # noqa: BLE001 -- any code of the user's may fail
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._unreplayed = reason.rstrip(".") + "."
@@ -596,6 +610,17 @@ class CheckedSteps:
                 step = replaced(self._session, "step", lambda: report)
                 stack.enter_context(step)
             yield
+
+
+def _why_finite(model: nn.Module) -> str:
+    """Say why a replay may have been finite, where the step was not."""
+    hooks = [hook.__name__ for hook, _ in getattr(model, "_comm_hooks", ())]
+    if hooks:
+        return (
+            f"all was finite before DDP's communication hook {hooks[0]}: what it sends "
+            "in float16 ends at 65504. Leave it out, or send bfloat16."
+        )
+    return "all was finite then. Give batches=, so that it has the same batch."
 
 
 def _same(outputs: object) -> object:
