@@ -60,3 +60,9 @@ def test_the_cure_works(report: Report) -> None:
     assert not report.trouble(Halfstep(), cured=True)
     if report.says:
         assert not re.search(report.says, report.answer(cured=True), re.DOTALL)
+
+
+def test_how_many_kinds() -> None:
+    """Law: at least 60 kinds, and 95 in 100 of them answered."""
+    assert len(REPORTS) >= 60
+    assert len(UNEXPLAINED) <= 0.05 * len(REPORTS)

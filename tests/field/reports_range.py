@@ -1,0 +1,371 @@
+"""Numbers that leave the range of float16, or vanish in it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from tests.field.report import Program, report
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.field.report import Amp
+
+RANGE, ZERO = "range", "zero and tiny numbers"
+WIDTH = 8
+
+
+def mean_square(y: Tensor) -> Tensor:
+    """Return a harmless loss."""
+    return y.float().square().mean()
+
+
+class Net(nn.Module):
+    """Two layers, and the report's function between them."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the outer layer makes of the function."""
+        return self.outer(self.function(self.inner(x)))  # type: ignore[no-any-return]
+
+
+def training(
+    amp: Amp,
+    model: nn.Module,
+    *,
+    loss_of: Callable[[Tensor], Tensor] = mean_square,
+    x: Tensor | None = None,
+) -> Program:
+    """Return the usual loop in float16; it is sick while no step is made."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler, updates = amp.scaler(init_scale=16.0), []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    batch = torch.randn(4, WIDTH) if x is None else x
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = loss_of(model(batch))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: not updates)
+
+
+class FeedForward(nn.Module):
+    """A gated feed-forward network whose weights were trained in bfloat16."""
+
+    def __init__(self, *, keeps_fp32: bool) -> None:
+        super().__init__()
+        self.gate, self.wi = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64)
+        self.wo, self.keeps_fp32 = nn.Linear(64, WIDTH), keeps_fp32
+        self.norm = nn.LayerNorm(WIDTH)
+        for layer in (self.gate, self.wi, self.wo):
+            nn.init.constant_(layer.weight, 4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return normalised numbers."""
+        hidden = F.gelu(self.gate(x)) * self.wi(x)
+        with torch.autocast("cpu", torch.float16, enabled=not self.keeps_fp32):
+            wide = self.wo(hidden.float() if self.keeps_fp32 else hidden)
+        return self.norm(wide)  # type: ignore[no-any-return]
+
+
+@report(
+    "huggingface/transformers#5651",
+    "huggingface/transformers#9295",
+    "huggingface/transformers#10956",
+    "huggingface/transformers#14189",
+    area=RANGE,
+    symptom="A T5 in fp16: the loss is NaN from the first steps on.",
+    cause="The feed-forward network's last layer gives more than 65504.",
+    command="diagnose",
+    says=r"wo \(linear\): forward range: .*65504.*module:wo=fp32",
+    truth=r"\bwo\b",
+    cure='Keep that layer in fp32: `policy="lean + module:wo=fp32"`; or bfloat16.',
+)
+def feed_forward_of_t5(amp: Amp, *, cured: bool) -> Program:
+    """Train a feed-forward network of a model that was made for bfloat16."""
+    return training(amp, FeedForward(keeps_fp32=cured), x=torch.rand(4, WIDTH) + 1)
+
+
+@report(
+    "pytorch/pytorch#60939",
+    "NVIDIA/apex#224",
+    area=RANGE,
+    symptom="Attention gives NaN after the softmax in fp16.",
+    cause="Products of queries and keys pass 65504 before they are divided.",
+    command="diagnose",
+    says=r"matmul\): forward range: .*65504",
+    truth=r"matmul|q @ k",
+    cure="Divide the queries first: `(q / math.sqrt(d)) @ k.transpose(-1, -2)`.",
+)
+def scores_before_division(amp: Amp, *, cured: bool) -> Program:
+    """Attend with large queries."""
+
+    def attend(x: Tensor) -> Tensor:
+        q = k = x * 400
+        if cured:
+            scores = (q / (100 * math.sqrt(WIDTH))) @ k.T
+        else:
+            scores = q @ k.T / (100 * math.sqrt(WIDTH))
+        return scores.softmax(-1).to(x.dtype) @ x
+
+    return training(amp, Net(attend), x=3 * torch.ones(4, WIDTH))
+
+
+@report(
+    "pytorch/pytorch#26098",
+    "jadore801120/attention-is-all-you-need-pytorch#5",
+    area=RANGE,
+    symptom="Attention is NaN for some sequences of a batch.",
+    cause="All keys of a row are masked: softmax of nothing but -inf.",
+    command="diagnose",
+    says=r"softmax\): .*mask",
+    truth="softmax",
+    cure="Leave a key in each row, or set rows that are masked whole to 0 afterwards.",
+)
+def row_without_keys(amp: Amp, *, cured: bool) -> Program:
+    """Mask a sequence that is padding only."""
+
+    def attend(x: Tensor) -> Tensor:
+        mask = torch.zeros(4, 4, dtype=torch.bool)
+        mask[0, int(cured) :] = True
+        scores = (x @ x.T).masked_fill(mask, -math.inf)
+        return scores.softmax(-1).to(x.dtype) @ x
+
+    return training(amp, Net(attend))
+
+
+@report(
+    "apple/coremltools#351",
+    "facebookresearch/ConvNeXt#71",
+    "ml-explore/mlx#4228",
+    "NVIDIA/apex#84",
+    area=RANGE,
+    symptom="A layer norm by hand is wrong or NaN in float16.",
+    cause="Squares of its inputs pass 65504.",
+    command="diagnose",
+    says=r"(square|pow)\): forward range: .*65504",
+    truth=r"square|pow",
+    cure="Take the statistics of `x.float()`, or use `nn.LayerNorm`.",
+)
+def norm_by_hand(amp: Amp, *, cured: bool) -> Program:
+    """Divide by a standard deviation."""
+
+    def normalise(x: Tensor) -> Tensor:
+        wide = (x.float() if cured else x.half()) * 1000
+        centred = wide - wide.mean(-1, keepdim=True)
+        deviation = centred.square().mean(-1, keepdim=True).sqrt()
+        return (wide - deviation) / 1e4
+
+    return training(amp, Net(normalise))
+
+
+@report(
+    "vanderschaarlab/synthcity#331",
+    "lucidrains/DALLE2-pytorch#138",
+    "pyg-team/pytorch_geometric#500",
+    "NVIDIA/apex#812",
+    area=RANGE,
+    symptom="The KL term of a VAE becomes inf.",
+    cause="exp() of a log-variance above 11 is beyond float16.",
+    command="diagnose",
+    says=r"exp\): forward range: .*(65504|11)",
+    truth=r"\bexp\b|Exp",
+    cure="`logvar.float().clamp(-30, 20).exp()`.",
+)
+def exp_of_log_variance(amp: Amp, *, cured: bool) -> Program:
+    """Draw from a distribution whose variance a layer gives."""
+
+    def draw(x: Tensor) -> Tensor:
+        logvar = 4 * x + 12
+        if cured:
+            logvar = logvar.float().clamp(-30, 8)
+        # Autocast runs exp in fp32; a model that is half already does not.
+        deviation = (logvar if cured else logvar.half()).mul(1.0)
+        with torch.autocast("cpu", enabled=False):
+            return x.float() + 1e-4 * deviation.exp().float()
+
+    return training(amp, Net(draw))
+
+
+@report(
+    "pytorch/pytorch#68425",
+    "pytorch/pytorch#52248",
+    "pytorch/pytorch#156212",
+    area=ZERO,
+    symptom="The loss is finite, and all gradients are NaN.",
+    cause="The branch that torch.where leaves out overflows: its slope is 0 times inf.",
+    command="diagnose",
+    says=r"\(exp\): forward range: .*clamp its argument",
+    truth=r"\bexp\b|Exp|where|Where",
+    cure="Clamp the argument, too: `torch.where(ok, f(torch.where(ok, x, 0)), y)`.",
+)
+def branch_left_out(amp: Amp, *, cured: bool) -> Program:
+    """Choose between an exponential and a line."""
+
+    def choose(x: Tensor) -> Tensor:
+        wide = x.float() * 1000
+        low = wide <= 0
+        inside = torch.where(low, wide, 0.0) if cured else wide
+        return torch.where(low, inside.exp(), wide * 1e-3 + 1)
+
+    return training(amp, Net(choose))
+
+
+@report(
+    "pytorch/pytorch#64305",
+    "pytorch/pytorch#121416",
+    area=ZERO,
+    symptom="Targets that are missing are masked, and gradients are NaN.",
+    cause="The mask comes after the loss: NaN times 0 is NaN on the way back.",
+    command="diagnose",
+    says=r"mse_loss\): label: a target .*NaN",
+    truth=r"target|mse|Mse|pow|Pow|square",
+    cure="Mask before the loss: `loss(y[known], target[known])`.",
+)
+def mask_after_loss(amp: Amp, *, cured: bool) -> Program:
+    """Train on targets of which some are missing."""
+    target = torch.randn(4, WIDTH)
+    target[0, 0] = math.nan
+    known = ~target.isnan()
+
+    def loss_of(y: Tensor) -> Tensor:
+        if cured:
+            return F.mse_loss(y.float()[known], target[known])
+        return F.mse_loss(y.float(), target, reduction="none")[known].mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "pytorch/pytorch#2421",
+    "open-mmlab/mmrotate#205",
+    "mpariente/pytorch_stoi#14",
+    area=ZERO,
+    symptom="Gradients are NaN as soon as two points are one.",
+    cause="The slope of a square root at 0 is infinite.",
+    command="diagnose",
+    says=r"sqrt.*0",
+    truth="sqrt|Sqrt",
+    cure="Add the small number inside: `(d.square().sum(-1) + eps).sqrt()`.",
+)
+def root_at_zero(amp: Amp, *, cured: bool) -> Program:
+    """Measure distances of outputs to themselves."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        squares = (y[:, None] - y[None]).float().square().sum(-1)
+        return (squares + 1e-6 * cured).sqrt().mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "pytorch/pytorch#33596",
+    "pytorch/pytorch#192017",
+    "kornia/kornia#3966",
+    "pyg-team/pytorch_geometric#2106",
+    area=ZERO,
+    symptom="Normalised vectors are NaN in float16 where they are 0.",
+    cause="eps=1e-8 or 1e-12 rounds to 0 in float16: 0 / 0.",
+    command="diagnose",
+    says=r"(div|normalize).*(0|zero)",
+    truth="div|Div|normalize",
+    cure="An eps that float16 holds (1e-4), or `F.normalize(x.float())`.",
+)
+def eps_of_a_norm(amp: Amp, *, cured: bool) -> Program:
+    """Normalise rows of which one is 0."""
+
+    def normalise(x: Tensor) -> Tensor:
+        rows = torch.cat([x[:3], torch.zeros_like(x[:1])]).half()
+        with torch.autocast("cpu", enabled=False):
+            norms = rows.abs().amax(-1, keepdim=True)
+            return rows / (norms + (1e-4 if cured else 1e-8))
+
+    return training(amp, Net(normalise))
+
+
+@report(
+    "NVIDIA/apex#379",
+    "pytorch/pytorch#40497",
+    "dmlc/gluon-cv#942",
+    area=ZERO,
+    symptom="softmax, then log, then NLL: inf under mixed precision.",
+    cause="Small probabilities are 0 in float16, and log(0) is -inf.",
+    command="diagnose",
+    says=r"log.*(0 at|zero|argument is 0)",
+    truth=r"\blog\b|Log",
+    cure="`F.log_softmax(logits.float(), -1)`, or `F.cross_entropy(logits, target)`.",
+)
+def log_of_softmax(amp: Amp, *, cured: bool) -> Program:
+    """Compute a cross entropy in two steps."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        logits = y * torch.tensor([60.0] + [-60.0] * (WIDTH - 1))
+        if cured:
+            return -F.log_softmax(logits.float(), -1).mean()
+        return -logits.softmax(-1).half().log().float().mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "lucidrains/gateloop-transformer#4",
+    "facebookresearch/xformers#96",
+    area=ZERO,
+    symptom="log(x + 1e-8) is -inf in float16.",
+    cause="1e-8 is 0 in float16.",
+    command="diagnose",
+    says=r"log.*(0 at|zero|argument is 0)",
+    truth=r"\blog\b|Log",
+    cure="`torch.log(x.float() + 1e-8)`, or a number above 6e-8.",
+)
+def small_number_in_log(amp: Amp, *, cured: bool) -> Program:
+    """Take the logarithm of gates that may be shut."""
+
+    def gate(x: Tensor) -> Tensor:
+        shut = F.relu(x)
+        shut = shut.float() if cured else shut.half()
+        with torch.autocast("cpu", enabled=False):
+            return (shut + 1e-8).log()
+
+    return training(amp, Net(gate))
+
+
+@report(
+    "engichang1467/Open-Rig3R#35",
+    "NVlabs/tiny-cuda-nn#472",
+    area=ZERO,
+    symptom="fp16 autocast trains, but the loss stands still early.",
+    cause="Without a GradScaler small gradients are 0.",
+    command="diagnose",
+    says=r"fp16 without a loss scale",
+    truth="(?i)scaler|loss scal",
+    cure="`GradScaler`, or bfloat16.",
+)
+def no_scaler(amp: Amp, *, cured: bool) -> Program:
+    """Train on tiny losses."""
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
+    scaler = amp.scaler(enabled=cured)
+    x, before = torch.randn(4, WIDTH), model.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = (model(x).float() * 1e-7).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step, lambda: torch.equal(model.weight, before))
