@@ -57,7 +57,7 @@ tools; halfstep also where the trouble does not occur with its classes. "Rightly
 explained" is stricter: the cause by its name, or impossible. halfstep was fixed with
 these very programs; the others had no such chance, and look for less by design: anomaly
 mode for NaN in backward passes, `DebugUnderflowOverflow` for inf and NaN in forward
-passes, `DebugUnderflowOverflow` for inf and NaN in forward passes.
+passes.
 """
 
 

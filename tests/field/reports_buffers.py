@@ -132,7 +132,7 @@ def mask_in_half(amp: Amp, *, cured: bool) -> Program:
     symptom="Long inputs are mixed up once the model is in bfloat16.",
     cause="Positions stand in a buffer: in bfloat16, 257 is 256.",
     command="check",
-    says=r"rope\.positions|module:rope=fp32|^rope: ",
+    says=r"rope \(Rope\): .*module:rope=fp32",
     truth=r"rope(?!\.layer)",
     cure="Keep the module in float32: `policy='lean + module:rope=fp32'`.",
 )

@@ -20,7 +20,6 @@ UNEXPLAINED: dict[str, str] = {
     "noise_before_unscale": "diagnose does not see it yet",
     "norm_of_scaled_gradients": "diagnose does not see it yet",
     "weights_swapped_inside_context": "diagnose does not see it yet",
-    "positions_in_bf16": "check compares gradients, and no buffers",
 }
 """Reports that halfstep does not answer, and why: at most 5 of 100."""
 

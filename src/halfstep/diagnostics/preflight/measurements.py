@@ -11,6 +11,7 @@ from halfstep.numerics import formats
 
 if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
+    from halfstep.diagnostics.preflight.output_comparison import OutputError
     from halfstep.nonfinite.origin import BadOp
 
 
@@ -85,6 +86,11 @@ class Facts:
     """What made the first inf or NaN at the default loss scale, before any rule."""
     rules: tuple[str, ...] = ()
     """Rules added because of it, with which a pass was finite."""
+    output_error: OutputError | None = None
+    """The first module whose output is another than in fp32, though its inputs agree,
+    with the rules above."""
+    hidden_overflow: BadOp | None = None
+    """What overflows in it, or in a pass whose loss is another, and leaves no inf."""
     default_scale: float = 1.0
     default_finite: bool = True
     """Gradients are finite at it."""

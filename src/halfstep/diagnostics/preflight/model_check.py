@@ -16,7 +16,12 @@ from halfstep.diagnostics.preflight import gradient_similarity
 from halfstep.diagnostics.preflight.measurements import Facts, Range, ScalePoint
 from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
-from halfstep.diagnostics.preflight.rules import FLUSH_WARN, findings, verdict
+from halfstep.diagnostics.preflight.rules import (
+    FLUSH_WARN,
+    findings,
+    is_loss_far,
+    verdict,
+)
 from halfstep.diagnostics.preflight.scale_search import NOT_TIMED, ScaleSearch
 from halfstep.diagnostics.preflight.step_cost import StepError, time_steps
 from halfstep.diagnostics.preflight.validation import (
@@ -214,6 +219,10 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     if used is None:
         return facts
     facts = _compared(replace(facts, scale=used.scale), search, used)
+    facts = replace(facts, output_error=search.output_error(trial))
+    if scaled and (facts.output_error is not None or is_loss_far(facts)):
+        overflow = trial.model_copy.find_overflow(search.loss_fn, search.batches[0])
+        facts = replace(facts, hidden_overflow=overflow)
     if steps and trial.model_copy.emulates_fp16:
         search.notes.append(NOT_TIMED)
     if not steps or trial.model_copy.emulates_fp16:

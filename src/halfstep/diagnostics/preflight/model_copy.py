@@ -185,6 +185,34 @@ class ModelCopy:
             saved.bytes,
         )
 
+    @torch.no_grad()
+    def forward(
+        self, loss_fn: LossFn, batch: object, after: Callable[..., None]
+    ) -> None:
+        """Run a batch forward; `after` gets module, args, kwargs, output of each."""
+        self.begin(1.0)
+        hooks = [
+            module.register_forward_hook(after, with_kwargs=True)
+            for module in self.model.modules()
+        ]
+        try:
+            with self._products(), self.session.autocast():
+                loss_fn(self.session.model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def find_overflow(self, loss_fn: LossFn, batch: object) -> BadOp | None:
+        """Return the first operation that overflows its dtype, hidden or not."""
+        self.begin(1.0)
+
+        def step() -> Tensor:
+            with self.session.autocast():
+                return loss_fn(self.session.model, batch)
+
+        with self._products():
+            return find_overflow(self.model, step, 1.0)
+
     def find_nonfinite(
         self, loss_fn: LossFn, batch: object, scale: float
     ) -> BadOp | None:

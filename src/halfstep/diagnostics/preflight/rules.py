@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules
 from halfstep.diagnostics.preflight.measurements import Facts, cosine_distance
+from halfstep.diagnostics.preflight.output_comparison import FAR
 from halfstep.numerics.formats import FP32
 from halfstep.reporting.finding import Finding, Severity
 
@@ -296,6 +297,39 @@ def loss(facts: Facts) -> Iterator[Observation]:
         measured = f"{facts.loss:.6g}, in fp32 {facts.loss_fp32:.6g}: {error:+.2%}"
         advice = "Compute the loss, and what leads up to it, in float32."
         yield Observation("loss", measured, advice, abs(error), abs(error))
+
+
+def is_loss_far(facts: Facts) -> bool:
+    """Say whether the loss is another than in fp32."""
+    return facts.loss_error is not None and abs(facts.loss_error) > LOSS_WARN
+
+
+@RULES.add(OURS, limit=Limit(FAR, "{:.0%}"), severity="error")
+def output(facts: Facts) -> Iterator[Observation]:
+    """Relative error of a module's output, where its inputs agree with fp32's."""
+    found = facts.output_error
+    if found is None:
+        return
+    place = f"{found.path or 'model'} ({found.kind})"
+    measured = f"its output is {found.error:.0%} away from fp32's, its inputs "
+    measured += f"{found.inputs:.1%}: positions, angles or sums in {facts.dtype}"
+    advice = "No rule helps: compute it, and keep its buffers, in float32 by hand."
+    if found.rule:
+        advice = f"Keep it in float32: policy='{facts.policy} + {found.rule}'."
+    yield Observation(place, measured, advice, found.error, 1.0)
+
+
+@RULES.add("the format", name="hidden overflow")
+def hidden_overflow(facts: Facts) -> Iterator[Observation]:
+    """An inf that a later operation makes a finite number of."""
+    bad = facts.hidden_overflow
+    if bad is None:
+        return
+    advice = f"Keep it in float32: policy='{facts.policy} + {bad.rule}'."
+    if not bad.rule:
+        advice = "Compute it in float32, or train in bf16."
+    limit = _format_limit(facts)
+    yield Observation(bad.place, bad.evidence, advice, None, 1.0, "error", limit)
 
 
 @RULES.add(severity="error", name="caution")

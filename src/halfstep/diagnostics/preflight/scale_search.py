@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.diagnostics.preflight import gradient_similarity
+from halfstep.diagnostics.preflight.output_comparison import (
+    FAR,
+    error_of,
+    first_output_error,
+)
 from halfstep.diagnostics.preflight.rules import COSINE_WARN
 from halfstep.diagnostics.preflight.validation import misplaced, raised
 from halfstep.errors import UserError
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy, Pass
+    from halfstep.diagnostics.preflight.output_comparison import OutputError
     from halfstep.nonfinite.origin import BadOp
 
 DEFAULT_SCALE = ScaleRule().init_scale
@@ -192,6 +198,23 @@ class ScaleSearch:
             except UserError:  # a rule that this level cannot obey, ours, not theirs
                 break
         return first, begun, ()
+
+    def output_error(self, trial: ScaleTrial) -> OutputError | None:
+        """Return the first module whose output is another, with the rule that helps."""
+        low, batch = trial.model_copy, self.batches[0]
+        if low is None:
+            return None
+        found = first_output_error(self.fp32_copy, low, self.loss_fn, batch)
+        if found is None or not found.path:
+            return found
+        rule = f"module:{found.path}=fp32"
+        try:
+            policy = trial.policy + Rule.parse(rule)
+            cured = self._make(choice=self.choice, policy=policy)
+        except UserError:  # a rule that this level cannot obey
+            return found
+        error = error_of(found.path, self.fp32_copy, cured, self.loss_fn, batch)
+        return replace(found, rule=rule) if error <= FAR else found
 
     def _trial(self, policy: Policy) -> ScaleTrial:
         try:

@@ -37,8 +37,8 @@ _CONVERTED = (
 _FIND = "Find it in the batch: print it, and leave it out or clean it."
 _WIDE_LOSS = "Compute the loss in float32: call .float() on what the model gives."
 _SCALE = (
-    "That is normal in float16: the step is skipped, the loss scale is halved, and "
-    "training goes on."
+    "That is normal while a loss scale settles: the step is skipped, the scale is "
+    "halved, and training goes on."
 )
 _NO_SCALE = "No loss scale helps. "
 _NOT_REPRODUCED = (

@@ -1,0 +1,117 @@
+"""Compares what each module gives at a level with what it gives in fp32.
+
+In: a copy of the model in fp32 and one at the level, and a batch. Out: the first module
+whose output is another although its inputs agree, as where positions, angles or counts
+are computed in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+if TYPE_CHECKING:
+    from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy
+
+FAR = 0.2
+"""Relative error of an output from which it is another. Our choice: 50 roundings of
+bf16 in one direction."""
+_CLOSE = 0.05
+"""Relative error of inputs up to which a module is not to blame its callers."""
+_SAMPLE = 65_536
+"""Numbers of a tensor that are compared."""
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """A module whose output at the level is another than in fp32."""
+
+    path: str
+    """In the model; "" is the model itself."""
+    kind: str
+    """Class name."""
+    error: float
+    """Norm of the difference over that of fp32's output."""
+    inputs: float
+    """The same of its inputs."""
+    rule: str = ""
+    """With which it is gone; "" where none helps."""
+
+
+@dataclass
+class _Call:
+    """What a module was given, and gave."""
+
+    path: str
+    kind: str
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+def first_output_error(
+    fp32_copy: ModelCopy, low_copy: ModelCopy, loss_fn: LossFn, batch: object
+) -> OutputError | None:
+    """Return the first module that is to blame, in the order in which modules end."""
+    right, low = (_calls(each, loss_fn, batch) for each in (fp32_copy, low_copy))
+    if [each.path for each in right] != [each.path for each in low]:
+        return None  # it does not run the same modules twice
+    for one, other in zip(right, low, strict=True):
+        inputs = _error(one.inputs, other.inputs)
+        error = _error(one.outputs, other.outputs)
+        if error > FAR and inputs <= _CLOSE:
+            return OutputError(one.path, one.kind, error, inputs)
+    return None
+
+
+def error_of(
+    path: str,
+    fp32_copy: ModelCopy,
+    low_copy: ModelCopy,
+    loss_fn: LossFn,
+    batch: object,
+) -> float:
+    """Return the largest error of the outputs of one module."""
+    right, low = (_calls(each, loss_fn, batch) for each in (fp32_copy, low_copy))
+    pairs = zip(right, low, strict=False)
+    errors = (_error(a.outputs, b.outputs) for a, b in pairs if a.path == path)
+    return max(errors, default=0.0)
+
+
+def _calls(model_copy: ModelCopy, loss_fn: LossFn, batch: object) -> list[_Call]:
+    """Return what modules took and gave in a forward pass, in the order they end."""
+    calls: list[_Call] = []
+    paths = {module: path for path, module in model_copy.model.named_modules()}
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ANN401
+        call = _Call(paths[module], type(module).__name__)
+        call.inputs, call.outputs = _sample((args, kwargs)), _sample(output)
+        calls.append(call)
+
+    model_copy.forward(loss_fn, batch, after)
+    return calls
+
+
+def _sample(value: object) -> list[Tensor]:
+    """Return numbers of the tensors in a value, in fp32, evenly spread."""
+    tensors = [each for each in _pytree.tree_leaves(value) if isinstance(each, Tensor)]
+    samples = []
+    for each in tensors:
+        if each.is_floating_point() and each.layout == torch.strided and each.numel():
+            flat = each.detach().reshape(-1)
+            some = flat[:: -(-len(flat) // _SAMPLE)]
+            samples.append(some.to(torch.float32, copy=True))  # it may be overwritten
+    return samples
+
+
+def _error(right: list[Tensor], low: list[Tensor]) -> float:
+    """Return the largest relative error; 0 where the numbers cannot be compared."""
+    errors = [0.0]
+    for one, other in zip(right, low, strict=False):
+        if one.shape == other.shape and bool(one.isfinite().all()):
+            difference, size = float((other - one).norm()), float(one.norm())
+            errors.append(difference / size if size else 0.0)
+    return max(errors)
