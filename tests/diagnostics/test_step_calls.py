@@ -310,3 +310,19 @@ def test_an_eps_that_float16_does_not_hold(eps: float) -> None:
     found = hs.diagnose(step, warmup=1, steps=1, profiled=1).findings
     told = [each for each in found if "its eps=1e-08 is 0" in each.measured]
     assert [each.where for each in told] == ["Adam"] * (eps == 1e-8)
+
+
+def test_arguments_by_name() -> None:
+    """Law: a scaler may be called with keywords."""
+    loop = Loop()
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = loop.model(loop.x).float().square().mean()
+        loop.scaler.scale(outputs=loss).backward()
+        loop.scaler.unscale_(optimizer=loop.optimizer)
+        loop.scaler.step(optimizer=loop.optimizer)
+        loop.scaler.update(new_scale=None)
+
+    assert found(step) == []

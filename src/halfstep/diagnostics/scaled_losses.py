@@ -69,6 +69,7 @@ class ScaledLosses:
         self._waiting: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """By identity of a parameter with a gradient: that of its scaler, or 0."""
         self._is_nested = self._asked = False
+        self._has_checked_functions = False
         self.is_in_backward = False
         """Whether the gradients that flow are those of a backward pass."""
 
@@ -138,8 +139,10 @@ class ScaledLosses:
             if isinstance(node, BackwardCFunction)
         }
         theirs = [each for each in kinds if each.__module__.split(".")[0] != "torch"]
-        if not theirs or len(theirs) < len(kinds):  # torch's recompute, or run once
+        recomputes = len(theirs) < len(kinds)  # torch's own may run but once
+        if not theirs or recomputes or self._has_checked_functions:
             return
+        self._has_checked_functions = True
         params = [each for each in _leaves(_walk([loss.grad_fn])) if each.numel()]
         norms = []
         with contextlib.suppress(RuntimeError):  # the program's own pass will raise it

@@ -223,21 +223,22 @@ class StepCalls:
                 return original(scaler, *args, **kwargs)
             if watch == self._scale:
                 self.end_update()
+            given = (*args, *kwargs.values())
             self._depth += 1
             try:
                 if scaler not in self.scalers:
                     self._meet(scaler)
-                # Where all checked steps overflowed, calls of later ones are watched.
+                # Where all checked steps overflowed, later ones are watched, too.
                 watches = self._is_watching or bool(self._watches)
                 if watch != self._scale and watches:
-                    watch(scaler, *args, *kwargs.values())
+                    watch(scaler, *given)
                 result = original(scaler, *args, **kwargs)
             finally:
                 self._depth -= 1
             if watch == self._scale and watches:
-                watch(scaler, *args, result)
+                watch(scaler, *given, result)
             elif watch == self._step and self._is_watching:
-                self._after_step(scaler, args[0])
+                self._after_step(scaler, given[0])
             return result
 
         return method
