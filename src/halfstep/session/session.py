@@ -226,7 +226,8 @@ class Session:
         """See that what a failed pass left does not enter the next update."""
         if is_first:
             self.zero_grad()
-        self._window.has_failed = not is_first
+        else:
+            self._window.has_failed = True
 
     def _scaler_of_pass(self, name: str) -> LossScaler:
         """Return the scaler of a pass that is unscaled and checked by itself.
