@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -324,5 +325,34 @@ def test_arguments_by_name() -> None:
         loop.scaler.unscale_(optimizer=loop.optimizer)
         loop.scaler.step(optimizer=loop.optimizer)
         loop.scaler.update(new_scale=None)
+
+    assert found(step) == []
+
+
+def test_a_scale_by_hand() -> None:
+    """Law: a loss that the program multiplies by itself counts as scaled."""
+    loop = Loop()
+
+    def step() -> None:
+        loop.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = loop.model(loop.x).float().square().mean()
+        (loss * 256.0).backward()
+        for param in loop.model.parameters():
+            param.grad /= 256.0
+        loop.optimizer.step()
+
+    assert "no loss scale" not in {each.rule for each in hs.diagnose(step).findings}
+
+
+def test_a_model_beside_the_one_that_trains() -> None:
+    """Law: what another thread runs without autocast is its own affair."""
+    loop, other = Loop(), nn.Linear(8, 4)
+
+    def step() -> None:
+        thread = threading.Thread(target=lambda: other(torch.ones(2, 8)))
+        thread.start()
+        loop.step()
+        thread.join()
 
     assert found(step) == []

@@ -256,6 +256,20 @@ def resumed(loop: Loop) -> None:
     usual(loop)
 
 
+def sharpness(loop: Loop) -> None:
+    """Look at the loss from a point nearby, as SAM does, by scaled gradients."""
+    loop.backward()
+    weight = loop.model[0].weight
+    direction = weight.grad / weight.grad.norm()
+    with torch.no_grad():
+        weight.add_(direction, alpha=0.01)
+    loop.optimizer.zero_grad()
+    loop.backward()
+    with torch.no_grad():
+        weight.sub_(direction, alpha=0.01)
+    loop.finish()
+
+
 def evaluated(loop: Loop) -> None:
     """Scale a loss that no backward pass follows."""
     usual(loop)
@@ -264,7 +278,7 @@ def evaluated(loop: Loop) -> None:
 
 RIGHT = (
     *(usual, clipped, accumulated, divided, divided_by_tokens),
-    *(closure, shared, penalty, evaluated, resumed),
+    *(closure, shared, penalty, sharpness, evaluated, resumed),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 import threading
 from dataclasses import replace
@@ -59,6 +60,8 @@ _BESIDES = (
     "optimizer.step() was called besides scaler.step(optimizer): no step is skipped",
     "Remove optimizer.step().",
 )
+_LEAST_SCALE = 8.0
+"""A number below it, as a loss is multiplied by, is the weight of a loss."""
 _NEW_SCALER_STEPS = 20
 """Of an optimizer, from which a scaler that was never used was not loaded."""
 
@@ -86,6 +89,8 @@ class StepCalls:
     def __init__(self) -> None:
         self.scalers: dict[Any, float] = {}
         self.dtypes: set[torch.dtype] = set()
+        self.scale_by_hand = 1.0
+        """The largest that the program multiplied a loss by, where it has no scaler."""
         self._is_watching = self._meets = False
         self._num_meetings = 0
         """Steps that used a scaler for the first time."""
@@ -100,10 +105,10 @@ class StepCalls:
         """Whose last step was skipped, with the learning rates then."""
         self._stale: dict[Optimizer, bool] = {}
         """Whose last step was skipped, and whether a pass has begun with its inf."""
-        self._generators: set[str] = set()
-        """Names of functions that autocast decorates, and that yield."""
-        self._is_outside = False
-        """Whether the last forward pass ran outside autocast, and another inside."""
+        self._why_no_effect: set[str] = set()
+        """Why autocast may have none."""
+        self._has_run_inside = self._is_outside = False
+        """Whether a forward pass ran inside autocast, and the last one outside."""
         self._stepped: set[Optimizer] = set()
         """That a scaler has stepped since the last backward pass."""
         self._losses = scaled_losses.ScaledLosses(self._add)
@@ -178,11 +183,11 @@ class StepCalls:
     def on_forward(self, module: nn.Module) -> None:
         """See whether a model runs where no context is open, beside one that is."""
         device = next((param.device.type for param in module.parameters()), "cpu")
-        self._is_outside = bool(self.dtypes) and not torch.is_autocast_enabled(device)
+        is_inside = torch.is_autocast_enabled(device)
+        self._has_run_inside = self._has_run_inside or is_inside
+        self._is_outside = bool(self.dtypes) and not is_inside
         if self._is_outside and threading.get_ident() != self._thread:
-            self._add(
-                _without_effect(f"{type(module).__name__} runs in another thread")
-            )
+            self._why_no_effect.add(f"{type(module).__name__} runs in another thread")
 
     def explain(self, error: Exception) -> DtypeMismatch | None:
         """Return what to raise from an error of the step, if it is about dtypes."""
@@ -195,9 +200,9 @@ class StepCalls:
 
     def on_fp32_products(self) -> None:
         """Take down that no product ran in 16 bits."""
-        for name in sorted(self._generators):
-            what = f"{name}() is a generator function"
-            self._add(_without_effect(f"{what}, and its decorator is left at once"))
+        if not self._has_run_inside:
+            for why in sorted(self._why_no_effect):
+                self._add(_without_effect(why))
 
     def _on_backward(self, loss: object) -> None:
         self._stepped.clear()
@@ -206,6 +211,8 @@ class StepCalls:
             self._add(call_order.backward_inside())
         if self.scalers:
             self._losses.on_backward(loss)
+        elif isinstance(loss, Tensor):
+            self.scale_by_hand = max(self.scale_by_hand, _scale_of(loss))
         for optimizer in list(self._stale):
             if all(bool(each.isfinite().all()) for each in gradients_of(optimizer)):
                 del self._stale[optimizer]
@@ -251,7 +258,8 @@ class StepCalls:
                 self.dtypes.add(context.fast_dtype)
                 function = sys._getframe(1).f_locals.get("func")  # noqa: SLF001
                 if inspect.isgeneratorfunction(function):
-                    self._generators.add(function.__name__)
+                    what = f"{function.__name__}() is a generator function"
+                    self._why_no_effect.add(f"{what}: its decorator is left at once")
             return original(context)
 
         return enter
@@ -394,6 +402,17 @@ class StepCalls:
 
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _scale_of(loss: Tensor) -> float:
+    """Return the power of two that a program has multiplied a loss by; 1 for none."""
+    node = loss.grad_fn
+    if type(node).__name__ != "MulBackward0":
+        return 1.0
+    saved = (getattr(node, f"_saved_{name}") for name in ("self", "other"))
+    scalars = (float(one) for one in saved if isinstance(one, Tensor) and not one.dim())
+    scales = (one for one in scalars if one >= _LEAST_SCALE and math.log2(one) % 1 == 0)
+    return max(scales, default=1.0)
 
 
 def _num_steps(optimizer: Optimizer) -> int:

@@ -219,7 +219,7 @@ def diagnose(
     config = Config(
         level,
         profile_result.dtype,
-        loss_scale=_scaling(checked_steps.scaler),
+        loss_scale=_scaling(checked_steps),
         device=profile_result.device,
     )
     if session is not None:
@@ -274,8 +274,12 @@ def _place(model: nn.Module | None) -> torch.device | None:
     return next((param.device for param in params), None)
 
 
-def _scaling(scaler: Scaler | None) -> str:
-    return "dynamic" if scaler is not None and scaler.is_enabled() else "none"
+def _scaling(checked_steps: CheckedSteps) -> str:
+    """Say how the steps scale their losses, if no session does it."""
+    scaler, by_hand = checked_steps.scaler, checked_steps.calls.scale_by_hand
+    if scaler is not None and scaler.is_enabled():
+        return "dynamic"
+    return "none" if by_hand == 1 else f"{by_hand:g}"
 
 
 def _config(session: Session, config: Config) -> Config:

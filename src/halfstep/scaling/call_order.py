@@ -81,6 +81,8 @@ class CallOrderWatch:
         self._num_iterations = self._num_losses = 0
         self._is_pending = False
         """Scaled gradients are there, and the scaler was not asked to use them."""
+        self._num_moves = 0
+        """Losses in a row before which weights moved, and the scaler was not asked."""
         self._weights: list[tuple[weakref.ref[Tensor], int]] = []
         """That the last loss reaches, and what torch counts of writes to each."""
         self._sample: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -110,7 +112,9 @@ class CallOrderWatch:
 
     def on_scale(self, loss: Tensor, scaled: Tensor) -> None:
         """Look at the graph of a loss, and at what happened since the last one."""
-        if self._is_pending and self._weights_have_moved():
+        moved = self._is_pending and self._weights_have_moved()
+        self._num_moves = self._num_moves + 1 if moved else 0
+        if self._num_moves > 1:  # once, SAM looks from a point nearby
             self._find(
                 "weights changed after scaler.scale(loss).backward(), and the scaler "
                 "was not asked: they were updated with scaled gradients",
