@@ -6,59 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from tests.field.nets import WIDTH, Between, training
 from tests.field.report import Program, report
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.field.report import Amp
 
 RANGE, ZERO = "range", "zero and tiny numbers"
-WIDTH = 8
-
-
-def mean_square(y: Tensor) -> Tensor:
-    """Return a harmless loss."""
-    return y.float().square().mean()
-
-
-class Net(nn.Module):
-    """Two layers, and the report's function between them."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
-        self.outer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the outer layer makes of the function."""
-        return self.outer(self.function(self.inner(x)))  # type: ignore[no-any-return]
-
-
-def training(
-    amp: Amp,
-    model: nn.Module,
-    *,
-    loss_of: Callable[[Tensor], Tensor] = mean_square,
-    x: Tensor | None = None,
-) -> Program:
-    """Return the usual loop in float16; it is sick while no step is made."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler, updates = amp.scaler(init_scale=16.0), []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    batch = torch.randn(4, WIDTH) if x is None else x
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = loss_of(model(batch))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step, lambda: not updates)
 
 
 class FeedForward(nn.Module):
@@ -120,7 +76,7 @@ def scores_before_division(amp: Amp, *, cured: bool) -> Program:
             scores = q @ k.T / (100 * math.sqrt(WIDTH))
         return scores.softmax(-1).to(x.dtype) @ x
 
-    return training(amp, Net(attend), x=3 * torch.ones(4, WIDTH))
+    return training(amp, Between(attend), x=3 * torch.ones(4, WIDTH))
 
 
 @report(
@@ -143,7 +99,7 @@ def row_without_keys(amp: Amp, *, cured: bool) -> Program:
         scores = (x @ x.T).masked_fill(mask, -math.inf)
         return scores.softmax(-1).to(x.dtype) @ x
 
-    return training(amp, Net(attend))
+    return training(amp, Between(attend))
 
 
 @report(
@@ -168,7 +124,7 @@ def norm_by_hand(amp: Amp, *, cured: bool) -> Program:
         deviation = centred.square().mean(-1, keepdim=True).sqrt()
         return (wide - deviation) / 1e4
 
-    return training(amp, Net(normalise))
+    return training(amp, Between(normalise))
 
 
 @report(
@@ -196,7 +152,7 @@ def exp_of_log_variance(amp: Amp, *, cured: bool) -> Program:
         with torch.autocast("cpu", enabled=False):
             return x.float() + 1e-4 * deviation.exp().float()
 
-    return training(amp, Net(draw))
+    return training(amp, Between(draw))
 
 
 @report(
@@ -220,7 +176,7 @@ def branch_left_out(amp: Amp, *, cured: bool) -> Program:
         inside = torch.where(low, wide, 0.0) if cured else wide
         return torch.where(low, inside.exp(), wide * 1e-3 + 1)
 
-    return training(amp, Net(choose))
+    return training(amp, Between(choose))
 
 
 @report(
@@ -292,7 +248,7 @@ def eps_of_a_norm(amp: Amp, *, cured: bool) -> Program:
             norms = rows.abs().amax(-1, keepdim=True)
             return rows / (norms + (1e-4 if cured else 1e-8))
 
-    return training(amp, Net(normalise))
+    return training(amp, Between(normalise))
 
 
 @report(
@@ -339,7 +295,7 @@ def small_number_in_log(amp: Amp, *, cured: bool) -> Program:
         with torch.autocast("cpu", enabled=False):
             return (shut + 1e-8).log()
 
-    return training(amp, Net(gate))
+    return training(amp, Between(gate))
 
 
 @report(
@@ -369,3 +325,281 @@ def no_scaler(amp: Amp, *, cured: bool) -> Program:
         scaler.update()
 
     return Program(model, step, lambda: torch.equal(model.weight, before))
+
+
+@report(
+    "qubvel-org/segmentation_models.pytorch#463",
+    "Lightning-AI/torchmetrics#1380",
+    "pytorch/pytorch#44350",
+    area=RANGE,
+    symptom="Dice loss of images of 512 x 512 is NaN under mixed precision.",
+    cause="The sum over 262144 pixels passes 65504: inf / inf.",
+    command="diagnose",
+    says=r"\(sum\): loss function: .*65504",
+    truth=r"\bsum\b|Sum",
+    cure="Sum in float32: `(p.float() * target).sum()`.",
+)
+def sum_over_an_image(amp: Amp, *, cured: bool) -> Program:
+    """Compare masks by their overlap."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        p = y.sigmoid().expand(8192, *y.shape)
+        p = p.float() if cured else p.half()
+        target = torch.ones_like(p)
+        return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "idiap/fast-transformers#32",
+    "LeapLabTHU/FLatten-Transformer#15",
+    area=RANGE,
+    symptom="Linear attention runs for a while in fp16, then NaN comes in.",
+    cause="Products of keys and values, summed over a sequence, pass 65504.",
+    command="diagnose",
+    says=r"matmul\): forward range: .*65504",
+    truth="matmul",
+    cure="Divide the keys by their sum first: `(k / k.sum(0)).T @ v`.",
+)
+def linear_attention(amp: Amp, *, cured: bool) -> Program:
+    """Attend without a softmax."""
+
+    def attend(x: Tensor) -> Tensor:
+        q = k = F.relu(x) + 10
+        weights = k / k.sum(0) if cured else k
+        return q @ (weights.T @ (x * 20)) / (q @ weights.sum(0))[:, None]
+
+    return training(amp, Between(attend), x=3 * torch.ones(1024, WIDTH))
+
+
+@report(
+    "NVIDIA/apex#402",
+    "pytorch/pytorch#3651",
+    "jcjohnson/neural-style#425",
+    area=RANGE,
+    symptom="The style loss is NaN with mixed precision, at any level.",
+    cause="A Gram matrix sums products over all pixels before it is divided.",
+    command="diagnose",
+    says=r"\(bmm\): loss function: .*65504",
+    truth=r"\bbmm\b|Bmm",
+    cure="Divide the features first: `f = f / math.sqrt(f.shape[-1])`.",
+)
+def gram_matrix(amp: Amp, *, cured: bool) -> Program:
+    """Compare the correlations of channels."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        f = (y.sigmoid() * 40)[:, :, None].expand(-1, -1, 1024)
+        f = f / math.sqrt(1024) if cured else f
+        gram = torch.bmm(f, f.transpose(1, 2))
+        return (gram if cured else gram / 1024).float().mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "wenet-e2e/wenet#891",
+    "flashlight/flashlight#448",
+    area=RANGE,
+    symptom="A Conformer with relative positions is NaN from epoch 14 on.",
+    cause="Scores of contents and of positions are finite, and their sum is not.",
+    command="diagnose",
+    says=r"\(add\): forward range: .*65504",
+    truth=r"\badd\b|Add",
+    cure="Divide both by the root of the width before they are added.",
+)
+def sum_of_two_scores(amp: Amp, *, cured: bool) -> Program:
+    """Attend by contents and positions."""
+
+    def attend(x: Tensor) -> Tensor:
+        contents = positions = x.sigmoid() * 3e4 + 2e4
+        if cured:
+            scores = contents / 100 + positions / 100
+        else:
+            scores = (contents + positions) / 100
+        return scores.softmax(-1).to(x.dtype)
+
+    return training(amp, Between(attend))
+
+
+class Residual(nn.Module):
+    """A block that adds what it computes to a stream of large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        nn.init.constant_(self.mlp.weight, 5e3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the stream after the block."""
+        return self.norm(hidden + self.mlp(hidden / hidden.max()))  # type: ignore[no-any-return]
+
+
+@report(
+    "huggingface/transformers#39972",
+    "huggingface/transformers#36832",
+    "huggingface/transformers#19229",
+    "awslabs/sockeye#1051",
+    area=RANGE,
+    symptom="Gemma 3 or LongT5 in float16 gives empty texts: hidden states are NaN.",
+    cause="The residual stream, which bfloat16 held, passes 65504 where it is added to.",
+    command="find_nonfinite",
+    says=r"\(add\) produced inf.*65504",
+    truth=r"\badd\b|Add",
+    cure="Run the model in bfloat16: `model.to(torch.bfloat16)`.",
+)
+def residual_stream(amp: Amp, *, cured: bool) -> Program:
+    """Run a block of a model that was trained in bfloat16."""
+    del amp
+    dtype = torch.bfloat16 if cured else torch.float16
+    model = Residual().to(dtype)
+    hidden = torch.full((2, WIDTH), 4e4, dtype=dtype)
+
+    def loss() -> Tensor:
+        return model(hidden).float().mean()  # type: ignore[no-any-return]
+
+    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)
+
+
+@report(
+    "huggingface/diffusers#7188",
+    "Comfy-Org/ComfyUI#1401",
+    "huggingface/candle#1060",
+    area=RANGE,
+    symptom="Images that SDXL's VAE decodes in fp16 are black.",
+    cause="Activations of a convolution pass 65504; the norm makes NaN of inf.",
+    command="find_nonfinite",
+    says=r"conv_out \(conv\w*\) produced inf.*65504",
+    truth="conv_out",
+    cure="Decode in bfloat16 or float32: `vae.to(torch.float32)`.",
+)
+def decoder_of_images(amp: Amp, *, cured: bool) -> Program:
+    """Decode latents."""
+    del amp
+    model = nn.Sequential()
+    model.add_module("conv_in", nn.Conv2d(4, 8, 1))
+    model.add_module("conv_out", nn.Conv2d(8, 8, 3, padding=1))
+    model.add_module("norm", nn.GroupNorm(2, 8))
+    nn.init.constant_(model.conv_in.weight, 100.0)
+    nn.init.constant_(model.conv_out.weight, 10.0)
+    dtype = torch.float32 if cured else torch.float16
+    model.to(dtype)
+    latents = torch.rand(1, 4, 8, 8, dtype=dtype) + 1
+
+    def loss() -> Tensor:
+        return model(latents).float().mean()  # type: ignore[no-any-return]
+
+    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)
+
+
+@report(
+    "facebookresearch/fairseq#2235",
+    area=RANGE,
+    symptom="GELU by hand in fp16: the output is finite, gradients are NaN.",
+    cause="x ** 3 is inf from 41 on, and tanh makes 1 of that on the way forward only.",
+    command="diagnose",
+    says=r"\(pow\): (for|back)ward range: .*65504.*op:pow=fp32",
+    truth=r"\bpow\b|Pow",
+    cure='`F.gelu(x, approximate="tanh")`, or `x.float()` inside.',
+)
+def gelu_by_hand(amp: Amp, *, cured: bool) -> Program:
+    """Approximate GELU by a tanh."""
+
+    def gelu(x: Tensor) -> Tensor:
+        wide = x * 300
+        wide = wide.float() if cured else wide.half()
+        cubic = wide + 0.044715 * wide.pow(3)
+        return (0.5 * wide * (1 + (0.8 * cubic).tanh()) / 300).to(x.dtype)
+
+    return training(amp, Between(gelu))
+
+
+@report(
+    "tracel-ai/burn#5374",
+    "apple/coremltools#2814",
+    "sbryngelson/ANEForge#113",
+    area=RANGE,
+    symptom="Softplus by hand gives inf in fp16, and NaN gradients.",
+    cause="exp(x) is inf from 11.1 on in float16.",
+    command="diagnose",
+    says=r"\(exp\): forward range: ",
+    truth=r"\bexp\b|Exp",
+    cure="`F.softplus(x)`, or `x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))`.",
+)
+def softplus_by_hand(amp: Amp, *, cured: bool) -> Program:
+    """Make positive what a layer gives."""
+
+    def softplus(x: Tensor) -> Tensor:
+        wide = (x * 20).half()
+        if cured:
+            return wide.clamp(min=0) + (-wide.abs()).exp().log1p()
+        return (1 + wide.exp()).log()
+
+    return training(amp, Between(softplus), x=3 * torch.randn(4, WIDTH))
+
+
+@report(
+    "facebookresearch/swav#67",
+    "facebookresearch/dinov2#583",
+    "huggingface/sentence-transformers#2774",
+    area=RANGE,
+    symptom="Sinkhorn's assignments are NaN with a small temperature.",
+    cause="exp(score / 0.04) is inf, in float32, too; inf / inf is NaN.",
+    command="diagnose",
+    says=r"\(exp\): .*(maximum|clamp)",
+    truth=r"\bexp\b|Exp",
+    cure="Subtract the maximum first: `(s - s.amax(-1, keepdim=True)).exp()`.",
+)
+def exp_of_scores(amp: Amp, *, cured: bool) -> Program:
+    """Assign outputs to prototypes."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        scores = 10 * y.float() / 0.04
+        if cured:
+            scores = scores - scores.amax(-1, keepdim=True)
+        shares = scores.exp()
+        return (shares / shares.sum(-1, keepdim=True)).square().mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "pytorch/pytorch#63719",
+    area=RANGE,
+    symptom="With targets of millions every step is skipped, at any loss scale.",
+    cause="The gradient of the loss, 2 * (y - target), is beyond float16 unscaled.",
+    command="diagnose",
+    says=r"loss function: .*though the loss scale is 1.*normalise its targets",
+    truth="(?i)mse|loss passes|target",
+    cure="Train on normalised targets: `(target - mean) / std`.",
+)
+def large_targets(amp: Amp, *, cured: bool) -> Program:
+    """Predict amounts of money."""
+    target = 1e9 * torch.randn(4, WIDTH)
+    target = target / 1e9 if cured else target
+
+    def loss_of(y: Tensor) -> Tensor:
+        return F.mse_loss(y.float(), target)
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "NVIDIA/kvpress#250",
+    "NVIDIA/kvpress#268",
+    area=RANGE,
+    symptom="Generation in float16 gives '!!!!' only; in bfloat16 all is well.",
+    cause="A constant of -1e5 times a float16 tensor is -inf.",
+    command="diagnose",
+    says=r"\(mul\): forward range: .*65504",
+    truth=r"\bmul\b|Mul",
+    cure="Divide before: `-1e5 * (y.float() / y.float().norm() ** 2)`.",
+)
+def large_constant(amp: Amp, *, cured: bool) -> Program:
+    """Scale a vector to a given length."""
+
+    def scale(x: Tensor) -> Tensor:
+        y = x.float() if cured else x.half()
+        return 1e-5 * (-1e5 * y) / (y.square().sum(-1, keepdim=True) + 1)
+
+    return training(amp, Between(scale), x=5 * torch.randn(4, WIDTH))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.numerics.formats import is_low
 from halfstep.numerics.local_tensor import local_part
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class DomainError(NamedTuple):
     advice: str
     result: str = ""
     """"inf" or "NaN" in the forward pass; "" where it may be either, or neither."""
+    dtype: torch.dtype | None = None
+    """Of the values."""
 
 
 @dataclass(frozen=True)
@@ -245,13 +248,22 @@ def find_domain_error(
         places = row.test(*tensors)
         if bool(places.any()):
             error = row.error
+            dtype = tensors[0].dtype
             evidence = error.evidence.format_map(values) + counted(places)
-            if row.operands == "other" and tensors[0].dtype == torch.float16:
-                least = torch.finfo(torch.float16).smallest_normal * 2**-10
-                evidence += f" (float16 holds nothing below {least:.1g}: "
-                evidence += "a smaller eps is 0)"
-            return error._replace(evidence=evidence)
+            evidence += _lost_eps(error.evidence, dtype)
+            return error._replace(evidence=evidence, dtype=dtype)
     return None
+
+
+def _lost_eps(evidence: str, dtype: torch.dtype | None) -> str:
+    """Return what a format makes of an eps that is there already, in parentheses."""
+    if evidence.endswith(" 0") and dtype == torch.float16:
+        least = torch.finfo(dtype).smallest_normal * 2**-10
+        return f" (float16 holds nothing below {least:.1g}: a smaller eps is 0)"
+    if evidence.endswith(("-1", " 1")) and dtype is not None and is_low(dtype):
+        name, below = str(dtype).removeprefix("torch."), 1 - torch.finfo(dtype).eps / 2
+        return f" ({name} holds nothing from {below:.4g} to 1: 1 - 1e-06 is 1 there)"
+    return ""
 
 
 def arguments(
@@ -282,10 +294,14 @@ def arguments(
 
 def backward_domain_error(op: str, error: DomainError) -> DomainError:
     """Return an error of a slope in terms of the operation `op` whose slope it is."""
-    if op in {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}:
-        return _zero(f"its slope is infinite: {_AT_0}", _ROOT)
-    if op.startswith("log"):
-        return _zero(f"its slope is infinite: {_AT_0}", _LOG)
-    if op in {"acos", "asin", "atanh"}:
-        return _zero("its slope is infinite: its argument is -1 or 1", _CLAMP)
-    return error
+    at, advice = _AT_0, _ROOT
+    if op == "log1p":
+        at, advice = "its argument is -1", _CLAMP
+    elif op.startswith("log") or op == "xlogy":
+        advice = _LOG
+    elif op in {"acos", "asin", "atanh"}:
+        at, advice = "its argument is -1 or 1", _CLAMP
+    elif op not in {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}:
+        return error
+    lost = _lost_eps(at, error.dtype)
+    return _zero(f"its slope is infinite: {at}{lost}", advice)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
 _MEAN = (
-    "Take a mean over elements, not a sum, or divide the loss; or train in bfloat16."
+    "Take a mean over elements, not a sum, divide the loss, or normalise its targets; "
+    "or train in bfloat16."
 )
 _CONVERTED = (
     "A cast to float16 makes that of all above 65504. If it is finite in the float32 "

@@ -1,0 +1,367 @@
+"""Numbers that vanish in 16 bits, and what is not defined at 0, at 1 or of nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from tests.field.nets import WIDTH, Between, training
+from tests.field.report import Program, report
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+if TYPE_CHECKING:
+    from tests.field.report import Amp
+
+AREA = "zero and tiny numbers"
+
+
+@report(
+    "lucidrains/vector-quantize-pytorch#106",
+    "open-mmlab/mmcv#2178",
+    "NVIDIA/cuvs#991",
+    area=AREA,
+    symptom="Distances to a codebook are NaN now and then.",
+    cause="a*a + b*b - 2ab of close points is rounded to below 0: no square root.",
+    command="diagnose",
+    says=r"sqrt\): .*negative",
+    truth="sqrt|Sqrt",
+    cure="`torch.cdist(a.float(), b.float())`, or `d.clamp(min=1e-6).sqrt()`.",
+)
+def distances_by_expansion(amp: Amp, *, cured: bool) -> Program:
+    """Measure distances by a matmul."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        a = y + 10
+        b = a.detach()
+        squares = a.square().sum(-1)[:, None] + b.square().sum(-1) - 2 * a @ b.T
+        return (squares.clamp(min=1e-3) if cured else squares).sqrt().mean()
+
+    x = torch.randn(64, WIDTH)
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of, x=x)
+
+
+@report(
+    "anthonymlortiz/lcn#4",
+    "megvii-research/TLC#3",
+    area=AREA,
+    symptom="A norm by hand is NaN where the image is even.",
+    cause="mean(x*x) - mean(x)**2 is rounded to below 0: no square root.",
+    command="diagnose",
+    says=r"r?sqrt\): .*negative",
+    truth="sqrt|Sqrt",
+    cure="`x.float().var(-1)`, or the mean of `(x - x.mean()) ** 2`.",
+)
+def variance_by_difference(amp: Amp, *, cured: bool) -> Program:
+    """Divide by a standard deviation."""
+
+    def normalise(x: Tensor) -> Tensor:
+        even = (x * 0.1 + 30).half()
+        mean = even.mean(-1, keepdim=True)
+        if cured:
+            variance = (even - mean).square().mean(-1, keepdim=True)
+        else:
+            variance = even.square().mean(-1, keepdim=True) - mean.square()
+        return (even - mean) / (variance + 1e-3).sqrt()
+
+    return training(amp, Between(normalise), x=torch.randn(64, WIDTH))
+
+
+@report(
+    "papagina/RotationContinuity#11",
+    "naver/roma#9",
+    "banctilrobitaille/torch-vectorized#7",
+    area=AREA,
+    symptom="The angle between rotations is NaN as soon as they agree.",
+    cause="Rounding puts the cosine at 1 or above, where acos has no slope.",
+    command="diagnose",
+    says=r"acos.*(-1|inside)",
+    truth="acos|Acos",
+    cure="`cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()`.",
+)
+def angle_of_equal_vectors(amp: Amp, *, cured: bool) -> Program:
+    """Measure angles to a copy."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        unit = F.normalize(y.float(), dim=-1)
+        cosine = (unit * unit.detach()).sum(-1)
+        if cured:
+            cosine = cosine.clamp(-1 + 1e-4, 1 - 1e-4)
+        return cosine.acos().mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "pytorch/pytorch#70348",
+    "pytorch/pytorch#75181",
+    "pytorch/pytorch#116349",
+    "OpenRLHF/OpenRLHF#583",
+    area=AREA,
+    symptom="Fine-tuning shows a loss of NaN for some batches.",
+    cause="All labels of a batch are -100: a mean over nothing.",
+    command="diagnose",
+    says=r"label: .*-100",
+    truth=r"nll|Nll|cross_entropy|-100",
+    cure="Leave out such batches, or divide a sum by `max(count, 1)`.",
+)
+def no_label_left(amp: Amp, *, cured: bool) -> Program:
+    """Train on an answer that was cut off."""
+    labels = torch.full((4,), -100)
+    labels[0] = 1 if cured else -100
+
+    def loss_of(y: Tensor) -> Tensor:
+        return F.cross_entropy(y.float(), labels)
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "microsoft/LMOps#38",
+    "yenchenlin/nerf-pytorch#28",
+    area=AREA,
+    symptom="A distillation loss is NaN after some hundred steps.",
+    cause="The mask of a batch is empty: 0 / 0.",
+    command="diagnose",
+    says=r"div\): zero: its divisor is 0",
+    truth="div|Div",
+    cure="`total / mask.sum().clamp(min=1)`.",
+)
+def mean_over_an_empty_mask(amp: Amp, *, cured: bool) -> Program:
+    """Average over tokens that count, of which there are none."""
+    mask = torch.zeros(4)
+
+    def loss_of(y: Tensor) -> Tensor:
+        count = mask.sum().clamp(min=1) if cured else mask.sum()
+        return (y.float().square().mean(-1) * mask).sum() / count
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "kornia/kornia#918",
+    area=AREA,
+    symptom="Focal loss with gamma below 1: gradients are NaN for easy samples.",
+    cause="(1 - p) ** gamma has an infinite slope at p = 1.",
+    command="diagnose",
+    says=r"pow.*slope is infinite",
+    truth=r"\bpow\b|Pow",
+    cure="`(1 - p + 1e-6).pow(gamma)`.",
+)
+def focal_loss(amp: Amp, *, cured: bool) -> Program:
+    """Weigh samples by how wrong they are."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        p = (y.float() * 1e3).sigmoid()
+        wrong = 1 - p + 1e-3 * cured
+        return (wrong.pow(0.5) * (p + 1e-3)).mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "MakazhanAlpamys/Soup#719",
+    area=AREA,
+    symptom="Reverse KL distillation: the loss is finite, gradients are NaN.",
+    cause="The student's probabilities are the target of kl_div, and some are 0.",
+    command="diagnose",
+    says=r"xlogy\): zero: its slope is infinite: its argument is 0",
+    truth=r"kl_div|KlDiv|xlogy|Xlogy|\blog\b",
+    cure="Stay in logs: `F.kl_div(teacher, student, log_target=True)`.",
+)
+def reverse_kl(amp: Amp, *, cured: bool) -> Program:
+    """Distil with a low temperature."""
+    teacher = torch.randn(4, WIDTH).log_softmax(-1)
+
+    def loss_of(y: Tensor) -> Tensor:
+        logits = y.float() * 1e3
+        if cured:
+            student = logits.log_softmax(-1).clamp(min=-50)
+            return F.kl_div(teacher, student, reduction="sum", log_target=True)
+        return F.kl_div(teacher, logits.softmax(-1), reduction="sum")
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "fastino-ai/GLiNER2#155",
+    "pytorch/pytorch#40497",
+    area=AREA,
+    symptom="The loss prints as ever, and one backward pass makes all weights NaN.",
+    cause="1 - 1e-6 is 1 in 16 bits: the clamp before log1p(-p) does nothing.",
+    command="diagnose",
+    says=r"log1p\): .*-1.*float16",
+    truth="log1p|Log1P",
+    cure="`torch.log1p(-p.float().clamp(max=1 - 1e-6))`, or `F.logsigmoid(-logits)`.",
+)
+def clamp_next_to_one(amp: Amp, *, cured: bool) -> Program:
+    """Multiply the chances that nothing happens."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        p = (y * 100).sigmoid()
+        p = p.float() if cured else p.half()
+        survival = (-p.clamp(max=1 - 1e-6)).log1p()
+        return (1 - survival.float().sum(-1).exp()).mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "ultralytics/yolov5#2376",
+    area=AREA,
+    symptom="CIoU of two equal boxes is NaN.",
+    cause="eps is added to 1 and rounded away; then 1 - iou is 0: 0 / 0.",
+    command="diagnose",
+    says=r"div\): zero: its divisor is 0",
+    truth="div|Div",
+    cure="Add eps last: `v / ((1 - iou + v) + eps)`.",
+)
+def eps_beside_one(amp: Amp, *, cured: bool) -> Program:
+    """Weigh a penalty by the overlap of boxes."""
+
+    def loss_of(y: Tensor) -> Tensor:
+        v = y.float() - y.detach().float()
+        iou, eps = 1 - v.abs(), 1e-9
+        divisor = (1 - iou + v) + 1e-6 if cured else (1 + eps) - iou + v
+        return (v / divisor * v).mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "NVIDIA-NeMo/Automodel#3850",
+    area=AREA,
+    symptom="InfoNCE is finite; the gradient of its learnt temperature is NaN.",
+    cause="Logits are masked by -inf, then divided: the slope is 0 times inf.",
+    command="diagnose",
+    says=r"(div|mul)\): .*infinity",
+    truth="div|Div|mul|Mul",
+    cure="Divide first, then mask: `(logits / t).masked_fill(mask, -inf)`.",
+)
+def mask_before_temperature(amp: Amp, *, cured: bool) -> Program:
+    """Compare with negatives of which some are padding."""
+    mask = torch.zeros(4, WIDTH, dtype=torch.bool)
+    mask[:, -1] = True
+    model = nn.Linear(WIDTH, WIDTH)
+    model.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def loss_of(y: Tensor) -> Tensor:
+        logits, t = y.float(), model.temperature
+        if cured:
+            logits = (logits / t).masked_fill(mask, -math.inf)
+        else:
+            logits = logits.masked_fill(mask, -math.inf) / t
+        return F.cross_entropy(logits, torch.arange(4))
+
+    return training(amp, model, loss_of=loss_of)
+
+
+@report(
+    "huggingface/trl#7252",
+    area=AREA,
+    symptom="An entropy bonus is NaN as soon as some tokens are masked.",
+    cause="A masked token has log p = -inf, and 0 * -inf is NaN.",
+    command="diagnose",
+    says=r"mul\): .*infinity",
+    truth=r"\bmul\b|Mul",
+    cure="Mask by `torch.finfo(logits.dtype).min`, or `torch.special.entr(p)`.",
+)
+def entropy_of_masked_logits(amp: Amp, *, cured: bool) -> Program:
+    """Reward a policy for being unsure."""
+    mask = torch.zeros(4, WIDTH, dtype=torch.bool)
+    mask[:, 0] = True
+
+    def loss_of(y: Tensor) -> Tensor:
+        least = -1e4 if cured else -math.inf
+        logp = y.float().masked_fill(mask, least).log_softmax(-1)
+        return (logp.exp() * logp).sum(-1).mean()
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "candle-org/MindAct#1633",
+    "sooftware/kospeech#37",
+    area=AREA,
+    symptom="With label smoothing the loss is inf; without it all is well.",
+    cause="Smoothing gives masked classes a share, and their log p is -inf.",
+    command="diagnose",
+    says=r"masked_fill\): loss function: .*non-finite constant.*finite one",
+    truth="(?i)masked|smoothing",
+    cure="Mask by a finite number: `logits.masked_fill(mask, -1e4)`.",
+)
+def smoothing_of_masked_classes(amp: Amp, *, cured: bool) -> Program:
+    """Smooth labels over classes of which some are masked."""
+    mask = torch.zeros(4, WIDTH, dtype=torch.bool)
+    mask[:, -1] = True
+
+    def loss_of(y: Tensor) -> Tensor:
+        logits = y.float().masked_fill(mask, -1e4 if cured else -math.inf)
+        return F.cross_entropy(logits, torch.arange(4), label_smoothing=0.1)
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+@report(
+    "pytorch/pytorch#14335",
+    "wenet-e2e/wenet#2299",
+    area=AREA,
+    symptom="CTC loss is inf for some recordings.",
+    cause="The input is shorter than its text.",
+    command="diagnose",
+    says=r"ctc_loss\): label: an input is too short",
+    truth="ctc|Ctc",
+    cure="`nn.CTCLoss(zero_infinity=True)`, or leave such pairs out.",
+)
+def recording_too_short(amp: Amp, *, cured: bool) -> Program:
+    """Align 4 frames with a text of 6 letters."""
+    text, frames, letters = torch.tensor([[1, 2, 3, 1, 2, 3]]), [4], [6]
+
+    def loss_of(y: Tensor) -> Tensor:
+        logp = y.float().log_softmax(-1)[:, None]
+        lengths = torch.tensor(frames), torch.tensor(letters)
+        return F.ctc_loss(logp, text, *lengths, zero_infinity=cured)
+
+    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+
+
+class Sampler(nn.Module):
+    """Scales a sample by how noisy it is, by a schedule in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("alphas_cumprod", torch.linspace(1, 2e-8, 1000))
+
+    def forward(self, x: Tensor, t: int) -> Tensor:
+        """Return the noise in `x` at time `t`."""
+        alpha = self.alphas_cumprod[t]
+        sigma = ((1 - alpha) / alpha).sqrt()
+        return self.net(x * sigma / (sigma.square() + 1).sqrt())  # type: ignore[no-any-return]
+
+
+@report(
+    "AUTOMATIC1111/stable-diffusion-webui#14071",
+    area=AREA,
+    symptom="After model.half() the noisiest steps of sampling give inf.",
+    cause="alphas_cumprod of the last steps is 0 in float16: a division by 0.",
+    command="find_nonfinite",
+    says=r"\(div\) produced (inf|NaN).*its divisor is 0.*float16",
+    truth="div|Div|alphas_cumprod",
+    cure="Keep the schedule in float32: compute it in `forward`, or no buffer.",
+)
+def schedule_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Begin to sample."""
+    del amp
+    model = Sampler()
+    schedule = model.alphas_cumprod
+    model.half()
+    if cured:
+        model.alphas_cumprod = schedule
+    x = torch.randn(2, WIDTH).half()
+
+    def loss() -> Tensor:
+        return model(x, 999).float().mean()  # type: ignore[no-any-return]
+
+    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)
