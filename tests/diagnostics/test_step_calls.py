@@ -234,6 +234,67 @@ def test_a_sum_that_is_full() -> None:
     assert [each.rule for each in found(step)] == ["16-bit sum"]
 
 
+@pytest.mark.parametrize("sizes", [[1.0], [1.0] * 8, [256.0] + [1.0] * 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_added_in_16_bits(dtype: torch.dtype, sizes: list[float]) -> None:
+    """Law: a sum that rounding spoils is told, one that it does not is not."""
+    loop = Loop()
+    model = nn.Linear(4, 1).to(dtype)
+
+    def step() -> None:
+        loop.step()
+        model.zero_grad()
+        for size in sizes:
+            model(torch.full((1, 4), size, dtype=dtype)).sum().backward()
+
+    spoilt = dtype == torch.bfloat16 and len(sizes) > 8
+    findings = found(step)
+    assert [each.rule for each in findings] == ["16-bit sum"] * spoilt
+    assert all("those of 33 backward passes" in str(each) for each in findings)
+
+
+@pytest.mark.parametrize("size", [3.0, 300.0])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_norm_of_gradients_in_half(size: float, wide: bool) -> None:
+    """Law: what overflows float16 between pass and update is named; inf is not."""
+    model = nn.Linear(4, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.full((1, 4), size).half()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).float().sum().backward()
+        for param in model.parameters():
+            grad = param.grad.float() if wide else param.grad
+            param.grad = (grad / grad.square().sum().sqrt()).half()
+        optimizer.step()
+
+    overflows = size == 300 and not wide
+    findings = [each for each in found(step) if each.rule == "16-bit sum"]
+    assert len(findings) == overflows
+    assert all(each.where == "square of gradients" for each in findings)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decay"),
+    [(torch.bfloat16, 0.01), (torch.bfloat16, 8.0), (torch.float32, 0.01)],
+)
+def test_weight_decay_that_16_bits_do_not_hold(
+    dtype: torch.dtype, decay: float
+) -> None:
+    """Law: where 1 - lr * weight_decay is 1, and only there, a note says so."""
+    model = nn.Linear(4, 1).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=decay)
+
+    def step() -> None:
+        model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    notes = [str(each) for each in found(step) if "weight decay" in str(each)]
+    assert len(notes) == (dtype == torch.bfloat16 and decay < 1)
+
+
 def test_a_mode_of_the_program() -> None:
     """Law: function modes that a step opens around its update are closed in order."""
     loop = Loop()

@@ -72,3 +72,193 @@ def updates_lost(amp: Amp, *, cured: bool) -> Program:
         return float((model.weight == before).float().mean()) > 0.9
 
     return Program(model, step, is_sick, given={"model": model, "optimizer": optimizer})
+
+
+@report(
+    "pytorch/pytorch#74739",
+    "huggingface/transformers#23165",
+    "Lightning-AI/pytorch-lightning#5140",
+    "huggingface/diffusers#6442",
+    area=AREA,
+    symptom="ValueError: Attempting to unscale FP16 gradients.",
+    cause="The model was loaded in float16, so its gradients are, too.",
+    command="run",
+    says=r"unscale FP16 gradients.*(float32|fp32|float\(\))",
+    truth=r"float32|fp32|\.float\(\)",
+    cure="Load trained weights in float32: `model.float()`; autocast casts them.",
+)
+def gradients_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Train a model that was loaded in float16 under a scaler."""
+    model = nn.Linear(WIDTH, 1)
+    model = model if cured else model.half()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amp.scaler()
+    x = torch.randn(4, WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Program(model, step)
+
+
+@report(
+    "warner-benjamin/optimi#15",
+    "soumith/cudnn.torch#377",
+    area=AREA,
+    symptom="With weights in float16 Adam's first steps are huge, though eps is 1e-6.",
+    cause="Squares of gradients below 2e-4 are 0 in float16: eps alone divides.",
+    command="diagnose",
+    says=r"eps=1e-06 is all that it divides by",
+    truth=r"\beps\b|exp_avg_sq",
+    cure="Keep weights in fp32 (autocast, or O2's masters).",
+)
+def squares_of_gradients(amp: Amp, *, cured: bool) -> Program:
+    """Train a half model on small gradients."""
+    del amp
+    dtype = torch.float32 if cured else torch.float16
+    model = nn.Linear(WIDTH, WIDTH).to(dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, foreach=False)
+    x, before = torch.ones(4, WIDTH, dtype=dtype), model.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(x) * 5e-4).float().mean().backward()
+        optimizer.step()
+
+    def is_sick() -> bool:
+        # Adam moves a weight by at most the learning rate a step.
+        return not float((model.weight - before).abs().max()) < 4 * 2e-3
+
+    return Program(model, step, is_sick)
+
+
+@report(
+    "Nerogar/OneTrainer#996",
+    area=AREA,
+    symptom="Weight decay has no effect on weights in bf16.",
+    cause="lr * weight_decay is far below 1/256 of a weight: it is rounded away.",
+    command="diagnose",
+    says=r"weight decay has no effect in bf16",
+    truth=r"(?i)weight.decay",
+    cure='`halfstep.prepare(..., "O2")` with fp32 masters.',
+)
+def weight_decay_lost(amp: Amp, *, cured: bool) -> Program:
+    """Decay weights that get no gradients."""
+    del amp
+    dtype = torch.float32 if cured else torch.bfloat16
+    model = nn.Linear(WIDTH, WIDTH).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    x, before = torch.zeros(4, WIDTH, dtype=dtype), model.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+    return Program(
+        model,
+        step,
+        lambda: bool(torch.equal(model.weight, before)),
+        given={"model": model, "optimizer": optimizer},
+    )
+
+
+@report(
+    "deepspeedai/DeepSpeed#2768",
+    "deepspeedai/DeepSpeed#1800",
+    "NVIDIA/Megatron-LM#372",
+    "mlnomadpy/flaxchat#6",
+    area=AREA,
+    symptom="In bf16 many micro-batches give a smaller gradient than one batch.",
+    cause="Gradients are added up in bf16: what is below 1/256 of the sum is lost.",
+    command="diagnose",
+    says=r"gradients: those of 33 backward passes are added up in bf16.*lost",
+    truth=r"(?i)accumulat|micro-batch|added up",
+    cure='`halfstep.prepare(model, optimizer, "O2", accumulate=33)` adds in fp32.',
+)
+def gradients_added_in_bf16(amp: Amp, *, cured: bool) -> Program:
+    """Accumulate over 33 micro-batches, of which the first has large inputs."""
+    del amp
+    dtype = torch.float32 if cured else torch.bfloat16
+    model = nn.Linear(WIDTH, 1).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, sums = torch.ones(1, WIDTH, dtype=dtype), []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for size in [256.0] + 32 * [1.0]:
+            model(size * x).float().sum().backward()
+        sums.append(float(model.weight.grad.mean()))
+        optimizer.step()
+
+    return Program(model, step, lambda: sums[-1] < 280)
+
+
+@report(
+    "tracel-ai/burn#5699",
+    "facebookresearch/fairscale#263",
+    area=AREA,
+    symptom="With clipping by a norm of one's own, float16 weights never change.",
+    cause="Squares of gradients above 255 are inf in float16, and 1 / inf is 0.",
+    command="diagnose",
+    says=r"square of gradients: makes inf of finite numbers in float16.*65504",
+    truth=r"\bpow\b|square",
+    cure="`torch.nn.utils.clip_grad_norm_`, or square `grad.float()`.",
+)
+def norm_of_gradients_by_hand(amp: Amp, *, cured: bool) -> Program:
+    """Clip gradients of 300 to a norm of 1."""
+    del amp
+    model = nn.Linear(WIDTH, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, before = torch.full((4, WIDTH), 300.0).half(), model.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).float().mean().backward()
+        grads = [p.grad for p in model.parameters()]
+        wide = [g.float() if cured else g for g in grads]
+        norm = sum(g.square().sum() for g in wide) ** 0.5
+        for grad in grads:
+            grad.mul_((1 / norm).to(grad.dtype))
+        optimizer.step()
+
+    return Program(model, step, lambda: bool(torch.equal(model.weight, before)))
+
+
+@report(
+    "tensorflow/tensorflow#43719",
+    area=AREA,
+    symptom="A converted model gives NaN, though no activation is large.",
+    cause="A constant of 1e30 among the weights is inf in float16, and 0 * inf is NaN.",
+    command="find_nonfinite",
+    says=r"holds? inf.*(buffer|parameter) gate .*cast to float16.*65504",
+    truth=r"\bgate\b",
+    cure="Clamp before the cast: `w.clamp(-65504, 65504).half()`; or use bfloat16.",
+)
+def constant_among_weights(amp: Amp, *, cured: bool) -> Program:
+    """Convert a model with a large constant."""
+    del amp
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gate = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + 0 * self.gate
+
+    model = Gated()
+    model.gate.data.fill_(1e30)
+    if cured:
+        model.gate.data.clamp_(-65504, 65504)
+    model.half()
+    x = torch.randn(4, WIDTH).half()
+
+    def loss() -> torch.Tensor:
+        return model(x).float().mean()
+
+    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)

@@ -442,7 +442,7 @@ class Residual(nn.Module):
     "awslabs/sockeye#1051",
     area=RANGE,
     symptom="Gemma 3 or LongT5 in float16 gives empty texts: hidden states are NaN.",
-    cause="The residual stream, which bfloat16 held, passes 65504 where it is added to.",
+    cause="The residual stream, which bfloat16 held, passes 65504 at an addition.",
     command="find_nonfinite",
     says=r"\(add\) produced inf.*65504",
     truth=r"\badd\b|Add",

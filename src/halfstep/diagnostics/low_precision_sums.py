@@ -1,28 +1,35 @@
 """Sums and averages in 16 bits that stand still: what is added is rounded away.
 
 In: what a program writes in place between an update of weights and its next pass, seen
-by a mode over torch's functions. Out: a finding.
+by a mode over torch's functions; what it computes of gradients; gradients of several
+passes. Out: findings.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from halfstep.diagnostics.replay.tensor_facts import floats
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 RULE = "16-bit sum"
 
 _STILL = 0.9
 """Share of the numbers that should have changed and did not, from which it counts."""
+_LOST_GRADS = 0.05
+"""Relative error of gradients that several passes add up. Our choice: many times what
+rounding to bf16 costs where nothing is lost."""
 _FP32_NOISE = 2.0**-20
 """Relative change that fp32's own rounding may make."""
 
@@ -71,10 +78,16 @@ _IN_PLACE = {
 
 
 class LowPrecisionSums(TorchFunctionMode):
-    """Sees what a program writes in place between an update and the next pass."""
+    """Sees what a program writes in place between an update and the next pass.
+
+    And what overflows float16 between a backward pass and the update.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self._is_after_backward = False
+        self._overflow = ""
+        """The function that made inf of finite numbers in float16."""
         self._sums: dict[tuple[int, torch.Size], _LowPrecisionSum] = {}
         self._open: set[tuple[int, torch.Size]] = set()
         self._is_on = False
@@ -85,10 +98,11 @@ class LowPrecisionSums(TorchFunctionMode):
         """Take down what is open."""
         self._outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
 
-    def begin(self) -> None:
-        """Look at what is written from now on, unless the step has a mode open."""
+    def begin(self, *, after_backward: bool = False) -> None:
+        """Look at what is computed from now on, unless the step has a mode open."""
         outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
         if not self._is_on and outer is self._outer:
+            self._is_after_backward = after_backward
             self._is_on = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -105,6 +119,8 @@ class LowPrecisionSums(TorchFunctionMode):
     def findings(self) -> tuple[Finding, ...]:
         """Return what is wrong with sums and averages that stand still."""
         still = [each for each in self._sums.values() if each.stands_still]
+        if self._overflow:
+            return (self._overflow_finding(),)
         if not still:
             return ()
         first = still[0].target
@@ -122,6 +138,15 @@ class LowPrecisionSums(TorchFunctionMode):
         where = f"a tensor of shape {tuple(first.shape)}{others}"
         return (Finding("error", RULE, where, measured, "", "its calls", advice, 0.8),)
 
+    def _overflow_finding(self) -> Finding:
+        measured = (
+            "makes inf of finite numbers in float16, which holds 65504, between the "
+            "backward pass and the update: 1 / inf is 0"
+        )
+        advice = "Compute it of grad.float(), or train weights in float32."
+        where = f"{self._overflow} of gradients"
+        return Finding("error", RULE, where, measured, "", "its calls", advice, 0.8)
+
     def __torch_function__(
         self,
         func: Any,  # noqa: ANN401
@@ -132,6 +157,11 @@ class LowPrecisionSums(TorchFunctionMode):
         """Call a function; apply it in fp32, too, where it writes to 16 bits."""
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", "")).removeprefix("_foreach_")
+        if self._is_after_backward:
+            result = func(*args, **kwargs)
+            if name != "__get__" and not self._overflow and _overflows(args, result):
+                self._overflow = name
+            return result
         if args and name in _IN_PLACE:
             many = isinstance(args[0], list | tuple)
             rows = _rows(args) if many else [tuple(args)]
@@ -160,6 +190,80 @@ class LowPrecisionSums(TorchFunctionMode):
             for each in row[1:]
         ]
         getattr(self._sums[key].exact, name)(*others, **kwargs)
+
+
+def _overflows(args: object, result: object) -> bool:
+    """Return whether float16 holds inf of what was finite."""
+    half = [each for each in floats(result) if each.dtype == torch.float16]
+    return any(bool(each.isinf().any()) for each in half) and all(
+        bool(each.isfinite().all()) for each in floats(args)
+    )
+
+
+@dataclass
+class _GradSum:
+    """What the gradients of some passes add up to in fp32."""
+
+    exact: Tensor
+    num_passes: int = 1
+
+
+class LowPrecisionGrads:
+    """Sees gradients in 16 bits that several backward passes add up."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Tensor, _GradSum] = {}
+        self._worst = 0.0, 0, torch.bfloat16
+        """Largest error of a sum, of how many passes, in which dtype."""
+
+    @contextlib.contextmanager
+    def backward_pass(self, params: Iterable[Tensor]) -> Iterator[None]:
+        """Add in fp32, too, what a backward pass adds to gradients here."""
+        low = [p for p in params if p.requires_grad and formats.is_low(p.dtype)]
+        hooks = [p.register_hook(partial(self._add, p)) for p in low]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for param in low:
+            self._compare(param)
+
+    def _add(self, param: Tensor, grad: Tensor) -> None:
+        grad = grad.detach().float()
+        before = self._sums.get(param)
+        if before is None or param.grad is None or not bool(param.grad.any()):
+            self._sums[param] = _GradSum(grad)
+        else:
+            self._sums[param] = _GradSum(before.exact + grad, before.num_passes + 1)
+
+    @torch.no_grad()
+    def _compare(self, param: Tensor) -> None:
+        total = self._sums.get(param)
+        if total is None or total.num_passes < 2 or param.grad is None:  # noqa: PLR2004 -- two terms make a sum
+            return
+        size = float(total.exact.norm())
+        error = float((param.grad.float() - total.exact).norm()) / (size or 1.0)
+        self._worst = max(
+            self._worst, (error, total.num_passes, param.dtype), key=lambda row: row[0]
+        )
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what is wrong with gradients that were added up."""
+        error, num_passes, dtype = self._worst
+        if not _LOST_GRADS < error < float("inf"):
+            return ()
+        measured = (
+            f"those of {num_passes} backward passes are added up in "
+            f"{formats.word(dtype)}, and {error:.0%} of the sum is lost to rounding"
+        )
+        advice = (
+            "Keep weights in float32 and use autocast, or let halfstep.prepare(model, "
+            f"optimizer, 'O2', accumulate={num_passes}) add in float32."
+        )
+        source = "its backward passes"
+        row = Finding("error", RULE, "gradients", measured, "", source, advice, 0.8)
+        return (row,)
 
 
 def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]]:

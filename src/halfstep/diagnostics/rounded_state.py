@@ -78,6 +78,24 @@ class RoundedState:
         self._check_moments(optimizer)
         for each in eps_underflows(optimizer):
             self._say(_finding(each.optimizer, str(each), f"Use {CURE}."))
+        self._check_decay(optimizer)
+
+    def _check_decay(self, optimizer: Optimizer) -> None:
+        """Find weight decay that 16-bit weights do not feel."""
+        for number, group in enumerate(optimizer.param_groups):
+            decay = float(group.get("lr", 0.0)) * group.get("weight_decay", 0.0)
+            # Fused kernels decay and update in fp32, and round once.
+            if not group.get("decoupled_weight_decay") or group.get("fused"):
+                continue
+            for dtype in filter(formats.is_low, {p.dtype for p in group["params"]}):
+                if 0 < decay < torch.finfo(dtype).eps / 4:
+                    found = _finding(
+                        f"parameter group {number}",
+                        f"weight decay has no effect in {formats.word(dtype)}: "
+                        f"1 - lr * weight_decay = 1 - {decay:.1g} is 1 there",
+                        "Keep weights or master weights in float32 (level O2).",
+                    )
+                    self._say(replace(found, severity="note"))
 
     def _check_moments(self, optimizer: Optimizer) -> None:
         """Find second moments that became 0: the next update is lr * m / eps."""

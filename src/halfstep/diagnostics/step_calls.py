@@ -34,7 +34,7 @@ from halfstep.reporting.finding import Finding
 from halfstep.scaling import call_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -114,11 +114,13 @@ class StepCalls:
         self._losses = scaled_losses.ScaledLosses(self._add)
         self._rounded = rounded_state.RoundedState(self._add)
         self._sums = low_precision_sums.LowPrecisionSums()
+        self._grads = low_precision_sums.LowPrecisionGrads()
         self._before_pass: RemovableHandle | None = None
 
     def findings(self) -> tuple[Finding, ...]:
         """Return what was found, in the order of the calls."""
-        return (*self._findings.values(), *self._sums.findings())
+        sums = *self._sums.findings(), *self._grads.findings()
+        return (*self._findings.values(), *sums)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -169,16 +171,22 @@ class StepCalls:
                 self._add(call_order.call_order_finding(*_MADE_ANEW))
 
     @contextlib.contextmanager
-    def backward_pass(self, loss: object) -> Iterator[None]:
-        """Look at a backward pass, which runs in here."""
+    def backward_pass(
+        self, loss: object, params: Iterable[Tensor] = ()
+    ) -> Iterator[None]:
+        """Look at a backward pass, which runs in here, and at gradients of `params`."""
         self.end_update()
         if self._is_watching:
             self._on_backward(loss)
         self._losses.is_in_backward = True
+        params = params if self._is_watching else ()
         try:
-            yield
+            with self._grads.backward_pass(params):
+                yield
         finally:
             self._losses.is_in_backward = False
+        if self._is_observed():
+            self._look(after_backward=True)
 
     def on_forward(self, module: nn.Module) -> None:
         """See whether a model runs where no context is open, beside one that is."""
@@ -385,11 +393,15 @@ class StepCalls:
 
     def _after_update(self, *_: object) -> None:
         if self._is_observed():
-            self._sums.begin()
-            if self._before_pass is None:  # while it is there, compiled modules warn
-                self._before_pass = register_module_forward_pre_hook(
-                    lambda *_: self.end_update()
-                )
+            self._look()
+
+    def _look(self, *, after_backward: bool = False) -> None:
+        """Look at what is written or computed, up to the next pass or update."""
+        self._sums.begin(after_backward=after_backward)
+        if self._before_pass is None:  # while it is there, compiled modules warn
+            self._before_pass = register_module_forward_pre_hook(
+                lambda *_: self.end_update()
+            )
 
     def end_update(self) -> None:
         """Look no longer at what is written: the next pass begins."""

@@ -402,7 +402,8 @@ class CheckedSteps:
                 self._check_loss(loss)
                 with contextlib.ExitStack() as calls:
                     if self._session is None:
-                        calls.enter_context(self.calls.backward_pass(loss))
+                        watched = self.calls.backward_pass(loss, self._params())
+                        calls.enter_context(watched)
                     result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
