@@ -201,7 +201,8 @@ def clamp_next_to_one(amp: Amp, *, cured: bool) -> Program:
     def loss_of(y: Tensor) -> Tensor:
         p = (y * 100).sigmoid()
         p = p.float() if cured else p.half()
-        survival = (-p.clamp(max=1 - 1e-6)).log1p()
+        most = torch.tensor(1 - 1e-6, dtype=p.dtype)  # torch 2.15 masks by a number
+        survival = (-torch.minimum(p, most)).log1p()
         return (1 - survival.float().sum(-1).exp()).mean()
 
     return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
