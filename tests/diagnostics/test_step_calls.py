@@ -253,6 +253,26 @@ def test_gradients_added_in_16_bits(dtype: torch.dtype, sizes: list[float]) -> N
     assert all("those of 33 backward passes" in str(each) for each in findings)
 
 
+@pytest.mark.parametrize("use", ["ratio", "ratio of floats", "cross entropy"])
+def test_log_probabilities_in_16_bits(use: str) -> None:
+    """Law: they are noted where they are compared, and not in a cross entropy."""
+    loop = Loop()
+    model = nn.Linear(4, 3)
+
+    def step() -> None:
+        loop.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(torch.ones(2, 4))
+        logp = (logits.float() if "floats" in use else logits).log_softmax(-1)
+        if use == "cross entropy":
+            nn.functional.nll_loss(logp, torch.tensor([0, 1])).backward()
+        else:
+            (logp - logp.detach()).exp().mean().backward()
+
+    notes = [each for each in found(step) if each.rule == "log-probabilities"]
+    assert [each.severity for each in notes] == ["note"] * (use == "ratio")
+
+
 @pytest.mark.parametrize("size", [3.0, 300.0])
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_norm_of_gradients_in_half(size: float, wide: bool) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 load()
 
 UNEXPLAINED: dict[str, str] = {
-    "two_precisions_of_one_policy": "diagnose does not see it yet",
     "noise_before_unscale": "diagnose does not see it yet",
     "norm_of_scaled_gradients": "diagnose does not see it yet",
     "weights_swapped_inside_context": "diagnose does not see it yet",

@@ -103,10 +103,10 @@ class ScaledLosses:
         node = loss.grad_fn if isinstance(loss, Tensor) else None
         if node is None or not (self._scaled or self._waiting):
             return
-        by_scaler = {0: list(_walk([node], without=self._scaled))}
+        by_scaler = {0: list(walk([node], without=self._scaled))}
         for each in by_scaler[0]:
             if each in self._scaled:
-                by_scaler.setdefault(self._scaled[each], []).extend(_walk([each]))
+                by_scaler.setdefault(self._scaled[each], []).extend(walk([each]))
         seen: dict[int, int] = {}
         for scaler, nodes in by_scaler.items():
             for param in _leaves(nodes):
@@ -135,7 +135,7 @@ class ScaledLosses:
         """See whether custom functions hand half a gradient on as half."""
         kinds = {
             type(node)._forward_cls  # type: ignore[attr-defined] # noqa: SLF001
-            for node in _walk([loss.grad_fn])
+            for node in walk([loss.grad_fn])
             if isinstance(node, BackwardCFunction)
         }
         theirs = [each for each in kinds if each.__module__.split(".")[0] != "torch"]
@@ -143,7 +143,7 @@ class ScaledLosses:
         if not theirs or recomputes or self._has_checked_functions:
             return
         self._has_checked_functions = True
-        params = [each for each in _leaves(_walk([loss.grad_fn])) if each.numel()]
+        params = [each for each in _leaves(walk([loss.grad_fn])) if each.numel()]
         norms = []
         with contextlib.suppress(RuntimeError):  # the program's own pass will raise it
             for factor in (1.0, 0.5):
@@ -180,7 +180,7 @@ def _following(node: Any) -> Iterator[Any]:  # noqa: ANN401 -- torch has no type
     return (each for each, _ in node.next_functions if each is not None)
 
 
-def _walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterator[Any]:
+def walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterator[Any]:
     """Yield the nodes of a graph, but for what is below some."""
     to_visit = list(nodes)
     seen = set(to_visit)

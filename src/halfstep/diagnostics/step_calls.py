@@ -30,6 +30,7 @@ from torch.utils import _pytree
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.casting import dtype_mismatch
 from halfstep.diagnostics import low_precision_sums, rounded_state, scaled_losses
+from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import call_order
 
@@ -45,6 +46,7 @@ CHECKED = {
     call_order.RULE: "calls of the loss scaler",
     scaled_losses.RULE: "which losses it scales",
     "autocast": "that it is on where the model runs",
+    "log-probabilities": "log-probabilities that are compared",
     "schedule": "the learning rate after skipped steps",
     "gradients not cleared": "gradients after skipped steps",
     rounded_state.RULE: "what 16 bits have left of weights and moments",
@@ -77,6 +79,18 @@ def _without_effect(why: str) -> Finding:
         f"autocast was entered, and has no effect: {why}",
         "Open the context inside of it, around each forward pass.",
     )
+
+
+def _log_probabilities(dtype: torch.dtype) -> Finding:
+    found = _finding(
+        "log-probabilities",
+        "log_softmax",
+        f"ran in {formats.word(dtype)}, where log-probabilities near -8 are multiples "
+        f"of 1/{1 / (8 * torch.finfo(dtype).eps):g}: a ratio to those of another pass "
+        "is not 1",
+        "Compute it of logits.float(), wherever log-probabilities are compared.",
+    )
+    return replace(found, severity="note")
 
 
 class StepCalls:
@@ -217,6 +231,8 @@ class StepCalls:
         device = loss.device.type if isinstance(loss, Tensor) else "cpu"
         if torch.is_autocast_enabled(device):
             self._add(call_order.backward_inside())
+        if isinstance(loss, Tensor):
+            self._check_log_softmax(loss)
         if self.scalers:
             self._losses.on_backward(loss)
         elif isinstance(loss, Tensor):
@@ -226,6 +242,16 @@ class StepCalls:
                 del self._stale[optimizer]
             else:
                 self._stale[optimizer] = True
+
+    def _check_log_softmax(self, loss: Tensor) -> None:
+        """Find log-probabilities in 16 bits, but those of a cross entropy."""
+        for node in scaled_losses.walk([loss.grad_fn] if loss.grad_fn else []):
+            for argument, _ in node.next_functions:
+                name = "" if argument is None else argument.name()
+                if name.startswith("LogSoftmax") and "NllLoss" not in node.name():
+                    (result,) = argument._input_metadata  # noqa: SLF001
+                    if formats.is_low(result.dtype):
+                        self._add(_log_probabilities(result.dtype))
 
     def _patched(
         self, original: Callable[..., Any], watch: Callable[..., None]
