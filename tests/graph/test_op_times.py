@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.graph import planner
@@ -32,6 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         return 1000 * len(calls)
 
     monkeypatch.setattr(OpTimes, "_time", time)
+    monkeypatch.setattr(OpTimes, "_time_passes", time)
     monkeypatch.setattr(gemm, "count_waiting", lambda: lambda: 0.0)
     return calls
 
@@ -83,6 +84,64 @@ def test_fused_casts_are_free(measured: list[int]) -> None:
     assert costs[False]["relu"] > 0
     assert costs[True] == costs[False] | {"relu": 0}
     assert measured
+
+
+class Counted(nn.Module):
+    """A layer whose norm counts its calls in a buffer, and that drops values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (rows, 8); x: (rows, 8)."""
+        scores: Tensor = self.drop(self.norm(self.layer(x)))
+        return scores.exp()
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_predictions_are_of_whole_passes(
+    monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """Law: what painting and fp32 are predicted to take is what their passes took."""
+    passes = iter([8_000_000, 50_000_000])
+    monkeypatch.setattr(OpTimes, "_time_passes", lambda *_: next(passes))
+    model, inputs = Counted(), [torch.randn(4, 8)]
+    painted = hs.plan(model, inputs, method="painting")
+    assert (painted.fp32_ms, painted.ms) == (pytest.approx(8), pytest.approx(50))
+    # Passes of O1 serve all plans: the next would have nothing to take.
+    cut = hs.plan(model, inputs, level=level)
+    assert cut.slowdown == painted.slowdown
+    assert cut.ms <= painted.ms * (1 + 1e-6)
+    assert f"{painted.slowdown.fp32:.2f} (fp32)" in str(painted)
+
+
+def test_passes_leave_no_trace() -> None:
+    """Law: a plan changes no buffer, gradient, parameter or random number."""
+    model, inputs = Counted(), [torch.randn(4, 8, requires_grad=True)]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    hs.plan(model, inputs, refresh=True)
+    assert torch.get_rng_state().equal(state)
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]), name
+    assert all(p.grad is None for p in [*model.parameters(), *inputs])
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_pass_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a model of which fp32 needs too much memory is planned, and it is said."""
+
+    def overflow(*_: Any) -> int:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(OpTimes, "_time_passes", overflow)
+    planned = hs.plan(Counted(), [torch.randn(4, 8)])
+    assert "memory did not suffice" in str(planned)
+    assert (planned.slowdown.fp32, planned.slowdown.low) == (1, 1)
 
 
 @pytest.mark.parametrize(

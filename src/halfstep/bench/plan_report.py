@@ -44,9 +44,12 @@ def tables(
         ("predicted", f"{plan.ms:.3f} ms; all in fp32: {plan.fp32_ms:.3f}"),
         *((f"measured, {name}", f"{ms:.3f} ms") for name, ms in measured.items()),
     ]
-    notes = ["times are of a forward and a backward pass"]
+    notes = [
+        "times are of a forward and a backward pass",
+        plan.slowdown.text(plan.dtype),
+    ]
     if plan.doubt:
-        notes.append(f"operations were timed under load: {plan.doubt}")
+        notes.append(plan.doubt)
     return [
         Table(f"Plan by {plan.method}", ("what", "value"), tuple(facts), tuple(notes)),
         _grouped(plan, "By operation", "operation", lambda node: node.op, "why"),

@@ -407,6 +407,16 @@ def fp32_arguments(node: fx.Node, device: str) -> tuple[int, ...]:
     return FP32_ARGUMENTS.get(op, ())
 
 
+def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
+    """Return the inputs of a node that come in its own format."""
+    keep = fp32_arguments(node, device)
+    fp32_inputs = [node.args[index] for index in keep if index < len(node.args)]
+    arguments = [a for i, a in enumerate(node.args) if i not in keep]
+    inputs: list[fx.Node] = []
+    fx.map_arg((arguments, node.kwargs), inputs.append)
+    return [each for each in inputs if each not in fp32_inputs or each in arguments]
+
+
 def nodes_of(graph: fx.Graph, params: Collection[str]) -> frozenset[str]:
     """Return the names of the nodes that read some parameters."""
     names = (n.name for n in graph.nodes if n.op == "get_attr" and n.target in params)

@@ -7,6 +7,8 @@ shapes and format, and kept on disk for processes under the same conditions.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ _LEAST_S, _MOST_S = 0.02, 0.2
 """Seconds for which an operation is repeated: for the least of them more than
 `_REPEATS` times, since another program may take a processor away for milliseconds; for
 the most of them less often."""
+_LEAST_PASSES, _PASSES_S = 3, 0.2
+"""How often a whole model is run at least, and seconds after which that is enough."""
 
 
 class OpTimes:
@@ -48,7 +52,7 @@ class OpTimes:
         refresh: bool = False,
     ) -> None:
         self.device = device
-        self._low = low
+        self.low = low
         self._differentiable = differentiable
         self._conditions = hardware.conditions(device.type)
         cached = {} if refresh else rate_cache.read(_CACHE, self._conditions)
@@ -57,14 +61,17 @@ class OpTimes:
         self._num_cached = len(self._times)
         self._waited = gemm.count_waiting()
         self.doubt = ""
-        """What speaks against the times measured; "" after `save` if nothing does."""
+        """What speaks against the times; "" after `save` if nothing does."""
 
     def save(self) -> None:
         """Keep new times for other processes, unless the machine was busy."""
         if len(self._times) == self._num_cached:
             return
         if (waited := self._waited()) > gemm.WAITED:
-            self.doubt = f"threads waited {waited:.0%} of the time for a CPU"
+            self.doubt = (
+                f"measured under load: threads waited {waited:.0%} of the time for a "
+                "CPU"
+            )
             return
         with contextlib.suppress(OSError):  # no folder: measured again next time
             entry = {"time": self._since, "times": self._times}
@@ -81,7 +88,7 @@ class OpTimes:
             return None
         if not capture.has_static_shapes([node, *node.all_input_nodes]):
             return 0
-        dtype = self._low if low else torch.float32
+        dtype = self.low if low else torch.float32
         keep = capture.fp32_arguments(node, self.device.type) if low else ()
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
         key = f"{node.target} {specs!r} {dtype}"
@@ -101,10 +108,29 @@ class OpTimes:
 
     def cast_of_shape(self, shape: Sequence[int]) -> int:
         """Return the same for a tensor of some shape."""
-        key = f"cast {tuple(shape)!r} {self._low}"
+        key = f"cast {tuple(shape)!r} {self.low}"
         if key not in self._times:
             value = torch.ones(shape, device=self.device, requires_grad=True)
-            self._times[key] = self._time(lambda: value.to(self._low), [value])
+            self._times[key] = self._time(lambda: value.to(self.low), [value])
+        return self._times[key] or 0
+
+    def whole_pass(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> int:
+        """Return the nanoseconds of a forward and a backward pass of a whole graph.
+
+        Parameters, their gradients, buffers and random numbers stay as they are.
+        """
+        tensors = [*graph_module.parameters(), *capture.tensors(list(inputs))]
+        layouts = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        text = f"{graph_module.code} {layouts!r}"
+        key = f"pass {hashlib.sha256(text.encode()).hexdigest()}"
+        if key not in self._times:
+            buffers = {each: each.clone() for each in graph_module.buffers()}
+            leaves = [each for each in tensors if each.requires_grad]
+            with random_state_kept(self.device):
+                self._times[key] = self._time_passes(graph_module, inputs, leaves)
+            with torch.no_grad():
+                for buffer, before in buffers.items():
+                    buffer.copy_(before)
         return self._times[key] or 0
 
     def _spec(self, value: Any) -> Any:  # noqa: ANN401
@@ -161,29 +187,39 @@ class OpTimes:
 
     def _time(self, call: Callable[[], Any], leaves: list[Tensor]) -> int:
         """Return the least of some times of a call and its backward pass."""
-
-        def once() -> int:
-            start = time.perf_counter_ns()
-            results = [
-                value
-                for value in pytree.tree_leaves(call())
-                if isinstance(value, Tensor) and value.requires_grad
-            ]
-            if leaves and results:
-                ones = [torch.ones_like(value) for value in results]
-                torch.autograd.grad(results, leaves, ones, allow_unused=True)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return time.perf_counter_ns() - start
-
-        once()
+        self._time_once(call, leaves)
         times: list[int] = []
         start = time.perf_counter()
         while (spent := time.perf_counter() - start) < _MOST_S and (
             len(times) < _REPEATS or spent < _LEAST_S
         ):
-            times.append(once())
-        return min(times or [once()])
+            times.append(self._time_once(call, leaves))
+        return min(times or [self._time_once(call, leaves)])
+
+    def _time_passes(
+        self, run: Callable[..., Any], inputs: Sequence[Any], leaves: list[Tensor]
+    ) -> int:
+        """Return the median time of some passes: what training will take."""
+        self._time_once(lambda: run(*inputs), leaves)
+        times: list[int] = []
+        while len(times) < _LEAST_PASSES or sum(times) < _PASSES_S * 1e9:
+            times.append(self._time_once(lambda: run(*inputs), leaves))
+        return int(statistics.median(times))
+
+    def _time_once(self, call: Callable[[], Any], leaves: list[Tensor]) -> int:
+        """Return the nanoseconds of a call and its backward pass."""
+        start = time.perf_counter_ns()
+        results = [
+            value
+            for value in pytree.tree_leaves(call())
+            if isinstance(value, Tensor) and value.requires_grad
+        ]
+        if leaves and results:
+            ones = [torch.ones_like(value) for value in results]
+            torch.autograd.grad(results, leaves, ones, allow_unused=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter_ns() - start
 
 
 def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:

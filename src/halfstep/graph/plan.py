@@ -6,7 +6,7 @@ In: what `planner` decided. Out: tables to print, and a file that a person can e
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from torch import fx
+
+    from halfstep.graph.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,47 @@ class PlannedCast:
 
 
 @dataclass(frozen=True)
+class Slowdown:
+    """How much longer operations take in a pass of the whole model than alone.
+
+    Why: alone, an operation finds its numbers in the processor's cache; in a model they
+    come from memory, and Python and autograd run in between. On a GPU it is the other
+    way: alone, each waits for its launch.
+    """
+
+    fp32: float = 1.0
+    low: float = 1.0
+    """Of operations in 16 bits, and of casts."""
+
+    def text(self, dtype: str) -> str:
+        """Return both as a sentence.
+
+        Args:
+            dtype: Name of the 16-bit format.
+        """
+        return (
+            f"in the model, operations take {self.fp32:.2f} (fp32) and {self.low:.2f} "
+            f"({dtype}) of what they take alone"
+        )
+
+    def of(self, problem: Problem) -> Problem:
+        """Return a problem with the costs that it has in the model."""
+        operations = {
+            name: replace(
+                each,
+                low_cost=round(each.low_cost * self.low),
+                fp32_cost=round(each.fp32_cost * self.fp32),
+            )
+            for name, each in problem.operations.items()
+        }
+        tensors = tuple(
+            replace(use, cast_cost=round(use.cast_cost * self.low))
+            for use in problem.tensors
+        )
+        return replace(problem, operations=operations, tensors=tensors)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The precision of each operation of one captured graph; `plan` makes it."""
 
@@ -71,7 +114,9 @@ class Plan:
     low_weights: tuple[str, ...] = ()
     """Names of the parameters that are stored in 16 bits when the plan runs."""
     doubt: str = ""
-    """What speaks against the times: the machine was busy."""
+    """What speaks against the times: the machine was busy, or had too little memory."""
+    slowdown: Slowdown = Slowdown()
+    """What the times above owe to passes of the whole model."""
 
     @property
     def ms(self) -> float:
@@ -112,7 +157,8 @@ class Plan:
             notes=(
                 f"{num_low} of {len(rows)} operations in {self.dtype}, {casts}",
                 f"predicted: {times}",
-                *([f"measured under load: {self.doubt}"] if self.doubt else []),
+                self.slowdown.text(self.dtype),
+                *([self.doubt] if self.doubt else []),
             ),
         )
 
@@ -145,6 +191,7 @@ class Plan:
             f"dtype = {json.dumps(self.dtype)}",
             f"method = {json.dumps(self.method)}",
             f"low_weights = {json.dumps(self.low_weights)}",
+            f"slowdown = {self._inline(self.slowdown)}",
         ]
         for name, rows in (("nodes", self.nodes), ("casts", self.casts)):
             lines += [f"{name} = [", *(f"  {self._inline(row)}," for row in rows), "]"]
@@ -154,13 +201,11 @@ class Plan:
             message = f"{path} cannot be written: {error.strerror}."
             raise UserError(message) from error
 
-    def _inline(self, row: PlannedNode | PlannedCast) -> str:
+    def _inline(self, row: PlannedNode | PlannedCast | Slowdown) -> str:
         """Return an inline table of TOML, whose strings are those of JSON."""
         fields = asdict(row)
-        if "low" in fields:
+        if isinstance(row, PlannedNode):
             fields["low"] = self.dtype if fields["low"] else "fp32"
-        pairs = (
-            f"{'runs_in' if name == 'low' else name} = {json.dumps(value)}"
-            for name, value in fields.items()
-        )
+            fields = {"runs_in" if n == "low" else n: v for n, v in fields.items()}
+        pairs = (f"{name} = {json.dumps(value)}" for name, value in fields.items())
         return f"{{{', '.join(pairs)}}}"

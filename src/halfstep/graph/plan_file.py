@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.errors import UserError, require_type
 from halfstep.graph import capture
 from halfstep.graph.op_times import OpTimes
+from halfstep.graph.plan import Plan, Slowdown
 from halfstep.graph.planner import METHODS, assemble, device_of, weigh
 from halfstep.graph.problem import DENY, KINDS, Operation
 from halfstep.numerics import formats
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import fx, nn
-
-    from halfstep.graph.plan import Plan
 
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("name", "op", "module", "runs_in", "kind", "reason"), str),
@@ -56,7 +55,7 @@ def load_plan(
         reason = getattr(error, "strerror", None) or error
         message = f"{path} cannot be read as a plan: {reason}."
         raise UserError(message) from error
-    rows = _rows(path, content)
+    rows, slowdown = _rows(path, content), _slowdown(path, content)
     graph_module = capture.capture(model, example_inputs)
     device = device_of(model, example_inputs)
     format_ = formats.FORMATS[content["dtype"]]
@@ -87,7 +86,8 @@ def load_plan(
                 message = f"{path}: {node.name} must run in fp32: {why}."
                 raise UserError(message)
             low.add(node.name)
-            row["low_ms"] = row["low_ms"] or low_time / 1e6  # 0.0 where it was denied
+            if not row["low_ms"]:  # it was denied
+                row["low_ms"] = low_time * slowdown.low / 1e6
         facts[node] = replace(fact, kind=row["kind"], reason=row["reason"])
         times = round(row["low_ms"] * 1e6), round(row["fp32_ms"] * 1e6)
         operations[node.name] = Operation(row["kind"], *times)
@@ -100,6 +100,7 @@ def load_plan(
     low_weights = _low_weights(path, content, graph_module)
     problem = weigh(graph_module.graph, operations, op_times, low_weights=low_weights)
     op_times.save()
+    problem = replace(slowdown.of(problem), operations=operations)
     for group in problem.tied:
         if group & low and group - low:
             names = " and ".join(sorted(group))
@@ -114,6 +115,7 @@ def load_plan(
         low,
         "",
         low_weights,
+        slowdown,
     )
 
 
@@ -137,6 +139,24 @@ def _low_weights(
     return names
 
 
+def _slowdown(path: str | PathLike[str], content: dict[str, Any]) -> Slowdown:
+    """Return what a file says that times owe to passes of the model.
+
+    Raises:
+        UserError: If it is no pair of factors.
+    """
+    factors = content.get("slowdown", {})
+    if (
+        isinstance(factors, dict)
+        and factors.keys() <= {"fp32", "low"}
+        and all(isinstance(f, int | float) for f in factors.values())
+        and all(0 < f < math.inf for f in factors.values())
+    ):
+        return Slowdown(**factors)
+    message = f"{path}: slowdown is {factors!r}; it must be fp32 and low, both above 0."
+    raise UserError(message)
+
+
 def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the nodes of a file, checked.
 
@@ -150,7 +170,8 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
     if not isinstance(rows, list) or content.get("method") not in METHODS:
         message = f"{path} is no plan: it needs nodes, and {' or '.join(METHODS)}."
         raise UserError(message)
-    _refuse_unknown(path, content, ("dtype", "method", "low_weights", "nodes", "casts"))
+    known = ("dtype", "method", "low_weights", "slowdown", "nodes", "casts")
+    _refuse_unknown(path, content, known)
     for number, row in enumerate(rows):
         if isinstance(row, dict):
             _refuse_unknown(path, row, (*_FIELDS, "source"))

@@ -16,7 +16,7 @@ from halfstep.casting.convert_model import low_parameters
 from halfstep.errors import UserError, require, require_type
 from halfstep.graph import capture, min_cut, painting, ranges
 from halfstep.graph.op_times import OpTimes, random_state_kept
-from halfstep.graph.plan import Plan, PlannedCast, PlannedNode
+from halfstep.graph.plan import Plan, PlannedCast, PlannedNode, Slowdown
 from halfstep.graph.problem import (
     ALLOW,
     CLEAR,
@@ -28,6 +28,7 @@ from halfstep.graph.problem import (
     TensorUse,
     reachable,
 )
+from halfstep.graph.rewrite import rewrite_graph
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy
@@ -121,6 +122,7 @@ def plan(
             for name, param in graph_module.named_parameters(remove_duplicate=False)
             if id(param) in low_ids
         ],
+        batch=example_inputs,
     )
 
 
@@ -152,6 +154,7 @@ def plan_graph(
     refresh: bool = False,
     fused: bool = False,
     low_weights: Sequence[str] = (),
+    batch: Sequence[Any] | None = None,
 ) -> Plan:
     """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
 
@@ -168,13 +171,15 @@ def plan_graph(
         fused: A compiler will run the graph, which makes a cast part of the operation
             before it where that works number by number.
         low_weights: Names of the parameters that will be stored in 16 bits.
+        batch: What the graph is called with, for passes of the whole graph that are
+            timed, too; None: what operations take by themselves is what they take.
     """
     low = format_.dtype
     facts = capture.facts(
         graph_module.graph, device=device.type, policy=policy, low=low, kinds=kinds
     )
     for node, fact in facts.items():
-        values = [*castable_inputs(node, device.type), node]
+        values = [*capture.castable_inputs(node, device.type), node]
         too_large = ranges.why_fp32(values, fp32_ranges)
         if too_large and fact.kind != DENY:
             facts[node] = replace(fact, kind=DENY, reason=too_large)
@@ -191,13 +196,18 @@ def plan_graph(
     problem = weigh(
         graph_module.graph, operations, times, fused=fused, low_weights=low_weights
     )
+    slowdown = Slowdown()
+    if batch is not None:
+        slowdown = measure_slowdown(problem, graph_module, times, batch)
+        problem = slowdown.of(problem)
     times.save()
     if method == "min-cut":
         exact = _exact(problem)
         for node, fact in facts.items():
             if node.name in exact:
                 facts[node] = replace(fact, kind=DENY, reason=_EXACT)
-                operations[node.name] = replace(operations[node.name], kind=DENY)
+        denied = {n: replace(problem.operations[n], kind=DENY) for n in exact}
+        problem = replace(problem, operations={**problem.operations, **denied})
     choose = min_cut.cheapest if method == "min-cut" else painting.paint
     chosen_low = choose(problem)
     for node, fact in facts.items():
@@ -211,7 +221,32 @@ def plan_graph(
         chosen_low,
         times.doubt,
         low_weights,
+        slowdown,
     )
+
+
+def measure_slowdown(
+    problem: Problem,
+    graph_module: fx.GraphModule,
+    times: OpTimes,
+    batch: Sequence[Any],
+) -> Slowdown:
+    """Measure a pass of the model in fp32, and one as painted for fp32 weights."""
+    problem = replace(problem, low_weights=frozenset())
+    low = painting.paint(problem)
+    try:
+        fp32 = times.whole_pass(graph_module, batch) / (problem.cost(()) or 1)
+    except torch.OutOfMemoryError:
+        times.doubt = "memory did not suffice for a pass of the model in fp32"
+        return Slowdown()
+    of_casts = sum(cast.cost for cast in problem.casts(low))
+    low_alone = of_casts + sum(problem.operations[name].low_cost for name in low)
+    if not low_alone:
+        return Slowdown(fp32, fp32)
+    painted = rewrite_graph(graph_module, low, times.low, times.device.type)
+    rest = fp32 * (problem.cost(low) - low_alone)
+    in_low = (times.whole_pass(painted, batch) - rest) / low_alone
+    return Slowdown(fp32, in_low if in_low > 0 else fp32)
 
 
 def weigh(
@@ -264,7 +299,8 @@ def assemble(
     problem: Problem,
     low: Collection[str],
     doubt: str,
-    low_weights: Sequence[str] = (),
+    low_weights: Sequence[str],
+    slowdown: Slowdown,
 ) -> Plan:
     """Return the plan in which some nodes of a problem run in 16 bits."""
     nodes = tuple(
@@ -291,7 +327,16 @@ def assemble(
         )
         for cast in problem.casts(low)
     )
-    return Plan(dtype, method, nodes, casts, graph_module, tuple(low_weights), doubt)
+    return Plan(
+        dtype,
+        method,
+        nodes,
+        casts,
+        graph_module,
+        tuple(low_weights),
+        doubt,
+        slowdown,
+    )
 
 
 def _why(fact: NodeFacts, *, low: bool) -> str:
@@ -313,23 +358,13 @@ def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:
         consumers = tuple(
             user.name
             for user in node.users
-            if node in castable_inputs(user, times.device.type)
+            if node in capture.castable_inputs(user, times.device.type)
         )
         if consumers:
             is_free = fused and torch.Tag.pointwise in getattr(node.target, "tags", ())
             cost = 0 if is_free else times.cast(node)
             uses.append(TensorUse(node.name, consumers, cost))
     return uses
-
-
-def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
-    """Return the inputs of a node that come in its own format."""
-    keep = capture.fp32_arguments(node, device)
-    fp32_inputs = [node.args[index] for index in keep if index < len(node.args)]
-    arguments = [a for i, a in enumerate(node.args) if i not in keep]
-    inputs: list[fx.Node] = []
-    fx.map_arg((arguments, node.kwargs), inputs.append)
-    return [each for each in inputs if each not in fp32_inputs or each in arguments]
 
 
 def device_of(model: nn.Module, example_inputs: Sequence[Any]) -> torch.device:

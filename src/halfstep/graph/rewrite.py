@@ -22,7 +22,6 @@ from halfstep.errors import UserError, require_type
 from halfstep.graph import capture
 from halfstep.graph.capture import modules_of
 from halfstep.graph.plan import Plan
-from halfstep.graph.planner import castable_inputs
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
@@ -211,7 +210,7 @@ def rewrite_graph(
 
     for node in graph_module.graph.nodes:
         wanted = dtype if node.name in low else torch.float32
-        castable = castable_inputs(node, device)
+        castable = capture.castable_inputs(node, device)
         arguments = {
             source: in_format(source, wanted if source in castable else torch.float32)
             for source in node.all_input_nodes
@@ -282,7 +281,7 @@ def verify(
                 _promise(after[path] == expected, f"output {path} is {after[path]}")
         if node.op != "call_function" or getattr(node.target, "_schema", None) is None:
             continue
-        for source in castable_inputs(node, device):
+        for source in capture.castable_inputs(node, device):
             wrong = torch.float32 if low[node] else dtype
             _promise(wrong not in dtypes[source], f"{node} takes {wrong} of {source}")
         results = [d for d in dtypes[node] if d in (torch.float32, dtype)]
