@@ -82,15 +82,14 @@ def _wrapped(kind: str) -> str:
     )
 
 
-SEVERAL = (
-    "optimizer is of type {}: prepare takes one optimizer. Give one with a parameter "
-    "group for each part."
-)
+NO_OPTIMIZER = "optimizer is of type {}; it must be a torch.optim.Optimizer."
 Pair = tuple[Any, Any]
 PAIRS: dict[str, tuple[Callable[[Any, Any], Pair], str]] = {
-    "list": (lambda m, o: (m, [o]), SEVERAL.format("list")),
-    "dict": (lambda m, o: (m, {"all": o}), SEVERAL.format("dict")),
-    "parameters": (lambda m, _: (m, tuple(m.parameters())), SEVERAL.format("tuple")),
+    "dict": (lambda m, o: (m, {"all": o}), NO_OPTIMIZER.format("dict")),
+    "parameters": (
+        lambda m, _: (m, tuple(m.parameters())),
+        NO_OPTIMIZER.format("Parameter"),
+    ),
     "nothing": (
         lambda *_: (None, None),
         "model is of type NoneType; it must be an nn.Module.",

@@ -158,11 +158,12 @@ def convert_(
             if isinstance(module, nn.RNNBase):
                 # cuDNN wants the weights of one in one piece, as `Module.to` knows.
                 module.flatten_parameters()
-    if level.low_inputs:
-        model.register_forward_pre_hook(_CastInputs(low_dtype), with_kwargs=True)
-    if level.fp32_outputs:
-        model.register_forward_hook(_cast_outputs)
     return Conversion(originals, tuple(fp32_modules), rules)
+
+
+def called_modules(model: nn.Module) -> list[nn.Module]:
+    """Return what is called: the model, or the parts of an `nn.ModuleList`."""
+    return [*model] if isinstance(model, nn.ModuleList) else [model]
 
 
 def low_parameters(model: nn.Module, level: Level, rules: Policy) -> list[nn.Parameter]:
@@ -210,7 +211,7 @@ def _attach_hooks(
     level: Level,
     low_dtype: torch.dtype,
 ) -> None:
-    """Let modules obey the rules."""
+    """Let modules obey the rules, and cast what goes into the model and comes out."""
     for hook in hooks:
         module = model.get_submodule(hook.path)
         # The weights of an island stay fp32, so it runs in fp32 outside regions too.
@@ -226,6 +227,11 @@ def _attach_hooks(
             always_fp32=is_fp32_module,
             output_dtype=None if keeps_dtype or in_fp32_module else low_dtype,
         )
+    for called in called_modules(model):
+        if level.low_inputs:
+            called.register_forward_pre_hook(_CastInputs(low_dtype), with_kwargs=True)
+        if level.fp32_outputs:
+            called.register_forward_hook(_cast_outputs)
 
 
 def _refuse_autocast_rules(rules: Policy, level: Level) -> None:

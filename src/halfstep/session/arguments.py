@@ -7,22 +7,47 @@ In: values of any kind, from callers without types. Out: what they stand for, or
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep.casting.convert_model import called_modules
 from halfstep.errors import UserError, format_value, require, require_type
 from halfstep.numerics import formats
+from halfstep.session.chained_optimizer import ChainedOptimizer, optimizers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from halfstep.machine.recommendation import Choice
 
 _prepared: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 """Model or optimizer -> the level and format that it was prepared at."""
+
+
+def as_one(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return lists of models as one module, and lists of optimizers as one optimizer.
+
+    Raises:
+        UserError: If a list holds something else, or an optimizer cannot be stepped.
+    """
+    if isinstance(model, list | tuple):
+        are_models = bool(model) and all(isinstance(m, nn.Module) for m in model)
+        require_type("model", model, are_models, "an nn.Module, or a list of them")
+        model = nn.ModuleList(model)
+    if isinstance(optimizer, list | tuple):
+        expected = "a torch.optim.Optimizer, or a list of them"
+        require_type("optimizer", optimizer, bool(optimizer), expected)
+        for each in optimizer:
+            _check_optimizer(each)
+        optimizer = ChainedOptimizer(optimizer)
+    # What else they may be, `check_model_and_optimizer` refuses.
+    return cast("nn.Module", model), cast("torch.optim.Optimizer", optimizer)
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
@@ -57,13 +82,6 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
 def _check_optimizer(optimizer: object) -> None:
     type_name = type(optimizer).__name__
     inner = None if isinstance(optimizer, type) else _inner(optimizer)
-    if isinstance(optimizer, list | tuple | set | dict):
-        message = (
-            f"optimizer is of type {type_name}: prepare takes one optimizer. "
-            "Give one with "
-            "a parameter group for each part."
-        )
-        raise UserError(message)
     # A wrapper may inherit from Optimizer without having been set up as one.
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer) and hasattr(
         optimizer, "_optimizer_step_pre_hooks"
@@ -96,7 +114,8 @@ def _inner(wrapper: object) -> torch.optim.Optimizer | None:
 
 def _check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse to prepare twice: hooks and master weights would be doubled."""
-    prepared_at = _prepared.get(optimizer)
+    parts = optimizers_of(optimizer)
+    prepared_at = next((_prepared[each] for each in parts if each in _prepared), None)
     what = "the optimizer"
     for path, module in model.named_modules():
         if prepared_at is None and module in _prepared:
@@ -115,7 +134,8 @@ def mark_prepared(
     model: nn.Module, optimizer: torch.optim.Optimizer, choice: Choice
 ) -> None:
     """Take down what was prepared, for as long as it lives."""
-    _prepared[model] = _prepared[optimizer] = str(choice)
+    for each in (*called_modules(model), *optimizers_of(optimizer)):
+        _prepared[each] = str(choice)
     for module in model.modules() if choice.level.low_weights else ():
         # Frozen weights, and modules without any, may be shared.
         if any(param.requires_grad for param in module.parameters(recurse=False)):

@@ -20,13 +20,14 @@ from halfstep.policy.rules import Policy
 from halfstep.scaling import ScaleRule
 from halfstep.scaling.per_pass import Retry
 from halfstep.session import arguments, fsdp
+from halfstep.session.chained_optimizer import optimizers_of
 from halfstep.session.lr_schedule import check_scheduler
 from halfstep.session.optimizer_step import check_clip_norm
 from halfstep.session.session import Session
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     level: str | Level | Choice = "auto",
     *,
     dtype: str | torch.dtype | FloatFormat = "auto",
@@ -60,7 +61,11 @@ def prepare(
             model is prepared once. Where the level stores weights in 16 bits, wrap
             `session.model` for data parallelism afterwards. `fully_shard` comes before,
             with `halfstep.sharded.fsdp_policy`: its fp32 shards are the masters.
-        optimizer: Any torch optimizer over the model's parameters, not wrapped.
+            Several models that train together: a list, and each is called by itself.
+            Under DDP make them one module.
+        optimizer: Any torch optimizer over the model's parameters, not wrapped; or a
+            list of them, which step, and skip, together. Models and optimizers that
+            take turns (a GAN) have a session each.
         level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
             `Choice` is taken as it is, dtype included.
         dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here. It has
@@ -98,6 +103,7 @@ def prepare(
         UserError: If an argument is of the wrong type or out of range, or shards do not
             fit. Nothing has been changed then.
     """
+    model, optimizer = arguments.as_one(model, optimizer)
     arguments.check_model_and_optimizer(model, optimizer)
     accumulate = require_int("accumulate", accumulate, 1)
     clip_grad_norm = check_clip_norm(clip_grad_norm)
@@ -118,9 +124,13 @@ def prepare(
         and formats.parse(dtype) is not formats.FP32
     ):
         warnings.warn(choice.reason, stacklevel=2)
-    for text in warnings_for(
-        choice, optimizer, device_type, masters=encoding is not None
-    ):
+    has_masters = encoding is not None
+    texts = [
+        text
+        for each in optimizers_of(optimizer)
+        for text in warnings_for(choice, each, device_type, masters=has_masters)
+    ]
+    for text in dict.fromkeys(texts):
         warnings.warn(text, stacklevel=2)
     if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]

@@ -17,6 +17,7 @@ from halfstep.checkpoint import sharded
 from halfstep.checkpoint.single import CheckpointError
 from halfstep.distributed import ddp, process_group
 from halfstep.session import fsdp, state_dict
+from halfstep.session.fsdp import fsdp_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from halfstep.session.session import Session
+
+__all__ = ["fsdp_policy", "full_tensors", "load", "save"]
 
 _REST = "rest"
 _WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"

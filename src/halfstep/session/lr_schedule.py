@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep._torch.async_read import DelayedScalars
 from halfstep.errors import UserError, require_type, warn_caller
+from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
         )
         raise UserError(message)
     scheduler_optimizer = getattr(scheduler, "optimizer", optimizer)
-    if scheduler_optimizer is not optimizer:
+    if not any(scheduler_optimizer is each for each in optimizers_of(optimizer)):
         message = (
             f"the {type(scheduler).__name__} belongs to another optimizer than the "
             "session's: make it over session.optimizer."

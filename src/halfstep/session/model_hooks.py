@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from halfstep._torch import optimizer_hooks
 from halfstep.casting import dtype_mismatch
+from halfstep.casting.convert_model import called_modules
 from halfstep.errors import UserError, warn_caller
 from halfstep.numerics.formats import is_low
+from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
 def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
     """Hook a model whose weights were converted."""
     stored = f"{choice.format.name} (level {choice.level.name})"
-    if choice.level.low_weights and choice.level.autocast:
-        model.register_forward_hook(DtypeErrorHook(stored, device), always_call=True)
-    if masters:
-        hook = LowStateDictHook(choice.format.name)
-        model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    hook = LowStateDictHook(choice.format.name)
+    for each in called_modules(model):
+        if choice.level.low_weights and choice.level.autocast:
+            error_hook = DtypeErrorHook(stored, device)
+            each.register_forward_hook(error_hook, always_call=True)
+        if masters:
+            each.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class DtypeErrorHook:
@@ -114,7 +118,8 @@ class ExternalStepCheck:
     def __init__(
         self, masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
     ) -> None:
-        optimizer_hooks.register_pre_step_check(masters.optimizer, self)
+        for each in optimizers_of(masters.optimizer):
+            optimizer_hooks.register_pre_step_check(each, self)
         self._masters = masters
         self._rule = scaler.rule
         self._window = weakref.ref(window)

@@ -1,0 +1,32 @@
+"""The same with one session: what is averaged are its fp32 weights."""
+
+import copy
+
+import torch
+from torch import nn
+
+import halfstep as hs
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.float16 if device == "cuda" else torch.bfloat16
+torch.manual_seed(0)
+inputs = torch.randn(60, 64, 32, device=device)
+targets = inputs.sin().sum(-1, keepdim=True) / 4
+
+model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
+average = copy.deepcopy(model)  # in fp32, before it is prepared
+optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+session = hs.prepare(model, optimizer, level="O2", dtype=dtype)
+
+for number, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+    with session.autocast():
+        loss = nn.functional.mse_loss(model(x), y)
+    session.backward(loss)
+    session.step()
+    weights = session.weights()
+    for name, param in average.named_parameters():
+        param.data.lerp_(weights[name], 0.1 if number else 1.0)
+
+with torch.no_grad(), session.autocast():
+    loss = nn.functional.mse_loss(average(inputs[0]), targets[0])
+print(f"final loss {loss.item():.4f}")

@@ -1,0 +1,24 @@
+"""The same in bf16, planned and rewritten once, as TensorFlow's graph rewrite did."""
+
+import torch
+from torch import nn
+
+import halfstep as hs
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+inputs = torch.randn(40, 64, 32, device=device)
+targets = inputs.sin().sum(-1, keepdim=True) / 4
+
+model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+plan = hs.plan(model, [inputs[0]], dtype="bf16", method="painting")
+model = hs.rewrite(model, plan)  # print(plan) says what runs in which format, and why
+
+for x, y in zip(inputs, targets, strict=True):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+
+print(f"final loss {loss.item():.4f}")

@@ -1,0 +1,71 @@
+"""Writes docs/examples.md: each program in examples/, and what changes in it.
+
+    python -m tests.examples.page
+
+Run it from the root of the repository; `test_examples` fails where it was forgotten.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.examples import programs
+
+PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
+HEAD = """# Examples
+
+Complete programs for a CPU or a GPU, each beside the PyTorch, torch.amp or apex program
+that it replaces. They lie in [examples](../examples); every one of them is run by the
+tests, and ends at the loss of the one it replaces. What they took:
+[figures](../benchmarks/2026-11-24-examples.md). And a
+[notebook](../examples/first_steps.ipynb).
+
+Where the drop-in classes do, one import line changes:
+
+```diff
+-from torch.amp import GradScaler, autocast
++from halfstep import GradScaler, autocast
+```
+
+| example | drop-in | session, or other |
+|---|---|---|
+"""
+FOOT = """
+Lines removed and added, but for the first words of each program.
+"""
+FORMS = {
+    "prepared": "hs.prepare",
+    "rewritten": "hs.rewrite",
+    "drop_in": "drop-in",
+    "run": "halfstep run",
+}
+
+
+def page() -> str:
+    """Return the page."""
+    rows, sections = [], []
+    for folder in programs.folders():
+        before = programs.before(folder)
+        changed = {"drop_in": "", "other": ""}
+        files, diffs = [f"[before](../examples/{folder}/before.py)"], list[str]()
+        for after in programs.afters(folder):
+            diff, removed, added = after.changes(before)
+            count = f"-{removed} +{added}"
+            if after.form == "drop_in":
+                changed["drop_in"] = count
+            else:
+                changed["other"] = f"{FORMS[after.form]}: {count}"
+            if after.form == "run":
+                diffs.append("```console\n$ halfstep run before.py\n```\n")
+            if (programs.FOLDER / folder / f"{after.form}.py").exists():
+                files.append(f"[{after.form}](../examples/{folder}/{after.form}.py)")
+                diffs.append("\n".join(("```diff", *diff, "```\n")))
+        title, anchor = folder.replace("_", " "), folder.replace("_", "-")
+        rows.append(f"| [{title}](#{anchor}) | {' | '.join(changed.values())} |")
+        sections.append(f"## {title}\n\n{before.summary} {' · '.join(files)}\n")
+        sections += diffs
+    return HEAD + "\n".join((*rows, FOOT, *sections))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,135 @@
+"""The programs in examples/: what there is, how each is run, what it changes.
+
+In: a folder. Out: its programs as text, and what they print. A program that differs in
+its import alone is not stored: `drop_in` makes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+_AMP = re.compile(r"^from torch\.amp import ", re.MULTILINE)
+_LOSS = re.compile(r"^final loss (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One way to write a program."""
+
+    folder: str
+    form: str
+    """before, drop_in, prepared, rewritten, or run: as `halfstep run` runs it."""
+    text: str
+
+    @property
+    def needs_torchrun(self) -> bool:
+        """It says so in its first lines."""
+        return "Run: torchrun" in self.text
+
+    @property
+    def needs_own_process(self) -> bool:
+        """It cannot run in this one; apex's O1 changes torch for good."""
+        return (
+            self.needs_torchrun or self.form == "run" or "amp.initialize" in self.text
+        )
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        return self.text.removeprefix('"""').splitlines()[0].removesuffix('"""')
+
+    def with_dtype(self, dtype: str) -> Program:
+        """Return the program in another format on a CPU."""
+        text = self.text.replace("else torch.bfloat16", f"else torch.{dtype}")
+        return Program(self.folder, self.form, text)
+
+    def run(self, *, apart: bool = False) -> str:
+        """Return what it prints.
+
+        Args:
+            apart: In a process of its own, as its user runs it; some always are.
+        """
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "program.py"
+            file.write_text(self.text, encoding="utf-8")
+            if apart or self.needs_own_process:
+                return self._run_apart(file)
+            printed = StringIO()
+            with redirect_stdout(printed):
+                runpy.run_path(str(file), run_name="__main__")
+            return printed.getvalue()
+
+    def _run_apart(self, file: Path) -> str:
+        words: list[str] = []
+        if self.needs_torchrun:
+            words = ["-m", "torch.distributed.run", "--standalone"]
+            words += ["--nproc-per-node", "2"]
+        elif self.form == "run":
+            words = ["-m", "halfstep", "run", "--level", "O1", "--dtype", "bf16"]
+        command = [sys.executable, *words, str(file)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=300
+        )
+        # torch with gloo, halfstep or not, after all is done: once in twenty runs.
+        at_exit = "terminate called without an active exception" in done.stderr
+        assert done.returncode == 0 or (at_exit and _LOSS.search(done.stdout)), (
+            done.stderr
+        )
+        return done.stdout
+
+    def changes(self, before: Program) -> tuple[list[str], int, int]:
+        """Return the diff to another form, and its lines removed and added."""
+        # What it says of itself is no change.
+        own, other = (_without_docstring(p.text) for p in (self, before))
+        lines = list(difflib.unified_diff(other, own, n=1, lineterm=""))[2:]
+        removed = sum(line.startswith("-") and line != "-" for line in lines)
+        added = sum(line.startswith("+") and line != "+" for line in lines)
+        return [line for line in lines if not line.startswith("@@")], removed, added
+
+
+def _without_docstring(text: str) -> list[str]:
+    return text.split('"""', 2)[2].strip().splitlines()
+
+
+def final_loss(printed: str) -> float:
+    """Return the last loss that a program printed."""
+    return float(_LOSS.findall(printed)[-1])
+
+
+def folders() -> list[str]:
+    """Return the names of all examples."""
+    return sorted(file.parent.name for file in FOLDER.glob("*/before.py"))
+
+
+def before(folder: str) -> Program:
+    """Return the program as people have it."""
+    text = (FOLDER / folder / "before.py").read_text(encoding="utf-8")
+    return Program(folder, "before", text)
+
+
+def afters(folder: str) -> Iterator[Program]:
+    """Yield the forms of a program with halfstep."""
+    program = before(folder)
+    if _AMP.search(program.text):
+        yield Program(
+            folder, "drop_in", _AMP.sub("from halfstep import ", program.text)
+        )
+    if "Run: halfstep run" in program.text:
+        yield Program(folder, "run", program.text)
+    for file in sorted((FOLDER / folder).glob("*.py")):
+        if file.stem != "before":
+            yield Program(folder, file.stem, file.read_text(encoding="utf-8"))

@@ -1,0 +1,93 @@
+"""Programs in examples/ run, and end where those end that they replace."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.examples import page, programs
+
+if TYPE_CHECKING:
+    from tests.examples.programs import Program
+
+MAX_LINES = 80
+AFTERS = [p for folder in programs.folders() for p in programs.afters(folder)]
+TOLERANCE = {"lbfgs": 1.0, "sam": 0.05, "several_models": 0.05}
+"""Beyond rounding: what a line search, or steps that are skipped at first, do."""
+NO_FP16 = {
+    "recipe": "a minute on a CPU",
+    "packed_sequences": "torch has no fp16 LSTM for CPUs",
+    "custom_function_fp32": "its first steps overflow under torch.amp, too",
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:dtype=fp16. this cpu runs")
+
+
+def runnable(program: Program, dtype: str = "bfloat16") -> Program:
+    """Return a program in a format, or skip what cannot run here."""
+    if program.folder == "cuda_graphs" and not torch.cuda.is_available():
+        pytest.skip("CUDA graphs need a GPU")
+    if "from apex import" in program.text and not importlib.util.find_spec("apex"):
+        pytest.skip("apex is not installed")
+    return program.with_dtype(dtype)
+
+
+def check_same_end(program: Program, dtype: str) -> None:
+    """Run a program and the one it replaces."""
+    loss = programs.final_loss(runnable(program, dtype).run())
+    original = runnable(programs.before(program.folder), dtype)
+    expected = programs.final_loss(original.run())
+    tolerance = TOLERANCE.get(program.folder, 0.02)
+    if program.form == "drop_in" and program.folder not in TOLERANCE:
+        tolerance = 0.0
+    assert loss == pytest.approx(expected, rel=tolerance, abs=1e-9)
+
+
+@pytest.mark.parametrize("program", AFTERS, ids=lambda p: f"{p.folder}-{p.form}")
+def test_same_end(program: Program) -> None:
+    """Law: the last loss is the original's within rounding; of a drop-in, the same."""
+    if program.folder == "apex":
+        assert programs.final_loss(program.run()) < 1  # the data's variance
+        return
+    check_same_end(program, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [p for p in AFTERS if "else torch.bfloat16" in p.text and not p.needs_torchrun],
+    ids=lambda p: f"{p.folder}-{p.form}",
+)
+def test_with_a_loss_scale(program: Program) -> None:
+    """Law: the same with fp16 on a CPU, where losses are scaled."""
+    if program.folder in NO_FP16:
+        pytest.skip(NO_FP16[program.folder])
+    check_same_end(program, "float16")
+
+
+@pytest.mark.parametrize("folder", programs.folders())
+def test_they_are_short(folder: str) -> None:
+    """Law: a program fits on a page, and says what it is."""
+    for program in (programs.before(folder), *programs.afters(folder)):
+        assert len(program.text.splitlines()) <= MAX_LINES
+        assert program.text.startswith('"""')
+        assert program.summary.endswith((".", ").", ":"))
+
+
+def test_the_page_is_up_to_date() -> None:
+    """Law: docs/examples.md is what `python -m tests.examples.page` writes."""
+    assert page.PAGE.read_text(encoding="utf-8") == page.page()
+
+
+def test_the_notebook() -> None:
+    """Law: its cells run from the first to the last."""
+    notebook = json.loads((programs.FOLDER / "first_steps.ipynb").read_text("utf-8"))
+    names: dict[str, Any] = {}
+    cells = [
+        "".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"
+    ]
+    for cell in cells:
+        exec(compile(cell, "first_steps.ipynb", "exec"), names)  # noqa: S102
+    assert names["losses"][-1] < names["losses"][0]
