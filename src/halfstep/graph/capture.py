@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import re
+import sys
 import threading
 import warnings
 from collections import defaultdict
@@ -21,6 +23,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from halfstep.errors import UserError, require_type
 from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
@@ -48,6 +52,7 @@ CLEAR_OPS = frozenset(_CLEAR_OPS.split())
 FP32_ARGUMENTS = {
     "batch_norm": (1, 2, 3, 4),
     "native_batch_norm": (1, 2, 3, 4),
+    "instance_norm": (1, 2, 3, 4),
     "layer_norm": (2, 3),
     "group_norm": (2, 3),
 }
@@ -59,6 +64,7 @@ _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key of a node's `meta["custom"]`: it lies in `torch.autocast(enabled=False)`."""
+_INHERITED = object()
 _MAX_BREAKS = 3
 """Breaks of a graph that an error names."""
 _TORCH_MODULES = "/torch/nn/"
@@ -99,7 +105,11 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     require_type("example_inputs", example_inputs, is_sequence, expected)
     _refuse_low_weights(model)
     try:
-        with _refusing_lost_backwards(), warnings.catch_warnings():
+        with (
+            without_autocast(),
+            _refusing_lost_backwards(),
+            warnings.catch_warnings(),
+        ):
             # Of every LSTM: a list of its weights is made anew.
             warnings.filterwarnings("ignore", ".*_flat_weights", UserWarning)
             exported = torch.export.export(model, tuple(example_inputs))
@@ -125,6 +135,38 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     return graph_module
 
 
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch off contexts around: what is captured and planned is fp32."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def state_kept(state: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters and buffers be as they were before, afterwards."""
+    copies = {tensor: tensor.detach().clone() for tensor in state}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copied in copies.items():
+                tensor.copy_(copied)
+
+
+def own_copies(inputs: Sequence[Any]) -> list[Any]:
+    """Return inputs of a model with copies of the tensors, which it may write to."""
+    copies: list[Any] = pytree.tree_map_only(
+        Tensor,
+        lambda value: value.detach().clone().requires_grad_(value.requires_grad),
+        list(inputs),
+    )
+    return copies
+
+
 def modules_of(model: nn.Module) -> dict[str, tuple[str, bool]]:
     """Return path -> class and mode of a model's modules, which a graph is made for."""
     return {
@@ -137,12 +179,14 @@ def modules_of(model: nn.Module) -> dict[str, tuple[str, bool]]:
 def _refusing_lost_backwards() -> Iterator[None]:
     """Refuse what a graph of forward operations would lose while a model is captured.
 
-    Why: torch.export traces through a custom `autograd.Function` and through activation
-    checkpointing, and what trains afterwards has other gradients, or needs more memory.
+    Why: torch.export traces through a custom `autograd.Function`, a hook on a tensor,
+    inference mode and activation checkpointing, and what trains afterwards has other
+    gradients, or needs more memory.
     """
-    thread, original = threading.get_ident(), vars(torch.autograd.Function)["apply"]
-    frame = "_CheckpointFrame"  # of each call without reentry
-    checkpointing = getattr(torch.utils.checkpoint, frame, None)
+    thread, apply_of_torch = (
+        threading.get_ident(),
+        vars(torch.autograd.Function)["apply"],
+    )
 
     def refuse(what: str) -> None:
         if threading.get_ident() == thread and torch.is_grad_enabled():
@@ -154,24 +198,53 @@ def _refusing_lost_backwards() -> Iterator[None]:
             raise UserError(message)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        is_checkpoint = cls.__module__ == "torch.utils.checkpoint"
+        is_checkpoint = cls.__module__ == _CHECKPOINT
         name = f"the custom autograd.Function {cls.__name__}"
         refuse("activation checkpointing" if is_checkpoint else name)
-        return original.__get__(None, cls)(*args, **kwargs)
+        return apply_of_torch.__get__(None, cls)(*args, **kwargs)
 
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        refuse("activation checkpointing")
-        return checkpointing(*args, **kwargs)  # type: ignore[misc]
+    def refused(original: Any, what: str) -> Any:  # noqa: ANN401
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            # Capturing does such things, too.
+            caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001
+            if caller == _CHECKPOINT or not caller.startswith("torch."):
+                refuse(what)
+            return original(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    if checkpointing is not None:
-        setattr(torch.utils.checkpoint, frame, checkpoint)
+        return call
+
+    with contextlib.ExitStack() as stack:
+        function = torch.autograd.Function
+        stack.enter_context(_replaced(function, "apply", classmethod(apply)))
+        for owner, name, what in _LOST_CALLS:
+            original = getattr(owner, name, None)
+            if original is not None:
+                stack.enter_context(_replaced(owner, name, refused(original, what)))
+        yield
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+_LOST_CALLS: tuple[tuple[Any, str, str], ...] = (
+    # Of each call without reentry.
+    (torch.utils.checkpoint, "_CheckpointFrame", "activation checkpointing"),
+    (Tensor, "register_hook", "a hook on a tensor (register_hook)"),
+    (torch.inference_mode, "__enter__", "torch.inference_mode"),
+)
+"""Where what a graph would lose begins, and what that is."""
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
+    """Give a class or module another attribute, for a while."""
+    own = vars(owner).get(name, _INHERITED)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-        if checkpointing is not None:
-            setattr(torch.utils.checkpoint, frame, checkpointing)
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def _refuse_low_weights(model: nn.Module) -> None:
@@ -230,7 +303,9 @@ def _functional_overload(node: fx.Node) -> Any:  # noqa: ANN401
     if schema is None or not schema.name.endswith("_") or len(schema.returns) != 1:
         return None
     name = schema.name.removeprefix("aten::")[:-1]
-    if name == "copy":  # it has no derivative
+    dtypes = {v.dtype for v in tensors([*node.all_input_nodes, node])}
+    is_promoted = len({d for d in dtypes if d.is_floating_point or d.is_complex}) > 1
+    if name == "copy" or is_promoted:  # it has no derivative; the result would differ
         return None
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
@@ -271,7 +346,7 @@ def facts(
             continue
         op = op_name(node)
         module, types = _module(node)
-        fixed = _why_fixed(node, in_place)
+        fixed = _why_fixed(node, in_place, low)
         kind, reason = DENY, fixed
         if not fixed:
             dtypes = [value.dtype for value in tensors(node.args)]
@@ -338,7 +413,7 @@ def _kind(category: str, op: str, low: torch.dtype) -> str:
     return CLEAR if is_clear else INFER
 
 
-def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str]) -> str:
+def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str], low: torch.dtype) -> str:
     """Return why a node must run as captured; "" if the policy decides."""
     is_off = NO_AUTOCAST in (node.meta.get("custom") or {})
     if node in in_place or is_off:
@@ -355,7 +430,10 @@ def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str]) -> str:
     arguments = [*node.args, *node.kwargs.values()]
     if any(isinstance(argument, torch.dtype) for argument in arguments):
         return "it names a dtype"
-    return ""
+    limit = torch.finfo(low).max
+    numbers = [a for a in arguments if isinstance(a, float) and math.isfinite(a)]
+    beyond = next((number for number in numbers if abs(number) > limit), None)
+    return "" if beyond is None else f"{formats.word(low)} does not hold its {beyond:g}"
 
 
 def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -372,8 +450,50 @@ def _alias_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return for each node the one whose memory its result is, perhaps itself."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        roots[node] = next((roots[value] for value in _aliased(node)), node)
+        aliased = _aliased(node) or _returned(node)
+        roots[node] = next((roots[value] for value in aliased), node)
     return roots
+
+
+def _returned(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that an operation returns although its schema does not say so.
+
+    Dropout in evaluation does, and einsum. What is composed of others is asked, with
+    tensors that have no numbers.
+    """
+    can_decompose = getattr(node.target, "_can_decompose", None)
+    inputs = [each for each in node.all_input_nodes if [*tensors(each)]]
+    if can_decompose is None or not can_decompose() or not inputs:
+        return []
+    if not has_static_shapes([node, *inputs]):
+        return inputs[:1]  # not known, so taken to
+    owners: dict[object, fx.Node] = {}
+
+    def without_numbers(value: fx.Node) -> Any:  # noqa: ANN401
+        empty = pytree.tree_map_only(Tensor, _without_numbers, value.meta.get("val"))
+        owners.update({_storage(tensor): value for tensor in tensors(empty)})
+        return empty
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), without_numbers)
+    target: Any = node.target
+    try:
+        with torch.no_grad(), without_autocast():
+            results = [*tensors(target(*args, **kwargs))]
+    except (RuntimeError, NotImplementedError):
+        return inputs[:1]
+    storages = map(_storage, results)
+    return [owners[storage] for storage in storages if storage in owners]
+
+
+def _without_numbers(value: Tensor) -> Tensor:
+    sizes, strides = map(int, value.shape), map(int, value.stride())
+    return torch.empty_strided(
+        tuple(sizes), tuple(strides), dtype=value.dtype, device="meta"
+    )
+
+
+def _storage(value: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _aliased(node: fx.Node, *, written: bool = False) -> list[fx.Node]:

@@ -64,7 +64,8 @@ def compile_graph(
             "halfstep.autocast, or compile the modules around it."
         )
         return graph_module.forward
-    aten = _aten_graph(graph_module, example_inputs)
+    with capture.without_autocast():
+        aten = _aten_graph(graph_module, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     if not tensors:
         return graph_module.forward
@@ -86,14 +87,27 @@ def compile_graph(
     if device.type == "cpu":
         # Inductor's step takes as long on a CPU, after a minute of compilation:
         # docs/decisions/0022-plans-of-graphs.md
-        return rewritten.forward
+        return without_autocast_around(rewritten.forward)
     inductor = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
-    return inductor(rewritten, list(example_inputs))
+    with capture.without_autocast():
+        return without_autocast_around(inductor(rewritten, list(example_inputs)))
+
+
+def without_autocast_around(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a planned graph that no context around it casts once more."""
+
+    def call(*args: Any) -> Any:  # noqa: ANN401
+        with capture.without_autocast():
+            return run(*args)
+
+    return call
 
 
 _LOST = {
     "autograd_function_apply": "a custom autograd.Function",
     "tag_activation_checkpoint": "activation checkpointing",
+    "_enter_inference_mode": "torch.inference_mode",
+    "register_hook": "a hook on a tensor",
 }
 """Name of a higher-order operation -> what it was in the model."""
 

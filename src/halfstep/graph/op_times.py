@@ -119,18 +119,22 @@ class OpTimes:
 
         Parameters, their gradients, buffers and random numbers stay as they are.
         """
-        tensors = [*graph_module.parameters(), *capture.tensors(list(inputs))]
+        inputs = capture.own_copies(inputs)
+        tensors = [*graph_module.parameters(), *capture.tensors(inputs)]
         layouts = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         text = f"{graph_module.code} {layouts!r}"
+        names = dict(graph_module.named_parameters(remove_duplicate=False))
         key = f"pass {hashlib.sha256(text.encode()).hexdigest()}"
         if key not in self._times:
-            buffers = {each: each.clone() for each in graph_module.buffers()}
             leaves = [each for each in tensors if each.requires_grad]
-            with random_state_kept(self.device):
+            written = [
+                graph_module.get_parameter(node.target)
+                for node in capture.changed_in_place(graph_module.graph)
+                if node.op == "get_attr" and node.target in names
+            ]
+            kept = capture.state_kept([*written, *graph_module.buffers()])
+            with kept, random_state_kept(self.device), capture.without_autocast():
                 self._times[key] = self._time_passes(graph_module, inputs, leaves)
-            with torch.no_grad():
-                for buffer, before in buffers.items():
-                    buffer.copy_(before)
         return self._times[key] or 0
 
     def _spec(self, value: Any) -> Any:  # noqa: ANN401

@@ -104,7 +104,8 @@ def plan(
     device = device_of(model, example_inputs)
     fp32_ranges: dict[str, Range] = {}
     if format_ is formats.FP16:
-        run = calibrate or (lambda model: model(*example_inputs))
+        inputs = capture.own_copies(example_inputs)
+        run = calibrate or (lambda model: model(*inputs))
         grad = torch.set_grad_enabled(calibrate is not None)
         with grad, random_state_kept(device):
             fp32_ranges = ranges.measure(graph_module, run)

@@ -41,6 +41,8 @@ class _Recorder(fx.Interpreter):
         super().__init__(graph_module, garbage_collect_values=False)
         self.values: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
+        self.hooks: list[Any] = []
+        """Of parameters and inputs, which outlive the steps."""
 
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
         result = super().run_node(n)
@@ -48,10 +50,11 @@ class _Recorder(fx.Interpreter):
             if tensor.dtype != torch.float32 or not tensor.numel():
                 continue
             _raise_to(self.values, n.name, tensor)
-            if tensor.requires_grad and n.op == "call_function":
-                tensor.register_hook(  # type: ignore[no-untyped-call]
+            if tensor.requires_grad:
+                hook = tensor.register_hook(  # type: ignore[no-untyped-call]
                     lambda grad, name=n.name: _raise_to(self.gradients, name, grad)
                 )
+                self.hooks += [hook] if tensor.is_leaf else []
         return result
 
 
@@ -83,7 +86,8 @@ def measure(
     """Return what some steps in fp32 reach, by node.
 
     Args:
-        graph_module: As captured. Gradients and buffers are left as they were.
+        graph_module: As captured. Parameters, gradients and buffers are left as they
+            were.
         step: Is given the model, calls it on batches of the shapes it was captured
             with, and runs backward passes.
 
@@ -92,17 +96,17 @@ def measure(
     """
     params = list(graph_module.parameters())
     grads = [param.grad for param in params]
-    buffers = [(buffer, buffer.clone()) for buffer in graph_module.buffers()]
     recorder = _Recorder(graph_module)
-    try:
-        for param in params:
-            param.grad = None
-        step(_Recorded(graph_module, recorder))
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        for buffer, value in buffers:
-            buffer.copy_(value)
+    with capture.state_kept([*params, *graph_module.buffers()]):
+        try:
+            for param in params:
+                param.grad = None
+            step(_Recorded(graph_module, recorder))
+        finally:
+            for hook in recorder.hooks:
+                hook.remove()
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
     if not recorder.values:
         message = "calibrate never called the model it was given."
         raise UserError(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from halfstep.numerics import formats
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from contextlib import AbstractContextManager
 
 _CAST = torch.ops.aten.to.dtype
 
@@ -88,13 +90,12 @@ def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
             raise UserError(message)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, param in plan.graph_module.named_parameters(remove_duplicate=False):
-        if own.get(name) is not param:
-            message = (
-                f"the plan is of another model: its parameter {name!r} is not this "
-                f"{type(model).__name__}'s. Plan the model anew: halfstep.plan."
-            )
-            raise UserError(message)
+        _check_same(model, name, own.get(name) is param, "parameter")
         _check_storage(name, param, plan)
+    own_buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, buffer in plan.graph_module.named_buffers(remove_duplicate=False):
+        is_own = own_buffers.get(name, buffer) is buffer  # constants are the graph's
+        _check_same(model, name, is_own, "buffer")
     dtype = formats.parse(plan.dtype).dtype
     device = next(
         (
@@ -109,13 +110,26 @@ def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
     rewritten.training = model.training
     check = _InputCheck(
         tuple(
-            node.meta.get("val")
+            _facts(node.meta.get("val"))
             for node in plan.graph_module.graph.nodes
             if node.op == "placeholder"
         )
     )
     rewritten.register_forward_pre_hook(check, with_kwargs=True)
+    formats_of_plan = _AutocastOff()
+    rewritten.register_forward_pre_hook(formats_of_plan.enter)
+    rewritten.register_forward_hook(formats_of_plan.leave, always_call=True)
     return rewritten
+
+
+def _check_same(model: nn.Module, name: str, is_same: bool, what: str) -> None:
+    if not is_same:
+        message = (
+            f"the plan is of another model: its {what} {name!r} is not this "
+            f"{type(model).__name__}'s, or no longer. Plan the model anew: "
+            "halfstep.plan."
+        )
+        raise UserError(message)
 
 
 def _kind_and_mode(module: tuple[str, bool] | None) -> str:
@@ -128,8 +142,8 @@ def _kind_and_mode(module: tuple[str, bool] | None) -> str:
 class _InputCheck:
     """Forward pre-hook: what a graph was made for is what it is called with."""
 
-    planned: tuple[Any, ...]
-    """Of each input, in order: a tensor without numbers, or the constant itself."""
+    planned: tuple[str, ...]
+    """`_facts` of each input, in order."""
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -140,13 +154,33 @@ class _InputCheck:
         for number, (value, planned) in enumerate(
             zip(given, self.planned, strict=False)
         ):
-            if _facts(value) != _facts(planned):
+            if _facts(value) != planned:
                 message = (
                     f"input {number} is {_facts(value)}, and the graph was planned for "
-                    f"{_facts(planned)}: plan the model for this, too, or leave the "
+                    f"{planned}: plan the model for this, too, or leave the "
                     "last, smaller batch out (drop_last=True)."
                 )
                 raise UserError(message)
+
+
+class _AutocastOff:
+    """Forward hooks: no context around a planned model casts once more."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[AbstractContextManager[None]]] = {}
+        """Thread -> of its calls, one in another."""
+
+    def enter(self, *_: object) -> None:
+        """Before the forward pass."""
+        context = capture.without_autocast()
+        context.__enter__()
+        self._open.setdefault(threading.get_ident(), []).append(context)
+
+    def leave(self, *_: object) -> None:
+        """After it, and after an error."""
+        contexts = self._open.get(threading.get_ident())
+        if contexts:  # the check of the inputs may have raised before
+            contexts.pop().__exit__(None, None, None)
 
 
 def _facts(value: Any) -> str:  # noqa: ANN401
@@ -165,11 +199,16 @@ def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
             f"halfstep.prepare(model, optimizer, 'O2', dtype='{plan.dtype}') first."
         )
         raise UserError(message)
-    if name not in plan.low_weights and formats.is_low(param.dtype):
-        message = (
-            f"the plan is for fp32 weights, and {name!r} is {stored}: plan with "
-            "level='O2', before halfstep.prepare."
-        )
+    captured = {
+        node.meta["val"].dtype
+        for node in plan.graph_module.graph.nodes
+        if node.op == "get_attr" and node.target == name
+    }
+    if name not in plan.low_weights and captured - {param.dtype}:
+        cure = "plan the model anew: halfstep.plan"
+        if formats.is_low(param.dtype):
+            cure = "plan with level='O2', before halfstep.prepare"
+        message = f"the plan is for fp32 weights, and {name!r} is {stored}: {cure}."
         raise UserError(message)
 
 
@@ -200,15 +239,16 @@ def rewrite_graph(
             return graph.call_function(_CAST, (copies[source], to))  # as it is now
         if (source, to) not in casts:
             last = copies[source]
-            if last.op in ("placeholder", "get_attr"):
-                # Behind the inputs, which stand together.
+            with graph.inserting_after(copies[read[-1]] if source in read else last):
                 casts[source, to] = graph.call_function(_CAST, (last, to))
-            else:
-                with graph.inserting_after(last):
-                    casts[source, to] = graph.call_function(_CAST, (last, to))
         return casts[source, to]
 
-    for node in graph_module.graph.nodes:
+    nodes = list(graph_module.graph.nodes)
+    # First what is read: a cast of it must not lie in a `no_grad` of its first use.
+    is_read = [node.op in ("placeholder", "get_attr") for node in nodes]
+    read = [node for node, is_one in zip(nodes, is_read, strict=True) if is_one]
+    rest = [node for node, is_one in zip(nodes, is_read, strict=True) if not is_one]
+    for node in (*read, *rest):
         wanted = dtype if node.name in low else torch.float32
         castable = capture.castable_inputs(node, device)
         arguments = {
@@ -281,14 +321,21 @@ def verify(
                 _promise(after[path] == expected, f"output {path} is {after[path]}")
         if node.op != "call_function" or getattr(node.target, "_schema", None) is None:
             continue
-        for source in capture.castable_inputs(node, device):
-            wrong = torch.float32 if low[node] else dtype
-            _promise(wrong not in dtypes[source], f"{node} takes {wrong} of {source}")
-        results = [d for d in dtypes[node] if d in (torch.float32, dtype)]
         wrong = torch.float32 if low[node] else dtype
-        planned = any(v.dtype == torch.float32 for v in capture.tensors(node))
-        if planned:
-            _promise(wrong not in results, f"{node} computes {wrong}")
+        for source in capture.castable_inputs(node, device):
+            # A model may have 16-bit tensors of its own.
+            own = [] if low[node] else _captured(source)
+            wanted = wrong not in dtypes[source] or wrong in own
+            _promise(wanted, f"{node} takes {wrong} of {source}")
+        own = _captured(node)
+        if torch.float32 in own:
+            wanted = wrong not in dtypes[node] or (wrong in own and not low[node])
+            _promise(wanted, f"{node} computes {wrong}")
+
+
+def _captured(node: fx.Node) -> list[torch.dtype]:
+    """Return the dtypes a node had before the plan; [] of a cast."""
+    return [value.dtype for value in capture.tensors(node)]
 
 
 def _promise(holds: bool, broken: str) -> None:
@@ -331,6 +378,6 @@ def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
             return result
 
     num_inputs = sum(n.op == "placeholder" for n in graph_module.graph.nodes)
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), capture.without_autocast():
         Recorder(graph_module).run(*[None] * num_inputs, enable_io_processing=False)
     return dtypes

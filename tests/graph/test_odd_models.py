@@ -1,0 +1,255 @@
+"""Models that do more than compute: their plans keep what they mean, or refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import halfstep as hs
+from halfstep.graph.op_times import OpTimes
+
+Step = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Odd(nn.Module):
+    """Two layers, a norm and a buffer, around what a test is about.
+
+    Args:
+        body: Is called with the model and its input.
+    """
+
+    def __init__(self, body: Step) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        self.register_buffer("total", torch.zeros(8))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return something of shape (rows, 8); x: (rows, 8)."""
+        return self.body(self, x)
+
+
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every operation to be as long as any other."""
+    monkeypatch.setattr(OpTimes, "_time", lambda *_: 1000)
+
+
+def planned(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a model with TensorFlow's casts."""
+    return hs.rewrite(model, hs.plan(model, [x], method="painting"))
+
+
+def compiled(model: nn.Module, _: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the same through torch.compile."""
+    torch._dynamo.reset()
+    options = {"method": "painting"}
+    return torch.compile(model, backend="halfstep", options=options)
+
+
+WAYS = {"plan": planned, "compile": compiled}
+
+
+def used_without_gradients_first(model: nn.Module, x: Tensor) -> Tensor:
+    """Use a weight under no_grad, as a target net, and then to train."""
+    with torch.no_grad():
+        target = model.a(x)
+    return model.b(model.a(x)) - target
+
+
+def dropout_and_relu_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    """Write to what dropout returned, which in evaluation is its input."""
+    hidden = model.a(x)
+    return model.b(functional.dropout(hidden, 0.5, training=False).relu_()) + hidden
+
+
+def einsum_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    """Write to what einsum returned, which may be its input."""
+    hidden = model.a(x)
+    return model.b(torch.einsum("ij->ij", hidden).mul_(0.0)) + hidden
+
+
+def instance_norm(model: nn.Module, x: Tensor) -> Tensor:
+    """Update running statistics that the schema does not speak of."""
+    normed: Tensor = model.norm(model.a(x).view(-1, 4, 8))
+    return model.b(normed.view_as(x))
+
+
+def own_bf16(model: nn.Module, x: Tensor) -> Tensor:
+    """Compute in 16 bits where the author wants it."""
+    hidden = model.a(x).bfloat16()
+    return model.b((hidden * hidden).softmax(-1).float())
+
+
+def promoted_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    """Multiply fp32 by fp64 in place, which stays fp32."""
+    hidden = model.a(x)
+    hidden = hidden * 1.0
+    hidden.mul_(model.total.double() + 2)
+    return model.b(hidden)
+
+
+def masked(model: nn.Module, x: Tensor) -> Tensor:
+    """Fill with fp32's lowest number, behind a shape that depends on data."""
+    rows = model.a(x)[x[:, 0] > 0]
+    filled = rows.masked_fill(rows > 1, torch.finfo(torch.float32).min)
+    return model.b(filled.clamp_min(-1))
+
+
+BODIES = [
+    used_without_gradients_first,
+    dropout_and_relu_in_place,
+    einsum_in_place,
+    instance_norm,
+    own_bf16,
+    promoted_in_place,
+    masked,
+]
+
+
+def after_a_pass(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """Return output, gradients and buffers after a forward and a backward pass."""
+    model.zero_grad()
+    output = run(x)
+    output.sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return {"output": output.detach()} | grads | dict(model.named_buffers())
+
+
+@pytest.mark.filterwarnings("ignore:a compiled graph holds")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's
+@pytest.mark.parametrize("outside", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("body", BODIES)
+def test_the_model_that_was_meant(body: Step, way: str, outside: bool) -> None:
+    """Law: outputs, gradients and buffers near fp32's; a context around changes none."""
+    torch.manual_seed(0)
+    model, x = Odd(body), torch.randn(16, 8)
+    twin = copy.deepcopy(model)
+    expected = after_a_pass(twin, twin, x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        run = WAYS[way](model, x)
+        model.zero_grad()
+        output = run(x)
+    assert output.dtype == torch.float32
+    output.sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    found = {"output": output.detach()} | grads | dict(model.named_buffers())
+    for name, value in expected.items():
+        if value is None:
+            assert found[name] is None, name
+            continue
+        # Some products of 8 numbers below 2**4, rounded to 2**-8 each.
+        bound = 2.0**-4 * max(1.0, float(value.abs().max()))
+        assert (found[name] - value).abs().max() <= bound, name
+
+
+def with_a_hook(model: nn.Module, x: Tensor) -> Tensor:
+    """Change a gradient on its way."""
+    hidden = model.a(x)
+    if hidden.requires_grad:
+        hidden.register_hook(lambda grad: 3 * grad)
+    return model.b(hidden)
+
+
+def with_inference_mode(model: nn.Module, x: Tensor) -> Tensor:
+    """Compute a part without any gradient."""
+    with torch.inference_mode():
+        factor = model.a(x).sum()
+    return model.b(model.a(x)) * float(factor > 0)
+
+
+@pytest.mark.parametrize("body", [with_a_hook, with_inference_mode])
+def test_what_a_graph_would_lose(body: Step) -> None:
+    """Law: a plan refuses it by name; a compiled graph runs as it is, and says so."""
+    torch.manual_seed(0)
+    model, x = Odd(body), torch.randn(16, 8)
+    register_hook = Tensor.register_hook
+    with pytest.raises(hs.UserError, match=r"register_hook|torch\.inference_mode"):
+        planned(model, x)
+    run = compiled(model, x)
+    twin = copy.deepcopy(model)
+    expected = after_a_pass(twin, twin, x)
+    with pytest.warns(UserWarning, match="a compiled graph holds"):
+        found = after_a_pass(model, run, x)
+    assert found["a.weight"].allclose(expected["a.weight"])
+    assert Tensor.register_hook is register_hook  # torch is as it was
+
+
+def test_planning_changes_nothing() -> None:
+    """Law: inputs and weights that a model writes to are as they were before."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(8, 8, max_norm=0.5)
+
+    def body(model: nn.Module, x: Tensor) -> Tensor:
+        x.mul_(1.5)
+        return model.b(model.embedding(x[:, 0].long() * 0 + 1) + x)
+
+    model, x = Odd(body), torch.randn(16, 8)
+    model.embedding = embedding
+    before = copy.deepcopy(model.state_dict()), x.clone()
+    for dtype in ("bf16", "fp16"):
+        hs.plan(model, [x], dtype=dtype, refresh=True)
+    assert x.equal(before[1])
+    for name, value in model.state_dict().items():
+        assert value.equal(before[0][name]), name
+
+
+def test_calibration_that_steps() -> None:
+    """Law: a step that updates the weights leaves them as they were."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    before = copy.deepcopy(model.state_dict())
+
+    def step(fp32: nn.Module) -> None:
+        optimizer = torch.optim.SGD(fp32.parameters(), 0.1)
+        fp32(x).sum().backward()
+        optimizer.step()
+
+    hs.plan(model, [x], dtype="fp16", calibrate=step)
+    assert all(value.equal(before[n]) for n, value in model.state_dict().items())
+
+
+def test_gradients_of_weights_count() -> None:
+    """Law: an operation whose bias has a gradient beyond fp16 stays fp32."""
+    model, x = nn.Linear(8, 8), torch.ones(4096, 8)
+    plan = hs.plan(
+        model,
+        [x],
+        dtype="fp16",
+        calibrate=lambda fp32: (20 * fp32(x)).sum().backward(),
+    )
+    (node,) = plan.nodes
+    assert not node.low
+    assert "gradients of" in node.reason
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # torch's own
+def test_copies_of_a_planned_model() -> None:
+    """Law: a moving average may copy it."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    rewritten = hs.rewrite(model, hs.plan(model, [x], method="painting"))
+    average = torch.optim.swa_utils.AveragedModel(rewritten)
+    average.update_parameters(rewritten)
+    assert average(x).equal(rewritten(x))
+
+
+@pytest.mark.parametrize("change", ["buffer", "dtype"])
+def test_a_model_that_has_changed(change: str) -> None:
+    """Law: a buffer that was replaced, or weights in another dtype, are refused."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(4, 8)
+    plan = hs.plan(model, [x], method="painting")
+    if change == "buffer":
+        model[1].running_mean = torch.ones(8)
+    else:
+        model.double()
+    with pytest.raises(hs.UserError, match=r"running_mean|is fp64|is float64"):
+        hs.rewrite(model, plan)
