@@ -70,7 +70,7 @@ def test_compiled_parts_that_would_lose_them(what: str) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         torch.compile(model, backend="halfstep")(x).sum().backward()
-    assert any("would lose the backward pass" in str(w.message) for w in warned)
+    assert any("which a plan would lose" in str(w.message) for w in warned)
     reference(x).sum().backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     assert all(torch.allclose(own.grad, other.grad) for own, other in pairs)

@@ -129,7 +129,7 @@ def after_a_pass(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("body", BODIES)
 def test_the_model_that_was_meant(body: Step, way: str, outside: bool) -> None:
-    """Law: outputs, gradients and buffers near fp32's; a context around changes none."""
+    """Law: outputs, gradients and buffers near fp32's, also in an autocast context."""
     torch.manual_seed(0)
     model, x = Odd(body), torch.randn(16, 8)
     twin = copy.deepcopy(model)
@@ -181,6 +181,59 @@ def test_what_a_graph_would_lose(body: Step) -> None:
         found = after_a_pass(model, run, x)
     assert found["a.weight"].allclose(expected["a.weight"])
     assert Tensor.register_hook is register_hook  # torch is as it was
+
+
+def through_data(model: nn.Module, x: Tensor) -> Tensor:
+    """Write to a result behind autograd's back."""
+    hidden = model.a(x)
+    hidden.data.mul_(2)
+    return model.b(hidden)
+
+
+def with_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    """Map over rows."""
+    return model.b(torch.func.vmap(lambda row: row * 2)(model.a(x)))
+
+
+def with_its_own_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    """Choose a format for a part."""
+    with torch.autocast("cpu", torch.float16):
+        hidden = model.a(x)
+    return model.b(hidden.float())
+
+
+@pytest.mark.parametrize("body", [through_data, with_vmap, with_its_own_autocast])
+def test_what_a_compiled_graph_is_left_with(body: Step) -> None:
+    """Law: what tracing would lose runs as it is, with a warning, to the bit."""
+    torch.manual_seed(0)
+    model, x = Odd(body), torch.randn(16, 8)
+    twin = copy.deepcopy(model)
+    expected = after_a_pass(twin, twin, x)
+    with pytest.warns(UserWarning, match="a compiled graph holds"):
+        found = after_a_pass(model, compiled(model, x), x)
+    for name, value in expected.items():
+        assert value is None or found[name].equal(value), name
+
+
+@torch.library.custom_op("halfstep_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """Return 2 x."""
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda _, grad: 3 * grad)
+
+
+def test_a_registered_operator_keeps_its_backward_pass() -> None:
+    """Law: an operator of torch.library is a node of the graph, derivative included."""
+    torch.manual_seed(0)
+    model, x = Odd(lambda model, x: model.b(twice(model.a(x)))), torch.randn(16, 8)
+    twin = copy.deepcopy(model)
+    expected = after_a_pass(twin, twin, x)
+    found = after_a_pass(model, planned(model, x), x)
+    grad, wanted = found["a.weight"], expected["a.weight"]
+    assert (grad - wanted).abs().max() <= 2.0**-5 * wanted.abs().max()
 
 
 def test_planning_changes_nothing() -> None:

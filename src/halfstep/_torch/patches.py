@@ -14,10 +14,11 @@ These are all that are shared:
 - `optimizer_hooks`: optimizer steps make caches of casts forget, inside contexts and
   while a `CastCache` lives.
 
-Not shared, and elsewhere: a process that was started with HALFSTEP set has the patches
-of `launch.script_training` for as long as it lives; `compat.apex.amp_handle` patches
-what apex patches, until its handle is closed; `halfstep train` registers a CPU kernel
-for dropout (`train.fast_dropout`).
+Not shared, and elsewhere: `graph.capture` refuses custom autograd functions, hooks on
+tensors, inference mode and checkpointing while a model is captured; a process that was
+started with HALFSTEP set has the patches of `launch.script_training` for as long as it
+lives; `compat.apex.amp_handle` patches what apex patches, until its handle is closed;
+`halfstep train` registers a CPU kernel for dropout (`train.fast_dropout`).
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         ):
             # Of every LSTM: a list of its weights is made anew.
             warnings.filterwarnings("ignore", ".*_flat_weights", UserWarning)
-            exported = torch.export.export(model, tuple(example_inputs))
+            graph_module = torch.export.export(model, tuple(example_inputs)).module()
     except UserError:
         raise
     except Exception as error:
@@ -124,7 +124,6 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
             f"{_graph_breaks(model, example_inputs)}."
         )
         raise UserError(message) from error
-    graph_module = exported.module()
     assert isinstance(graph_module, fx.GraphModule)  # noqa: S101
     for node in list(graph_module.graph.nodes):
         # A check of the inputs' shapes, which takes them in fp32.
@@ -198,9 +197,11 @@ def _refusing_lost_backwards() -> Iterator[None]:
             raise UserError(message)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        is_checkpoint = cls.__module__ == _CHECKPOINT
-        name = f"the custom autograd.Function {cls.__name__}"
-        refuse("activation checkpointing" if is_checkpoint else name)
+        # Operators registered with a backward pass are nodes, which keep it.
+        if not cls.__module__.startswith(_OPERATORS):
+            is_checkpoint = cls.__module__ == _CHECKPOINT
+            name = f"the custom autograd.Function {cls.__name__}"
+            refuse("activation checkpointing" if is_checkpoint else name)
         return apply_of_torch.__get__(None, cls)(*args, **kwargs)
 
     def refused(original: Any, what: str) -> Any:  # noqa: ANN401
@@ -224,6 +225,7 @@ def _refusing_lost_backwards() -> Iterator[None]:
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
+_OPERATORS = ("torch._library.", "torch._higher_order_ops.")
 _LOST_CALLS: tuple[tuple[Any, str, str], ...] = (
     # Of each call without reentry.
     (torch.utils.checkpoint, "_CheckpointFrame", "activation checkpointing"),

@@ -59,9 +59,9 @@ def compile_graph(
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     if lost := _lost_in(graph_module):
         warn_caller(
-            f"a compiled graph holds {lost}, of which a plan would lose the backward "
-            "pass: it runs as it is, in the formats it was written in. Call it under "
-            "halfstep.autocast, or compile the modules around it."
+            f"a compiled graph holds {lost}, which a plan would lose: it runs as it "
+            "is, in the formats it was written in. Call it under halfstep.autocast, or "
+            "compile the modules around it."
         )
         return graph_module.forward
     with capture.without_autocast():
@@ -108,26 +108,35 @@ _LOST = {
     "tag_activation_checkpoint": "activation checkpointing",
     "_enter_inference_mode": "torch.inference_mode",
     "register_hook": "a hook on a tensor",
+    "_get_data_attr": ".data of a tensor",
+    "_vmap_increment_nesting": "torch.func.vmap",
+    "_grad_increment_nesting": "torch.func.grad",
+    "_jvp_increment_nesting": "torch.func.jvp",
 }
-"""Name of a higher-order operation -> what it was in the model."""
+"""Name of a function in a graph -> what it was in the model."""
+_ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast  # noqa: SLF001
 
 
 def _lost_in(graph_module: fx.GraphModule) -> str:
     """Return what of a graph is more than its forward operations; "" if nothing is."""
-    names = {
-        getattr(node.target, "__name__", "")
+    nodes = [
+        node
         for part in graph_module.modules()
         if isinstance(part, fx.GraphModule)
         for node in part.graph.nodes
-    }
-    return " and ".join(what for name, what in _LOST.items() if name in names)
+    ]
+    names = {getattr(node.target, "__name__", "") for node in nodes}
+    found = [what for name, what in _LOST.items() if name in names]
+    if any(node.target is _ENTER_AUTOCAST and node.args[2] for node in nodes):
+        found.append("an autocast context of its own")
+    return " and ".join(found)
 
 
 def _mark_regions(graph: fx.Graph) -> None:
     """Mark what lies in `torch.autocast(enabled=False)`, which tracing drops."""
     regions: dict[fx.Node, bool] = {}
     for node in graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:  # noqa: SLF001
+        if node.target is _ENTER_AUTOCAST:
             regions[node] = node.args[2] is False
         elif node.target is torch.amp.autocast_mode._exit_autocast:  # noqa: SLF001
             regions.pop(node.args[0], None)
