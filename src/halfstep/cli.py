@@ -474,6 +474,16 @@ def _plan(arguments: argparse.Namespace) -> None:
     from halfstep.graph import load_plan
     from halfstep.graph.planner import plan
 
+    kinds = _given_kinds(arguments)
+    defaults = {"dtype": "bf16", "policy": "lean", "level": "O1", "method": "min-cut"}
+    changed = [n for n, word in defaults.items() if getattr(arguments, n) != word]
+    if arguments.load and (changed or kinds):
+        flag = next(iter([*changed, *kinds.values()]))
+        message = (
+            f"--{flag} has no effect on the plan in {arguments.load}: leave it out, "
+            "edit runs_in in the file, or plan anew without --load."
+        )
+        raise UserError(message)
     model, inputs = plan_model.load_model(
         arguments.model,
         arguments.batch,
@@ -490,7 +500,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             policy=arguments.policy,
             method=arguments.method,
             level=arguments.level,
-            kinds=_given_kinds(arguments),
+            kinds=kinds,
             refresh=arguments.refresh,
         )
     tables = plan_report.tables(

@@ -101,7 +101,7 @@ def test_files(capsys: Any, model: str, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(
         text.replace('runs_in = "bf16"', 'runs_in = "fp32"')
     )
-    assert "0 of 4 in bf16" in shown(capsys, *words, "--load", "plan.toml")
+    assert "0 of 4 in bf16" in shown(capsys, model, "--load", "plan.toml")
 
 
 @pytest.mark.parametrize("nested", ["", "model"])
@@ -158,6 +158,8 @@ REFUSED = {
     "{module}:make --deny lineal": "'lineal' must be a name in torch.ops.aten.",
     "{module}:make --explain linea": "no such node; is it linear?",
     "{module}:make --dtype fp8": "dtype",
+    "{module}:make --load plan.toml --deny gelu": "--deny has no effect on the plan in "
+    "plan.toml: leave it out, edit runs_in in the file, or plan anew without --load.",
     "{module}:make --load none.toml": "none.toml cannot be read as a plan",
 }
 

@@ -366,7 +366,7 @@ def test_the_script_is_itself(launch: Any) -> None:
     """Law: arguments, name, path, flags, traceback, exit status are as without us."""
     program = """
 import sys, torch
-print(sys.flags.optimize)
+print(sys.flags.optimize, sys.stdout.write_through, sys.flags.int_max_str_digits)
 if __name__ == "__main__":
     print(sys.argv, __file__, sys.path[0], "halfstep.session" in sys.modules)
     if sys.argv[1:] == ["--level", "fail"]:
@@ -375,13 +375,33 @@ if __name__ == "__main__":
 """
     for words, status in ((("--level", "fail"), 1), (("-m",), 7)):
         plain, ours = (
-            launch(program, "-O", *flags, words=words) for flags in ((), RUN)
+            launch(program, "-Ou", "-X", "int_max_str_digits=900", *flags, words=words)
+            for flags in ((), RUN)
         )
         assert plain.returncode == ours.returncode == status
         assert plain.stdout == ours.stdout
         idle = "halfstep: this process called no module: nothing ran in 16 bits.\n"
         assert ours.stderr == plain.stderr + idle
     assert "site-packages" not in plain.stdout
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "roots", ["(each for each in [loss])", "get_gradient_edge(loss), torch.ones(())"]
+)
+def test_roots_of_other_kinds(trained: Any, roots: str, dtype: str) -> None:
+    """Law: whatever a backward pass begins from, it leaves the gradients of the loss."""
+    program = BEGIN + textwrap.dedent("""
+        from torch.autograd.graph import get_gradient_edge
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        torch.autograd.backward(ROOTS)
+        print(all(p.grad.allclose(g) for p, g in zip(model.parameters(), grads)))
+    """)
+    done = trained(program.replace("ROOTS", roots), dtype)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_forked_process_says_nothing(trained: Any) -> None:
@@ -598,6 +618,7 @@ REFUSED = {
     (*RUN, "--", "other.py"): "there is no script other.py.",
     (*RUN, "-m", "no.such"): "there is no module named no.such.",
     (*RUN, "--dtype", "fp8", "script.py"): "--dtype fp8 must be bf16, fp16 or auto.",
+    (*RUN, "--level", "o1", "script.py"): "--level o1 must be auto, O0 or O1.",
     (*RUN,): "no script was given: halfstep run script.py, or run -m module.",
     (*RUN, "--level", "O2", "script.py"): "--level O2 stores weights in 16 bits, for "
     "which the script must call halfstep.prepare; a script that is not edited runs at "

@@ -100,6 +100,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         UserError: If its weights are in 16 bits, or torch.export cannot capture it; the
             text says where and why.
     """
+    require_type("model", model, isinstance(model, nn.Module), "an nn.Module")
     is_sequence = isinstance(example_inputs, list | tuple)
     expected = "a list or tuple of what the model is called with"
     require_type("example_inputs", example_inputs, is_sequence, expected)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -42,10 +41,13 @@ def exec_script(
     """
     _check_target(words, module=module)
     if level not in LEVELS:
-        message = (
-            f"--level {level} stores weights in 16 bits, for which the script must "
-            "call halfstep.prepare; a script that is not edited runs at O1, O0 or auto."
-        )
+        message = f"--level {level} must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}."
+        if level in ("O2", "O3"):
+            message = (
+                f"--level {level} stores weights in 16 bits, for which the script must "
+                "call halfstep.prepare; a script that is not edited runs at O1, O0 or "
+                "auto."
+            )
         raise UserError(message)
     if dtype not in DTYPES:
         message = f"--dtype {dtype} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}."
@@ -57,11 +59,39 @@ def exec_script(
     if level == "O1":
         _check_autoload()
         environment[VARIABLE] = dtype
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 -- as multiprocessing does
+    flags = interpreter_flags(sys.orig_argv)
     arguments = [sys.executable, *flags, *(["-m"] if module else []), *words]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, arguments, environment)  # noqa: S606 -- no shell is wanted
+
+
+def interpreter_flags(arguments: Sequence[str]) -> list[str]:
+    """Return Python's own flags of a command line, for another like it.
+
+    Example:
+        >>> interpreter_flags(["python", "-u", "-X", "dev", "-m", "halfstep", "run"])
+        ['-u', '-X', 'dev']
+        >>> interpreter_flags(["python", "-Iu", "/usr/bin/halfstep", "run", "-u"])
+        ['-Iu']
+        >>> interpreter_flags(["python", "-Bm", "halfstep"])
+        ['-B']
+    """
+    flags: list[str] = []
+    words = iter(arguments[1:])
+    for word in words:
+        is_short = word.startswith("-") and not word.startswith("--")
+        if is_short and word[-1] in "mc" and word[1] not in "XW":
+            return flags + ([word[:-1]] if len(word) > len("-m") else [])
+        if not word.startswith("-"):
+            break
+        flags.append(word)
+        if word in _FLAGS_WITH_VALUE:
+            flags += [next(words, "")]
+    return flags
+
+
+_FLAGS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 
 def _check_target(words: Sequence[str], *, module: bool) -> None:

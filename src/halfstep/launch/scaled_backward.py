@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -25,11 +25,49 @@ _scales: dict[int, float] = {}
 """Number of a scaled pass under way -> its loss scale."""
 
 
-def leaf_nodes(roots: Sequence[Tensor]) -> list[Any]:
+Root = Tensor | GradientEdge
+"""What a backward pass may begin from."""
+
+
+def listed(value: Any) -> list[Any]:  # noqa: ANN401
+    """Return what `torch.autograd.backward` takes one or many of as a list."""
+    is_one = value is None or isinstance(value, Tensor | GradientEdge)
+    return [value] if is_one else list(value)
+
+
+def _first_nodes(roots: Iterable[Root]) -> set[Any]:
+    """Return the nodes that roots come from."""
+    edges = (
+        root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+        for root in roots
+        if isinstance(root, GradientEdge) or root.requires_grad
+    )
+    return {edge.node for edge in edges}
+
+
+def scaled_roots(
+    roots: Sequence[Root], grads: Sequence[Tensor | None], scale: float
+) -> tuple[list[Root], list[Tensor | None]]:
+    """Return roots and the gradients to begin with, scaled.
+
+    Tensors are multiplied in fp32; of an edge, whose tensor is not known, the gradient.
+    """
+    scaled: list[Root] = []
+    scaled_grads = list(grads)
+    for index, root in enumerate(roots):
+        if isinstance(root, GradientEdge):
+            scaled.append(root)
+            grad = grads[index]
+            scaled_grads[index] = None if grad is None else grad * scale
+        else:
+            dtype = torch.promote_types(root.dtype, torch.float32)
+            scaled.append(root.to(dtype) * scale)
+    return scaled, scaled_grads
+
+
+def leaf_nodes(roots: Sequence[Root]) -> list[Any]:
     """Return the nodes of a graph that add gradients to `.grad`."""
-    to_visit: list[Any] = [
-        get_gradient_edge(root).node for root in roots if root.requires_grad
-    ]
+    to_visit: list[Any] = list(_first_nodes(roots))
     seen = set(to_visit)
     leaves = []
     while to_visit:
@@ -50,7 +88,7 @@ def scale_of_pass() -> float | None:
 
 @contextlib.contextmanager
 def unscaled_leaves(
-    roots: Sequence[Tensor], nodes: Sequence[Any], scale: float
+    roots: Sequence[Root], nodes: Sequence[Any], scale: float
 ) -> Iterator[None]:
     """Divide gradients by a loss scale where a backward pass adds them to `.grad`.
 
@@ -72,8 +110,7 @@ def unscaled_leaves(
             return grads  # of a pass in another thread
         return tuple(None if grad is None else grad * (1 / scale) for grad in grads)
 
-    first = {get_gradient_edge(root).node for root in roots if root.requires_grad}
-    handles = [node.register_prehook(begin) for node in first]
+    handles = [node.register_prehook(begin) for node in _first_nodes(roots)]
     handles += [node.register_prehook(unscale) for node in nodes]
     try:
         yield

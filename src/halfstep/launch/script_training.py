@@ -37,7 +37,9 @@ from halfstep.launch.scaled_backward import (
     OverflowFlags,
     find_inf,
     leaf_nodes,
+    listed,
     scale_of_pass,
+    scaled_roots,
     unscaled_leaves,
     wrap_register_hook,
 )
@@ -334,12 +336,17 @@ class ScriptTraining:
         """Return `torch.autograd.backward`, which leaves true gradients in `.grad`."""
 
         @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def backward(
+            tensors: Any,  # noqa: ANN401
+            grad_tensors: Any = None,  # noqa: ANN401
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
+        ) -> None:
             scaler, thread = self._scaler, self._thread
             if self._is_off or scaler is None:
-                original(tensors, *args, **kwargs)
+                original(tensors, grad_tensors, *args, **kwargs)
                 return
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            roots = listed(tensors)  # once: it may be a generator
             if thread.backward or (self._num_open and _is_torch_thread()):
                 # Inside a pass, by reentrant checkpointing, whose roots are scaled.
                 scale = scale_of_pass()
@@ -350,25 +357,24 @@ class ScriptTraining:
                     if isinstance(node.variable, nn.Parameter)
                 ]
                 with unscaled_leaves(roots, nodes, scale or 1.0):
-                    original(tensors, *args, **kwargs)
+                    original(roots, grad_tensors, *args, **kwargs)
                 return
             nodes = leaf_nodes(roots) if scaler.rule.scales else []
             leaves = [node.variable for node in nodes]
             self._update_scale(leaves)
             for root in roots:
-                if root.ndim == 0:
+                if isinstance(root, Tensor) and root.ndim == 0:
                     scaler.observe_loss(root.detach())
             if not scaler.rule.scales:
-                self._run_backward(original, tensors, *args, **kwargs)
+                self._run_backward(original, roots, grad_tensors, *args, **kwargs)
                 return
             with_grad = {id(leaf) for leaf in leaves if leaf.grad is not None}
             scale = self._scale
-            scaled = [
-                root.to(torch.promote_types(root.dtype, torch.float32)) * scale
-                for root in roots
-            ]
+            no_grads = [None] * len(roots)
+            grads = no_grads if grad_tensors is None else listed(grad_tensors)
+            scaled, grads = scaled_roots(roots, grads, scale)
             with unscaled_leaves(scaled, nodes, scale):
-                self._run_backward(original, scaled, *args, **kwargs)
+                self._run_backward(original, scaled, grads, *args, **kwargs)
             reached = [leaf for leaf in leaves if leaf.grad is not None]
             # Now: clipping by value would make an inf finite.
             found_inf = find_inf([leaf.grad for leaf in reached])
