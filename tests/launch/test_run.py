@@ -366,7 +366,8 @@ def test_the_script_is_itself(launch: Any) -> None:
     """Law: arguments, name, path, flags, traceback, exit status are as without us."""
     program = """
 import sys, torch
-print(sys.flags.optimize, sys.stdout.write_through, sys.flags.int_max_str_digits)
+flags = sys.flags
+print(flags.optimize, sys.stdout.write_through, flags.int_max_str_digits)
 if __name__ == "__main__":
     print(sys.argv, __file__, sys.path[0], "halfstep.session" in sys.modules)
     if sys.argv[1:] == ["--level", "fail"]:
