@@ -391,7 +391,7 @@ if __name__ == "__main__":
     "roots", ["(each for each in [loss])", "get_gradient_edge(loss), torch.ones(())"]
 )
 def test_roots_of_other_kinds(trained: Any, roots: str, dtype: str) -> None:
-    """Law: whatever a backward pass begins from, it leaves the gradients of the loss."""
+    """Law: whatever a backward pass begins from, gradients are those of the loss."""
     program = BEGIN + textwrap.dedent("""
         from torch.autograd.graph import get_gradient_edge
         loss = F.cross_entropy(model(x), y)
