@@ -229,7 +229,7 @@ def test_emulation_is_warned_of(
     assert capsys.readouterr().err == (
         "halfstep: warning: dtype=bf16: this cpu runs bf16 matrix products at 0.250 "
         "TFLOP/s, fp32 at 1.000 (it has no instructions for it): expect 4.0 times the "
-        "time. Use --level O0.\n"
+        "time. Use level O0.\n"
     )
 
 

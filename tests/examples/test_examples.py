@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,9 +47,22 @@ def check_same_end(program: Program, dtype: str) -> None:
     assert loss == pytest.approx(expected, rel=tolerance, abs=1e-9)
 
 
+def check_overflow(program: Program) -> None:
+    """Run the program that never learns, or that one which says why and mends it."""
+    assert math.isnan(programs.final_loss(programs.before("overflow").run()))
+    if program.form == "prepared":
+        printed = program.run()
+        assert "narrow (linear) produced inf" in printed
+        assert "trained with lean + module:narrow=fp32" in printed
+        assert programs.final_loss(printed) < 1
+
+
 @pytest.mark.parametrize("program", AFTERS, ids=lambda p: f"{p.folder}-{p.form}")
 def test_same_end(program: Program) -> None:
     """Law: the last loss is the original's within rounding; of a drop-in, the same."""
+    if program.folder == "overflow":
+        check_overflow(program)
+        return
     if program.folder == "apex":
         assert programs.final_loss(program.run()) < 1  # the data's variance
         return

@@ -311,7 +311,7 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
         f"dtype={dtype}: this {where} runs {dtype} matrix products at "
         f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f} ({cause}): expect "
         f"{rates['fp32'] / rates[dtype]:.1f} times the time"
-        f"{_load_caveat(where, rates)}. Use --level O0."
+        f"{_load_caveat(where, rates)}. Use level O0."
     )
 
 
