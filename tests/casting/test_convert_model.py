@@ -292,7 +292,7 @@ def test_rms_norm_takes_low_input_at_o2() -> None:
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_run_at_o2(name: str) -> None:
     """Law: each norm takes a low input at O2, and its gradients are fp32."""
-    model = nn.ModuleList([nn.Linear(4, 4), NORMS[name]()])
+    model = nn.Sequential(nn.Linear(4, 4), NORMS[name]())
     convert_(model, levels.O2, BF16, TORCH)
     with region():
         hidden = model[0](torch.randn(6, 4))
