@@ -23,6 +23,13 @@ def make():
     return model, (torch.randn(6, 8),)
 def wrong():
     return nn.Linear(2, 2)
+class Branch(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+def branch():
+    return Branch(2, 2), (torch.ones(2, 2),)
+def shape():
+    return nn.Linear(2, 2), (torch.ones(2, 3),)
 """
 
 
@@ -154,6 +161,8 @@ REFUSED = {
     "{module}:torch": "is of type module; it must be a function",
     "{module}:make --allow exp --deny exp": "exp is given to both --allow and --deny.",
     "{module}:none": "has no none.",
+    "{module}:branch": "takes it in parts, with breaks at planned_",
+    "{module}:shape": "a and b must have same reduction dim, but got [2, 3] X [2, 2].",
     "{module}:wrong": "must return a model and a tuple of its inputs.",
     "{module}:make --deny lineal": "'lineal' must be a name in torch.ops.aten.",
     "{module}:make --explain linea": "no such node; is it linear?",

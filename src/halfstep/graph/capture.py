@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
+import logging
 import math
 import re
 import sys
@@ -109,6 +111,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         with (
             without_autocast(),
             _refusing_lost_backwards(),
+            _quiet_errors(),
             warnings.catch_warnings(),
         ):
             # Of every LSTM: a list of its weights is made anew.
@@ -120,9 +123,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         first_line = str(error).strip().partition("\n")[0]
         message = (
             f"{type(model).__name__} cannot be captured as one graph by torch.export: "
-            f"{first_line.rstrip('.')}. torch.compile(model, backend='halfstep') takes "
-            "it in parts"
-            f"{_graph_breaks(model, example_inputs)}."
+            f"{first_line.rstrip('.')}.{_advice(model, example_inputs)}"
         )
         raise UserError(message) from error
     assert isinstance(graph_module, fx.GraphModule)  # noqa: S101
@@ -261,10 +262,36 @@ def _refuse_low_weights(model: nn.Module) -> None:
             raise UserError(message)
 
 
-def _graph_breaks(model: nn.Module, example_inputs: Sequence[Any]) -> str:
-    """Return where Dynamo breaks the graph of a model, and why; "" if it cannot say."""
+@contextlib.contextmanager
+def _quiet_errors() -> Iterator[None]:
+    """Drop what torch logs and prints of an exception: it is told in one line."""
+    thread = threading.get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno < logging.WARNING
+
+    names = [name for name in logging.root.manager.loggerDict if name[:5] == "torch"]
+    handlers = {each for name in names for each in logging.getLogger(name).handlers}
+    for handler in handlers:
+        handler.addFilter(is_other)
+    printed = io.StringIO()
     try:
-        explained = torch._dynamo.explain(copy.deepcopy(model))(*example_inputs)  # noqa: SLF001
+        with contextlib.redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_other)
+
+
+def _advice(model: nn.Module, example_inputs: Sequence[Any]) -> str:
+    """Return where Dynamo breaks the graph of a model, and why.
+
+    "" if it cannot say: then torch.compile cannot run the model, either.
+    """
+    try:
+        with _quiet_errors():
+            explained = torch._dynamo.explain(copy.deepcopy(model))(*example_inputs)  # noqa: SLF001
     except Exception:  # noqa: BLE001 -- whatever the model raises: torch.export said why
         return ""
     places = []
@@ -274,7 +301,8 @@ def _graph_breaks(model: nn.Module, example_inputs: Sequence[Any]) -> str:
         places.append(f"{where} ({str(each.reason).partition(chr(10))[0]})")
     more = explained.graph_break_count - len(places)
     places += [f" at {more} places more"] if more > 0 else []
-    return f", with breaks{','.join(places)}" if places else ""
+    breaks = f", with breaks{','.join(places)}" if places else ""
+    return f" torch.compile(model, backend='halfstep') takes it in parts{breaks}."
 
 
 def make_functional(graph_module: fx.GraphModule) -> None:
