@@ -181,10 +181,12 @@ def assert_dtypes(
         for handle in handles:
             handle.remove()
     for path, pair in wanted.items():
-        for found in seen.get(path, {("", "")}):
-            if found != pair:
+        for actual in seen.get(path, {("", "")}):
+            if actual != pair:
                 what = f"module {path!r}" if path else "the model"
-                came = f"took {found[0]} and returned {found[1]}" if any(found) else ""
+                came = (
+                    f"took {actual[0]} and returned {actual[1]}" if any(actual) else ""
+                )
                 message = (
                     f"{what} {came or 'was not called'}; expected were {pair[0]} and "
                     f"{pair[1]}"

@@ -150,7 +150,7 @@ def test_what_products_never_touched_stays_exact(
         lambda *_, low: times[torch.bfloat16 if low else torch.float32],
     )
     monkeypatch.setattr("halfstep.graph.op_times.OpTimes.cast", lambda *_: 1)
-    monkeypatch.setattr("halfstep.graph.op_times.OpTimes.whole_pass", lambda *_: 10**6)
+    monkeypatch.setattr("halfstep.graph.op_times.OpTimes.time_pass", lambda *_: 10**6)
     model = Rotary()
     x, positions = torch.randn(64, 16), torch.arange(64.0)[:, None] * 16
     plan = hs.plan(model, (x, positions))

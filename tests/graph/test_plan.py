@@ -139,7 +139,7 @@ def test_a_rewritten_model_trains(
     costs = iter(torch.randint(1, 50, (999,)).tolist())
     monkeypatch.setattr(OpTimes, "operation", lambda *_, **__: next(costs))
     monkeypatch.setattr(OpTimes, "cast", lambda *_: next(costs) // 5)
-    monkeypatch.setattr(OpTimes, "whole_pass", lambda *_: 10**6)
+    monkeypatch.setattr(OpTimes, "time_pass", lambda *_: 10**6)
     model, batch = attention()
     reference = copy.deepcopy(model)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -57,14 +57,14 @@ class RoundedState:
             is_first = before is now
             moved = not is_first and any(map(_differ, before, now))
             if is_first:
-                found = _finding(
+                finding = _finding(
                     name,
                     f"weights hold only numbers of {word}: they were rounded to {word} "
                     "in a checkpoint, or by a cast and back",
                     "Save the float32 weights: model.state_dict() of O1, "
                     "session.state_dict() of O2.",
                 )
-                self._say(replace(found, severity="note"))
+                self._say(replace(finding, severity="note"))
             elif moved:
                 self._say(
                     _finding(
@@ -89,13 +89,13 @@ class RoundedState:
                 continue
             for dtype in filter(formats.is_low, {p.dtype for p in group["params"]}):
                 if 0 < decay < torch.finfo(dtype).eps / 4:
-                    found = _finding(
+                    finding = _finding(
                         f"parameter group {number}",
                         f"weight decay has no effect in {formats.word(dtype)}: "
                         f"1 - lr * weight_decay = 1 - {decay:.1g} is 1 there",
                         "Keep weights or master weights in float32 (level O2).",
                     )
-                    self._say(replace(found, severity="note"))
+                    self._say(replace(finding, severity="note"))
 
     def _check_moments(self, optimizer: Optimizer) -> None:
         """Find second moments that became 0: the next update is lr * m / eps."""

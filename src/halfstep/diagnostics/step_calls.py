@@ -54,7 +54,7 @@ CHECKED = {
 }
 """Rules of the findings here, and what each looks at."""
 
-_MADE_ANEW = (
+_SCALER_PER_STEP = (
     "a step makes a GradScaler of its own, which begins to look for a loss scale anew",
     "Make one before the loop, or hand its state_dict() on.",
 )
@@ -82,7 +82,7 @@ def _without_effect(why: str) -> Finding:
 
 
 def _log_probabilities(dtype: torch.dtype) -> Finding:
-    found = _finding(
+    finding = _finding(
         "log-probabilities",
         "log_softmax",
         f"ran in {formats.word(dtype)}, where log-probabilities near -8 are multiples "
@@ -90,7 +90,7 @@ def _log_probabilities(dtype: torch.dtype) -> Finding:
         "is not 1",
         "Compute it of logits.float(), wherever log-probabilities are compared.",
     )
-    return replace(found, severity="note")
+    return replace(finding, severity="note")
 
 
 class StepCalls:
@@ -182,7 +182,7 @@ class StepCalls:
             self._is_watching = False
             self._num_meetings += self._meets
             if self._num_meetings > 1:
-                self._add(call_order.call_order_finding(*_MADE_ANEW))
+                self._add(call_order.call_order_finding(*_SCALER_PER_STEP))
 
     @contextlib.contextmanager
     def backward_pass(

@@ -88,8 +88,8 @@ class Numerics:
             return ()
         first = next(iter(self.failed), 0)
         normal = self.bad_op is None or self.bad_op.normal
-        spoilt = self.losses or self.weights or self.buffers
-        recovers = normal and not spoilt and not self._fixed
+        is_damaged = self.losses or self.weights or self.buffers
+        recovers = normal and not is_damaged and not self._fixed
         what = Finding(
             severity="note" if recovers and self.skipped else "error",
             rule=_RULE,

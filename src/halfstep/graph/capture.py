@@ -147,7 +147,7 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def state_kept(state: Iterable[Tensor]) -> Iterator[None]:
+def preserve_state(state: Iterable[Tensor]) -> Iterator[None]:
     """Let parameters and buffers be as they were before, afterwards."""
     copies = {tensor: tensor.detach().clone() for tensor in state}
     try:

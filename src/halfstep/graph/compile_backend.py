@@ -126,10 +126,10 @@ def _lost_in(graph_module: fx.GraphModule) -> str:
         for node in part.graph.nodes
     ]
     names = {getattr(node.target, "__name__", "") for node in nodes}
-    found = [what for name, what in _LOST.items() if name in names]
+    lost = [what for name, what in _LOST.items() if name in names]
     if any(node.target is _ENTER_AUTOCAST and node.args[2] for node in nodes):
-        found.append("an autocast context of its own")
-    return " and ".join(found)
+        lost.append("an autocast context of its own")
+    return " and ".join(lost)
 
 
 def _mark_regions(graph: fx.Graph) -> None:

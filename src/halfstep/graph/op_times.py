@@ -93,7 +93,7 @@ class OpTimes:
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
         key = f"{node.target} {specs!r} {dtype}"
         if key not in self._times:
-            with random_state_kept(self.device):
+            with preserve_rng(self.device):
                 self._times[key] = self._measure(node, dtype, keep)
         return self._times[key]
 
@@ -114,7 +114,7 @@ class OpTimes:
             self._times[key] = self._time(lambda: value.to(self.low), [value])
         return self._times[key] or 0
 
-    def whole_pass(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> int:
+    def time_pass(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Return the nanoseconds of a forward and a backward pass of a whole graph.
 
         Parameters, their gradients, buffers and random numbers stay as they are.
@@ -132,8 +132,8 @@ class OpTimes:
                 for node in capture.changed_in_place(graph_module.graph)
                 if node.op == "get_attr" and node.target in names
             ]
-            kept = capture.state_kept([*written, *graph_module.buffers()])
-            with kept, random_state_kept(self.device), capture.without_autocast():
+            state = capture.preserve_state([*written, *graph_module.buffers()])
+            with state, preserve_rng(self.device), capture.without_autocast():
                 self._times[key] = self._time_passes(graph_module, inputs, leaves)
         return self._times[key] or 0
 
@@ -226,7 +226,7 @@ class OpTimes:
         return time.perf_counter_ns() - start
 
 
-def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def preserve_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Leave torch's random numbers as they are: what is timed may use some."""
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices)

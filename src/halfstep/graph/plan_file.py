@@ -73,10 +73,10 @@ def load_plan(
         row = rows[number] if number < len(rows) else {}
         own = {"name": node.name, "op": fact.op, "module": fact.module}
         if own != {name: row.get(name) for name in own}:
-            found = _place(row) if row else "ends there"
+            actual = _place(row) if row else "ends there"
             message = (
                 f"{path} is of another model: operation {number + 1} of this "
-                f"{type(model).__name__} is {_place(own)}; the file's {found}."
+                f"{type(model).__name__} is {_place(own)}; the file's {actual}."
             )
             raise UserError(message)
         if row["runs_in"] != "fp32":
@@ -170,8 +170,8 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
     if not isinstance(rows, list) or content.get("method") not in METHODS:
         message = f"{path} is no plan: it needs nodes, and {' or '.join(METHODS)}."
         raise UserError(message)
-    known = ("dtype", "method", "low_weights", "slowdown", "nodes", "casts")
-    _refuse_unknown(path, content, known)
+    allowed = ("dtype", "method", "low_weights", "slowdown", "nodes", "casts")
+    _refuse_unknown(path, content, allowed)
     for number, row in enumerate(rows):
         if isinstance(row, dict):
             _refuse_unknown(path, row, (*_FIELDS, "source"))
@@ -194,12 +194,12 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
 
 
 def _refuse_unknown(
-    path: str | PathLike[str], given: dict[str, Any], known: Sequence[str]
+    path: str | PathLike[str], given: dict[str, Any], allowed: Sequence[str]
 ) -> None:
     """Refuse a word that means nothing: it may have been meant to."""
     for name in given:
-        if name not in known:
-            message = f"{path}: {name!r} must be one of {', '.join(known)}."
+        if name not in allowed:
+            message = f"{path}: {name!r} must be one of {', '.join(allowed)}."
             raise UserError(message)
 
 

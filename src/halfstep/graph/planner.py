@@ -15,7 +15,7 @@ from torch import fx, nn
 from halfstep.casting.convert_model import low_parameters
 from halfstep.errors import UserError, require, require_type
 from halfstep.graph import capture, min_cut, painting, ranges
-from halfstep.graph.op_times import OpTimes, random_state_kept
+from halfstep.graph.op_times import OpTimes, preserve_rng
 from halfstep.graph.plan import Plan, PlannedCast, PlannedNode, Slowdown
 from halfstep.graph.problem import (
     ALLOW,
@@ -107,7 +107,7 @@ def plan(
         inputs = capture.own_copies(example_inputs)
         run = calibrate or (lambda model: model(*inputs))
         grad = torch.set_grad_enabled(calibrate is not None)
-        with grad, random_state_kept(device):
+        with grad, preserve_rng(device):
             fp32_ranges = ranges.measure(graph_module, run)
     return plan_graph(
         graph_module,
@@ -236,7 +236,7 @@ def measure_slowdown(
     problem = replace(problem, low_weights=frozenset())
     low = painting.paint(problem)
     try:
-        fp32 = times.whole_pass(graph_module, batch) / (problem.cost(()) or 1)
+        fp32 = times.time_pass(graph_module, batch) / (problem.cost(()) or 1)
     except torch.OutOfMemoryError:
         times.doubt = "memory did not suffice for a pass of the model in fp32"
         return Slowdown()
@@ -246,7 +246,7 @@ def measure_slowdown(
         return Slowdown(fp32, fp32)
     painted = rewrite_graph(graph_module, low, times.low, times.device.type)
     rest = fp32 * (problem.cost(low) - low_alone)
-    in_low = (times.whole_pass(painted, batch) - rest) / low_alone
+    in_low = (times.time_pass(painted, batch) - rest) / low_alone
     return Slowdown(fp32, in_low if in_low > 0 else fp32)
 
 

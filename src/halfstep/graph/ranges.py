@@ -97,7 +97,7 @@ def measure(
     params = list(graph_module.parameters())
     grads = [param.grad for param in params]
     recorder = _Recorder(graph_module)
-    with capture.state_kept([*params, *graph_module.buffers()]):
+    with capture.preserve_state([*params, *graph_module.buffers()]):
         try:
             for param in params:
                 param.grad = None

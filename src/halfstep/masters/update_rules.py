@@ -187,10 +187,10 @@ def check_tensors(
         UserError: If one has another dtype or device, gaps, or a lazy sign.
     """
     # On a CPU `is_cpu` is read in a third of the time of `device`.
-    is_there = all(map(_is_cpu, tensors))
+    on_device = all(map(_is_cpu, tensors))
     if device.type != "cpu":
-        is_there = all(tensor.device == device for tensor in tensors)
-    if not (is_there and set(map(_dtype, tensors)).issubset(allowed)):
+        on_device = all(tensor.device == device for tensor in tensors)
+    if not (on_device and set(map(_dtype, tensors)).issubset(allowed)):
         bad = (t.device != device or t.dtype not in allowed for t in tensors)
         index = next(i for i, wrong in enumerate(bad) if wrong)
         message = (

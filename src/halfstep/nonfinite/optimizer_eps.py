@@ -73,11 +73,11 @@ def eps_underflows(
         if not isinstance(eps, float) or not eps or group.get("fused"):
             continue
         for low in filter(is_low, dtypes):
-            found = EpsUnderflow(type(optimizer).__name__, number, eps, low)
+            underflow = EpsUnderflow(type(optimizer).__name__, number, eps, low)
             # Our choice: training bears the large updates of eps=1e-05.
             is_small = 16 * eps < torch.finfo(low).smallest_normal
-            if found.is_zero or (is_small and isinstance(optimizer, _BY_ROOT)):
-                underflows.append(found)
+            if underflow.is_zero or (is_small and isinstance(optimizer, _BY_ROOT)):
+                underflows.append(underflow)
     return underflows
 
 

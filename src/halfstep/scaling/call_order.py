@@ -56,11 +56,11 @@ def call_order_finding(measured: str, advice: str) -> Finding:
 
 def backward_inside() -> Finding:
     """Return the finding on a backward pass that runs where its forward pass does."""
-    found = call_order_finding(
+    finding = call_order_finding(
         "the backward pass ran inside autocast, which may cast operations of its own",
         "Leave the context before backward().",
     )
-    return replace(found, severity="warning")
+    return replace(finding, severity="warning")
 
 
 class CallOrderWatch:
@@ -103,7 +103,7 @@ class CallOrderWatch:
         """A scaled loss was differentiated with `create_graph=True`."""
         self._undivided_scale: float | None = None
         """Loss scale that no loss after that divides by; 0: one does; None: no loss."""
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def is_over(self) -> bool:
@@ -139,8 +139,8 @@ class CallOrderWatch:
 
     def _weights_have_moved(self) -> bool:
         """Say whether weights are not as they were at the last scaled loss."""
-        known = ((reference(), version) for reference, version in self._weights)
-        if any(w is not None and w._version != version for w, version in known):  # noqa: SLF001
+        weights = ((reference(), version) for reference, version in self._weights)
+        if any(w is not None and w._version != version for w, version in weights):  # noqa: SLF001
             return True
         if self._sample is None:
             return False
@@ -162,8 +162,8 @@ class CallOrderWatch:
 
     def _after_backward(self, is_inside: bool) -> None:
         """Take down how the gradients are."""
-        known = (reference() for reference, _ in self._weights)
-        weights = [each for each in known if each is not None]
+        references = (reference() for reference, _ in self._weights)
+        weights = [each for each in references if each is not None]
         if set(map(id, weights)) & set().union(*self._unscaled.values()):
             self._find(
                 "a backward pass came after scaler.unscale_(optimizer): scaled "
@@ -198,15 +198,15 @@ class CallOrderWatch:
                 "of the second are unscaled by a scale that they were not made at",
                 "Call scaler.update() once, after the last scaler.step().",
             )
-        known = [
+        records = [
             (grad, *self._grads[id(grad)]) for grad in grads if id(grad) in self._grads
         ]
         by_hand = dist.is_available() and dist.is_initialized()  # averaged over ranks
-        all_changed = all(grad._version != version for grad, version, _ in known)  # noqa: SLF001
-        if len(known) < 2 or by_hand or not all_changed:  # noqa: PLR2004 -- or by chance
+        all_changed = all(grad._version != version for grad, version, _ in records)  # noqa: SLF001
+        if len(records) < 2 or by_hand or not all_changed:  # noqa: PLR2004 -- or by chance
             return
-        grads = [grad for grad, _, _ in known]
-        before = torch.stack([norm for _, _, norm in known])
+        grads = [grad for grad, _, _ in records]
+        before = torch.stack([norm for _, _, norm in records])
         norms = torch.stack(torch._foreach_norm(grads))  # noqa: SLF001
         if not bool(before.isfinite().all()):
             return  # a clip of inf tells nothing
@@ -301,8 +301,8 @@ class CallOrderWatch:
         self._say_once(call_order_finding(measured, advice))
 
     def _say_once(self, finding: Finding) -> None:
-        if finding.advice not in self._said:
-            self._said.add(finding.advice)
+        if finding.advice not in self._reported:
+            self._reported.add(finding.advice)
             self._say(finding)
 
 

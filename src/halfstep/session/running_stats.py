@@ -55,10 +55,10 @@ class RunningStats:
                 copy.save()
             return
         # Moving a model, or `load_state_dict(assign=True)`, replaces its buffers.
-        alike = defaultdict(list)
+        by_dtype = defaultdict(list)
         for buffer in map(local_part, buffers):
-            alike[buffer.device, buffer.dtype].append(buffer)
-        self._buffers, self._copies = buffers, [*map(_FlatCopy, alike.values())]
+            by_dtype[buffer.device, buffer.dtype].append(buffer)
+        self._buffers, self._copies = buffers, [*map(_FlatCopy, by_dtype.values())]
 
     @torch.no_grad()
     def restore(self, found_inf: Tensor) -> None:

@@ -139,7 +139,7 @@ class _Metrics:
         """A step, and what an event tells of it."""
         self._samples: list[tuple[int, dict[str, Sample]]] = []
         """Likewise, for each tensor."""
-        self._settled = (0, 0)
+        self._num_before_step = (0, 0)
         """How many of both came before the last record: others may be of the next."""
         self._seen = 0
         self._stride = 1
@@ -176,13 +176,13 @@ class _Metrics:
 
     def _take_step(self, step: Step) -> None:
         if self.steps and step.step < self.steps[-1].step:  # equal: two write at once
-            _void(self._events, self._settled[0], step.step)
-            _void(self._samples, self._settled[1], step.step)
+            _void(self._events, self._num_before_step[0], step.step)
+            _void(self._samples, self._num_before_step[1], step.step)
         while self.steps and self.steps[-1].step >= step.step:
             self.steps.pop()
             self.void += 1
         self.steps.append(step)
-        self._settled = len(self._events), len(self._samples)
+        self._num_before_step = len(self._events), len(self._samples)
 
     def events(self, kind: type[T]) -> tuple[T, ...]:
         """Return the events of one kind that hold."""
@@ -208,7 +208,10 @@ class _Metrics:
         if len(self._samples) > _MOST_SAMPLES:
             self._stride *= 2
             del self._samples[1::2]
-            self._settled = self._settled[0], (self._settled[1] + 1) // 2
+            self._num_before_step = (
+                self._num_before_step[0],
+                (self._num_before_step[1] + 1) // 2,
+            )
 
     def stats(self) -> dict[str, tuple[Sample, ...]]:
         """Return the samples of each tensor, gradients with their step's loss scale.
@@ -225,9 +228,10 @@ class _Metrics:
         return {name: tuple(samples) for name, samples in per_tensor.items()}
 
 
-def _void(entries: list[tuple[int, T]], settled: int, first: int) -> None:
-    """Remove those entries that were settled and are of a step from the first on."""
-    entries[:settled] = [entry for entry in entries[:settled] if entry[0] < first]
+def _void(entries: list[tuple[int, T]], num_before_step: int, first: int) -> None:
+    """Remove what was there before a step, and is of that step or of a later one."""
+    before = entries[:num_before_step]
+    entries[:num_before_step] = [entry for entry in before if entry[0] < first]
 
 
 class _Reader:

@@ -307,16 +307,16 @@ def is_loss_far(facts: Facts) -> bool:
 @RULES.add(OURS, limit=Limit(FAR, "{:.0%}"), severity="error")
 def output(facts: Facts) -> Iterator[Observation]:
     """Relative error of a module's output, where its inputs agree with fp32's."""
-    found = facts.output_error
-    if found is None:
+    error = facts.output_error
+    if error is None:
         return
-    place = f"{found.path or 'model'} ({found.kind})"
-    measured = f"its output is {found.error:.0%} away from fp32's, its inputs "
-    measured += f"{found.inputs:.1%}: positions, angles or sums in {facts.dtype}"
+    place = f"{error.path or 'model'} ({error.kind})"
+    measured = f"its output is {error.error:.0%} away from fp32's, its inputs "
+    measured += f"{error.inputs:.1%}: positions, angles or sums in {facts.dtype}"
     advice = "No rule helps: compute it, and keep its buffers, in float32 by hand."
-    if found.rule:
-        advice = f"Keep it in float32: policy='{facts.policy} + {found.rule}'."
-    yield Observation(place, measured, advice, found.error, 1.0)
+    if error.rule:
+        advice = f"Keep it in float32: policy='{facts.policy} + {error.rule}'."
+    yield Observation(place, measured, advice, error.error, 1.0)
 
 
 @RULES.add("the format", name="hidden overflow")

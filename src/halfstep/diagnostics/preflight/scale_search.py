@@ -204,17 +204,17 @@ class ScaleSearch:
         low, batch = trial.model_copy, self.batches[0]
         if low is None:
             return None
-        found = first_output_error(self.fp32_copy, low, self.loss_fn, batch)
-        if found is None or not found.path:
-            return found
-        rule = f"module:{found.path}=fp32"
+        worst = first_output_error(self.fp32_copy, low, self.loss_fn, batch)
+        if worst is None or not worst.path:
+            return worst
+        rule = f"module:{worst.path}=fp32"
         try:
             policy = trial.policy + Rule.parse(rule)
             cured = self._make(choice=self.choice, policy=policy)
         except UserError:  # a rule that this level cannot obey
-            return found
-        error = error_of(found.path, self.fp32_copy, cured, self.loss_fn, batch)
-        return replace(found, rule=rule) if error <= FAR else found
+            return worst
+        error = error_of(worst.path, self.fp32_copy, cured, self.loss_fn, batch)
+        return replace(worst, rule=rule) if error <= FAR else worst
 
     def _trial(self, policy: Policy) -> ScaleTrial:
         try:

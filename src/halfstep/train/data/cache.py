@@ -73,7 +73,7 @@ def get_or_build(
     entry = folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     with contextlib.suppress(OSError):
         os.utime(entry)  # first: from now on no other process removes it as unused
-    if _is_whole(entry):
+    if _is_complete(entry):
         return entry
 
     def fill(part: Path) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def get_or_build(
         lock = file_lock.acquire(entry.with_name(f".{entry.name}.lock"))
         try:
             # Another process may have built it meanwhile.
-            if not _is_whole(entry):
+            if not _is_complete(entry):
                 if entry.exists():
                     message = f"{entry} is damaged; it is rebuilt."
                     warnings.warn(message, stacklevel=2)
@@ -96,7 +96,7 @@ def get_or_build(
         _remove_unused(entry.parent)
     except (OSError, atomic_directory.CheckpointWriteError) as error:
         # Where there are no locks, another process may have been first.
-        if not _is_whole(entry):
+        if not _is_complete(entry):
             place = getattr(error, "filename", None) or entry.parent
             message = (
                 f"{place} cannot be written: {_reason(error)}; set HALFSTEP_CACHE to a "
@@ -112,7 +112,7 @@ def _reason(error: Exception) -> str:
     return atomic_directory.os_reason(error) or str(error)
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_complete(entry: Path) -> bool:
     try:
         manifest = atomic_directory.read(entry, _FORMAT)
         atomic_directory.verify(entry, manifest)
