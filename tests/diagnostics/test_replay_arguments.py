@@ -24,6 +24,13 @@ def nothing() -> Any:
     MODEL(X).sum()
 
 
+def with_backward() -> Any:
+    """Return a loss whose backward pass has run."""
+    loss = MODEL(X).square().sum()
+    loss.backward()
+    return loss
+
+
 CALLED = "of find_nonfinite cannot be called: give a function that computes the loss"
 RETURNED = "it must return the loss, a floating tensor of one number"
 
@@ -36,6 +43,7 @@ RETURNED = "it must return the loss, a floating tensor of one number"
         (MODEL(X).sum(), rf"step=a tensor of shape \(\) and torch.float32 {CALLED}"),
         ([], rf"step=\[\] {CALLED}"),
         ([shape, "loss"], f"step='loss' {CALLED}"),
+        (with_backward, "step ran the backward pass itself, which find_nonfinite does"),
         (nothing, f"step 'nothing' of find_nonfinite returned None: {RETURNED}"),
         (
             shape,

@@ -289,6 +289,13 @@ def _replay(
     return failure or _ReplayResult(nonfinite, event)
 
 
+_SECOND_PASS = "Trying to backward through the graph a second time"
+_BACKWARD_IN_STEP = (
+    "step ran the backward pass itself, which find_nonfinite does: it must return the "
+    "loss before loss.backward() or session.backward(loss)."
+)
+
+
 def _run(
     model: nn.Module, step: Step, scale: float, snapshot: ModelSnapshot
 ) -> _ReplayResult:
@@ -308,7 +315,9 @@ def _run(
                 grads = gradients(model, loss, scale, trained)
         except OutOfRange as error:
             return _ReplayResult(NonFiniteKinds(), index_error=error)
-        except Exception:
+        except Exception as error:
+            if not tracer.rejected and _SECOND_PASS in str(error):
+                raise UserError(_BACKWARD_IN_STEP) from error
             if not tracer.rejected:
                 raise
             event = _first(tracer.rejected)
