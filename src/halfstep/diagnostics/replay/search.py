@@ -289,7 +289,7 @@ def _replay(
     return failure or _ReplayResult(nonfinite, event)
 
 
-_SECOND_PASS = "Trying to backward through the graph a second time"
+_SECOND_BACKWARD = "Trying to backward through the graph a second time"
 _BACKWARD_IN_STEP = (
     "step ran the backward pass itself, which find_nonfinite does: it must return the "
     "loss before loss.backward() or session.backward(loss)."
@@ -316,7 +316,7 @@ def _run(
         except OutOfRange as error:
             return _ReplayResult(NonFiniteKinds(), index_error=error)
         except Exception as error:
-            if not tracer.rejected and _SECOND_PASS in str(error):
+            if not tracer.rejected and _SECOND_BACKWARD in str(error):
                 raise UserError(_BACKWARD_IN_STEP) from error
             if not tracer.rejected:
                 raise
