@@ -209,7 +209,7 @@ def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.emulation_warning("bf16") == (
         "dtype=bf16: this cpu runs bf16 matrix products at 0.125 TFLOP/s, fp32 at "
         "0.500 (it has no instructions for it): expect 4.0 times the time. "
-        "Use --level O0."
+        "Use level O0."
     )
     assert hardware.emulation_warning("fp16") is None
     assert hardware.emulation_warning("fp32") is None
@@ -217,7 +217,7 @@ def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.emulation_warning("fp16", "cpu") == (
         "dtype=fp16: this cpu runs fp16 matrix products at 0.100 TFLOP/s, fp32 at "
         "1.000 (although it has AVX512-FP16): expect 10.0 times the time. "
-        "Use --level O0."
+        "Use level O0."
     )
 
 
