@@ -11,7 +11,7 @@ OUT    ?= runs/emotions
 # What is pinned, but for the torch that was asked for.
 PINS   := sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
 
-.PHONY: train test test-caps lint types check clean
+.PHONY: train test test-caps test-wheel lint types check clean
 
 train: $(VENV)/.train
 	$(BIN)/halfstep train --out $(OUT) --overwrite
@@ -25,6 +25,10 @@ test: $(VENV)/.dev
 # Likewise, the numeric tests under each instruction set that this CPU has.
 test-caps: $(VENV)/.dev
 	.ci/caps $(BIN)/python
+
+# The wheel, with the oldest versions it allows, away from its source.
+test-wheel:
+	.ci/wheel $(PYTHON)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -100,8 +100,10 @@ def require_int(name: str, value: object, minimum: int) -> int:
         UserError: If it is none, too small, or a bool, which is an answer, not a count.
     """
     expected = f"a whole number of at least {minimum}"
+    # numpy's bool, too, which old versions of it give as an index.
+    is_bool = type(value).__name__ in {"bool", "bool_"}
     try:
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        number = -1 if is_bool else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = -1
     require(name, value, number >= minimum, expected)
