@@ -1,0 +1,344 @@
+"""Accelerate's Accelerator on a halfstep session.
+
+In: a program written for Accelerate. Out: the same, with levels O0 to O3, gradients that
+are checked in bf16 too, and a `step_was_skipped` that is true for every optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, convert_outputs_to_fp32
+
+from halfstep.casting.autocast_mode import autocast
+from halfstep.errors import UserError
+from halfstep.numerics import formats
+from halfstep.numerics.norms import total_norm
+from halfstep.scaling import ScaleRule
+from halfstep.session.factory import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor, nn
+
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
+
+_DISTRIBUTED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+}
+_DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+
+class Optimizer(AcceleratedOptimizer):
+    """What `Accelerator.prepare` returns for an optimizer: its step is the session's.
+
+    Its state is the session's: fp32 weights, moments, loss scale and counters, so that
+    whoever saves and loads an optimizer's state resumes to the bit.
+
+    Attributes:
+        session: It may be asked for all that the session of `halfstep.prepare` can say.
+        last_step: Report of the last step; None before the first.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.optimizer, device_placement=False)
+        self.session = session
+        self.last_step: StepReport | None = None
+
+    def step(self, closure: object = None) -> None:
+        """Update the weights where gradients are synchronized, as Accelerate does.
+
+        Raises:
+            UserError: With a closure, which would need its backward passes scaled.
+        """
+        if closure is not None:
+            message = (
+                "optimizer.step(closure) under halfstep.compat.accelerate: a closure "
+                "runs with halfstep.GradScaler.step(optimizer, closure) alone."
+            )
+            raise UserError(message)
+        if self.gradient_state.sync_gradients:
+            self.last_step = self.session.step()
+            self.session.clip_grad_norm = None
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients where they are synchronized; a step has cleared them."""
+        if set_to_none is False:
+            message = "zero_grad(set_to_none=False): a session frees gradients."
+            raise UserError(message)
+        if self.gradient_state.sync_gradients:
+            self.session.zero_grad()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left all as it was. May wait for the device."""
+        return self.last_step is not None and self.last_step.skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the session's state."""
+        return self.session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a session's state."""
+        self.session.load_state_dict(state_dict)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` whose model and optimizer train in a session.
+
+    It takes what Accelerate's takes. `mixed_precision`, or what `accelerate launch`
+    says, gives the format. One model and its optimizer are prepared in one call; a
+    `GradScalerKwargs` handler gives the loss scale of fp16.
+
+    Args:
+        args: As of Accelerate.
+        level: "O0" to "O3", or "auto"; None is O1 in 16 bits, O0 for "no": what
+            Accelerate itself does.
+        policy: As of `halfstep.prepare`.
+        master: As of `halfstep.prepare`; for O2.
+        kwargs: As of Accelerate.
+
+    Raises:
+        UserError: With DeepSpeed, FSDP, Megatron, an accelerator of another maker, or
+            `mixed_precision="fp8"`.
+
+    Example:
+        >>> from halfstep.compat.accelerate import Accelerator
+        >>> accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+        >>> optimizer.step()
+        >>> optimizer.step_was_skipped
+        False
+    """
+
+    session: Session | None
+    """Of the prepared model and optimizer; None before."""
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401
+        level: str | None = None,
+        policy: str = "lean",
+        master: str = "fp32",
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_precision(level, policy, master)
+
+    def set_precision(self, level: str | None, policy: str, master: str) -> None:
+        """Take casts and loss scale over from Accelerate; nothing is prepared yet."""
+        requested = self.mixed_precision
+        if requested not in _DTYPES or self.distributed_type not in _DISTRIBUTED:
+            message = (
+                f"mixed_precision={requested!r} on {self.distributed_type.value}: "
+                "halfstep.compat.accelerate takes no, bf16 or fp16 on one process or "
+                "under DDP."
+            )
+            raise UserError(message)
+        self.native_amp, self.scaler = False, None
+        self._level = level or ("O0" if requested == "no" else "O1")
+        self._dtype = "auto" if requested == "no" and level else _DTYPES[requested]
+        self._policy, self._master = policy, master
+        self.session = None
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Prepare as Accelerate does; a model and its optimizer become a session.
+
+        Raises:
+            UserError: If a model comes without its optimizer, there are several of
+                either, or a second pair comes before `free_memory`.
+        """
+        models = [each for each in args if isinstance(each, torch.nn.Module)]
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        if not models and not optimizers:
+            return super().prepare(*args, **kwargs)
+        if len(models) != 1 or len(optimizers) != 1 or self.session is not None:
+            message = (
+                f"accelerator.prepare() of {len(models)} models and {len(optimizers)} "
+                f"optimizers, {'after' if self.session else 'before'} others: give it "
+                "one model and its optimizer, in one call. Several of them have a "
+                "halfstep.prepare() each."
+            )
+            raise UserError(message)
+        (model,), (optimizer,) = models, optimizers
+        if self.device_placement:
+            model.to(self.device)
+        self.session = session = prepare(
+            model,
+            optimizer,
+            self._level,
+            dtype=self._dtype,
+            policy=self._policy,
+            master=self._master,
+            loss_scale=self._loss_scale(),
+        )
+        run_in_region(model, session.autocast)
+        prepared = super().prepare(*args, **kwargs)
+        everything = prepared if isinstance(prepared, tuple) else (prepared,)
+        session.model = next(m for m in everything if isinstance(m, torch.nn.Module))
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Return the session's optimizer."""
+        if self.session is None or optimizer is not self.session.optimizer:
+            return super().prepare_optimizer(optimizer, device_placement)
+        wrapped = Optimizer(self.session)
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Prepare a model; one that is only evaluated runs in 16 bits by the policy."""
+        trained = self.session is not None
+        if not trained and self._dtype in {"bf16", "fp16"} and self._level != "O0":
+            region = autocast(
+                self.device.type,
+                dtype=formats.parse(self._dtype).dtype,
+                policy=self._policy,
+                model=model,
+            )
+            run_in_region(model, lambda: region)
+        prepared: nn.Module = super().prepare_model(
+            model, device_placement, evaluation_mode
+        )
+        return prepared
+
+    def _loss_scale(self) -> str | ScaleRule:
+        handler = self.scaler_handler
+        if handler is None or self._dtype != "fp16" or not handler.enabled:
+            return "auto"
+        return ScaleRule(
+            handler.init_scale,
+            handler.growth_factor,
+            handler.backoff_factor,
+            handler.growth_interval,
+        )
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:  # noqa: ANN401
+        """Open the session's region, for a loss that is computed outside the model."""
+        handler = autocast_handler or self.autocast_handler
+        if self.session is None or (handler is not None and not handler.enabled):
+            with super().autocast(autocast_handler):
+                yield
+        else:
+            with self.session.autocast():
+                yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:  # noqa: ANN401
+        """Run the backward pass of the loss over `gradient_accumulation_steps`."""
+        session = self._require_session("backward")
+        if kwargs:
+            message = (
+                f"accelerator.backward({', '.join(kwargs)}=): it takes the loss alone."
+            )
+            raise UserError(message)
+        # Passes between two steps are added up; in fp32 where weights are in 16 bits.
+        session.backward(loss / self.gradient_accumulation_steps)
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Leave gradients to each rank for a pass; with master weights, average each.
+
+        Why: sums lie in fp32 beside the 16-bit weights, where DDP does not see them.
+        """
+        session = self.session
+        if session is not None and session.choice.level.masters:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = super().no_sync(model)
+        return context
+
+    def clip_grad_norm_(
+        self,
+        parameters: Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> Tensor:
+        """Return the norm of the unscaled gradients; the next step clips them to it.
+
+        Raises:
+            UserError: For a part of the model's parameters, or another norm.
+        """
+        session = self._require_session("clip_grad_norm_")
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        ids = set(map(id, given))
+        trained = [p for p in session.model.parameters() if p.requires_grad]
+        missing = sum(id(param) not in ids for param in trained)
+        if missing or norm_type != 2:  # noqa: PLR2004
+            message = (
+                f"clip_grad_norm_() without {missing} of {len(trained)} parameters, "
+                f"norm_type={norm_type}: a session clips all of a model's gradients by "
+                "their 2-norm."
+            )
+            raise UserError(message)
+        session.clip_grad_norm = max_norm
+        return total_norm(grad for _, grad in session.grads())
+
+    def clip_grad_value_(self, parameters: object, clip_value: float) -> None:
+        """Refuse: a session clips by the norm."""
+        message = f"clip_grad_value_({clip_value}): use accelerator.clip_grad_norm_()."
+        raise UserError(message)
+
+    def unscale_gradients(self, optimizer: object = None) -> None:
+        """Refuse: gradients are unscaled in the step; `session.grads()` reads them."""
+        message = (
+            "accelerator.unscale_gradients(): the step unscales gradients. Read them "
+            "with accelerator.session.grads(), clip them with clip_grad_norm_()."
+        )
+        raise UserError(message)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the weights in fp32, the masters' where there are any."""
+        session = self.session
+        own = accelerate.utils.extract_model_from_parallel(model)
+        if session is None or own is not accelerate.utils.extract_model_from_parallel(
+            session.model
+        ):
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return state
+        prefix = "" if unwrap or own is model else "module."
+        return {prefix + name: tensor for name, tensor in session.weights().items()}
+
+    def free_memory(self, *objects: object) -> list[object]:
+        """Forget what was prepared, the session too."""
+        self.session = None
+        freed: list[object] = super().free_memory(*objects)
+        return freed
+
+    def _require_session(self, method: str) -> Session:
+        if self.session is None:
+            message = (
+                f"accelerator.{method}() before accelerator.prepare(model, optimizer): "
+                "a session scales, checks and clips gradients."
+            )
+            raise UserError(message)
+        return self.session
+
+
+def run_in_region(model: nn.Module, open_region: Any) -> None:  # noqa: ANN401
+    """Make a model's forward pass open a region, and return fp32, as Accelerate does."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def in_region(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with open_region():
+            return forward(*args, **kwargs)
+
+    model.forward = convert_outputs_to_fp32(in_region)

@@ -1,0 +1,83 @@
+"""transformers' Trainer on a halfstep session.
+
+In: a program that trains with `transformers.Trainer`, or a subclass of it. Out: the
+same, with levels O0 to O3, true skipped-step flags, and fp32 weights in what it saves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from halfstep.compat.accelerate import Accelerator
+
+if TYPE_CHECKING:
+    from halfstep.session.session import Session
+
+
+class TrainerMixin:
+    """Put in front of a subclass of `transformers.Trainer`.
+
+    `TrainingArguments` are obeyed as they are: `bf16`, `fp16`, `max_grad_norm`,
+    `gradient_accumulation_steps`. Checkpoints hold fp32 weights, and the session's
+    state as `optimizer.pt`, from which a run resumes to the bit.
+
+    Args:
+        args: As of the Trainer.
+        level: "O0" to "O3", or "auto"; None is O1 in 16 bits, O0 without: what the
+            Trainer itself does.
+        policy: As of `halfstep.prepare`.
+        master: As of `halfstep.prepare`; for O2.
+        kwargs: As of the Trainer.
+
+    Example:
+        >>> from halfstep.compat.transformers import TrainerMixin
+        >>> class MyTrainer(TrainerMixin, transformers.Trainer):
+        ...     pass
+    """
+
+    accelerator: Accelerator
+    model: Any
+    args: Any
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401
+        level: str | None = None,
+        policy: str = "lean",
+        master: str = "fp32",
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        self._precision = level, policy, master
+        super().__init__(*args, **kwargs)
+
+    @property
+    def session(self) -> Session | None:
+        """What trains; None before `train`."""
+        return self.accelerator.session
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Have the Trainer make its Accelerator, and make a halfstep one of it."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        # The Trainer names the class itself, and gives no other way to choose it.
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.set_precision(*self._precision)
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Save fp32 weights, the masters' where there are any."""
+        if self.session is not None and state_dict is None:
+            state_dict = self.session.weights()
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        config = getattr(self.model, "config", None)
+        if self.session is not None and config is not None and self.args.should_save:
+            # transformers writes the dtype that the model has in memory, and would
+            # load the file in 16 bits by it.
+            config.dtype = "float32"
+            config.save_pretrained(output_dir or self.args.output_dir)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` on a session; see `TrainerMixin` for what it takes."""
