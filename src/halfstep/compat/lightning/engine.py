@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import bucketed_all_reduce
 from halfstep.errors import UserError, warn_caller
-from halfstep.machine.recommendation import resolve
+from halfstep.machine.recommendation import resolve, warnings_for
 from halfstep.masters import encoding
 from halfstep.numerics import formats
 from halfstep.policy import levels
@@ -75,7 +75,8 @@ class ConvertedModel:
         if choice.level.masters:
             self.fp32 = conversion.originals
             self._low_params = [*self.fp32]
-            model.register_state_dict_post_hook(self._put_fp32)  # type: ignore[no-untyped-call]
+            put_fp32 = partial(self._put_fp32)  # torch sets an attribute of it
+            model.register_state_dict_post_hook(put_fp32)  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(self._take_fp32)  # type: ignore[no-untyped-call]
 
     def separate(self, model: nn.Module) -> None:
@@ -291,7 +292,11 @@ class LevelEngine:
         if isinstance(optimizer, torch.optim.LBFGS):
             message = "LBFGS evaluates the model inside its step; use another optimizer."
             raise UserError(message)
-        form = encoding.parse("fp32") if self.choice.level.masters else None
+        has_masters = self.choice.level.masters
+        form = encoding.FP32 if has_masters else None
+        device = self.device.type
+        for text in warnings_for(self.choice, optimizer, device, masters=has_masters):
+            warn_caller(text)
         grads = self._hand_over(optimizer)
         fp32 = {
             param: model.fp32.pop(param).to(param.device)
