@@ -205,3 +205,217 @@ def test_overflow(case: str, algorithm: str) -> None:
         scales = [metrics["halfstep/loss_scale"] for metrics in callback.seen]
         assert scales == [1024.0] * 6 + [512.0] * 6
     assert run.global_step == STEPS  # attempts, as Lightning counts
+
+
+def states_of(run: Trainer) -> list[dict[str, Any]]:
+    """Return the state of each parameter in the optimizer."""
+    return [*run.optimizers[0].state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("case", ["O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"])
+def test_resume(case: str, tmp_path: Path) -> None:
+    """Law: a checkpoint holds fp32 weights and plain values; resumed is uninterrupted.
+
+    With a skipped step in the first half.
+    """
+    level, dtype = case.split()
+
+    def run(**options: Any) -> tuple[Module, Trainer]:
+        module = Module()
+        plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
+        run = trainer(plugin, **options)
+        run.fit(module, ckpt_path=options.get("ckpt_path"))
+        return module, run
+
+    def fit(epochs: int, path: str | None = None) -> tuple[Module, Trainer]:
+        module = Module()
+        plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
+        callbacks = [] if path else [OverflowAt(5)]
+        run = trainer(plugin, max_epochs=epochs, callbacks=callbacks)
+        run.fit(module, ckpt_path=path, weights_only=True)
+        return module, run
+
+    path = str(tmp_path / "half.ckpt")
+    _, first = fit(1)
+    first.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    if level != "O3":
+        assert {v.dtype for v in saved["state_dict"].values()} == {torch.float32}
+    resumed_module, resumed = fit(2, path)
+
+    class Once(OverflowAt):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            self.at = 5 if trainer.current_epoch == 0 else -1
+            super().on_train_batch_start(trainer, *args)
+
+    module = Module()
+    plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
+    whole = trainer(plugin, max_epochs=2, callbacks=[Once(5)])
+    whole.fit(module)
+    assert same(module.state_dict(), resumed_module.state_dict())
+    for one, other in zip(states_of(whole), states_of(resumed), strict=True):
+        assert same(one, other)
+    assert module.losses[STEPS:] == resumed_module.losses
+    assert plugin.state_dict() == resumed.precision_plugin.state_dict()
+    assert plugin.state_dict()["steps"] == {"0": (2 * STEPS, 1)}
+
+
+class Gan(Module):
+    """Two networks in turn, each with its optimizer, in the orders that people use."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.order = order
+        self.other = net()
+
+    def training_step(self, batch: Any, index: int) -> None:
+        one, other = self.optimizers()
+        x, y = batch
+
+        def loss_of(model: nn.Module) -> Tensor:
+            return nn.functional.mse_loss(model(x), y)
+
+        if self.order == "in turn":
+            for optimizer, model in ((one, self.net), (other, self.other)):
+                self.toggle_optimizer(optimizer)
+                # Without toggling it would leave gradients in the other network.
+                loss = loss_of(self.net) + loss_of(self.other)
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 0.5, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+        else:
+            self.manual_backward(loss_of(self.net))
+            self.manual_backward(loss_of(self.other))
+            for optimizer in (one, other):
+                self.clip_gradients(optimizer, 0.5, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+        self.losses.append(loss_of(self.net).item())
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(each.parameters(), 3e-3) for each in (self.net, self.other)
+        ]
+
+
+@pytest.mark.parametrize("order", ["in turn", "at the end"])
+@pytest.mark.parametrize("case", ["O1 bf16", "O2 fp16"])
+def test_manual_optimization(case: str, order: str) -> None:
+    """Law: optimizers in turn step alike, counted each; one overflow skips one step.
+
+    Both networks begin alike, so they end alike. Where both backward passes come first,
+    the scale must not move between the two steps.
+    """
+    level, dtype = case.split()
+    rule = ScaleRule(init_scale=2.0**8, growth_interval=2) if dtype == "fp16" else "none"
+    plugin = MixedPrecision(level, dtype=dtype, loss_scale=rule)
+    module = Gan(order)
+    run = trainer(plugin)
+    run.fit(module)
+    assert same(module.net.state_dict(), module.other.state_dict())
+    assert module.losses[-1] < 0.6 * module.losses[0]
+    assert run.global_step == 2 * STEPS
+    assert plugin.state_dict()["steps"] == {"0": (STEPS, 0), "1": (STEPS, 0)}
+    module, plugin = Gan(order), MixedPrecision(level, dtype=dtype, loss_scale=rule)
+    with overflow_in_backward(module.other, at=3):
+        trainer(plugin).fit(module)
+    assert plugin.state_dict()["steps"] == {"0": (STEPS, 0), "1": (STEPS, 1)}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_evaluation(level: str) -> None:
+    """Law: validation, test and prediction run in the level's formats.
+
+    Before, while and after training; afterwards weights are fp32 where there is an fp32
+    value.
+    """
+    dtypes = set()
+
+    class Evaluated(Module):
+        def evaluate(self, batch: Any, index: int) -> Tensor:
+            dtypes.add(self.net[0](batch[0]).dtype)
+            return self.net(batch[0])
+
+        validation_step = test_step = predict_step = evaluate
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    module = Evaluated()
+    run = trainer(MixedPrecision(level), num_sanity_val_steps=0)
+    before = copy.deepcopy(module.state_dict())
+    run.validate(module, verbose=False)
+    if level != "O3":
+        assert same(before, module.state_dict())
+    run.fit(module)
+    weights = copy.deepcopy(module.state_dict())
+    run.test(module, verbose=False)
+    run.predict(module)
+    assert dtypes == {torch.bfloat16}
+    assert same(weights, module.state_dict())
+    if level != "O3":
+        assert next(module.parameters()).dtype == torch.float32
+        assert module.net(torch.ones(8)).dtype == torch.float32
+
+
+def test_saved_weights_only(tmp_path: Path) -> None:
+    """Law: any state_dict in training holds fp32 master weights, not 16-bit ones."""
+
+    class Save(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
+
+    module = Module()
+    trainer(MixedPrecision("O2"), callbacks=[Save()]).fit(module)
+    saved = torch.load(tmp_path / "w.ckpt", weights_only=True)["state_dict"]
+    assert same(saved, dict(module.state_dict()))
+    assert not torch.equal(
+        saved["net.0.weight"], saved["net.0.weight"].bfloat16().float()
+    )
+
+
+def test_hooks_see_unscaled_gradients() -> None:
+    """Law: a hook before the step sees gradients unscaled, and may change them."""
+    norms = []
+
+    class Halve(Callback):
+        def on_before_optimizer_step(
+            self, trainer: Any, pl_module: Any, optimizer: Any
+        ) -> None:
+            params = optimizer.param_groups[0]["params"]
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params])))
+            for param in params:
+                param.grad /= 2
+
+    module = Module(lambda params: torch.optim.SGD(params, 0.1))
+    plugin = MixedPrecision("O2", dtype="fp16", loss_scale=1024.0)
+    with pytest.warns(UserWarning, match=r"O2 fp16 are in optimizer.param_groups"):
+        trainer(plugin, callbacks=[Halve()]).fit(module)
+    half = Module(lambda params: torch.optim.SGD(params, 0.05))
+    trainer(MixedPrecision("O2", dtype="fp16", loss_scale=1024.0)).fit(half)
+    assert max(norms) < 10
+    for name, weight in module.state_dict().items():
+        torch.testing.assert_close(weight, half.state_dict()[name])
+
+
+def test_rejected() -> None:
+    """Law: what cannot work ends in one line that says what would."""
+    with pytest.raises(hs.UserError, match=r"level='O4' is not a level"):
+        MixedPrecision("O4")
+    with pytest.raises(hs.UserError, match=r"fp32 training is level O0"):
+        MixedPrecision("O1", dtype="fp32")
+    module = Module(lambda params: torch.optim.LBFGS(params))
+    with pytest.raises(hs.UserError, match=r"LBFGS evaluates the model inside"):
+        trainer(MixedPrecision("O1")).fit(module)
+    trained_before = trained(MixedPrecision("O2"))
+    with pytest.raises(hs.UserError, match=r"at O2 bf16, and this plugin is for O1"):
+        trainer(MixedPrecision("O1")).fit(trained_before)
+    with pytest.raises(hs.UserError, match=r"\['scale'\], and was not saved by halfstep"):
+        MixedPrecision("O1").load_state_dict({"scale": 1.0})
+    with pytest.raises(hs.UserError, match=r"step\(\) takes no foo here"):
+        MixedPrecision("O1").optimizer_step(None, Module(), lambda: None, foo=1)

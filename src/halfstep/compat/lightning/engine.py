@@ -175,6 +175,8 @@ class OptimizerEntry:
     step: OptimizerStep
     num_skipped: Tensor
     num_attempted: int = 0
+    first_applied: int = 0
+    """Applied steps of the run that this one goes on from."""
     num_passes: int = 0
     checked: tuple[Tensor, Callable[[], tuple[NonFiniteParam, ...]]] | None = None
 
@@ -212,6 +214,11 @@ class LevelEngine:
     last_step: StepReport = field(default_factory=partial(StepReport, 0, complete=False))
     group: dist.ProcessGroup | None = None
     """Ranks over which DDP averages gradients."""
+    moves_grads: bool = True
+    """Bring gradients of 16-bit weights to their masters after each backward pass.
+
+    Lightning's wrappers of optimizers call the class's `zero_grad`, which clears those
+    in the parameter groups alone."""
     scaler: LossScaler | None = None
     entries: dict[Optimizer, OptimizerEntry] = field(default_factory=dict)
     _models: list[ConvertedModel] = field(default_factory=list)
@@ -317,12 +324,16 @@ class LevelEngine:
             OptimizerStep(masters, None, self.device),
             torch.zeros((), device=self.device),
         )
-        number = str(len(self.entries))
-        if number in self._saved.get("steps", {}):
-            entry.num_attempted, skipped = self._saved["steps"].pop(number)
-            entry.num_skipped.fill_(skipped)
+        self._load_counts(len(self.entries), entry)
         self.entries[optimizer] = entry
         return entry
+
+    def _load_counts(self, number: int, entry: OptimizerEntry) -> None:
+        counts = self._saved.get("steps", {}).pop(str(number), None)
+        if counts is not None:
+            entry.num_attempted, skipped = counts
+            entry.num_skipped.fill_(skipped)
+            entry.first_applied = entry.num_applied
 
     def _hand_over(self, optimizer: Optimizer) -> dict[Tensor, Tensor | None]:
         """Put 16-bit weights into an optimizer in place of fp32 ones.
@@ -403,6 +414,8 @@ class LevelEngine:
                 accumulator.stop()
         for model in self._models:
             model.move_grads()
+        for entry in self.entries.values() if self.moves_grads else ():
+            entry.step.masters.accumulate_grads()
 
     def _name(self, param: Tensor) -> str:
         for model in self._models:
@@ -555,9 +568,7 @@ class LevelEngine:
             self._saved["loss_scale"] = state["loss_scale"]
         self.scaler = self._found_inf = None
         for number, entry in enumerate(self.entries.values()):
-            if str(number) in self._saved["steps"]:
-                entry.num_attempted, skipped = self._saved["steps"].pop(str(number))
-                entry.num_skipped.fill_(skipped)
+            self._load_counts(number, entry)
 
     def release(self) -> None:
         """Store the models' weights in fp32 again, and forget the optimizers."""

@@ -17,6 +17,7 @@ from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -115,11 +116,14 @@ class MixedPrecision(Precision):
                 "use one device or DDP, or give prepare of halfstep the sharded model."
             )
             raise UserError(message)
-        if not optimizers:  # an evaluation
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            # An evaluation after training: the optimizers are those of before.
             return model, optimizers, lr_schedulers
         wrapper = ddp.find_ddp(model)
         engine.group = None if wrapper is None else wrapper.process_group
+        engine.moves_grads = not module.automatic_optimization
         engine.entries.clear()
+        self._scheduled_at.clear()
         for optimizer in optimizers:
             engine.attach(optimizer)
         engine.drop_frozen()
@@ -144,7 +148,7 @@ class MixedPrecision(Precision):
             config = next(c for c in configs if c.scheduler is scheduler)
             entry = self._engine.entries.get(getattr(scheduler, "optimizer", None))
             if config.interval == "step" and entry is not None:
-                before = self._scheduled_at.get(id(scheduler), 0)
+                before = self._scheduled_at.get(id(scheduler), entry.first_applied)
                 self._scheduled_at[id(scheduler)] = entry.num_applied
                 if entry.num_applied == before:
                     return
