@@ -310,13 +310,13 @@ def test_manual_optimization(case: str, order: str) -> None:
     the scale must not move between the two steps.
     """
     level, dtype = case.split()
-    rule = ScaleRule(init_scale=2.0**8, growth_interval=2) if dtype == "fp16" else "none"
+    rule = ScaleRule(init_scale=2.0**8, growth_interval=4) if dtype == "fp16" else "none"
     plugin = MixedPrecision(level, dtype=dtype, loss_scale=rule)
     module = Gan(order)
     run = trainer(plugin)
     run.fit(module)
     assert same(module.net.state_dict(), module.other.state_dict())
-    assert module.losses[-1] < 0.6 * module.losses[0]
+    assert module.losses[-1] < module.losses[0] / 2
     assert run.global_step == 2 * STEPS
     assert plugin.state_dict()["steps"] == {"0": (STEPS, 0), "1": (STEPS, 0)}
     module, plugin = Gan(order), MixedPrecision(level, dtype=dtype, loss_scale=rule)

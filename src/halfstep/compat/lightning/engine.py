@@ -230,6 +230,7 @@ class LevelEngine:
     _found_inf: Tensor | None = None
     """Of the steps since the scale moved."""
     _num_held: int = 0
+    _num_passes: int = 0
     _averager: bucketed_all_reduce.BucketedAllReduce = field(
         default_factory=bucketed_all_reduce.BucketedAllReduce
     )
@@ -323,6 +324,7 @@ class LevelEngine:
             optimizer,
             OptimizerStep(masters, None, self.device),
             torch.zeros((), device=self.device),
+            num_passes=self._num_passes,  # one that is known late has had its part
         )
         self._load_counts(len(self.entries), entry)
         self.entries[optimizer] = entry
@@ -391,6 +393,7 @@ class LevelEngine:
                 self.scaler.load_state_dict(self._saved.pop("loss_scale"))
         self._update_scale(self.scaler)
         self.scaler.observe_loss(loss, self._name)
+        self._num_passes += 1
         for entry in self.entries.values():
             # Micro-batches are accumulated in fp32.
             entry.step.masters.accumulate_grads()
