@@ -98,12 +98,24 @@ class ConvertedModel:
 
     @torch.no_grad()
     def move_grads(self) -> None:
-        """Add gradients to those of the fp32 parameters, which `zero_grad` clears."""
+        """Add gradients to those of the fp32 parameters.
+
+        What stays behind takes no memory, and shows whether `zero_grad` was called by
+        an optimizer over the 16-bit weights.
+        """
         for param, low in self.low_weights.items():
             if low.grad is not None:
                 param.data = param.data.to(low.device)
-                grad, low.grad = low.grad.float(), None
+                grad = low.grad.float()
                 param.grad = grad if param.grad is None else param.grad + grad
+                low.grad = low.new_zeros(()).expand_as(low)
+
+    def clear_grads(self) -> None:
+        """Clear what `zero_grad` of an optimizer could not reach."""
+        for param, low in self.low_weights.items():
+            if low.grad is None:
+                param.grad = None
+            low.grad = None
 
     def convert_again(self) -> None:
         """Store weights in 16 bits that `restore` has made fp32."""
@@ -344,14 +356,20 @@ class LevelEngine:
             Each with its gradient in fp32. `MasterWeights` then makes it fp32 again.
         """
         grads: dict[Tensor, Tensor | None] = {}
+        fp32_param: dict[Tensor, nn.Parameter] = {}
+        for model in self._models:
+            fp32_param |= {low: param for param, low in model.low_weights.items()}
         for group in optimizer.param_groups:
-            for index, param in enumerate(group["params"]):
+            for index, own in enumerate(group["params"]):
+                param = fp32_param.get(own, own)
                 for model in self._models:
                     low = model.low_weights.pop(param, None)
                     if low is None:
                         continue
                     group["params"][index] = low
-                    grads[low], param.grad = param.grad, None
+                    is_cleared = own is low and low.grad is None
+                    grads[low] = None if is_cleared else param.grad
+                    low.grad = param.grad = None
                     if param in optimizer.state:
                         state = optimizer.state.pop(param)
                         optimizer.state[low] = {
@@ -394,6 +412,8 @@ class LevelEngine:
         self._update_scale(self.scaler)
         self.scaler.observe_loss(loss, self._name)
         self._num_passes += 1
+        for model in self._models:
+            model.clear_grads()
         for entry in self.entries.values():
             # Micro-batches are accumulated in fp32.
             entry.step.masters.accumulate_grads()
