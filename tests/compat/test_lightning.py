@@ -297,7 +297,8 @@ class Gan(Module):
 
     def configure_optimizers(self) -> Any:
         return [
-            torch.optim.AdamW(each.parameters(), 3e-3) for each in (self.net, self.other)
+            torch.optim.AdamW(each.parameters(), 3e-3)
+            for each in (self.net, self.other)
         ]
 
 
@@ -310,7 +311,9 @@ def test_manual_optimization(case: str, order: str) -> None:
     the scale must not move between the two steps.
     """
     level, dtype = case.split()
-    rule = ScaleRule(init_scale=2.0**8, growth_interval=4) if dtype == "fp16" else "none"
+    rule = (
+        ScaleRule(init_scale=2.0**8, growth_interval=4) if dtype == "fp16" else "none"
+    )
     plugin = MixedPrecision(level, dtype=dtype, loss_scale=rule)
     module = Gan(order)
     run = trainer(plugin)
@@ -415,7 +418,9 @@ def test_rejected() -> None:
     trained_before = trained(MixedPrecision("O2"))
     with pytest.raises(hs.UserError, match=r"at O2 bf16, and this plugin is for O1"):
         trainer(MixedPrecision("O1")).fit(trained_before)
-    with pytest.raises(hs.UserError, match=r"\['scale'\], and was not saved by halfstep"):
+    with pytest.raises(
+        hs.UserError, match=r"\['scale'\], and was not saved by halfstep"
+    ):
         MixedPrecision("O1").load_state_dict({"scale": 1.0})
     with pytest.raises(hs.UserError, match=r"step\(\) takes no foo here"):
         MixedPrecision("O1").optimizer_step(None, Module(), lambda: None, foo=1)

@@ -11,7 +11,9 @@ from halfstep.errors import UserError
 try:
     import lightning as _  # noqa: F401
 except ImportError as error:
-    _MESSAGE = "halfstep.compat.lightning needs Lightning: pip install 'lightning>=2.5'."
+    _MESSAGE = (
+        "halfstep.compat.lightning needs Lightning: pip install 'lightning>=2.5'."
+    )
     raise UserError(_MESSAGE) from error
 
 from halfstep.compat.lightning.plugins import FabricMixedPrecision, MixedPrecision

@@ -223,7 +223,9 @@ class LevelEngine:
     choice: Choice
     policy: Policy
     rule: ScaleRule
-    last_step: StepReport = field(default_factory=partial(StepReport, 0, complete=False))
+    last_step: StepReport = field(
+        default_factory=partial(StepReport, 0, complete=False)
+    )
     group: dist.ProcessGroup | None = None
     """Ranks over which DDP averages gradients."""
     moves_grads: bool = True
@@ -310,7 +312,9 @@ class LevelEngine:
             UserError: If it is LBFGS.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
-            message = "LBFGS evaluates the model inside its step; use another optimizer."
+            message = (
+                "LBFGS evaluates the model inside its step; use another optimizer."
+            )
             raise UserError(message)
         has_masters = self.choice.level.masters
         form = encoding.FP32 if has_masters else None

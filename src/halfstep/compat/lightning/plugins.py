@@ -220,7 +220,9 @@ class MixedPrecision(Precision):
             UserError: If the optimizer's step is given arguments.
         """
         if kwargs:
-            message = f"optimizer.step() takes no {', '.join(kwargs)} here: leave it out."
+            message = (
+                f"optimizer.step() takes no {', '.join(kwargs)} here: leave it out."
+            )
             raise UserError(message)
         result = closure()
         if self._hooks_read_gradients(model):
