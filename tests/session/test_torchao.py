@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from torchao import optim
 
 import halfstep as hs
 from halfstep.testing import assert_unchanged, overflow_in_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.numeric
 CASES = [
@@ -23,6 +26,13 @@ CASES = [
     ("AdamW8bit", "O3", "fp32"),
 ]
 INPUTS = torch.randn(12, 32, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """Run what torchao compiles as it is: not every machine has a C++ compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class Run:
