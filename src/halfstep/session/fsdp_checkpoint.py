@@ -27,10 +27,62 @@ if TYPE_CHECKING:
 
     from halfstep.session.session import Session
 
-__all__ = ["fsdp_policy", "full_tensors", "load", "save"]
+__all__ = ["Stateful", "fsdp_policy", "full_tensors", "load", "save"]
 
 _REST = "rest"
 _WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"
+
+
+class Stateful:
+    """A session as torch.distributed.checkpoint saves and loads it, beside others.
+
+    `save` and `load` of this module are for a session alone: they check every byte, and
+    write all or nothing. `dcp.load` unpickles what it finds, and reads into the weights
+    before it can be known whether all is there.
+
+    Args:
+        session: Between two optimizer steps; one to be loaded may be new.
+
+    Example:
+        >>> import tempfile
+        >>> import halfstep as hs
+        >>> import torch.distributed.checkpoint as dcp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     state = {"train": hs.sharded.Stateful(session)}
+        ...     _ = dcp.save(state, checkpoint_id=folder, no_dist=True)
+        ...     dcp.load(state, checkpoint_id=folder, no_dist=True)
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors by name, and the bytes of all else.
+
+        A session that has not stepped yet shows the moments that its optimizer will
+        have: torch.distributed.checkpoint reads only what is there already.
+
+        Raises:
+            RuntimeError: In the middle of an accumulation window.
+        """
+        state: dict[str, Any] = _flat(self._session.state_dict())
+        state[_REST] = state[_REST].numpy().tobytes()
+        if not self._session.optimizer.state:
+            state |= self._session.first_moments(_MOMENT)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            UserError: If it does not fit.
+        """
+        tensors = {key: value for key, value in state.items() if key != _REST}
+        rest = torch.load(io.BytesIO(state[_REST]), weights_only=True)
+        self._session.load_state_dict(_nested(tensors, rest))
 
 
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ class MixedPrecision(Precision):
         Raises:
             UserError: If the strategy shards the model, or an optimizer is LBFGS.
         """
-        engine, module = self._engine, ddp.unwrap(model)
+        engine, module = self._engine, cast("LightningModule", ddp.unwrap(model))
         strategy = module.trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             message = (
@@ -146,7 +146,7 @@ class MixedPrecision(Precision):
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:  # noqa: ANN401
             configs = module.trainer.lr_scheduler_configs
             config = next(c for c in configs if c.scheduler is scheduler)
-            entry = self._engine.entries.get(getattr(scheduler, "optimizer", None))
+            entry = self._engine.entries.get(scheduler.optimizer)
             if config.interval == "step" and entry is not None:
                 before = self._scheduled_at.get(id(scheduler), entry.first_applied)
                 self._scheduled_at[id(scheduler)] = entry.num_applied
@@ -172,8 +172,9 @@ class MixedPrecision(Precision):
     def _hooks_read_gradients(module: LightningModule) -> bool:
         """Say whether code of the user's runs between backward pass and update."""
         own = ("on_before_optimizer_step", "configure_gradient_clipping")
+        callbacks: list[Any] = vars(module.trainer)["callbacks"]
         return any(is_overridden(name, module) for name in own) or any(
-            is_overridden(own[0], callback) for callback in module.trainer.callbacks
+            is_overridden(own[0], callback) for callback in callbacks
         )
 
     @contextmanager
