@@ -1,26 +1,24 @@
-"""Lightning's Trainer and Fabric train at halfstep's levels, and skip as sessions do."""
+"""Lightning's Trainer trains at halfstep's levels, and skips as sessions do."""
 
 from __future__ import annotations
 
 import copy
-import io
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import halfstep as hs
-from halfstep.compat.lightning import FabricMixedPrecision, MixedPrecision
+from halfstep.compat.lightning import MixedPrecision
 from halfstep.scaling import ScaleRule
 from halfstep.testing import overflow_in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.numeric,
@@ -220,13 +218,6 @@ def test_resume(case: str, tmp_path: Path) -> None:
     """
     level, dtype = case.split()
 
-    def run(**options: Any) -> tuple[Module, Trainer]:
-        module = Module()
-        plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
-        run = trainer(plugin, **options)
-        run.fit(module, ckpt_path=options.get("ckpt_path"))
-        return module, run
-
     def fit(epochs: int, path: str | None = None) -> tuple[Module, Trainer]:
         module = Module()
         plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
@@ -277,7 +268,7 @@ class Gan(Module):
             return nn.functional.mse_loss(model(x), y)
 
         if self.order == "in turn":
-            for optimizer, model in ((one, self.net), (other, self.other)):
+            for optimizer in (one, other):
                 self.toggle_optimizer(optimizer)
                 # Without toggling it would leave gradients in the other network.
                 loss = loss_of(self.net) + loss_of(self.other)
@@ -412,7 +403,7 @@ def test_rejected() -> None:
         MixedPrecision("O4")
     with pytest.raises(hs.UserError, match=r"fp32 training is level O0"):
         MixedPrecision("O1", dtype="fp32")
-    module = Module(lambda params: torch.optim.LBFGS(params))
+    module = Module(torch.optim.LBFGS)
     with pytest.raises(hs.UserError, match=r"LBFGS evaluates the model inside"):
         trainer(MixedPrecision("O1")).fit(module)
     trained_before = trained(MixedPrecision("O2"))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from tests.compat.test_lightning import SCALE, STEPS, batches, net, same
 from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.compat.lightning import FabricMixedPrecision
 from halfstep.testing import assert_unchanged, overflow_in_backward
-from tests.compat.test_lightning import SCALE, STEPS, batches, net, same
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.numeric,

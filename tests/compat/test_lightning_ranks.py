@@ -15,12 +15,12 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
+from tests.compat.test_lightning import SCALE, STEPS, Module, batches, net, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from halfstep.compat.lightning import FabricMixedPrecision, MixedPrecision
 from halfstep.testing import overflow_in_backward
-from tests.compat.test_lightning import SCALE, STEPS, Module, batches, net, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

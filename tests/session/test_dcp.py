@@ -51,11 +51,12 @@ def new(case: str, optimizer: str, seed: int) -> Session:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     steps = OPTIMIZERS[optimizer](model.parameters())
+    level, dtype, *_ = case.split()
     return hs.prepare(
         model,
         steps,
-        case.split()[0],
-        dtype=case.split()[1],
+        level,
+        dtype=dtype,
         scheduler=torch.optim.lr_scheduler.StepLR(steps, 2),
         **CASES[case],
     )

@@ -65,7 +65,9 @@ def test_torchao(name: str, level: str, master: str) -> None:
     run = Run(name, level, master)
     losses = [run.step(number) for number in range(6)]
     assert losses[-1] < losses[0] / 2
-    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    states = [
+        value for state in run.optimizer.state.values() for value in state.values()
+    ]
     kinds = {type(value).__name__ for value in states}
     assert kinds == {"Tensor", f"OptimState{name.removeprefix('AdamW').capitalize()}"}
     small = 8 if "8" in name else 4
@@ -95,4 +97,6 @@ def test_loaded_state_is_a_copy() -> None:
     other.session.load_state_dict(state)
     other.step(1)
     assert torch.equal(moment.codes, codes)
-    assert not torch.equal(other.optimizer.state_dict()["state"][0]["exp_avg"].codes, codes)
+    assert not torch.equal(
+        other.optimizer.state_dict()["state"][0]["exp_avg"].codes, codes
+    )

@@ -24,13 +24,15 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """
     if not is_quantized(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
     return [getattr(tensor, name) for name in names]
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Say whether a tensor only looks like one of its dtype, and few operations work."""
-    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
+    """Say whether a tensor of a subclass only looks like one of its dtype."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return is_wrapper and not hasattr(tensor, "to_local")
 
 
 def clone(tensor: Tensor) -> Tensor:

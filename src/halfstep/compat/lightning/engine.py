@@ -409,22 +409,9 @@ class LevelEngine:
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
             LossScaleCollapse: If steps before were skipped for too long.
         """
-        if self.scaler is None:
-            self.scaler = LossScaler(self.rule, loss.device)
-            if "loss_scale" in self._saved:
-                self.scaler.load_state_dict(self._saved.pop("loss_scale"))
-        self._update_scale(self.scaler)
-        self.scaler.observe_loss(loss, self._name)
-        self._num_passes += 1
-        for model in self._models:
-            model.clear_grads()
-        for entry in self.entries.values():
-            # Micro-batches are accumulated in fp32.
-            entry.step.masters.accumulate_grads()
-            entry.num_passes += 1
+        scaled = self._scale(loss)
         contexts = self._contexts
         accumulator = None if contexts is None else contexts.grad_accumulator
-        scaled = self.scaler.scale(loss)
         if accumulator is not None:
             accumulator.start(scaled)
         try:
@@ -443,6 +430,23 @@ class LevelEngine:
             model.move_grads()
         for entry in self.entries.values() if self.moves_grads else ():
             entry.step.masters.accumulate_grads()
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, and set aside gradients of earlier passes."""
+        if self.scaler is None:
+            self.scaler = LossScaler(self.rule, loss.device)
+            if "loss_scale" in self._saved:
+                self.scaler.load_state_dict(self._saved.pop("loss_scale"))
+        self._update_scale(self.scaler)
+        self.scaler.observe_loss(loss, self._name)
+        self._num_passes += 1
+        for model in self._models:
+            model.clear_grads()
+        for entry in self.entries.values():
+            # Micro-batches are accumulated in fp32.
+            entry.step.masters.accumulate_grads()
+            entry.num_passes += 1
+        return self.scaler.scale(loss)
 
     def _name(self, param: Tensor) -> str:
         for model in self._models:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -86,6 +86,8 @@ class MixedPrecision(Precision):
         self._scheduled_at: dict[int, int] = {}
         """Schedule -> applied steps when it was stepped last."""
         self._module: LightningModule | None = None
+        self._hooks_read_gradients = False
+        """Code of the user's runs between backward pass and update."""
 
     @property
     def last_step(self) -> StepReport:
@@ -108,12 +110,13 @@ class MixedPrecision(Precision):
         Raises:
             UserError: If the strategy shards the model, or an optimizer is LBFGS.
         """
-        engine, module = self._engine, cast("LightningModule", ddp.unwrap(model))
+        engine = self._engine
+        module = cast("LightningModule", ddp.unwrap(model))
         strategy = module.trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             message = (
-                f"strategy {type(strategy).__name__} beside MixedPrecision of halfstep: "
-                "use one device or DDP, or give prepare of halfstep the sharded model."
+                f"strategy {type(strategy).__name__} beside halfstep's MixedPrecision: "
+                "use one device or DDP, or give halfstep.prepare the sharded model."
             )
             raise UserError(message)
         if module.trainer.state.fn != TrainerFn.FITTING:
@@ -129,7 +132,8 @@ class MixedPrecision(Precision):
         engine.drop_frozen()
         self._module = module
         self._wrap_methods(module)
-        if engine.choice.level.masters and self._hooks_read_gradients(module):
+        self._hooks_read_gradients = _hooks_read_gradients(module)
+        if engine.choice.level.masters and self._hooks_read_gradients:
             warnings.warn(
                 f"gradients at {engine.choice} are in optimizer.param_groups when "
                 "on_before_optimizer_step and configure_gradient_clipping are called: "
@@ -168,15 +172,6 @@ class MixedPrecision(Precision):
 
         return method
 
-    @staticmethod
-    def _hooks_read_gradients(module: LightningModule) -> bool:
-        """Say whether code of the user's runs between backward pass and update."""
-        own = ("on_before_optimizer_step", "configure_gradient_clipping")
-        callbacks: list[Any] = vars(module.trainer)["callbacks"]
-        return any(is_overridden(name, module) for name in own) or any(
-            is_overridden(own[0], callback) for callback in callbacks
-        )
-
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Open the autocast context for a step of training or evaluation."""
@@ -187,7 +182,7 @@ class MixedPrecision(Precision):
         """Cast a batch where the level has no autocast, and all runs in 16 bits."""
         return _cast_input(self._engine, data)
 
-    def backward(
+    def backward(  # type: ignore[override]
         self,
         tensor: Tensor,
         model: LightningModule,
@@ -208,7 +203,7 @@ class MixedPrecision(Precision):
 
         self._engine.backward(tensor, run)
 
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]
         self,
         optimizer: Any,  # noqa: ANN401
         model: LightningModule,
@@ -226,7 +221,7 @@ class MixedPrecision(Precision):
             )
             raise UserError(message)
         result = closure()
-        if self._hooks_read_gradients(model):
+        if self._hooks_read_gradients:
             self._engine.unscale(optimizer)
         self._after_closure(model, optimizer)
         # `training_step` may return None to leave a batch out.
@@ -360,8 +355,11 @@ class FabricMixedPrecision(FabricPrecision):
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        run = partial(super().backward, model=model, **kwargs)
-        self._engine.backward(tensor, lambda scaled: run(scaled, *args))
+
+        def run(scaled: Tensor) -> None:
+            super(FabricMixedPrecision, self).backward(scaled, model, *args, **kwargs)
+
+        self._engine.backward(tensor, run)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Update the weights unless a gradient is inf or NaN.
@@ -394,7 +392,16 @@ class FabricMixedPrecision(FabricPrecision):
         self._engine.load_state_dict(state_dict)
 
 
-def _precision_word(engine: LevelEngine) -> Any:  # noqa: ANN401 -- one of Lightning's words
+def _hooks_read_gradients(module: LightningModule) -> bool:
+    """Say whether code of the user's runs between backward pass and update."""
+    own = ("on_before_optimizer_step", "configure_gradient_clipping")
+    callbacks: list[Any] = vars(module.trainer)["callbacks"]
+    return any(is_overridden(name, module) for name in own) or any(
+        is_overridden(own[0], callback) for callback in callbacks
+    )
+
+
+def _precision_word(engine: LevelEngine) -> Any:  # noqa: ANN401 -- Lightning's
     """Return the word that is nearest in Lightning's `precision=`."""
     choice = engine.choice
     if not choice.level.low:
