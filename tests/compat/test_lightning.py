@@ -415,3 +415,34 @@ def test_rejected() -> None:
         MixedPrecision("O1").load_state_dict({"scale": 1.0})
     with pytest.raises(hs.UserError, match=r"step\(\) takes no foo here"):
         MixedPrecision("O1").optimizer_step(None, Module(), lambda: None, foo=1)
+
+
+def test_scale_of_lightnings_own_checkpoint() -> None:
+    """Law: a run that began with "16-mixed" keeps its loss scale."""
+    plugin = MixedPrecision("O1", dtype="fp16", loss_scale=SCALE["fp16"])
+    state = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state.scale(torch.ones(()))
+    plugin.load_state_dict(state.state_dict())
+    trainer(plugin).fit(Module())
+    assert plugin.last_step.applied
+    assert plugin.last_step.scale == 4.0
+
+
+def test_schedule_after_resuming(tmp_path: Path) -> None:
+    """Law: a schedule waits for the next applied step also where a run goes on."""
+
+    def make(params: Any) -> Any:
+        optimizer = torch.optim.SGD(params, 0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    rates = []
+    for path in (None, str(tmp_path / "first.ckpt")):
+        callback = OverflowAt(0)
+        run = trainer(MixedPrecision("O2"), max_epochs=2 if path else 1)
+        run.callbacks.append(callback)
+        run.fit(Module(make), ckpt_path=path, weights_only=True)
+        run.save_checkpoint(tmp_path / "first.ckpt")
+        rates.append(callback.rates)
+    assert rates[0][:2] == [0.5, 0.25]
+    assert rates[1][0] == rates[0][-1]

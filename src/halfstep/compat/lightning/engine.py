@@ -582,11 +582,16 @@ class LevelEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; one of another format brings no loss scale.
 
+        Args:
+            state: Of this class, or of the `GradScaler` of Lightning's "16-mixed".
+
         Raises:
-            UserError: If it is not one of this class.
+            UserError: If it is neither.
         """
         if not state:
             return
+        if {"scale", "_growth_tracker"} <= state.keys():
+            state = _from_torch_state(state, self.rule)
         if not {"dtype", "loss_scale", "steps"} <= state.keys():
             message = (
                 f"the precision state holds {[*state]}, and was not saved by "
@@ -606,3 +611,14 @@ class LevelEngine:
         for model in self._models:
             model.restore()
         self._contexts = None
+
+
+def _from_torch_state(state: dict[str, Any], rule: ScaleRule) -> dict[str, Any]:
+    """Return the state of a torch `GradScaler` as one of a `LevelEngine`."""
+    loss_scale = {
+        "scale": float(state["scale"]),
+        "clean_steps": int(state["_growth_tracker"]),
+        "hysteresis_left": rule.hysteresis,
+        "skips_in_a_row": 0,
+    }
+    return {"dtype": "fp16", "loss_scale": loss_scale, "steps": {}}
