@@ -184,3 +184,18 @@ def test_closure_is_rejected() -> None:
     run = Run("O1 bf16")
     with pytest.raises(hs.UserError, match=r"takes no closure here: compute the grad"):
         run.optimizer.step(lambda: None)
+
+
+def test_clipping_an_overflow() -> None:
+    """Law: Fabric's clipping raises, or leaves the step to be skipped, as asked."""
+    run = Run("O2 bf16")
+    with overflow_in_backward(run.model):
+        run.backward(batches()[0])
+    with pytest.raises(RuntimeError, match="is non-finite"):
+        run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
+    run.fabric.clip_gradients(
+        run.model, run.optimizer, max_norm=1.0, error_if_nonfinite=False
+    )
+    with assert_unchanged(run.net):
+        run.optimizer.step()
+    assert run.plugin.last_step.skipped

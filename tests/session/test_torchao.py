@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchao import optim
 
@@ -15,6 +16,7 @@ from halfstep.testing import assert_unchanged, overflow_in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.numeric
 CASES = [
@@ -100,3 +102,20 @@ def test_loaded_state_is_a_copy() -> None:
     assert not torch.equal(
         other.optimizer.state_dict()["state"][0]["exp_avg"].codes, codes
     )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_distributed_checkpoint(tmp_path: Path) -> None:
+    """Law: quantized moments load into a new session; what cannot write them says so."""
+    run, loaded = (Run("AdamW8bit", "O2", "fp32") for _ in range(2))
+    run.step(0)
+    dcp.save({"train": hs.sharded.Stateful(run.session)}, checkpoint_id=tmp_path / "x")
+    dcp.load(
+        {"train": hs.sharded.Stateful(loaded.session)}, checkpoint_id=tmp_path / "x"
+    )
+    for number in range(1, 4):
+        assert run.step(number) == loaded.step(number)
+    with pytest.raises(hs.UserError, match=r"0.weight/exp_avg is a OptimState8bit"):
+        hs.sharded.save(run.session, tmp_path / "y")
+    assert not (tmp_path / "y").exists()

@@ -16,6 +16,8 @@ from torch import Tensor
 from halfstep.checkpoint import sharded
 from halfstep.checkpoint.single import CheckpointError
 from halfstep.distributed import ddp, process_group
+from halfstep.errors import UserError
+from halfstep.numerics.local_tensor import is_quantized
 from halfstep.session import fsdp, state_dict
 from halfstep.session.fsdp import fsdp_policy
 
@@ -116,10 +118,19 @@ def save(
     Raises:
         CheckpointError: If `directory` exists, or cannot be written by one of the
             ranks. All raise, and nothing is left behind.
+        UserError: If the optimizer quantizes its moments: their parts have no place in
+            the index.
     """
-    sharded.write(
-        _flat(session.state_dict()), directory, dict(notes or {}), replace=replace
-    )
+    tensors = _flat(session.state_dict())
+    quantized = next((name for name in tensors if is_quantized(tensors[name])), None)
+    if quantized is not None:
+        message = (
+            f"{quantized} is a {type(tensors[quantized]).__name__}, which sharded.save "
+            "does not write: save halfstep.sharded.Stateful(session) by "
+            "torch.distributed.checkpoint, or session.state_dict() by torch.save."
+        )
+        raise UserError(message)
+    sharded.write(tensors, directory, dict(notes or {}), replace=replace)
 
 
 def load(session: Session, directory: Path) -> None:
