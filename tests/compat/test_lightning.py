@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -446,3 +448,11 @@ def test_schedule_after_resuming(tmp_path: Path) -> None:
         rates.append(callback.rates)
     assert rates[0][:2] == [0.5, 0.25]
     assert rates[1][0] == rates[0][-1]
+
+
+def test_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where Lightning is missing, one line says what to install."""
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.delitem(sys.modules, "halfstep.compat.lightning")
+    with pytest.raises(hs.UserError, match=r"needs Lightning: pip install 'lightning>"):
+        importlib.import_module("halfstep.compat.lightning")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.compat.lightning import FabricMixedPrecision
+from halfstep.scaling import ScaleRule
 from halfstep.testing import assert_unchanged, overflow_in_backward
 
 if TYPE_CHECKING:
@@ -199,3 +200,36 @@ def test_clipping_an_overflow() -> None:
     with assert_unchanged(run.net):
         run.optimizer.step()
     assert run.plugin.last_step.skipped
+
+
+def pair(level: str, scale: Any) -> tuple[FabricMixedPrecision, Fabric, list[Any]]:
+    """Return two networks with an optimizer each, under one plugin."""
+    plugin = FabricMixedPrecision(level, dtype="fp16", loss_scale=scale)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    parts = []
+    for _ in range(2):
+        network = net()
+        optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+        parts.append(fabric.setup(network, optimizer))
+    return plugin, fabric, parts
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scale_moves_in_a_window(level: str) -> None:
+    """Law: gradients that one optimizer accumulates follow the scale of the others."""
+    ends = []
+    growing = ScaleRule(init_scale=2.0, growth_interval=1, max_scale=2.0**9)
+    for scale in (growing, 2.0):
+        plugin, fabric, ((one, steps), (other, rare)) = pair(level, scale)
+        for number, (x, y) in enumerate(batches()):
+            fabric.backward(nn.functional.mse_loss(other(x), y))
+            fabric.backward(nn.functional.mse_loss(one(x), y))
+            steps.step()
+            steps.zero_grad()
+            if number % 3 == 2:
+                rare.step()
+                rare.zero_grad()
+        assert plugin.last_step.scale == (512 if scale is growing else 2)
+        ends.append(other.state_dict())
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(weight, ends[1][name], rtol=1e-3, atol=1e-4)

@@ -107,7 +107,7 @@ def test_loaded_state_is_a_copy() -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """Law: quantized moments load into a new session; what cannot write them says so."""
+    """Law: quantized moments load into a new session, or are rejected in one line."""
     run, loaded = (Run("AdamW8bit", "O2", "fp32") for _ in range(2))
     run.step(0)
     dcp.save({"train": hs.sharded.Stateful(run.session)}, checkpoint_id=tmp_path / "x")

@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
 
-_MAX_HELD = 100
-"""Optimizer steps for which gradients of another optimizer may hold the loss scale."""
-
 
 class ConvertedModel:
     """A model whose weights are stored as a level says, until `restore`.
@@ -202,13 +199,6 @@ class OptimizerEntry:
         """Steps that updated the weights. May wait for the device."""
         return self.num_attempted - int(self.num_skipped)
 
-    def has_gradients(self) -> bool:
-        """Say whether backward passes have left gradients that no step has used."""
-        model_param = self.step.masters.model_param
-        return self.num_passes > 0 and any(
-            p.grad is not None or model_param(p).grad is not None for p in self.params
-        )
-
 
 @dataclass
 class LevelEngine:
@@ -237,13 +227,12 @@ class LevelEngine:
     entries: dict[Optimizer, OptimizerEntry] = field(default_factory=dict)
     _models: list[ConvertedModel] = field(default_factory=list)
     _param_names: dict[int, str] = field(default_factory=dict)
-    _device: torch.device | None = None
+    _params: list[nn.Parameter] = field(default_factory=list)
     _contexts: AutocastContexts | None = None
     _first_param: nn.Parameter | None = None
     _saved: dict[str, Any] = field(default_factory=dict)
     _found_inf: Tensor | None = None
     """Of the steps since the scale moved."""
-    _num_held: int = 0
     _num_passes: int = 0
     _averager: bucketed_all_reduce.BucketedAllReduce = field(
         default_factory=bucketed_all_reduce.BucketedAllReduce
@@ -297,6 +286,7 @@ class LevelEngine:
         if converted not in self._models:
             self._models.append(converted)
         self._param_names |= {id(p): name for name, p in model.named_parameters()}
+        self._params += model.parameters()
         self._first_param = next(model.parameters(), self._first_param)
         self._contexts = None
 
@@ -437,8 +427,6 @@ class LevelEngine:
             self.scaler = LossScaler(self.rule, loss.device)
             if "loss_scale" in self._saved:
                 self.scaler.load_state_dict(self._saved.pop("loss_scale"))
-        self._update_scale(self.scaler)
-        self.scaler.observe_loss(loss, self._name)
         self._num_passes += 1
         for model in self._models:
             model.clear_grads()
@@ -446,6 +434,8 @@ class LevelEngine:
             # Micro-batches are accumulated in fp32.
             entry.step.masters.accumulate_grads()
             entry.num_passes += 1
+        self._update_scale(self.scaler)
+        self.scaler.observe_loss(loss, self._name)
         return self.scaler.scale(loss)
 
     def _name(self, param: Tensor) -> str:
@@ -546,23 +536,27 @@ class LevelEngine:
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
-            UserError: If gradients of an optimizer that is not stepped hold the scale.
         """
         if self._found_inf is None:
             return
-        waits = next((e for e in self.entries.values() if e.has_gradients()), None)
-        if self.rule.scales and waits is not None:
-            self._num_held += 1
-            if self._num_held > _MAX_HELD:
-                message = (
-                    f"gradients of the {type(waits.optimizer).__name__} have waited "
-                    f"for {_MAX_HELD} steps of other optimizers, and the loss scale "
-                    "cannot move: call its zero_grad() before its next backward pass."
-                )
-                raise UserError(message)
-            return
-        found_inf, self._found_inf, self._num_held = self._found_inf, None, 0
+        found_inf, self._found_inf = self._found_inf, None
+        before = scaler.state.scale
         scaler.update(found_inf, self.last_step.culprits)
+        if self.rule.scales:
+            self._rescale_grads(scaler.state.scale / before)
+
+    @torch.no_grad()
+    def _rescale_grads(self, ratio: Tensor) -> None:
+        """Multiply gradients that other optimizers accumulate, as the scale was."""
+        if ratio.is_cpu and ratio == 1:
+            return
+        params = [*self._params, *(p for m in self._models for p in m.low_weights)]
+        masters = (entry.step.masters for entry in self.entries.values())
+        params += [master for each in masters for _, master in each.pairs]
+        stand_ins = {low for m in self._models for low in m.low_weights.values()}
+        for param in set(params) - stand_ins:
+            if param.grad is not None:
+                param.grad.mul_(ratio)
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scale and counters as plain values. Waits for the device."""
