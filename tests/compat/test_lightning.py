@@ -456,3 +456,17 @@ def test_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "halfstep.compat.lightning")
     with pytest.raises(hs.UserError, match=r"needs Lightning: pip install 'lightning>"):
         importlib.import_module("halfstep.compat.lightning")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_weights_written_by_a_callback(*, hidden: bool) -> None:
+    """Law: what a callback writes into weights at the end is what is left of them."""
+
+    class Write(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            for param in pl_module.parameters():
+                (param.data if hidden else param.detach()).fill_(0.25)
+
+    module = Module()
+    trainer(MixedPrecision("O2"), callbacks=[Write()]).fit(module)
+    assert all((weight == 0.25).all() for weight in module.state_dict().values())

@@ -130,11 +130,17 @@ class ConvertedModel:
         self.fp32, self.masters = {}, []
 
     def _fp32_values(self) -> dict[nn.Parameter, Tensor]:
+        """Return the fp32 value of each 16-bit weight."""
+        values: dict[nn.Parameter, Tensor]
         # A frozen weight may have none: what is stored is all there is.
         values = {param: self.fp32.get(param, param) for param in self._low_params}
-        for masters in self.masters:
-            masters.sync_external_writes()
-            values.update(masters.pairs)
+        for param, master in (pair for each in self.masters for pair in each.pairs):
+            # A callback may have written averages, and through `.data`, uncounted.
+            value = master.detach().to(param.device)
+            is_written = param.detach() != value.to(param.dtype)
+            if is_written.any():
+                value = torch.where(is_written, param.detach().float(), value)
+            values[param] = value
         return {param: value.detach().float() for param, value in values.items()}
 
     def _put_fp32(
