@@ -81,6 +81,7 @@ print(*(name for name in {heavy} if name in sys.modules))
     [
         ("halfstep", []),
         ("halfstep.cli", []),
+        ("halfstep.compat", []),
         ("halfstep.numerics.formats", ["torch", "numpy"]),
     ],
 )
@@ -89,7 +90,7 @@ def test_import_is_light(module: str, loaded: list[str]) -> None:
 
     The last is the twin that shows that torch would be seen.
     """
-    heavy = ["torch", "numpy", "transformers", "sklearn", "matplotlib"]
+    heavy = ["torch", "numpy", "transformers", "sklearn", "matplotlib", "lightning"]
     program = PROGRAM.format(module=module, heavy=heavy)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.errors import UserError, require_int
 from halfstep.numerics import formats
+from halfstep.numerics.local_tensor import inner_tensors
 from halfstep.session.session import Session
 
 if TYPE_CHECKING:
@@ -120,7 +121,13 @@ def _leaves(value: Any) -> dict[str, Any]:  # noqa: ANN401
     else:
         state = value.state_dict()
     pairs, _ = pytree.tree_flatten_with_path(state)
-    return {pytree.keystr(path): copy.deepcopy(leaf) for path, leaf in pairs}
+    return {
+        f"{pytree.keystr(path)}{number or ''}": copy.deepcopy(part)
+        for path, leaf in pairs
+        for number, part in enumerate(
+            inner_tensors(leaf) if isinstance(leaf, Tensor) else [leaf]
+        )
+    }
 
 
 def _is_equal(one: Any, other: Any) -> bool:  # noqa: ANN401

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate
 import pytest
@@ -21,6 +19,9 @@ from halfstep import UserError
 from halfstep.compat.accelerate import Accelerator
 from halfstep.testing import assert_unchanged, overflow_in_backward
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 LOW_SCALE = GradScalerKwargs(init_scale=1024.0)  # from 2**16 two steps are skipped
 

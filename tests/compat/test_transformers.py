@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +14,10 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 
 from halfstep.compat.transformers import Trainer, TrainerMixin
 from halfstep.testing import overflow_in_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 CONFIG = BertConfig(
     vocab_size=60,
@@ -84,6 +86,7 @@ def make(
 
 
 def losses(trainer: Any) -> list[float]:
+    """Return the losses that a Trainer logged."""
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
@@ -125,7 +128,7 @@ def test_a_skipped_step_is_told(tmp_path: Path, level: str) -> None:
     flags: list[tuple[bool, float, float]] = []
 
     class Watch(transformers.TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             weights = trainer.session.weights()
             total = sum(w.double().sum().item() for w in weights.values())
             skipped = trainer.accelerator.optimizer_step_was_skipped

@@ -27,7 +27,10 @@ NO_FP16 = {
     "custom_function_fp32": "its first steps overflow under torch.amp, too",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:dtype=fp16. this cpu runs")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:dtype=fp16. this cpu runs"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
 
 
 def runnable(program: Program, dtype: str = "bfloat16") -> Program:

@@ -156,8 +156,8 @@ WORDS = {
     "another model": "weight 'bias': the state holds nothing, the model shape (3,); "
     "build the model that was saved.",
     "as a Stateful": "the state was saved with moments of 6 parameters, and holds "
-    "those of 0. From a directory of torch.distributed.checkpoint, read it by "
-    "halfstep.sharded.load.",
+    "those of 0. With torch.distributed.checkpoint, save and load "
+    "halfstep.sharded.Stateful(session).",
 }
 _two: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"saves {run}": functools.partial(saves, *run) for run in SHARDED},

@@ -1,7 +1,7 @@
 """Accelerate's Accelerator on a halfstep session.
 
-In: a program written for Accelerate. Out: the same, with levels O0 to O3, gradients that
-are checked in bf16 too, and a `step_was_skipped` that is true for every optimizer.
+In: a program written for Accelerate. Out: the same, with levels O0 to O3, gradients
+that are checked in bf16, too, and a `step_was_skipped` true for every optimizer.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-import accelerate
 import torch
+
+from halfstep.compat import require
+
+require("accelerate", "1.10")
+
+import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, convert_outputs_to_fp32
 
@@ -38,7 +43,7 @@ _DISTRIBUTED = {
 _DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
-class Optimizer(AcceleratedOptimizer):
+class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """What `Accelerator.prepare` returns for an optimizer: its step is the session's.
 
     Its state is the session's: fp32 weights, moments, loss scale and counters, so that
@@ -291,12 +296,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         session.clip_grad_norm = max_norm
         return total_norm(grad for _, grad in session.grads())
 
-    def clip_grad_value_(self, parameters: object, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: object, clip_value: float) -> None:  # noqa: ARG002
         """Refuse: a session clips by the norm."""
         message = f"clip_grad_value_({clip_value}): use accelerator.clip_grad_norm_()."
         raise UserError(message)
 
-    def unscale_gradients(self, optimizer: object = None) -> None:
+    def unscale_gradients(self, optimizer: object = None) -> None:  # noqa: ARG002
         """Refuse: gradients are unscaled in the step; `session.grads()` reads them."""
         message = (
             "accelerator.unscale_gradients(): the step unscales gradients. Read them "
@@ -333,7 +338,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def run_in_region(model: nn.Module, open_region: Any) -> None:  # noqa: ANN401
-    """Make a model's forward pass open a region, and return fp32, as Accelerate does."""
+    """Make a model's forward pass open a region and return fp32, as Accelerate does."""
     forward = model.forward
 
     @functools.wraps(forward)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from halfstep.compat import require
+
+require("transformers", "5.0")
+
 import transformers
 
 from halfstep.compat.accelerate import Accelerator

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep._torch import optimizer_hooks
+from halfstep.numerics.local_tensor import is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -119,10 +120,14 @@ def _step_piece(
 def _moments(
     optimizer: Optimizer, param: Tensor, shape: torch.Size
 ) -> Iterable[tuple[dict[str, Any], str, Tensor]]:
-    """Yield the optimizer's state tensors that have the shape of the parameter."""
+    """Yield the optimizer's state tensors that have the shape of the parameter.
+
+    Not those that it quantizes itself: they stay as they are.
+    """
     state: dict[str, Any] = optimizer.state.get(param, {})
     for key, value in list(state.items()):
         fits = torch.is_tensor(value) and value.shape == shape
+        fits = fits and not is_quantized(value)
         if fits and key != "step" and value.is_floating_point():
             yield state, key, value
 

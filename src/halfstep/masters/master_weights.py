@@ -24,6 +24,7 @@ from halfstep.masters.generic_step import nan_placeholder
 from halfstep.masters.update_rules import ParamUpdate, Sgd
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
+from halfstep.numerics.local_tensor import clone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -358,7 +359,7 @@ class MasterWeights:
         """
         for state in self.optimizer.state.values():
             tensors = [key for key, value in state.items() if torch.is_tensor(value)]
-            state.update({key: state[key].clone() for key in tensors})
+            state.update({key: clone(state[key]) for key in tensors})
         for master_param in self.master_params.values():
             generic_step.narrow_states(
                 self.optimizer, master_param, self.encoding, None

@@ -1,10 +1,11 @@
-"""The numbers of a tensor that lie on this rank: of a sparse one, of a DTensor."""
+"""The numbers behind a tensor: of a sparse one, of a DTensor, of a quantized one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +15,37 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor as it is."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a quantized one is kept in, such as torchao's; or itself.
+
+    Those of a DTensor are not asked for: it takes all operations itself.
+    """
+    if not is_quantized(tensor):
+        return [tensor]
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Say whether a tensor of a subclass only looks like one of its dtype."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return is_wrapper and not hasattr(tensor, "to_local")
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """Return a copy in memory of its own; quantized tensors have no `clone`."""
+    if not is_quantized(tensor):
+        return tensor.clone()
+    wrapper: Any = tensor
+    names, context = wrapper.__tensor_flatten__()
+    parts = {name: clone(getattr(tensor, name)) for name in names}
+    copy: Tensor = wrapper.__tensor_unflatten__(
+        parts, context, tensor.size(), tensor.stride()
+    )
+    return copy
 
 
 def local_values(gradient: Tensor) -> Tensor:

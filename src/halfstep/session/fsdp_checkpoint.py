@@ -16,6 +16,8 @@ from torch import Tensor
 from halfstep.checkpoint import sharded
 from halfstep.checkpoint.single import CheckpointError
 from halfstep.distributed import ddp, process_group
+from halfstep.errors import UserError
+from halfstep.numerics.local_tensor import is_quantized
 from halfstep.session import fsdp, state_dict
 from halfstep.session.fsdp import fsdp_policy
 
@@ -27,10 +29,59 @@ if TYPE_CHECKING:
 
     from halfstep.session.session import Session
 
-__all__ = ["fsdp_policy", "full_tensors", "load", "save"]
+__all__ = ["Stateful", "fsdp_policy", "full_tensors", "load", "save"]
 
 _REST = "rest"
 _WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"
+
+
+class Stateful:
+    """A session as torch.distributed.checkpoint saves and loads it, beside others.
+
+    `save` and `load` of this module are for a session alone: they check every byte, and
+    write all or nothing. `dcp.load` unpickles what it finds, and reads into the weights
+    before it can be known whether all is there.
+
+    Args:
+        session: Between two optimizer steps; one to be loaded may be new.
+
+    Example:
+        >>> import halfstep as hs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+        >>> state = {"train": hs.sharded.Stateful(session)}  # for dcp.save, dcp.load
+        >>> [*state["train"].state_dict()][:3]
+        ['weights/weight', 'weights/bias', 'rest']
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors by name, and the bytes of all else.
+
+        A session that has not stepped yet shows the moments that its optimizer will
+        have: torch.distributed.checkpoint reads only what is there already.
+
+        Raises:
+            RuntimeError: In the middle of an accumulation window.
+        """
+        state: dict[str, Any] = _flat(self._session.state_dict())
+        state[_REST] = state[_REST].numpy().tobytes()
+        if not self._session.optimizer.state:
+            state |= self._session.first_moments(_MOMENT)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            UserError: If it does not fit.
+        """
+        tensors = {key: value for key, value in state.items() if key != _REST}
+        rest = torch.load(io.BytesIO(state[_REST]), weights_only=True)
+        self._session.load_state_dict(_nested(tensors, rest))
 
 
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -67,10 +118,19 @@ def save(
     Raises:
         CheckpointError: If `directory` exists, or cannot be written by one of the
             ranks. All raise, and nothing is left behind.
+        UserError: If the optimizer quantizes its moments: their parts have no place in
+            the index.
     """
-    sharded.write(
-        _flat(session.state_dict()), directory, dict(notes or {}), replace=replace
-    )
+    tensors = _flat(session.state_dict())
+    quantized = next((name for name in tensors if is_quantized(tensors[name])), None)
+    if quantized is not None:
+        message = (
+            f"{quantized} is a {type(tensors[quantized]).__name__}, which sharded.save "
+            "does not write: save halfstep.sharded.Stateful(session) by "
+            "torch.distributed.checkpoint, or session.state_dict() by torch.save."
+        )
+        raise UserError(message)
+    sharded.write(tensors, directory, dict(notes or {}), replace=replace)
 
 
 def load(session: Session, directory: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.numerics.local_tensor import local_part
+from halfstep.numerics.local_tensor import inner_tensors, local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,6 +63,7 @@ def memory_by_use(model: nn.Module, masters: MasterWeights) -> Footprint:
         for state in masters.optimizer.state.values()
         for value in state.values()
         if torch.is_tensor(value)
+        for value in inner_tensors(value)
     ]
     return Footprint(
         weights=_bytes(weights, seen),

@@ -85,9 +85,19 @@ class OptimizerStep:
                 yield param, total * async_read.to_device_async(inverse, total.device)
 
     def collect(
-        self, scaler: LossScaler | BackwardPasses, *, in_fp32: bool
+        self,
+        scaler: LossScaler | BackwardPasses,
+        *,
+        in_fp32: bool,
+        in_place: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the optimizer's parameters that have gradients, and these."""
+        """Return the optimizer's parameters that have gradients, and these.
+
+        Args:
+            scaler: Will unscale them.
+            in_fp32: Those of 16-bit weights have been accumulated in fp32.
+            in_place: `unscale` is to leave them unscaled, for others to change.
+        """
         masters = self.masters
         masters.add_new_params()
         pairs = masters.grads()
@@ -96,7 +106,7 @@ class OptimizerStep:
             and not fused_step.why_not_fused(masters.optimizer)
             and fused_step.can_read([*map(_GRAD, pairs)])
         )
-        self._only_found_inf = scaler.needs_only_found_inf
+        self._only_found_inf = scaler.needs_only_found_inf and not in_place
         if not (self._is_fused and self._only_found_inf) and not in_fp32:
             masters.accumulate_grads()
             pairs = masters.grads()

@@ -754,6 +754,14 @@ class Session:
             "schedule": self._lr_schedule.state_dict(),
         }
 
+    def first_moments(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return the moments that the optimizer has after a step of size 0, by name.
+
+        For what must know a state's tensors before the first step; nothing is changed.
+        """
+        moments = session_state_dict.first_moments(self._unwrapped, self._masters)
+        return {prefix + name: moment for name, moment in moments.items()}
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, to the bit if level, form and dtype are the same.

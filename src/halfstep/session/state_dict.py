@@ -131,6 +131,36 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
     }
 
 
+@torch.no_grad()
+def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
+    """Return the moments that a new optimizer will have, by parameter and key.
+
+    It takes a step of size 0 without gradients, after which all is as before.
+    """
+    masters.add_new_params()
+    optimizer, rng = masters.optimizer, masters.rng
+    rates = [group["lr"] for group in optimizer.param_groups]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+    for param in params:
+        param.grad = torch.zeros_like(param) if param.requires_grad else None
+    try:
+        masters.step()
+        return {
+            f"{name}/{key}": value
+            for name, param in zip(_parameters(model, masters), params, strict=True)
+            for key, value in optimizer.state[param].items()
+            if torch.is_tensor(value) and value.dim() > 0
+        }
+    finally:
+        optimizer.state.clear()
+        optimizer.zero_grad()
+        masters.set_rng(rng.seed, rng.step)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
     """Refuse a state that cannot be loaded.
 
@@ -233,8 +263,8 @@ def _check_optimizer(
     if state["moments"] != len(saved["state"]):
         message = (
             f"the state was saved with moments of {state['moments']} parameters, and "
-            f"holds those of {len(saved['state'])}. From a directory of "
-            "torch.distributed.checkpoint, read it by halfstep.sharded.load."
+            f"holds those of {len(saved['state'])}. With torch.distributed.checkpoint,"
+            " save and load halfstep.sharded.Stateful(session)."
         )
         raise UserError(message)
     _check_moments(saved, [param for group in own_groups for param in group["params"]])

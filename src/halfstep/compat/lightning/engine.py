@@ -1,0 +1,624 @@
+"""Halfstep's levels inside of a training loop that belongs to Lightning.
+
+In: models, optimizers and losses, as the hooks of a precision plugin get them. Out: the
+stages of `Session.step`, called one by one: scale, backward, unscale, update.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.casting import convert_model, dtype_mismatch
+from halfstep.distributed import bucketed_all_reduce
+from halfstep.errors import UserError, warn_caller
+from halfstep.machine.recommendation import resolve, warnings_for
+from halfstep.masters import encoding
+from halfstep.numerics import formats
+from halfstep.policy import levels
+from halfstep.policy.rules import Policy
+from halfstep.scaling.found_inf_reduction import reduce_found_inf
+from halfstep.scaling.loss_scale import ScaleRule
+from halfstep.scaling.loss_scaler import LossScaler
+from halfstep.scaling.step_report import (
+    Constant,
+    NonFiniteParam,
+    StepReport,
+    deferred_nonfinite,
+    find_nonfinite_params,
+)
+from halfstep.session import arguments, fsdp
+from halfstep.session.autocast_regions import AutocastContexts
+from halfstep.session.optimizer_step import OptimizerStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch.optim import Optimizer
+
+    from halfstep.casting.autocast_mode import Autocast
+    from halfstep.casting.policy_autocast import PolicyAutocast
+    from halfstep.machine.recommendation import Choice
+    from halfstep.masters import MasterWeights
+
+
+class ConvertedModel:
+    """A model whose weights are stored as a level says, until `restore`.
+
+    Its `state_dict` holds the fp32 values of 16-bit weights, and `load_state_dict` sets
+    them, so that checkpoints are those of an fp32 model.
+    """
+
+    def __init__(self, model: nn.Module, choice: Choice, policy: Policy) -> None:
+        self.choice, self.rules = choice, policy
+        conversion = convert_model.convert_(
+            model, choice.level, choice.format.dtype, policy
+        )
+        self.policy = conversion.policy
+        self.num_implied_rules = len(conversion.policy.rules) - len(policy.rules)
+        self.fp32: dict[nn.Parameter, Tensor] = {}
+        """16-bit weight -> its fp32 value, until an optimizer has it."""
+        self.low_weights: dict[nn.Parameter, nn.Parameter] = {}
+        """fp32 parameter of an optimizer that is not known yet -> 16-bit weight."""
+        self.masters: list[MasterWeights] = []
+        self._low_params: list[nn.Parameter] = []
+        if choice.level.masters:
+            self.fp32 = conversion.originals
+            self._low_params = [*self.fp32]
+            put_fp32 = partial(self._put_fp32)  # torch sets an attribute of it
+            model.register_state_dict_post_hook(put_fp32)  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(self._take_fp32)  # type: ignore[no-untyped-call]
+
+    def separate(self, model: nn.Module) -> None:
+        """Give the model 16-bit parameters of its own; those it had become fp32 again.
+
+        For optimizers that are made before the conversion, and known only when they
+        step: what is loaded into one until then is not rounded.
+        """
+        for param, value in list(self.fp32.items()):
+            low = nn.Parameter(param.data, requires_grad=param.requires_grad)
+            self.low_weights[param] = low
+            self.fp32[low] = self.fp32.pop(param)
+            param.data = value
+        for module in model.modules():
+            for name, own in [*module._parameters.items()]:  # noqa: SLF001
+                if own in self.low_weights:
+                    setattr(module, name, self.low_weights[own])
+        self._low_params = [*self.fp32]
+
+    @torch.no_grad()
+    def move_grads(self) -> None:
+        """Add gradients to those of the fp32 parameters.
+
+        What stays behind takes no memory, and shows whether `zero_grad` was called by
+        an optimizer over the 16-bit weights.
+        """
+        for param, low in self.low_weights.items():
+            if low.grad is not None:
+                param.data = param.data.to(low.device)
+                grad = low.grad.float()
+                param.grad = grad if param.grad is None else param.grad + grad
+                low.grad = low.new_zeros(()).expand_as(low)
+
+    def clear_grads(self) -> None:
+        """Clear what `zero_grad` of an optimizer could not reach."""
+        for param, low in self.low_weights.items():
+            if low.grad is None:
+                param.grad = None
+            low.grad = None
+
+    def convert_again(self) -> None:
+        """Store weights in 16 bits that `restore` has made fp32."""
+        for param in self._low_params:
+            if param.dtype != self.choice.format.dtype:
+                self.fp32[param] = param.data
+                param.data = param.data.to(self.choice.format.dtype)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Store weights in fp32 again, as the model was."""
+        for param, value in self._fp32_values().items():
+            param.data = value.to(param.device)
+            param.grad = None
+        self.fp32, self.masters = {}, []
+
+    def _fp32_values(self) -> dict[nn.Parameter, Tensor]:
+        """Return the fp32 value of each 16-bit weight."""
+        values: dict[nn.Parameter, Tensor]
+        # A frozen weight may have none: what is stored is all there is.
+        values = {param: self.fp32.get(param, param) for param in self._low_params}
+        for param, master in (pair for each in self.masters for pair in each.pairs):
+            # A callback may have written averages, and through `.data`, uncounted.
+            value = master.detach().to(param.device)
+            is_written = param.detach() != value.to(param.dtype)
+            if is_written.any():
+                value = torch.where(is_written, param.detach().float(), value)
+            values[param] = value
+        return {param: value.detach().float() for param, value in values.items()}
+
+    def _put_fp32(
+        self, model: nn.Module, state: dict[str, Any], prefix: str, _: object
+    ) -> None:
+        """State-dict hook: fp32 values in place of 16-bit weights."""
+        values = self._fp32_values()
+        for name, param in model.named_parameters(remove_duplicate=False):
+            key = prefix + name
+            if param in values and state.get(key) is not param:  # not with keep_vars
+                state[key] = values[param]
+
+    @torch.no_grad()
+    def _take_fp32(
+        self, model: nn.Module, state: dict[str, Any], prefix: str, *_: object
+    ) -> None:
+        """Load hook: set fp32 values before the weights get them in 16 bits."""
+        master_of = {w: (m, p) for m in self.masters for w, p in m.pairs}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if not isinstance(value, Tensor) or value.shape != param.shape:
+                continue  # load_state_dict reports it
+            if param in master_of:
+                masters, master = master_of[param]
+                masters.set_fp32_(master, value)
+            elif param in self.fp32:
+                self.fp32[param].copy_(value)
+
+
+_converted: weakref.WeakKeyDictionary[nn.Module, ConvertedModel] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@dataclass
+class OptimizerEntry:
+    """One optimizer at work.
+
+    Attributes:
+        step: Collects, unscales and clips its gradients, and updates.
+        num_passes: Backward passes since its last step.
+        checked: Whether gradients of the step under way are not finite, shape (), and
+            what names them; None while they are scaled.
+    """
+
+    optimizer: Optimizer
+    step: OptimizerStep
+    num_skipped: Tensor
+    num_attempted: int = 0
+    first_applied: int = 0
+    """Applied steps of the run that this one goes on from."""
+    num_passes: int = 0
+    checked: tuple[Tensor, Callable[[], tuple[NonFiniteParam, ...]]] | None = None
+
+    @property
+    def params(self) -> Iterable[Tensor]:
+        """The optimizer's parameters."""
+        return chain.from_iterable(g["params"] for g in self.optimizer.param_groups)
+
+    @property
+    def num_applied(self) -> int:
+        """Steps that updated the weights. May wait for the device."""
+        return self.num_attempted - int(self.num_skipped)
+
+
+@dataclass
+class LevelEngine:
+    """A level, a loss scale, and the models and optimizers that work with them.
+
+    Args:
+        choice: Level and format.
+        policy: Rules for what runs in which format.
+        rule: Of the loss scale.
+    """
+
+    choice: Choice
+    policy: Policy
+    rule: ScaleRule
+    last_step: StepReport = field(
+        default_factory=partial(StepReport, 0, complete=False)
+    )
+    group: dist.ProcessGroup | None = None
+    """Ranks over which DDP averages gradients."""
+    moves_grads: bool = True
+    """Bring gradients of 16-bit weights to their masters after each backward pass.
+
+    Lightning's wrappers of optimizers call the class's `zero_grad`, which clears those
+    in the parameter groups alone."""
+    scaler: LossScaler | None = None
+    entries: dict[Optimizer, OptimizerEntry] = field(default_factory=dict)
+    _models: list[ConvertedModel] = field(default_factory=list)
+    _param_names: dict[int, str] = field(default_factory=dict)
+    _params: list[nn.Parameter] = field(default_factory=list)
+    _contexts: AutocastContexts | None = None
+    _first_param: nn.Parameter | None = None
+    _saved: dict[str, Any] = field(default_factory=dict)
+    _found_inf: Tensor | None = None
+    """Of the steps since the scale moved."""
+    _num_passes: int = 0
+    _averager: bucketed_all_reduce.BucketedAllReduce = field(
+        default_factory=bucketed_all_reduce.BucketedAllReduce
+    )
+
+    @classmethod
+    def of(
+        cls,
+        level: str,
+        dtype: str | torch.dtype,
+        policy: Policy | str,
+        loss_scale: str | float | ScaleRule,
+    ) -> LevelEngine:
+        """Return the engine that the words of a plugin's arguments mean.
+
+        Raises:
+            UserError: If one of them is unknown.
+        """
+        choice = resolve(levels.parse(level), formats.parse(dtype), "cpu")
+        if loss_scale == "auto":
+            loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
+        if not isinstance(loss_scale, ScaleRule):
+            loss_scale = ScaleRule.parse(loss_scale)
+        return cls(choice, Policy.of(policy), loss_scale)
+
+    def convert(self, model: nn.Module, *, separate: bool = False) -> None:
+        """Store a model's weights as the level says.
+
+        Args:
+            model: On any device; one that was converted before, and restored, too.
+            separate: Its optimizers may exist, and are known only when they step.
+
+        Raises:
+            UserError: If it was converted at another level, or weights do not fit.
+        """
+        converted = _converted.get(model)
+        if converted is None:
+            arguments.check_fp32_weights(model, self.choice)
+            converted = ConvertedModel(model, self.choice, self.policy)
+            _converted[model] = converted
+            if separate:
+                converted.separate(model)
+        was, now = (str(each.choice) for each in (converted, self))
+        if was != now or converted.rules != self.policy:
+            message = (
+                f"the model was converted before, at {was}, and this plugin is for "
+                f"{now}, or has another policy: build the model anew."
+            )
+            raise UserError(message)
+        converted.convert_again()
+        if converted not in self._models:
+            self._models.append(converted)
+        self._param_names |= {id(p): name for name, p in model.named_parameters()}
+        self._params += model.parameters()
+        self._first_param = next(model.parameters(), self._first_param)
+        self._contexts = None
+
+    def drop_frozen(self) -> None:
+        """Forget fp32 values of weights that no optimizer has."""
+        for model in self._models:
+            model.fp32.clear()
+
+    def attach(self, optimizer: Optimizer) -> OptimizerEntry:
+        """Give an optimizer master weights where the level has them.
+
+        Raises:
+            UserError: If it is LBFGS.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            message = (
+                "LBFGS evaluates the model inside its step; use another optimizer."
+            )
+            raise UserError(message)
+        has_masters = self.choice.level.masters
+        form = encoding.FP32 if has_masters else None
+        device = self.device.type
+        for text in warnings_for(self.choice, optimizer, device, masters=has_masters):
+            warn_caller(text)
+        grads = self._hand_over(optimizer)
+        fp32 = {
+            param: model.fp32.pop(param).to(param.device)
+            for model in self._models
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param in model.fp32
+        }
+        masters = fsdp.make_masters(nn.Module(), optimizer, self.choice, form, fp32)
+        for model in self._models:
+            model.masters.append(masters)
+        for weight, master in masters.pairs:
+            master.grad = grads.get(weight)
+        if self.group is not None and masters.master_params:
+            masters.broadcast_(partial(bucketed_all_reduce.broadcast_, self.group))
+        entry = OptimizerEntry(
+            optimizer,
+            OptimizerStep(masters, None, self.device),
+            torch.zeros((), device=self.device),
+            num_passes=self._num_passes,  # one that is known late has had its part
+        )
+        self._load_counts(len(self.entries), entry)
+        self.entries[optimizer] = entry
+        return entry
+
+    def _load_counts(self, number: int, entry: OptimizerEntry) -> None:
+        counts = self._saved.get("steps", {}).pop(str(number), None)
+        if counts is not None:
+            entry.num_attempted, skipped = counts
+            entry.num_skipped.fill_(skipped)
+            entry.first_applied = entry.num_applied
+
+    def _hand_over(self, optimizer: Optimizer) -> dict[Tensor, Tensor | None]:
+        """Put 16-bit weights into an optimizer in place of fp32 ones.
+
+        Returns:
+            Each with its gradient in fp32. `MasterWeights` then makes it fp32 again.
+        """
+        grads: dict[Tensor, Tensor | None] = {}
+        fp32_param: dict[Tensor, nn.Parameter] = {}
+        for model in self._models:
+            fp32_param |= {low: param for param, low in model.low_weights.items()}
+        for group in optimizer.param_groups:
+            for index, own in enumerate(group["params"]):
+                param = fp32_param.get(own, own)
+                for model in self._models:
+                    low = model.low_weights.pop(param, None)
+                    if low is None:
+                        continue
+                    group["params"][index] = low
+                    is_cleared = own is low and low.grad is None
+                    grads[low] = None if is_cleared else param.grad
+                    low.grad = param.grad = None
+                    if param in optimizer.state:
+                        state = optimizer.state.pop(param)
+                        optimizer.state[low] = {
+                            key: value.to(low.device)
+                            if torch.is_tensor(value) and value.dim()
+                            else value
+                            for key, value in state.items()
+                        }
+        return grads
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models are."""
+        if self._first_param is None:
+            return torch.device("cpu")
+        return self._first_param.device
+
+    def forward_context(self) -> Autocast | PolicyAutocast:
+        """Return the autocast context for a forward pass and its loss."""
+        if self._contexts is None:
+            rules = self._models[-1].policy if self._models else self.policy
+            self._contexts = AutocastContexts(self.choice, rules, self.device.type)
+        return self._contexts.select(record=False)
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+        """Run the backward pass of the scaled loss.
+
+        Args:
+            loss: Shape ().
+            run: Its backward pass.
+
+        Raises:
+            DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
+            LossScaleCollapse: If steps before were skipped for too long.
+        """
+        scaled = self._scale(loss)
+        contexts = self._contexts
+        accumulator = None if contexts is None else contexts.grad_accumulator
+        if accumulator is not None:
+            accumulator.start(scaled)
+        try:
+            # In manual optimization the forward pass's context is still open.
+            with torch.autocast(loss.device.type, enabled=False):
+                run(scaled)
+        except Exception as error:
+            mismatch = dtype_mismatch.explain(error)
+            if mismatch is None:
+                raise
+            raise mismatch from error
+        finally:
+            if accumulator is not None:
+                accumulator.stop()
+        for model in self._models:
+            model.move_grads()
+        for entry in self.entries.values() if self.moves_grads else ():
+            entry.step.masters.accumulate_grads()
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, and set aside gradients of earlier passes."""
+        if self.scaler is None:
+            self.scaler = LossScaler(self.rule, loss.device)
+            if "loss_scale" in self._saved:
+                self.scaler.load_state_dict(self._saved.pop("loss_scale"))
+        self._num_passes += 1
+        for model in self._models:
+            model.clear_grads()
+        for entry in self.entries.values():
+            # Micro-batches are accumulated in fp32.
+            entry.step.masters.accumulate_grads()
+            entry.num_passes += 1
+        self._update_scale(self.scaler)
+        self.scaler.observe_loss(loss, self._name)
+        return self.scaler.scale(loss)
+
+    def _name(self, param: Tensor) -> str:
+        for model in self._models:
+            for masters in model.masters:
+                param = masters.model_param(param)
+        shape = f"a parameter of shape {tuple(param.shape)}"
+        return self._param_names.get(id(param), shape)
+
+    def entry(self, optimizer: Optimizer) -> OptimizerEntry:
+        """Return what belongs to an optimizer."""
+        return self.entries.get(optimizer) or self.attach(optimizer)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscale an optimizer's gradients now, in fp32, in its parameters' `.grad`."""
+        self._check(optimizer, in_place=True)
+
+    def _check(self, optimizer: Optimizer, *, in_place: bool) -> OptimizerEntry:
+        """Collect the gradients of a step, and see whether they are finite."""
+        entry = self.entry(optimizer)
+        if entry.checked is not None or self.scaler is None:
+            return entry
+        step = entry.step
+        if self.group is not None and entry.num_passes > 1:
+            self._average_sums(entry, self.group)
+        params, grads = step.collect(self.scaler, in_fp32=False, in_place=in_place)
+        if not grads:
+            return entry
+        found_inf = step.unscale(grads, self.scaler)
+        found_inf = reduce_found_inf(found_inf, grads, None)
+        culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
+        if step.skips_on_device or found_inf:
+            named = list(zip(map(self._name, params), grads, strict=True))
+            culprits = (
+                deferred_nonfinite(named)
+                if step.skips_on_device
+                else Constant(find_nonfinite_params(named))
+            )
+        entry.checked = found_inf, culprits
+        return entry
+
+    def _average_sums(self, entry: OptimizerEntry, group: dist.ProcessGroup) -> None:
+        """Average the fp32 sums of micro-batches over ranks.
+
+        DDP averages what is in the `.grad` of 16-bit weights in the last backward pass.
+        Sums of earlier ones are in the masters'. The mean of a mean is that mean.
+        """
+        masters = entry.step.masters
+        masters.accumulate_grads()
+        low = self.choice.format.dtype
+        headroom = 1
+        if low == torch.float16:
+            headroom = 1 << (entry.num_passes - 1).bit_length()
+        self._averager.mean_(
+            dict.fromkeys(masters.master_params, low), group, predivide_factor=headroom
+        )
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update the weights with an optimizer, unless a gradient is inf or NaN.
+
+        Without gradients nothing happens.
+        """
+        entry = self._check(optimizer, in_place=False)
+        if entry.checked is None or self.scaler is None:
+            return
+        found_inf, culprits = entry.checked
+        step = entry.step
+        entry.num_attempted += 1
+        entry.num_skipped = entry.num_skipped + found_inf
+        self.last_step = StepReport(
+            entry.num_attempted,
+            complete=True,
+            scale_used=self.scaler.state.scale,
+            found_inf=found_inf,
+            norm=Constant(step.norm),
+            culprits=culprits,
+        )
+        try:
+            step.update(found_inf, on_device=step.skips_on_device)
+        finally:
+            entry.checked, entry.num_passes = None, 0
+            step.clip = step.norm = None
+        earlier = self._found_inf
+        self._found_inf = (
+            found_inf if earlier is None else torch.maximum(earlier, found_inf)
+        )
+        if self._contexts is not None and self._models:
+            implied = self._models[-1].num_implied_rules
+            unmatched = self._contexts.after_step(implied)
+            if unmatched and len(self.entries) == 1:
+                warn_caller(unmatched)
+
+    def _update_scale(self, scaler: LossScaler) -> None:
+        """Move the loss scale, after the steps since the last backward pass.
+
+        Why not in `step`: of two optimizers whose backward passes came first, the
+        second is to be unscaled by the same scale as the first.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        if self._found_inf is None:
+            return
+        found_inf, self._found_inf = self._found_inf, None
+        before = scaler.state.scale
+        scaler.update(found_inf, self.last_step.culprits)
+        if self.rule.scales:
+            self._rescale_grads(scaler.state.scale / before)
+
+    @torch.no_grad()
+    def _rescale_grads(self, ratio: Tensor) -> None:
+        """Multiply gradients that other optimizers accumulate, as the scale was."""
+        if ratio.is_cpu and ratio == 1:
+            return
+        params = [*self._params, *(p for m in self._models for p in m.low_weights)]
+        masters = (entry.step.masters for entry in self.entries.values())
+        params += [master for each in masters for _, master in each.pairs]
+        stand_ins = {low for m in self._models for low in m.low_weights.values()}
+        for param in set(params) - stand_ins:
+            if param.grad is not None:
+                param.grad.mul_(ratio)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale and counters as plain values. Waits for the device."""
+        if self.scaler is None:
+            return {}
+        self._update_scale(self.scaler)
+        steps = {
+            str(number): (entry.num_attempted, int(entry.num_skipped))
+            for number, entry in enumerate(self.entries.values())
+        }
+        return {
+            "dtype": self.choice.format.name,
+            "loss_scale": self.scaler.state_dict(),
+            "steps": steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; one of another format brings no loss scale.
+
+        Args:
+            state: Of this class, or of the `GradScaler` of Lightning's "16-mixed".
+
+        Raises:
+            UserError: If it is neither.
+        """
+        if not state:
+            return
+        if {"scale", "_growth_tracker"} <= state.keys():
+            state = _from_torch_state(state, self.rule)
+        if not {"dtype", "loss_scale", "steps"} <= state.keys():
+            message = (
+                f"the precision state holds {[*state]}, and was not saved by "
+                "halfstep: load the weights alone."
+            )
+            raise UserError(message)
+        LossScaler.check(state["loss_scale"])
+        self._saved = {"steps": dict(state["steps"])}
+        if state["dtype"] == self.choice.format.name:
+            self._saved["loss_scale"] = state["loss_scale"]
+        self.scaler = self._found_inf = None
+        for number, entry in enumerate(self.entries.values()):
+            self._load_counts(number, entry)
+
+    def release(self) -> None:
+        """Store the models' weights in fp32 again, and forget the optimizers."""
+        for model in self._models:
+            model.restore()
+        self._contexts = None
+
+
+def _from_torch_state(state: dict[str, Any], rule: ScaleRule) -> dict[str, Any]:
+    """Return the state of a torch `GradScaler` as one of a `LevelEngine`."""
+    loss_scale = {
+        "scale": float(state["scale"]),
+        "clean_steps": int(state["_growth_tracker"]),
+        "hysteresis_left": rule.hysteresis,
+        "skips_in_a_row": 0,
+    }
+    return {"dtype": "fp16", "loss_scale": loss_scale, "steps": {}}

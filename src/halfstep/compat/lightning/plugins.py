@@ -1,0 +1,415 @@
+"""`MixedPrecision` for the Trainer, and the same for Fabric.
+
+In: Lightning's hooks around forward pass, backward pass and optimizer step. Out: calls
+of a `LevelEngine`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from halfstep.compat.lightning.engine import LevelEngine
+from halfstep.distributed import ddp
+from halfstep.errors import UserError
+from halfstep.numerics.formats import cast_floating
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+    from torch.optim import Optimizer
+
+    from halfstep.policy.rules import Policy
+    from halfstep.scaling.loss_scale import ScaleRule
+    from halfstep.scaling.step_report import StepReport
+
+
+class MixedPrecision(Precision):
+    """Trains a LightningModule at one of halfstep's levels.
+
+    Overflowed steps are skipped in every format, also by fused optimizers, which may be
+    clipped here. A learning-rate schedule that follows steps waits for the next applied
+    one. `steps_skipped`, and `loss_scale` in fp16, are logged as `halfstep/...`.
+
+    Checkpoints hold fp32 weights, and the module has fp32 weights again after `fit`.
+
+    Args:
+        level: "O0" to "O3".
+        dtype: "bf16" or "fp16"; without effect at O0. The default has fp32's range, and
+            needs no loss scale.
+        policy: "lean", the same on every device, or "torch", each with rules of your
+            own behind it ("lean + module:head=fp32"); a `Policy`.
+        loss_scale: "dynamic", "measured", "logmax", "none", a number, or a `ScaleRule`;
+            "auto" is dynamic for fp16, none otherwise.
+
+    Raises:
+        UserError: If an argument is unknown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(
+        ...     accelerator="cpu",
+        ...     logger=False,
+        ...     enable_progress_bar=False,
+        ...     plugins=[MixedPrecision("O2", dtype="bf16")],
+        ... )
+        >>> trainer.precision
+        'bf16-mixed'
+    """
+
+    def __init__(
+        self,
+        level: str,
+        *,
+        dtype: str | torch.dtype = "bf16",
+        policy: Policy | str = "lean",
+        loss_scale: str | float | ScaleRule = "auto",
+    ) -> None:
+        self._engine = LevelEngine.of(level, dtype, policy, loss_scale)
+        self.precision = _precision_word(self._engine)
+        self._scheduled_at: dict[int, int] = {}
+        """Schedule -> applied steps when it was stepped last."""
+        self._module: LightningModule | None = None
+        self._hooks_read_gradients = False
+        """Code of the user's runs between backward pass and update."""
+
+    @property
+    def last_step(self) -> StepReport:
+        """What the last optimizer step did; its properties may wait for the device."""
+        return self._engine.last_step
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Store the module's weights as the level says."""
+        self._engine.convert(module)
+        return module
+
+    def connect(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        lr_schedulers: list[LRSchedulerConfig],
+    ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
+        """Give each optimizer master weights where the level has them.
+
+        Raises:
+            UserError: If the strategy shards the model, or an optimizer is LBFGS.
+        """
+        engine = self._engine
+        module = cast("LightningModule", ddp.unwrap(model))
+        strategy = module.trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            message = (
+                f"strategy {type(strategy).__name__} beside halfstep's MixedPrecision: "
+                "use one device or DDP, or give halfstep.prepare the sharded model."
+            )
+            raise UserError(message)
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            # An evaluation after training: the optimizers are those of before.
+            return model, optimizers, lr_schedulers
+        wrapper = ddp.find_ddp(model)
+        engine.group = None if wrapper is None else wrapper.process_group
+        engine.moves_grads = not module.automatic_optimization
+        engine.entries.clear()
+        self._scheduled_at.clear()
+        for optimizer in optimizers:
+            engine.attach(optimizer)
+        engine.drop_frozen()
+        self._module = module
+        self._wrap_methods(module)
+        self._hooks_read_gradients = _hooks_read_gradients(module)
+        if engine.choice.level.masters and self._hooks_read_gradients:
+            warnings.warn(
+                f"gradients at {engine.choice} are in optimizer.param_groups when "
+                "on_before_optimizer_step and configure_gradient_clipping are called: "
+                "16-bit weights in self.parameters() have none then.",
+                stacklevel=2,
+            )
+        return model, optimizers, lr_schedulers
+
+    def _wrap_methods(self, module: LightningModule) -> None:
+        """Let schedules follow applied steps, and toggles reach 16-bit weights."""
+        step_schedule = module.lr_scheduler_step
+
+        @wraps(step_schedule)
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:  # noqa: ANN401
+            configs = module.trainer.lr_scheduler_configs
+            config = next(c for c in configs if c.scheduler is scheduler)
+            entry = self._engine.entries.get(scheduler.optimizer)
+            if config.interval == "step" and entry is not None:
+                before = self._scheduled_at.get(id(scheduler), entry.first_applied)
+                self._scheduled_at[id(scheduler)] = entry.num_applied
+                if entry.num_applied == before:
+                    return
+            step_schedule(scheduler, metric)
+
+        vars(module)["lr_scheduler_step"] = lr_scheduler_step
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            vars(module)[name] = self._toggle_weights_too(getattr(module, name))
+
+    def _toggle_weights_too(self, toggle: Callable[[Any], None]) -> Callable[..., None]:
+        @wraps(toggle)
+        def method(optimizer: Any) -> None:  # noqa: ANN401
+            toggle(optimizer)
+            for entry in self._engine.entries.values():
+                for weight, master in entry.step.masters.pairs:
+                    weight.requires_grad = master.requires_grad
+
+        return method
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Open the autocast context for a step of training or evaluation."""
+        with self._engine.forward_context():
+            yield
+
+    def convert_input(self, data: Any) -> Any:  # noqa: ANN401
+        """Cast a batch where the level has no autocast, and all runs in 16 bits."""
+        return _cast_input(self._engine, data)
+
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: LightningModule,
+        optimizer: Any,  # noqa: ANN401
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Run the backward pass of the scaled loss.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+
+        def run(scaled: Tensor) -> None:
+            super(MixedPrecision, self).backward(
+                scaled, model, optimizer, *args, **kwargs
+            )
+
+        self._engine.backward(tensor, run)
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Any,  # noqa: ANN401
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Run the closure, then update the weights unless a gradient is inf or NaN.
+
+        Raises:
+            UserError: If the optimizer's step is given arguments.
+        """
+        if kwargs:
+            message = (
+                f"optimizer.step() takes no {', '.join(kwargs)} here: leave it out."
+            )
+            raise UserError(message)
+        result = closure()
+        if self._hooks_read_gradients:
+            self._engine.unscale(optimizer)
+        self._after_closure(model, optimizer)
+        # `training_step` may return None to leave a batch out.
+        if result is not None or not model.automatic_optimization:
+            self._engine.step(optimizer)
+            self._log(model)
+        return result
+
+    def _log(self, model: LightningModule) -> None:
+        if model.trainer.barebones:
+            return
+        engine = self._engine
+        skipped = sum(entry.num_skipped for entry in engine.entries.values())
+        model.log("halfstep/steps_skipped", skipped, on_step=True, on_epoch=False)
+        if engine.rule.scales:
+            scale = engine.last_step.scale_used
+            model.log("halfstep/loss_scale", scale, on_step=True, on_epoch=False)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip unscaled gradients; by their norm in the update itself."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        entry = self._engine.entry(optimizer)
+        by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
+        if by_norm and entry.checked is None:
+            entry.step.clip = float(clip_val) if clip_val > 0 else None
+        elif clip_val > 0:
+            self._engine.unscale(optimizer)
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, counters and schedules' positions, as plain values."""
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            UserError: If another plugin saved it.
+        """
+        self._engine.load_state_dict(state_dict)
+
+    def teardown(self) -> None:
+        """Store weights in fp32 again."""
+        module, self._module = self._module, None
+        if module is not None:
+            for name in ("lr_scheduler_step", "toggle_optimizer", "untoggle_optimizer"):
+                vars(module).pop(name, None)
+        self._engine.release()
+
+
+class FabricMixedPrecision(FabricPrecision):
+    """Trains models that `Fabric.setup` was given at one of halfstep's levels.
+
+    Overflowed steps are skipped in every format; `last_step` says so. Losses may be
+    computed outside of the model, from fp32 outputs, or in `fabric.autocast()`.
+    Put the plugin into what `fabric.save` and `fabric.load` are given, beside model and
+    optimizer: it holds the loss scale.
+
+    Args:
+        level: "O0" to "O3".
+        dtype: "bf16" or "fp16"; without effect at O0. The default has fp32's range, and
+            needs no loss scale.
+        policy: As for `MixedPrecision`.
+        loss_scale: As for `MixedPrecision`.
+
+    Raises:
+        UserError: If an argument is unknown.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> plugin = FabricMixedPrecision("O2", dtype="bf16")
+        >>> fabric = Fabric(accelerator="cpu", plugins=[plugin])
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters()))
+        >>> fabric.backward(model(torch.ones(1, 2)).sum())
+        >>> optimizer.step()
+        >>> plugin.last_step.applied
+        True
+    """
+
+    def __init__(
+        self,
+        level: str,
+        *,
+        dtype: str | torch.dtype = "bf16",
+        policy: Policy | str = "lean",
+        loss_scale: str | float | ScaleRule = "auto",
+    ) -> None:
+        self._engine = LevelEngine.of(level, dtype, policy, loss_scale)
+        self.precision = _precision_word(self._engine)
+
+    @property
+    def last_step(self) -> StepReport:
+        """What the last optimizer step did; its properties may wait for the device."""
+        return self._engine.last_step
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Store a module's weights as the level says."""
+        self._engine.convert(module, separate=True)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._engine.group = dist.group.WORLD
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the autocast context of a forward pass."""
+        return self._engine.forward_context()
+
+    def convert_input(self, data: Any) -> Any:  # noqa: ANN401
+        """Cast inputs where the level has no autocast, and all runs in 16 bits."""
+        return _cast_input(self._engine, data)
+
+    def convert_output(self, data: Any) -> Any:  # noqa: ANN401
+        """Return outputs in fp32, for a loss outside of the autocast context."""
+        return cast_floating(data, torch.float32)
+
+    def backward(
+        self,
+        tensor: Tensor,
+        model: nn.Module | None,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Run the backward pass of the scaled loss.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+
+        def run(scaled: Tensor) -> None:
+            super(FabricMixedPrecision, self).backward(scaled, model, *args, **kwargs)
+
+        self._engine.backward(tensor, run)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Update the weights unless a gradient is inf or NaN.
+
+        Raises:
+            UserError: If the optimizer's step is given arguments.
+        """
+        if kwargs:
+            message = (
+                f"optimizer.step() takes no {', '.join(kwargs)} here: compute the "
+                "gradients before it."
+            )
+            raise UserError(message)
+        self._engine.step(optimizer)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Unscale gradients, which are about to be clipped."""
+        self._engine.unscale(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale and counters as plain values."""
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            UserError: If another plugin saved it.
+        """
+        self._engine.load_state_dict(state_dict)
+
+
+def _hooks_read_gradients(module: LightningModule) -> bool:
+    """Say whether code of the user's runs between backward pass and update."""
+    own = ("on_before_optimizer_step", "configure_gradient_clipping")
+    callbacks: list[Any] = vars(module.trainer)["callbacks"]
+    return any(is_overridden(name, module) for name in own) or any(
+        is_overridden(own[0], callback) for callback in callbacks
+    )
+
+
+def _precision_word(engine: LevelEngine) -> Any:  # noqa: ANN401 -- Lightning's
+    """Return the word that is nearest in Lightning's `precision=`."""
+    choice = engine.choice
+    if not choice.level.low:
+        return "32-true"
+    word = "bf16" if choice.format.dtype == torch.bfloat16 else "16"
+    return f"{word}-mixed" if choice.level.autocast else f"{word}-true"
+
+
+def _cast_input(engine: LevelEngine, data: Any) -> Any:  # noqa: ANN401
+    level, format_ = engine.choice.level, engine.choice.format
+    return cast_floating(data, format_.dtype) if level.low_inputs else data

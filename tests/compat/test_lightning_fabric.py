@@ -1,0 +1,235 @@
+"""Lightning's Fabric trains at halfstep's levels, with optimizers it names late."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from tests.compat.test_lightning import SCALE, STEPS, batches, net, same
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.compat.lightning import FabricMixedPrecision
+from halfstep.scaling import ScaleRule
+from halfstep.testing import assert_unchanged, overflow_in_backward
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore:fp16 .*emulate"),
+]
+CASES = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
+
+
+class Run:
+    """A network, its optimizer, and the plugin that they are trained with."""
+
+    def __init__(self, case: str, *, optimizer_later: bool = False) -> None:
+        level, dtype = case.split()
+        scale = SCALE[dtype]
+        self.plugin = FabricMixedPrecision(level, dtype=dtype, loss_scale=scale)
+        self.fabric = Fabric(accelerator="cpu", devices=1, plugins=[self.plugin])
+        self.net = net()
+        self.model: Any
+        self.optimizer: Any
+        if optimizer_later:
+            self.model = self.fabric.setup_module(self.net)
+            optimizer = torch.optim.AdamW(self.model.parameters(), 3e-3)
+            self.optimizer = self.fabric.setup_optimizers(optimizer)
+        else:
+            optimizer = torch.optim.AdamW(self.net.parameters(), 3e-3)
+            self.model, self.optimizer = self.fabric.setup(self.net, optimizer)
+
+    def backward(self, batch: tuple[Tensor, Tensor], accumulate: int = 1) -> float:
+        """Run one micro-batch; return its loss."""
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.fabric.backward(loss / accumulate)
+        return loss.item()
+
+    def train(self, data: list[tuple[Tensor, Tensor]], accumulate: int = 1) -> None:
+        """Take a step for each `accumulate` batches."""
+        for number, batch in enumerate(data):
+            self.backward(batch, accumulate)
+            if (number + 1) % accumulate == 0:
+                self.fabric.clip_gradients(self.net, self.optimizer, max_norm=0.5)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer_later", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_as_a_session(case: str, accumulate: int, *, optimizer_later: bool) -> None:
+    """Law: with clipping and accumulation, the weights are those of a session."""
+    level, dtype = case.split()
+    model = net()
+    session = hs.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), 3e-3),
+        level,
+        dtype=dtype,
+        loss_scale=SCALE[dtype],
+        clip_grad_norm=0.5,
+        accumulate=accumulate,
+    )
+    for x, y in batches():
+        with session.autocast():
+            output = model(x)
+        session.backward(nn.functional.mse_loss(output.float(), y))
+        session.step()
+    run = Run(case, optimizer_later=optimizer_later)
+    run.train(batches(), accumulate)
+    for name, weight in run.net.state_dict().items():
+        expected = session.weights()[name]
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+    assert run.plugin.last_step.step == STEPS // accumulate
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_overflow(case: str) -> None:
+    """Law: an overflow changes nothing and is reported, from the first step on."""
+    for num_before in (0, 3):
+        run = Run(case)
+        run.train(batches()[:num_before])
+        with overflow_in_backward(run.model):
+            run.backward(batches()[num_before])
+        with assert_unchanged(run.net):
+            run.optimizer.step()
+        assert run.plugin.last_step.found_inf_in == ("0.weight",)
+        run.optimizer.zero_grad()
+        run.train(batches()[num_before:])
+        assert run.plugin.last_step.applied
+        expected = 512 if "fp16" in case else 1
+        assert run.plugin.last_step.scale == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume(case: str, tmp_path: Path) -> None:
+    """Law: saved in fp32 and loaded before the first step, a run goes on to the bit."""
+    run = Run(case)
+    run.train(batches())
+    state = {"model": run.model, "optimizer": run.optimizer, "precision": run.plugin}
+    run.fabric.save(tmp_path / "state.ckpt", state)
+    saved = torch.load(tmp_path / "state.ckpt", weights_only=True)
+    assert {v.dtype for v in saved["model"].values()} == {torch.float32}
+    other = Run(case)
+    state = {
+        "model": other.model,
+        "optimizer": other.optimizer,
+        "precision": other.plugin,
+    }
+    other.fabric.load(tmp_path / "state.ckpt", state)
+    for each in (run, other):
+        each.train(batches())
+    assert same(dict(run.net.state_dict()), dict(other.net.state_dict()))
+    one, two = (r.optimizer.state_dict()["state"] for r in (run, other))
+    assert all(same(one[number], two[number]) for number in one | two)
+    assert run.plugin.state_dict() == other.plugin.state_dict()
+
+
+@pytest.mark.parametrize("optimizer_later", [False, True])
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_cleared_before_the_first_step(
+    num_batches: int, *, optimizer_later: bool
+) -> None:
+    """Law: `zero_grad` counts also before the plugin has met the optimizer."""
+    run = Run("O2 bf16", optimizer_later=optimizer_later)
+    expected = Run("O2 bf16")
+    for batch in batches()[:num_batches]:
+        run.backward(batch)
+    run.optimizer.zero_grad()
+    run.optimizer.step()
+    for each in (run, expected):
+        each.train(batches())
+    assert same(dict(run.net.state_dict()), dict(expected.net.state_dict()))
+
+
+def test_two_models() -> None:
+    """Law: models that take turns have one plugin; tied weights stay tied."""
+    plugin = FabricMixedPrecision("O2", dtype="fp16", loss_scale=SCALE["fp16"])
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    models: list[Any] = []
+    for _ in range(2):
+        network = net()
+        network.append(nn.Linear(1, 1))
+        network.append(network[4])
+        optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+        models.append(fabric.setup(network, optimizer))
+        assert network[4].weight is network[5].weight
+    for x, y in batches():
+        for model, optimizer in models:
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    (one, _), (other, _) = models
+    assert same(dict(one.state_dict()), dict(other.state_dict()))
+    assert plugin.state_dict()["steps"] == {"0": (STEPS, 0), "1": (STEPS, 0)}
+
+
+def test_low_precision_throughout() -> None:
+    """Law: O3 casts inputs, and returns fp32."""
+    run = Run("O3 bf16")
+    before = run.backward(batches()[0])
+    run.train(batches())
+    assert run.model(batches()[0][0]).dtype == torch.float32
+    assert {p.dtype for p in run.net.parameters()} == {torch.bfloat16}
+    assert run.backward(batches()[0]) < before
+
+
+def test_closure_is_rejected() -> None:
+    """Law: a step with a closure ends in one line."""
+    run = Run("O1 bf16")
+    with pytest.raises(hs.UserError, match=r"takes no closure here: compute the grad"):
+        run.optimizer.step(lambda: None)
+
+
+def test_clipping_an_overflow() -> None:
+    """Law: Fabric's clipping raises, or leaves the step to be skipped, as asked."""
+    run = Run("O2 bf16")
+    with overflow_in_backward(run.model):
+        run.backward(batches()[0])
+    with pytest.raises(RuntimeError, match="is non-finite"):
+        run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
+    run.fabric.clip_gradients(
+        run.model, run.optimizer, max_norm=1.0, error_if_nonfinite=False
+    )
+    with assert_unchanged(run.net):
+        run.optimizer.step()
+    assert run.plugin.last_step.skipped
+
+
+def pair(level: str, scale: Any) -> tuple[FabricMixedPrecision, Fabric, list[Any]]:
+    """Return two networks with an optimizer each, under one plugin."""
+    plugin = FabricMixedPrecision(level, dtype="fp16", loss_scale=scale)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    parts = []
+    for _ in range(2):
+        network = net()
+        optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+        parts.append(fabric.setup(network, optimizer))
+    return plugin, fabric, parts
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scale_moves_in_a_window(level: str) -> None:
+    """Law: gradients that one optimizer accumulates follow the scale of the others."""
+    ends = []
+    growing = ScaleRule(init_scale=2.0, growth_interval=1, max_scale=2.0**9)
+    for scale in (growing, 2.0):
+        plugin, fabric, ((one, steps), (other, rare)) = pair(level, scale)
+        for number, (x, y) in enumerate(batches()):
+            fabric.backward(nn.functional.mse_loss(other(x), y))
+            fabric.backward(nn.functional.mse_loss(one(x), y))
+            steps.step()
+            steps.zero_grad()
+            if number % 3 == 2:
+                rare.step()
+                rare.zero_grad()
+        assert plugin.last_step.scale == (512 if scale is growing else 2)
+        ends.append(other.state_dict())
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(weight, ends[1][name], rtol=1e-3, atol=1e-4)

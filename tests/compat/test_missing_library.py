@@ -1,0 +1,33 @@
+"""Adapters without the library that they adapt."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from halfstep import UserError
+
+LIBRARIES = ["accelerate", "lightning", "transformers"]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_one_line_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where the library is missing, a UserError names it and its version."""
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"halfstep.compat.{name}", raising=False)
+    with pytest.raises(UserError, match=rf"needs {name}: pip install '{name}>=\d"):
+        importlib.import_module(f"halfstep.compat.{name}")
+
+
+def test_imported_on_demand() -> None:
+    """Law: `import halfstep` and `import halfstep.compat` import none of them."""
+    code = "import sys, halfstep, halfstep.compat; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {*LIBRARIES, "torchao"} & set(done.stdout.split())

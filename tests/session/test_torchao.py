@@ -1,0 +1,121 @@
+"""Optimizers of torchao, whose state is in 8 or 4 bits, step in a session."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchao import optim
+
+import halfstep as hs
+from halfstep.testing import assert_unchanged, overflow_in_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.numeric
+CASES = [
+    ("AdamW8bit", "O1", "fp32"),
+    ("AdamW8bit", "O2", "fp32"),
+    ("AdamW8bit", "O2", "split"),
+    ("AdamW4bit", "O2", "stochastic"),
+    ("AdamWFp8", "O2", "fp32"),
+    ("AdamW8bit", "O3", "fp32"),
+]
+INPUTS = torch.randn(12, 32, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """Run what torchao compiles as it is: not every machine has a C++ compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Run:
+    """A network with one weight that torchao quantizes the state of."""
+
+    def __init__(self, name: str, level: str, master: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 1)
+        )
+        self.optimizer = getattr(optim, name)(self.model.parameters(), lr=3e-3)
+        self.session = hs.prepare(
+            self.model, self.optimizer, level, dtype="bf16", master=master
+        )
+
+    def step(self, number: int) -> float:
+        """Take one step; return its loss."""
+        x = INPUTS[number]
+        with self.session.autocast():
+            target = x.sin().sum(-1, keepdim=True) / 8
+            loss = nn.functional.mse_loss(self.model(x), target)
+        self.session.backward(loss)
+        self.session.step()
+        return loss.item()
+
+
+@pytest.mark.parametrize(("name", "level", "master"), CASES)
+def test_torchao(name: str, level: str, master: str) -> None:
+    """Law: the loss falls, a skipped step changes nothing, resumed is uninterrupted."""
+    run = Run(name, level, master)
+    losses = [run.step(number) for number in range(6)]
+    assert losses[-1] < losses[0] / 2
+    states = [
+        value for state in run.optimizer.state.values() for value in state.values()
+    ]
+    kinds = {type(value).__name__ for value in states}
+    assert kinds == {"Tensor", f"OptimState{name.removeprefix('AdamW').capitalize()}"}
+    small = 8 if "8" in name else 4
+    moments = run.session.memory()["moments"]
+    assert moments < 0.4 * 8 * 64 * 128 * small / 8 + 4 * 8 * 400
+    with assert_unchanged(run.session), overflow_in_backward(run.model):
+        run.step(6)
+    assert run.session.steps_skipped == 1
+    file = io.BytesIO()
+    torch.save(run.session.state_dict(), file)
+    file.seek(0)
+    state: Any = torch.load(file, weights_only=True)
+    resumed = Run(name, level, master)
+    resumed.session.load_state_dict(state)
+    for number in range(6, 12):
+        assert run.step(number) == resumed.step(number)
+
+
+def test_loaded_state_is_a_copy() -> None:
+    """Law: a session goes on without changing the state it was loaded from."""
+    run = Run("AdamW8bit", "O2", "fp32")
+    run.step(0)
+    state = run.session.state_dict()
+    moment = state["optimizer"]["state"][0]["exp_avg"]
+    codes = moment.codes.clone()
+    other = Run("AdamW8bit", "O2", "fp32")
+    other.session.load_state_dict(state)
+    other.step(1)
+    assert torch.equal(moment.codes, codes)
+    assert not torch.equal(
+        other.optimizer.state_dict()["state"][0]["exp_avg"].codes, codes
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_distributed_checkpoint(tmp_path: Path) -> None:
+    """Law: quantized moments load into a new session, or are rejected in one line."""
+    run, loaded = (Run("AdamW8bit", "O2", "fp32") for _ in range(2))
+    run.step(0)
+    dcp.save({"train": hs.sharded.Stateful(run.session)}, checkpoint_id=tmp_path / "x")
+    dcp.load(
+        {"train": hs.sharded.Stateful(loaded.session)}, checkpoint_id=tmp_path / "x"
+    )
+    for number in range(1, 4):
+        assert run.step(number) == loaded.step(number)
+    with pytest.raises(hs.UserError, match=r"0.weight/exp_avg is a OptimState8bit"):
+        hs.sharded.save(run.session, tmp_path / "y")
+    assert not (tmp_path / "y").exists()
