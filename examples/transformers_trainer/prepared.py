@@ -25,6 +25,7 @@ trainer = Trainer(
     TrainingArguments(
         tempfile.mkdtemp(),
         bf16=True,
+        use_cpu=not torch.cuda.is_available(),
         optim="adamw_torch_fused",
         learning_rate=1e-3,
         num_train_epochs=4,

@@ -38,6 +38,7 @@ FORMS = {
     "rewritten": "hs.rewrite",
     "drop_in": "drop-in",
     "run": "halfstep run",
+    "adapter": "adapter",
 }
 
 
@@ -54,7 +55,8 @@ def page() -> str:
             if after.form == "drop_in":
                 changed["drop_in"] = count
             else:
-                changed["other"] = f"{FORMS[after.form]}: {count}"
+                form = "adapter" if "halfstep.compat" in after.text else after.form
+                changed["other"] = f"{FORMS[form]}: {count}"
             if after.form == "run":
                 diffs.append("```console\n$ halfstep run before.py\n```\n")
             if (programs.FOLDER / folder / f"{after.form}.py").exists():

@@ -42,9 +42,15 @@ class Program:
 
     @property
     def needs_own_process(self) -> bool:
-        """It cannot run in this one; apex's O1 changes torch for good."""
+        """It cannot run in this one, or would leave something behind for others.
+
+        apex's O1 changes torch for good; Accelerate has one state a process.
+        """
+        left_behind = "amp.initialize", "accelerate", "transformers"
         return (
-            self.needs_torchrun or self.form == "run" or "amp.initialize" in self.text
+            self.needs_torchrun
+            or self.form == "run"
+            or any(name in self.text for name in left_behind)
         )
 
     @property
