@@ -11,7 +11,7 @@ OUT    ?= runs/emotions
 # What is pinned, but for the torch that was asked for.
 PINS   := sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
 
-.PHONY: train test test-caps test-wheel lint types check clean
+.PHONY: train test test-caps test-wheel lint types docs check clean
 
 train: $(VENV)/.train
 	$(BIN)/halfstep train --out $(OUT) --overwrite
@@ -36,10 +36,14 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/lines
 
+# The documentation, in build/docs; a warning, such as of a link to nowhere, is an error.
+docs: $(VENV)/.dev
+	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/docs
+
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types docs test
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

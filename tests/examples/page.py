@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
 HEAD = """# Examples
 
 Complete programs for a CPU or a GPU, each beside the PyTorch, torch.amp or apex program
-that it replaces. They lie in [examples](../examples); every one of them is run by the
+that it replaces. They lie in `examples/`; every one of them is run by the
 tests, and ends at the loss of the one it replaces. What they took:
 [figures](../benchmarks/2026-11-24-examples.md). And a
 [notebook](../examples/first_steps.ipynb).

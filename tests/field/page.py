@@ -56,7 +56,7 @@ def page() -> str:
 
 What public trackers are full of: {len(REPORTS)} kinds of trouble with mixed precision,
 of which {answered} are answered. Each is a small program in
-[tests/field](../tests/field): there the trouble is seen to be real with torch's
+`tests/field`: there the trouble is seen to be real with torch's
 classes, the command to name the cause, and the cure to work. {len(HEALTHY)} programs
 that are well are accused of nothing.
 

@@ -1,0 +1,176 @@
+"""Code blocks of the READMEs and of docs/ are tests: what they say is run.
+
+Blocks of a page share their names, in order, and a folder of their own.
+
+- `python` is run. An HTML comment `invisible-code-block: python` holds set-up that a
+  reader need not see.
+- `output` is what the python block before it printed; `...` stands for any text.
+- `console` has lines `$ command` and what they print. `halfstep`, `python` and
+  `torchrun` are run; output that is shown is compared as above.
+- `toml` and `json` are parsed; the added side of a `diff` is Python that compiles.
+- `text` is not run. A comment `skip: next "reason"` before a block skips it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.myst import CodeBlockParser, SkipParser
+
+RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
+"""GEMM rates of every machine, in TFLOP/s, so that pages print the same everywhere."""
+
+COMMANDS = {"halfstep", "python", "torchrun"}
+"""What a page may start; make, pip and git would change this machine."""
+
+SCRATCH = tempfile.TemporaryDirectory(prefix="halfstep-docs-")
+
+
+def same_text(expected: str, printed: str) -> str | None:
+    """Return None, or a diff, of lines that may hold `...` for any text."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    checker = doctest.OutputChecker()
+    if checker.check_output(expected, printed, flags):
+        return None
+    example = doctest.Example("", expected)
+    return checker.output_difference(example, printed, flags | doctest.REPORT_NDIFF)
+
+
+class RunPython(PythonEvaluator):
+    """Runs a block and keeps what it prints, for the block of output after it."""
+
+    def __call__(self, example: Example) -> str | None:
+        """Run the block; an exception fails the test."""
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            super().__call__(example)
+        example.namespace["_printed"] = printed.getvalue()
+        return None
+
+
+def compare_output(example: Example) -> str | None:
+    """Compare a block with what the python block before it printed."""
+    return same_text(example.parsed, example.namespace.get("_printed", ""))
+
+
+def run_console(example: Example) -> str | None:
+    """Run each `$ command` and compare what it prints where the page shows it."""
+    for part in ("\n" + example.parsed).split("\n$ ")[1:]:
+        command, _, expected = part.replace("\\\n", " ").partition("\n")
+        words = shlex.split(command, comments=True)
+        environment = dict(os.environ)
+        while words and "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+        if words[0] not in COMMANDS:
+            return f"{words[0]!r} may not be run from a page: skip it with a reason"
+        words[0] = str(Path(sys.executable).with_name(words[0]))
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, env=environment
+        )
+        if done.returncode:
+            return (
+                f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+            )
+        difference = same_text(expected, done.stdout) if expected.strip() else None
+        if difference:
+            return difference
+    return None
+
+
+def compile_diff(example: Example) -> None:
+    """Compile the added side of a diff: its context and its added lines."""
+    lines = example.parsed.splitlines()
+    added = "\n".join(line[1:] for line in lines if not line.startswith(("-", "@@")))
+    ast.parse(textwrap.dedent(added))
+
+
+def parse_toml(example: Example) -> None:
+    """Parse a block of TOML."""
+    tomllib.loads(example.parsed)
+
+
+def parse_json(example: Example) -> None:
+    """Parse a block of JSON."""
+    json.loads(example.parsed)
+
+
+PENDING = [
+    "docs/apex.md",
+    "docs/autocast.md",
+    "docs/checkpoints.md",
+    "docs/doctor.md",
+    "docs/levels.md",
+    "docs/masters.md",
+    "docs/plan.md",
+    "docs/probe.md",
+    "docs/reports.md",
+    "docs/run.md",
+    "docs/scaling.md",
+    "docs/session.md",
+    "docs/testing.md",
+    "docs/troubleshooting.md",
+    "docs/versions.md",
+    "README.md",
+    "README.zh-CN.md",
+]
+"""Pages whose blocks do not stand alone yet."""
+
+EVALUATORS = {
+    "python": RunPython(),
+    "output": compare_output,
+    "console": run_console,
+    "diff": compile_diff,
+    "toml": parse_toml,
+    "json": parse_json,
+}
+
+
+def enter_folder(namespace: dict[str, Any]) -> None:
+    """Before a page: an empty folder, a fixed seed, and rates that are not measured."""
+    folder = tempfile.mkdtemp(dir=SCRATCH.name)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("HALFSTEP_RATES", RATES)
+    patch.setenv("XDG_CACHE_HOME", str(Path(SCRATCH.name) / "cache"))
+    patch.setenv("HALFSTEP_CACHE", str(Path(SCRATCH.name) / "rows"))
+    patch.chdir(folder)
+    torch.manual_seed(0)
+    namespace.update(__name__="__main__", _patch=patch)
+
+
+def leave_folder(namespace: dict[str, Any]) -> None:
+    """After a page."""
+    namespace["_patch"].undo()
+
+
+pytest_collect_file = Sybil(
+    parsers=[
+        SkipParser(),
+        *(CodeBlockParser(name, evaluate) for name, evaluate in EVALUATORS.items()),
+    ],
+    patterns=["README*.md", "docs/**/*.md", "docs/*.md"],
+    excludes=[
+        "docs/decisions/*.md",
+        "docs/examples.md",  # generated from programs that are tests
+        *PENDING,
+    ],
+    setup=enter_folder,
+    teardown=leave_folder,
+).pytest()
