@@ -56,6 +56,13 @@ def test_unknown_device() -> None:
     )
 
 
+def test_name_without_overload() -> None:
+    """Law: a name of which only overloads have rows is answered with those."""
+    found = decide("softmax", [torch.bfloat16], "cuda")
+    assert found.category == "keep"
+    assert found.reason == "no row: it runs as it is called; the table has softmax.int"
+
+
 @pytest.mark.parametrize("operation", ["layer_norm", "softmax.int"])
 def test_follow(operation: str) -> None:
     """Law: the first operand decides, where autocast sees it; else nothing is cast."""

@@ -71,13 +71,17 @@ def decide(
         raise UserError(message)
     op = op.removeprefix("aten::") if op else None
     index = _first_match(policy, op, module, types)
-    row = op_tables.NAMED[policy.base][device].get(op or "")
+    table = op_tables.NAMED[policy.base][device]
+    row = table.get(op or "")
     if index is not None:
         rule = policy.rules[index]
         category, reason, text = rule.category, rule.reason, str(rule)
     else:
         category = row.category if row else KEEP
         reason = row.reason if row else "no row: it runs as it is called"
+        overloads = [name for name in table if op and name.startswith(f"{op}.")]
+        if overloads and not row:
+            reason += f"; the table has {', '.join(overloads)}"
         text = f"{policy.base} {device} table: {op}={category}" if op else "no row"
     return Decision(cast_to(category, dtypes, low), category, reason, text)
 
