@@ -15,8 +15,16 @@ from torch import nn
 LAYERS, WIDTH, STEPS = 4, 64, 100
 FLUSHED, SMALLEST_NORMAL, LARGEST = -25, -14, 15  # exponents of fp16
 SHIFT = 16  # exponent of the loss scale that is drawn
-# Seen on light pages and on dark ones.
-TEXT, BARS, BAND = "#777777", "#3d85d0", "#4caf50"
+LOW, HIGH = -42, 27  # of the axis
+# Readable on light and on dark pages.
+TEXT, BARS = "#808080", "#3d85d0"
+RED, YELLOW, GREEN = "#e05545", "#e0b030", "#4caf50"
+ZONES = (
+    (LOW, FLUSHED, RED, "becomes 0"),
+    (FLUSHED, SMALLEST_NORMAL, YELLOW, "loses bits"),
+    (SMALLEST_NORMAL, LARGEST + 1, GREEN, "full fp16 precision"),
+    (LARGEST + 1, HIGH, RED, "becomes inf"),
+)
 
 
 class Posts(nn.Module):
@@ -71,22 +79,29 @@ def draw(exponents: torch.Tensor, path: Path) -> None:
     """Draw the histogram without a scale above the one with 2**SHIFT."""
     colors = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color")
     style = dict.fromkeys([*colors, "ytick.color"], TEXT)
-    with plt.rc_context({"svg.hashsalt": "halfstep", **style}):
-        figure, axes = plt.subplots(2, 1, figsize=(7, 4.2), sharex=True, layout="tight")
-        low, high = int(exponents.min()), int(exponents.max()) + SHIFT
+    with plt.rc_context({"svg.hashsalt": "halfstep", "font.size": 11, **style}):
+        figure, axes = plt.subplots(2, 1, figsize=(8, 5), sharex=True, layout="tight")
         for axis, by in zip(axes, (0, SHIFT), strict=True):
             values = exponents + by
-            counts = torch.bincount(values - low, minlength=high - low + 1)
-            axis.axvspan(FLUSHED - 0.5, SMALLEST_NORMAL - 0.5, color=BAND, alpha=0.15)
-            axis.axvspan(SMALLEST_NORMAL - 0.5, LARGEST + 0.5, color=BAND, alpha=0.3)
-            axis.bar(range(low, high + 1), 100 * counts / len(values), color=BARS)
+            for low, high, color, name in ZONES:
+                axis.axvspan(low - 0.5, high - 0.5, color=color, alpha=0.16, lw=0)
+                middle = (low + high - 1) / 2
+                axis.text(middle, 23, name, ha="center", va="top", fontsize=10)
+            shown = values[values >= LOW]
+            counts = torch.bincount(shown - LOW, minlength=HIGH - LOW + 1)
+            axis.bar(range(LOW, HIGH + 1), 100 * counts / len(values), color=BARS)
             lost = 100 * (values < FLUSHED).double().mean()
-            title = f"loss scale 2^{by}" if by else "no loss scale"
-            axis.set_title(f"{title}: {lost:.1f} % become 0 in fp16", loc="left")
+            scale = f"Loss scale {2**by}" if by else "No loss scale"
+            axis.set_title(
+                f"{scale}: {lost:.1f} % of the gradients become 0", loc="left"
+            )
             axis.set_ylabel("% of gradients")
+            axis.set_ylim(0, 24.5)
             axis.patch.set_alpha(0)
-        axes[1].set_xlabel("exponent e of |gradient| in [2^e, 2^(e+1)); shaded: fp16")
-        axes[1].set_xlim(-50, 20)
+        ticks = range(-40, HIGH, 10)
+        axes[1].set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
+        axes[1].set_xlabel("magnitude of a gradient, times the loss scale")
+        axes[1].set_xlim(LOW - 0.5, HIGH - 0.5)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
 
