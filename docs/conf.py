@@ -4,7 +4,14 @@ The source is the root of the repository, so that links between pages, READMEs,
 benchmarks and examples are the same in the repository and on the site.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import halfstep
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 project = "halfstep"
 author = "the halfstep developers"
@@ -28,11 +35,59 @@ myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
 
+default_role = "code"  # so that `name` in a docstring is shown as code
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
+smartquotes = False  # strings in docstrings stay strings
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = "halfstep"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["docs.css"]
+html_js_files = [("messages.js", {"defer": "defer"})]
+
+
+RETURNED = (
+    "halfstep.Session",
+    "halfstep.StepReport",
+    "halfstep.TensorStats",
+    "halfstep.Decision",
+    "halfstep.DtypeMismatch",
+    "halfstep.LossScaleCollapse",
+    "halfstep.casting.",
+    "halfstep.diagnostics.",
+    "halfstep.graph.",
+    "halfstep.machine.",
+    "halfstep.masters.",
+    "halfstep.nonfinite.",
+    "halfstep.numerics.tensor_stats.",
+)
+"""Classes whose instances a reader gets and does not make."""
+
+
+def hide_constructor(
+    _app: object,
+    what: str,
+    name: str,
+    _obj: object,
+    _options: object,
+    signature: str | None,
+    annotation: str | None,
+) -> tuple[str | None, str | None]:
+    """Show no arguments of classes that are only returned or raised."""
+    if what in {"class", "exception"} and name.startswith(RETURNED):
+        return "", None
+    return signature, annotation
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the hook."""
+    app.connect("autodoc-process-signature", hide_constructor)

@@ -112,7 +112,7 @@ def test_operation_without_row(case: Case, category: str, low: torch.dtype) -> N
     assert set(found.dtypes) == {FP32, low}
     assert found.rule == f"op:{case.operation}={category}"
     assert str(found).startswith(f"{error}\n-> {case.operation} got ")
-    told = f"Mend it with the policy rule '{found.rule}', or cast by hand."
+    told = f"Fix it with the policy rule '{found.rule}', or cast by hand."
     assert line_of(found).endswith(told)
     assert len(line_of(found).split()) <= 35
     policy = Policy((Rule.parse(found.rule),))
@@ -129,7 +129,7 @@ def test_operands_are_named() -> None:
     fp32, bf16 = torch.rand(2, 2), torch.rand(2, 2, dtype=BF16)
     error = refusal(lambda: torch.addmv(bf16[0], fp32.T, fp32.view(4)[:2]))
     assert line_of(found_in(error)) == (
-        "-> addmv got bfloat16 (bf16), float32 (fp32). Mend it with the policy rule "
+        "-> addmv got bfloat16 (bf16), float32 (fp32). Fix it with the policy rule "
         "'op:addmv=low', or cast by hand."
     )
 
@@ -140,7 +140,7 @@ def test_cells() -> None:
     found = found_in(refusal(cell, rows))
     assert line_of(found) == (
         "-> lstm_cell in the model (LSTMCell) got bfloat16 (input, hx), float32 "
-        "(weight_ih, weight_hh, bias_ih, bias_hh). Mend it with the policy rule "
+        "(weight_ih, weight_hh, bias_ih, bias_hh). Fix it with the policy rule "
         "'op:lstm_cell=low', or cast by hand."
     )
     assert found.module == ""
@@ -260,7 +260,7 @@ def test_promotion_that_torch_gives_up(case: Case) -> None:
         decided = decide(case.operation, dtypes, "cpu", policy=policy, low=BF16)
         assert decided.dtype == FP32
     assert line_of(found) == (
-        f"-> {case.operation} got float16 (a, b). Mend it with the policy rule "
+        f"-> {case.operation} got float16 (a, b). Fix it with the policy rule "
         f"'{found.rule}', or cast by hand."
     )
 

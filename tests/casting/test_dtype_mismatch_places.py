@@ -93,7 +93,7 @@ def test_innermost_module() -> None:
     assert dict(model.named_modules())[found.module] is model.block.layers[1]
     assert str(found).splitlines()[1] == (
         "-> mv in module 'block.layers.1' (Mixer) got bfloat16 (rows), float32 "
-        "(vector). Mend it with the policy rule 'op:mv=low', or cast by hand."
+        "(vector). Fix it with the policy rule 'op:mv=low', or cast by hand."
     )
     assert (found.operation, found.rule) == ("mv", "op:mv=low")
     assert found.dtypes == (BF16, FP32)

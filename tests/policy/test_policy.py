@@ -141,7 +141,7 @@ def test_pattern_that_is_no_expression() -> None:
         Rule.parse("module:/encoder.(0/=fp32")
     assert str(caught.value) == (
         "rule 'module:/encoder.(0/=fp32': '/encoder.(0/' is no regular expression: "
-        "missing ), unterminated subpattern at position 8. Mend it, or write a glob, "
+        "missing ), unterminated subpattern at position 8. Fix it, or write a glob, "
         "without the slashes."
     )
     with pytest.raises(UserError, match="the repetition number is too large"):

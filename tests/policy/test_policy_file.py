@@ -145,7 +145,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
             ", rule 2",
             (
                 ": rule 'module:/a(/=fp32': '/a(/' is no regular expression: missing "
-                "), unterminated subpattern at position 1. Mend it, or write a glob, "
+                "), unterminated subpattern at position 1. Fix it, or write a glob, "
                 "without the slashes."
             ),
         ),

@@ -331,4 +331,4 @@ def _fix_for(
         return "", f"Autocast was off, or a rule keeps {name} as called: cast by hand."
     category = LOW if any(LOW in words for words in rows) else PROMOTE
     rule = f"op:{name}={category}"
-    return rule, f"Mend it with the policy rule '{rule}', or cast by hand."
+    return rule, f"Fix it with the policy rule '{rule}', or cast by hand."

@@ -75,7 +75,7 @@ class Rule:
         except (re.error, OverflowError) as error:
             message = (
                 f"rule {str(self)!r}: {self.pattern!r} is no regular expression: "
-                f"{error}. Mend it, or write a glob, without the slashes."
+                f"{error}. Fix it, or write a glob, without the slashes."
             )
             raise UserError(message) from None
 
