@@ -6,9 +6,14 @@ benchmarks and examples are the same in the repository and on the site.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import halfstep
+
+sys.path.insert(0, str(Path(__file__).parent))
+import op_tables
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -89,5 +94,6 @@ def hide_constructor(
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the hook."""
+    """Connect the hooks."""
+    app.connect("builder-inited", op_tables.write)
     app.connect("autodoc-process-signature", hide_constructor)
