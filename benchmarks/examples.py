@@ -1,4 +1,4 @@
-"""What the programs in examples/ take: their final losses and wall times, by form.
+"""Changed lines, final losses and wall times of the programs in examples/.
 
 Run it from the root of the repository, where the tests' requirements are installed:
 
@@ -29,23 +29,25 @@ from halfstep.machine import hardware  # noqa: E402
 
 ROUNDS = 2
 WHAT = (
-    "lines removed and added, final loss, seconds of a whole process with its start "
+    "changed lines (one that is replaced counts once; then those removed and added), "
+    "final loss, seconds of a whole process with its start "
     f"(least of {ROUNDS})."
 )
 
 
 def cell(folder: str, form: str, times: dict[str, list[float]], loss: float) -> str:
-    """Return what is told of one form of a program."""
+    """Return what one form of a program needs, and reaches."""
     program = next((p for p in programs.afters(folder) if p.form == form), None)
     lines = ""
     if program is not None:
-        _, removed, added = program.changes(programs.before(folder))
-        lines = f"-{removed} +{added}, "
+        before = programs.before(folder)
+        _, removed, added = program.changes(before)
+        lines = f"{program.changed_lines(before)} (-{removed} +{added}), "
     return f"{lines}{loss:.4f}, {min(times[form]):.1f} s"
 
 
-def row(folder: str) -> str:
-    """Return the row of one example."""
+def columns(folder: str) -> list[str]:
+    """Return the name of an example, and a cell for each column of the table."""
     forms = [programs.before(folder), *programs.afters(folder)]
     if folder == "apex" and not importlib.util.find_spec("apex"):
         forms = forms[1:]
@@ -55,10 +57,24 @@ def row(folder: str) -> str:
             start = time.perf_counter()
             losses[program.form] = programs.final_loss(program.run(apart=True))
             times[program.form].append(time.perf_counter() - start)
-    cells = {form: cell(folder, form, times, losses[form]) for form in losses}
-    others = [f"{form}: {cells[form]}" for form in cells.keys() - {"before", "drop_in"}]
-    parts = (cells.get("before", "-"), cells.get("drop_in", "-"), ", ".join(others))
-    return f"| {folder.replace('_', ' ')} | {' | '.join(parts)} |"
+    texts = {form: cell(folder, form, times, losses[form]) for form in losses}
+    names = {p.form: "adapter" if p.is_adapter else p.form for p in forms}
+    others = losses.keys() - {"before", "drop_in"}
+    name = folder.replace("_", " ")
+    return [
+        name,
+        texts.get("before", "-"),
+        texts.get("drop_in", "-"),
+        *(f"{names[form]}: {texts[form]}" for form in others),
+    ]
+
+
+def machine() -> str:
+    """Return the processor and the versions that a table was measured with."""
+    return (
+        f"{hardware.capabilities().cpu}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
 
 
 def main() -> None:
@@ -67,22 +83,19 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="file to write in place of printing")
     arguments = parser.parse_args()
     has_gpu = torch.cuda.is_available()
-    # The sick one has no time of its own: the drop-in stops it with the cause.
+    # The one that overflows has no time of its own: the drop-in stops it.
     left_out = {"overflow"} if has_gpu else {"overflow", "cuda_graphs"}
     folders = [f for f in programs.folders() if f not in left_out]
-    machine = (
-        f"{hardware.capabilities().cpu}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, Python {platform.python_version()}"
-    )
+    rows = [(*columns(folder), "")[:4] for folder in folders]
     text = "\n".join(
         (
             f"# {dt.datetime.now(tz=dt.UTC).date()}: the examples",
             "",
-            f"{machine}. `python -m benchmarks.examples`: {WHAT}",
+            f"{machine()}. `python -m benchmarks.examples`: {WHAT}",
             "",
             "| example | before | drop-in | session, or other |",
             "|---|---|---|---|",
-            *map(row, folders),
+            *(f"| {' | '.join(row)} |" for row in rows),
             "",
         )
     )

@@ -1,4 +1,4 @@
-"""The same on a session: checked in bf16 too, and skipped steps are told."""
+"""The same on a session: gradients are checked in bf16, too."""
 
 import torch
 from halfstep.compat.accelerate import Accelerator

@@ -1,12 +1,10 @@
-"""The same with 16-bit weights, fp32 masters, and fp32 in what it saves."""
+"""The same at level O2: 16-bit weights, fp32 master weights and fp32 checkpoints."""
 
 import tempfile
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification
-from transformers import TrainingArguments, set_seed
-
-from halfstep.compat.transformers import Trainer
+from halfstep.compat.transformers import Trainer, TrainingArguments, set_seed
 
 set_seed(0)
 config = BertConfig(

@@ -31,3 +31,14 @@ def test_imported_on_demand() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert not {*LIBRARIES, "torchao"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_one_import_line_changes(name: str) -> None:
+    """Law: an adapter also has its library's other public names, and no others."""
+    library = importlib.import_module(name)
+    adapter = importlib.import_module(f"halfstep.compat.{name}")
+    assert adapter.logging is library.logging
+    assert not hasattr(adapter, "__path__")  # or imports would take it for a package
+    with pytest.raises(AttributeError, match=f"{name}' has no attribute 'Trainr'"):
+        _ = adapter.Trainr

@@ -55,7 +55,7 @@ def page() -> str:
             if after.form == "drop_in":
                 changed["drop_in"] = count
             else:
-                form = "adapter" if "halfstep.compat" in after.text else after.form
+                form = "adapter" if after.is_adapter else after.form
                 changed["other"] = f"{FORMS[form]}: {count}"
             if after.form == "run":
                 diffs.append("```console\n$ halfstep run before.py\n```\n")

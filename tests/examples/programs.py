@@ -106,6 +106,24 @@ class Program:
         added = sum(line.startswith("+") and line != "+" for line in lines)
         return [line for line in lines if not line.startswith("@@")], removed, added
 
+    def changed_lines(self, before: Program) -> int:
+        """Return how many lines differ: one that is replaced counts once.
+
+        Blank lines and the first words of a program do not count.
+        """
+        own, other = (_without_docstring(p.text) for p in (self, before))
+        matcher = difflib.SequenceMatcher(None, other, own, autojunk=False)
+        return sum(
+            max(len(list(filter(None, other[i:j]))), len(list(filter(None, own[k:n]))))
+            for tag, i, j, k, n in matcher.get_opcodes()
+            if tag != "equal"
+        )
+
+    @property
+    def is_adapter(self) -> bool:
+        """It trains in the loop of another library."""
+        return "from halfstep.compat." in self.text and self.folder != "apex"
+
 
 def _without_docstring(text: str) -> list[str]:
     return text.split('"""', 2)[2].strip().splitlines()

@@ -59,15 +59,16 @@ def check_same_end(program: Program, dtype: str) -> None:
 
 
 def check_overflow(program: Program) -> None:
-    """Run the program that never learns, or that one which says why and mends it."""
+    """Run the program that never learns, or the one that names and fixes the cause."""
     assert math.isnan(programs.final_loss(programs.before("overflow").run()))
     if program.form == "drop_in":
         with pytest.raises(LossScaleCollapse, match=r"linear .* float16 holds 65504"):
             program.run()
     else:
         printed = program.run()
+        assert "LossScaleCollapse: 17 steps in a row were skipped" in printed
         assert "narrow (linear) produced inf" in printed
-        assert "trained with lean + module:narrow=fp32" in printed
+        assert "policy='lean + module:narrow=fp32'" in printed
         assert programs.final_loss(printed) < 1
 
 
@@ -102,6 +103,14 @@ def test_they_are_short(folder: str) -> None:
         assert len(program.text.splitlines()) <= MAX_LINES
         assert program.text.startswith('"""')
         assert program.summary.endswith((".", ").", ":"))
+
+
+@pytest.mark.parametrize(
+    "program", [p for p in AFTERS if p.is_adapter], ids=lambda p: p.folder
+)
+def test_an_adapter_changes_two_lines(program: Program) -> None:
+    """Law: a program of another library trains at a level after at most two lines."""
+    assert program.changed_lines(programs.before(program.folder)) <= 2
 
 
 def test_the_page_is_up_to_date() -> None:

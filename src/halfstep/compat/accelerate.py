@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.compat import require
+from halfstep.compat import library_name, require
 
 require("accelerate", "1.10")
 
@@ -347,3 +347,8 @@ def run_in_region(model: nn.Module, open_region: Any) -> None:  # noqa: ANN401
             return forward(*args, **kwargs)
 
     model.forward = convert_outputs_to_fp32(in_region)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """Return any other public name of Accelerate, so that one import line changes."""
+    return library_name(accelerate, __name__, name)

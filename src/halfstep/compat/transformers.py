@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from halfstep.compat import require
+from halfstep.compat import library_name, require
 
 require("transformers", "5.0")
 
@@ -85,3 +85,12 @@ class TrainerMixin:
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on a session; see `TrainerMixin` for what it takes."""
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """Return any other public name of transformers, so that one import line changes.
+
+    Example:
+        >>> from halfstep.compat.transformers import Trainer, TrainingArguments
+    """
+    return library_name(transformers, __name__, name)
