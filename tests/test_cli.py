@@ -38,7 +38,7 @@ EVERY = [
 RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 RUN = ("--epochs", "1", "--level", "O0", "--out", "run")
-INTERRUPTED = "interrupted; what `train` had saved can be gone on with by --resume"
+INTERRUPTED = "interrupted; `train --resume` continues from the last checkpoint"
 NOT_UTF8 = "not UTF-8: byte 0xff at offset 2; save it as UTF-8."
 SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
 
@@ -175,10 +175,10 @@ def test_env(
     assert torch.__version__ in out
     facts, rates, advice = json.loads((here / "env.json").read_text(encoding="utf-8"))
     assert [each["title"] for each in (facts, rates, advice)] == [
-        *("Machine", "Matrix products, measured", "Advice")
+        *("Machine", "Matmul rates, measured", "Advice")
     ]
     assert "2.0" in json.dumps(rates)
-    assert "bf16 matrix products run 2.0 times as fast as fp32" in out
+    assert "bf16 matmuls run 2.0 times as fast as fp32" in out
 
 
 def test_json_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_emulation_is_warned_of(
     monkeypatch.setattr(hardware, "native", lambda *_: "")
     assert leave(*TRAIN, *RUN[:2], "--level", "O2", "--dtype", "bf16") == 0
     assert capsys.readouterr().err == (
-        "halfstep: warning: dtype=bf16: this cpu runs bf16 matrix products at 0.250 "
+        "halfstep: warning: dtype=bf16: this cpu runs bf16 matmuls at 0.250 "
         "TFLOP/s, fp32 at 1.000 (it has no instructions for it): expect 4.0 times the "
         "time. Use level O0.\n"
     )

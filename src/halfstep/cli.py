@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 _STANDARD_OUTPUT = Path("-")
 _EPILOG = """\
 examples:
-  halfstep env                               what this machine can do, and why
-  halfstep train                             the built-in emotions, best level for here
+  halfstep env                               16-bit speed of this machine
+  halfstep train                             train on built-in data
   halfstep train --data posts.csv --out runs/posts
-  halfstep train --resume --out runs/posts   after a crash
-  halfstep predict runs/latest "..."         labels, or entities
-  halfstep doctor runs/latest                what went wrong or will, and what mends it
-  halfstep run script.py --epochs 3          your own script, unedited, in 16 bits
-  halfstep plan my_models:make_one           which operations run in 16 bits, and why
+  halfstep train --resume --out runs/posts   continue after a crash
+  halfstep predict runs/latest "..."         print labels or entities
+  halfstep doctor runs/latest                find problems of a run
+  halfstep run script.py --epochs 3          your own script in 16 bits
+  halfstep plan my_models:make_one           a plan for one model
   torchrun --nproc-per-node 2 -m halfstep train
 """
 
@@ -59,14 +59,16 @@ def run(words: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(words)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            # torch's, of every installation without the extras; what needs numpy asks.
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
             arguments.command(arguments)
     except BrokenPipeError:
-        return 0  # whoever read our output has seen enough; the work is done
+        return 0  # the reader closed the pipe; the work is done
     except (UserError, OSError) as error:
         return print_error(error, 2)
     except KeyboardInterrupt:
-        saved = "what `train` had saved can be gone on with by --resume"
-        return print_error(f"interrupted; {saved}", 130)
+        advice = "`train --resume` continues from the last checkpoint"
+        return print_error(f"interrupted; {advice}", 130)
     except Exception as error:
         status = _outcome(error)
         if status is None:
@@ -105,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = Parser(
         prog="halfstep",
-        description="Train PyTorch models in mixed precision, and see what it did.",
+        description="Train PyTorch models in mixed precision.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -128,7 +130,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="write what is printed as data; - prints it instead, on standard output",
+        help="write the result as JSON; - prints JSON instead of text",
     )
 
 
@@ -188,14 +190,16 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
     mode.add_argument(
         "--check",
         action="store_true",
-        help="try settings, data and model for a few steps, show what a run would be "
-        "and whether level and dtype suit it, and write nothing in --out",
+        help="train a few steps, print the time and memory that the run will take and "
+        "whether level and dtype suit it, and write nothing to --out",
     )
     mode.add_argument(
-        "--resume", action="store_true", help="go on with the run in --out"
+        "--resume",
+        action="store_true",
+        help="continue the run in --out from its newest checkpoint",
     )
     mode.add_argument(
-        "--overwrite", action="store_true", help="begin a run in place of that in --out"
+        "--overwrite", action="store_true", help="replace the run in --out"
     )
     parser.set_defaults(command=_train)
 
@@ -227,24 +231,26 @@ def _train(arguments: argparse.Namespace) -> None:
 def _add_predict(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "predict",
-        help="label texts, or find entities in them, with a finished run",
-        description="Print what a finished run makes of texts: a label and the "
+        help="label texts, or find entities in them, with a trained model",
+        description="Run the model of a finished run on texts: print a label and the "
         "probability of each class, or the entities.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a finished run")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN_DIR", help="folder of a finished run"
+    )
     parser.add_argument(
         "texts",
         nargs="+",
         metavar="TEXT",
-        help="texts to read; - reads standard input, one a line; blank ones are left "
-        "out",
+        help="one or more texts; - reads standard input, one text per line; blank "
+        "texts are left out",
     )
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="write one JSON object a text to a file, and show progress instead of "
-        "a table: for many texts; - is standard output",
+        help="write one JSON object per text to a file, and show progress instead of "
+        "a table; - writes to standard output",
     )
     parser.set_defaults(command=_predict)
 
@@ -273,18 +279,19 @@ def _predict(arguments: argparse.Namespace) -> None:
 def _add_doctor(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "doctor",
-        help="what went wrong in a run or will, and what mends it",
-        description="Judge a run by its files alone: steps, statistics of a probe, "
-        "profile, machine. Worst first, then what could not be looked at. The exit "
-        "status is 0 whatever is found: --json is for programs.",
+        help="find numerical and speed problems of a run, and their fixes",
+        description="Check a run from its files: metrics, statistics of a probe, "
+        "profile, machine. Print the problems, the worst first, with their fixes, and "
+        "the checks for which data is missing. Problems do not change the exit status: "
+        "programs read --json.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of a run")
     _add_json(parser)
     parser.add_argument(
         "--html",
         type=Path,
         metavar="FILE",
-        help="write a page with histograms and profile; it needs no network",
+        help="write a page with histograms and profile",
     )
     parser.set_defaults(command=_doctor)
 
@@ -308,8 +315,9 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
 
     parser = commands.add_parser(
         "bench",
-        help="measure levels and peers side by side",
-        description="Measure halfstep beside what people use instead, in one run.",
+        help="compare levels and other libraries in time, memory and accuracy",
+        description="Measure halfstep against torch.amp and other libraries, in turn "
+        "in one run.",
     )
     kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=Parser)
     for word, bench in BENCHES.items():
@@ -336,17 +344,18 @@ def _add_run(commands: Any) -> None:  # noqa: ANN401
 
     parser = commands.add_parser(
         "run",
-        help="train with an unedited script in mixed precision",
+        help="run an unmodified training script in mixed precision",
         usage="%(prog)s [--level LEVEL] [--dtype DTYPE] [-m] SCRIPT [ARGUMENT ...]",
-        description="Run a PyTorch script that nobody edits: its modules are called in "
-        "16 bits, fp16 losses are scaled, and steps with inf or NaN are skipped. "
-        "HALFSTEP=bf16 in the environment of any program does the same.",
+        description="Run an unmodified PyTorch script in mixed precision: its modules "
+        "compute in 16 bits, fp16 losses are scaled, and optimizer steps with inf or "
+        "NaN in a gradient are skipped. The environment variable HALFSTEP=bf16 does "
+        "the same for any program.",
     )
     parser.add_argument(
         "--level",
         default="O1",
-        help="O1, O0 (the script as it is), or auto: O1 where 16 bits were measured to "
-        "be faster here (default O1)",
+        help="O1; O0 (the script as it is); or auto: O1 if 16 bits were measured to be "
+        "faster on this machine, otherwise O0 (default O1)",
     )
     parser.add_argument(
         "--dtype",
@@ -354,7 +363,10 @@ def _add_run(commands: Any) -> None:  # noqa: ANN401
         help=f"{', '.join(DTYPES)} (default auto: bf16; fp16 on a GPU without bf16)",
     )
     parser.add_argument(
-        "-m", action="store_true", dest="module", help="SCRIPT is a module's name"
+        "-m",
+        action="store_true",
+        dest="module",
+        help="SCRIPT is the name of a module, as in python -m",
     )
     parser.add_argument(
         "words",
@@ -378,10 +390,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 _KINDS = {
-    "allow": "that gain by 16 bits",
-    "infer": "that go with their neighbours",
-    "clear": "that only move values",
-    "deny": "that stay fp32",
+    "allow": "to run in 16 bits",
+    "infer": "to run in 16 bits if a neighbour does",
+    "clear": "that only move data, in the dtype of their neighbours",
+    "deny": "to keep in fp32",
 }
 
 
@@ -390,20 +402,26 @@ def _add_plan(commands: Any) -> None:  # noqa: ANN401
 
     parser = commands.add_parser(
         "plan",
-        help="which operations of a model run in 16 bits, and why",
+        help="plan which operations of a model run in 16 bits, and print why",
         usage="%(prog)s [flags] MODEL",
-        description="Plan the precision of a model for this machine: operations and "
-        "casts are timed, and the cheapest assignment that the policy allows is shown.",
+        description="Plan the precision of a model for this machine: measure the time "
+        "of its operations and casts, and print the fastest assignment of dtypes that "
+        "the policy allows.",
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="module:function, which returns a model and a tuple of inputs; a .pt2 "
-        "file of torch.export.save; or the folder of a transformers model, or of a run "
+        help="module:function that returns a model and a tuple of inputs; a .pt2 file "
+        "of torch.export.save; or the folder of a transformers model or of a run "
         "(weights are not read)",
     )
     parser.add_argument("--dtype", default="bf16", help="bf16 or fp16 (default bf16)")
-    parser.add_argument("--policy", default="lean", help="(default lean)")
+    parser.add_argument(
+        "--policy",
+        default="lean",
+        help="lean or torch, and rules after it, such as 'lean + op:softmax=fp32' "
+        "(default lean)",
+    )
     parser.add_argument(
         "--level",
         default="O1",
@@ -420,31 +438,44 @@ def _add_plan(commands: Any) -> None:  # noqa: ANN401
             f"--{kind}", metavar="OP,OP", default="", help=f"operations {which}"
         )
     parser.add_argument(
-        "--batch", type=positive_int, default=8, metavar="N", help="texts (default 8)"
+        "--batch",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="texts of a batch, for a folder (default 8)",
     )
     parser.add_argument(
         "--length",
         type=positive_int,
         default=128,
         metavar="N",
-        help="tokens of a text (default 128)",
+        help="tokens of a text, for a folder (default 128)",
     )
     parser.add_argument(
         "--trust-file",
         action="store_true",
         help="load a .pt2 file, which can run code that it holds",
     )
-    parser.add_argument("--explain", metavar="NODE", help="all about one operation")
+    parser.add_argument(
+        "--explain",
+        metavar="NODE",
+        help="print inputs, casts, users and times of one operation",
+    )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="run it, torch.autocast and fp32 in turn, and show their times, too",
+        help="also run the planned model, torch.autocast and fp32, and print times",
     )
     parser.add_argument(
-        "--refresh", action="store_true", help="time all operations again"
+        "--refresh",
+        action="store_true",
+        help="measure all operations again instead of using cached times",
     )
     parser.add_argument(
-        "--load", type=Path, metavar="FILE", help="show the plan in a file instead"
+        "--load",
+        type=Path,
+        metavar="FILE",
+        help="print the plan in a file instead of planning",
     )
     parser.add_argument(
         "--save", type=Path, metavar="FILE", help="write the plan as TOML, to edit"
@@ -525,12 +556,14 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _add_env(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "env",
-        help="what this machine can do, and the level to use",
-        description="Show the machine, its measured matrix-product rates, and the "
-        "level and dtype that follow from them.",
+        help="print the 16-bit speed of this machine and the recommended level",
+        description="Print what this machine has, the measured rates of matmuls, and "
+        "the recommended level and dtype.",
     )
     parser.add_argument(
-        "--refresh", action="store_true", help="measure again instead of remembering"
+        "--refresh",
+        action="store_true",
+        help="measure again instead of using cached rates",
     )
     _add_json(parser)
     parser.set_defaults(command=_env)
@@ -545,8 +578,8 @@ def _env(arguments: argparse.Namespace) -> None:
 def _add_levels(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "levels",
-        help="the levels O0 to O3 as a table",
-        description="Show what each level stores and computes in 16 bits.",
+        help="print the levels O0 to O3 as a table",
+        description="Print what each level stores and computes in 16 bits.",
     )
     _add_json(parser)
     parser.set_defaults(command=_levels)

@@ -40,7 +40,7 @@ def test_help_describes_the_contenders(
     named = [line.split(maxsplit=1)[0] for line in lines[start + 1 :]]
     assert named == list(contenders.RECIPE)
     assert max(len(line) for line in lines) <= 80
-    assert "--steps N steps in one turn (default 3)" in " ".join(
+    assert "--steps N steps of a contender in a round (default 3)" in " ".join(
         " ".join(lines).split()
     )
 

@@ -56,7 +56,7 @@ ADVICE = {
         Recommendation(
             "O2",
             "bf16",
-            "bf16 matrix products run 4.0 times as fast as fp32 on this cpu "
+            "bf16 matmuls run 4.0 times as fast as fp32 on this cpu "
             "(AVX512-BF16, AMX-BF16)",
         ),
     ),
@@ -66,7 +66,7 @@ ADVICE = {
         Recommendation(
             "O0",
             "fp32",
-            "bf16 matrix products run at 0.25 of fp32's rate on this cpu (no bf16 "
+            "bf16 matmuls run at 0.25 of fp32's rate on this cpu (no bf16 "
             "instructions); 1.5 is the least that pays for the casts",
         ),
     ),
@@ -76,7 +76,7 @@ ADVICE = {
         Recommendation(
             "O0",
             "fp32",
-            "bf16 matrix products run at 1.45 of fp32's rate on this cpu "
+            "bf16 matmuls run at 1.45 of fp32's rate on this cpu "
             "(AVX512-BF16); 1.5 is the least that pays for the casts",
         ),
     ),
@@ -86,7 +86,7 @@ ADVICE = {
         Recommendation(
             "O2",
             "bf16",
-            "bf16 matrix products run 3.0 times as fast as fp32 on this cpu",
+            "bf16 matmuls run 3.0 times as fast as fp32 on this cpu",
         ),
     ),
     "fp16 on a CPU": (
@@ -95,7 +95,7 @@ ADVICE = {
         Recommendation(
             "O0",
             "fp32",
-            "bf16 matrix products run at 1.00 of fp32's rate on this cpu (no bf16 "
+            "bf16 matmuls run at 1.00 of fp32's rate on this cpu (no bf16 "
             "instructions); 1.5 is the least that pays for the casts",
         ),
     ),
@@ -105,7 +105,7 @@ ADVICE = {
         Recommendation(
             "O0",
             "fp32",
-            "bf16 matrix products run at 1.00 of fp32's rate on this cuda (no bf16 "
+            "bf16 matmuls run at 1.00 of fp32's rate on this cuda (no bf16 "
             "instructions); 1.5 is the least that pays for the casts",
         ),
     ),
@@ -115,7 +115,7 @@ ADVICE = {
         Recommendation(
             "O2",
             "fp16",
-            "fp16 matrix products run 5.0 times as fast as fp32 on this cuda "
+            "fp16 matmuls run 5.0 times as fast as fp32 on this cuda "
             "(compute capability 7.5)",
         ),
     ),
@@ -125,7 +125,7 @@ ADVICE = {
         Recommendation(
             "O2",
             "bf16",
-            "bf16 matrix products run 15.0 times as fast as fp32 on this cuda "
+            "bf16 matmuls run 15.0 times as fast as fp32 on this cuda "
             "(compute capability 8.0)",
         ),
     ),
@@ -135,7 +135,7 @@ ADVICE = {
         Recommendation(
             "O2",
             "bf16",
-            "bf16 matrix products run 14.0 times as fast as fp32 on this cuda "
+            "bf16 matmuls run 14.0 times as fast as fp32 on this cuda "
             "(compute capability 9.0)",
         ),
     ),
@@ -207,7 +207,7 @@ def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a format slower than fp32 is named with both rates, cause and remedy."""
     plant(monkeypatch, cpu("AVX512"), rates(0.5, 0.125, 0.5))
     assert hardware.emulation_warning("bf16") == (
-        "dtype=bf16: this cpu runs bf16 matrix products at 0.125 TFLOP/s, fp32 at "
+        "dtype=bf16: this cpu runs bf16 matmuls at 0.125 TFLOP/s, fp32 at "
         "0.500 (it has no instructions for it): expect 4.0 times the time. "
         "Use level O0."
     )
@@ -215,7 +215,7 @@ def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.emulation_warning("fp32") is None
     plant(monkeypatch, cpu("AVX512-FP16"), rates(1.0, 1.0, 0.1))
     assert hardware.emulation_warning("fp16", "cpu") == (
-        "dtype=fp16: this cpu runs fp16 matrix products at 0.100 TFLOP/s, fp32 at "
+        "dtype=fp16: this cpu runs fp16 matmuls at 0.100 TFLOP/s, fp32 at "
         "1.000 (although it has AVX512-FP16): expect 10.0 times the time. "
         "Use level O0."
     )

@@ -159,11 +159,12 @@ def _network(width: int, batch: int) -> Flags:
 _DEVICE = {"choices": ("cpu", "cuda"), "help": "(default cuda if there is one)"}
 _DTYPE = _choice("16-bit format", "bf16", "fp16")
 _PLACE: Flags = {"dtype": _DTYPE, "device": _DEVICE}
-_ROUNDS = "turns of each contender"
+_ROUNDS = "rounds: in each, every contender is measured once"
 _RUNS = "runs of each contender"
 _MICRO_BATCHES = "micro-batches of one step"
+_MODELS = "tiny, small, or a name that transformers loads"
 _MODEL: Flags = {
-    "model": _flag("", "tiny", str, "NAME"),
+    "model": _flag(_MODELS, "tiny", str, "NAME"),
     "epochs": _flag("passes over the data (default as halfstep train)"),
 }
 _ENCODER: Flags = {
@@ -222,16 +223,17 @@ _RECIPE_LINES = (f"  {n:<16}{c.description}" for n, c in contenders.RECIPE.items
 BENCHES = {
     "recipe": Bench(
         "training_step.recipe",
-        "torch's recipe network, beside torch.amp, Accelerate, Fabric and by hand",
-        "Train a few large linear layers with every level and form of masters, and "
-        "with what people use instead, a process each; print time, memory and loss.",
+        "large linear layers: all levels, torch.amp, Accelerate, Fabric, by hand",
+        "Train a few large linear layers (torch's AMP recipe) at every level, with "
+        "every form of master weights, and with other libraries, each in its own "
+        "process; print time, memory and loss.",
         {
             **_network(4096, 512),
             "accumulate": _flag(_MICRO_BATCHES, 1),
             "optimizer": _choice(
                 "what updates the weights", "sgd", "sgd-momentum", "adamw"
             ),
-            "steps": _flag("steps in one turn", 3),
+            "steps": _flag("steps of a contender in a round", 3),
             "contenders": _names(contenders.RECIPE),
             **_PLACE,
             "rounds": _flag(_ROUNDS, 9),
@@ -240,9 +242,9 @@ BENCHES = {
     ),
     "optimizer": Bench(
         "optimizer_step.optimizer",
-        "an update in each form of master weights, beside a copy of memory",
-        "Time the update of weights in each form, as multiples of a copy that moves "
-        "as many bytes, and count the bytes that a parameter takes.",
+        "an optimizer update with each form of master weights",
+        "Time the optimizer update with each form of master weights, as a multiple of "
+        "a copy that moves as many bytes, and count the bytes per parameter.",
         {
             "layers": _flag("weights", 3),
             "width": _flag("rows and columns of each weight", 4096),
@@ -256,25 +258,23 @@ BENCHES = {
     ),
     "train": Bench(
         "train.train",
-        "the text classifier at each level, beside a plain torch.amp loop",
-        "Train the same model on the same texts at each level and with the loop that "
-        "most people write; print time, memory and quality.",
+        "the text classifier at each level, against a plain torch.amp loop",
+        "Train the same model on the same texts at each level and with a plain "
+        "torch.amp loop; print time, memory and quality.",
         {
             **_data("texts"),
-            "seed": _flag("", 123, int),
-            "epochs": _flag("", 1),
-            "model": _flag(
-                "tiny, small, or what transformers loads", "tiny", str, "NAME"
-            ),
-            "repeats": _flag("runs each", 1),
+            "seed": _flag("seed", 123, int),
+            "epochs": _flag("passes over the data", 1),
+            "model": _flag(_MODELS, "tiny", str, "NAME"),
+            "repeats": _flag(_RUNS, 1),
             "contenders": _names(contenders.TRAIN),
         },
     ),
     "quality": Bench(
         "accuracy.quality",
-        "accuracy at each level and form of masters, beside fp32, over seeds",
+        "accuracy at each level and form of master weights, over seeds",
         "Train the same classifier from the same seeds in fp32, at each level, and "
-        "with each form of master weights; print quality with its intervals.",
+        "with each form of master weights; print quality with confidence intervals.",
         {
             **_data("texts"),
             "share": _flag("share of a single file for evaluation", 0.2, share, "P"),
@@ -292,7 +292,7 @@ BENCHES = {
         {
             **_data("entities"),
             **_MODEL,
-            "batch-size": _flag("", 32),
+            "batch-size": _flag("texts of one step", 32),
             "lr": _flag(
                 "learning rate of all contenders, and of single ones, such as "
                 "1e-3,O1-fp16=5e-4 (default as halfstep train)",
@@ -311,14 +311,14 @@ BENCHES = {
     ),
     "autocast": Bench(
         "autocast.tables",
-        "what one operation and one autocast context cost, beside torch.autocast",
-        "Time operations in torch.autocast and in halfstep's, under torch's own table "
-        "and under rules, and the autocast contexts themselves.",
+        "overhead of one operation and one autocast context",
+        "Time operations under torch.autocast and under halfstep.autocast, with "
+        "torch's own table and with rules, and the autocast contexts themselves.",
         {
             "sizes": _flag(
                 "rows and columns of the operands", [8, 512], positive_ints, "N,N"
             ),
-            "calls": _flag("calls in one turn, fewer of slow ones", 2000),
+            "calls": _flag("calls in a round, fewer of slow ones", 2000),
             "threads": _flag("threads inside an operation on a CPU", 1),
             **_PLACE,
             "rounds": _flag(_ROUNDS, 21),
@@ -326,9 +326,9 @@ BENCHES = {
     ),
     "plan": Bench(
         "plan.tables",
-        "planned models beside torch.autocast: casts, step time, predicted time",
+        "planned models against torch.autocast: casts, time, predicted time",
         "Train five models under torch.autocast, under the lean policy, and as planned "
-        "by painting and by the minimum cut; print casts, times, and predictions.",
+        "by painting and by the minimum cut; print casts, times and predicted times.",
         {
             "models": _names(contenders.PLANNED),
             **_PLACE,
@@ -337,9 +337,9 @@ BENCHES = {
     ),
     "accumulate": Bench(
         "training_step.accumulate",
-        "gradient accumulation, beside a plain torch.amp loop",
-        "Train a few large linear layers, several micro-batches to a step; print time, "
-        "memory, and how often weights are cast.",
+        "gradient accumulation, against a plain torch.amp loop",
+        "Train a few large linear layers with several micro-batches per step; print "
+        "time, memory, and how often weights are cast.",
         {
             **_network(4096, 512),
             "accumulate": _flag(_MICRO_BATCHES, 8),
@@ -356,9 +356,9 @@ BENCHES = {
     ),
     "scaler": Bench(
         "scaler.tables",
-        "what a GradScaler adds to a step, beside torch.amp's",
-        "Time scaling, unscaling, the check and the update of the scale, by torch's "
-        "GradScaler and by ours, in steps of several optimizers.",
+        "overhead of a GradScaler in a step, against torch.amp's",
+        "Time scaling, unscaling, the inf check and the update of the loss scale with "
+        "torch's GradScaler and with halfstep's, for several optimizers.",
         {
             "shapes": _flag(
                 "N gradients of M x M", ["1000x16", "3x4096"], shapes, "NxM,NxM"
@@ -366,20 +366,20 @@ BENCHES = {
             "optimizer": _names(
                 contenders.SCALER_OPTIMIZERS, "none", "sgd", "adamw-fused"
             ),
-            "calls": _flag("steps in one turn, fewer of slow ones", 50),
+            "calls": _flag("steps in a round, fewer of slow ones", 50),
             "device": _DEVICE,
             "rounds": _flag(_ROUNDS, 21),
         },
     ),
     "probe": Bench(
         "encoder.probe_tables",
-        "what a probe adds to a step: flags, sampled and full statistics",
+        "overhead of a probe in a step: flags, sampled and full statistics",
         "Train a BERT encoder from scratch on synthetic texts without a probe, and "
-        "with one in each mode, in turn; print what a step takes.",
+        "with one in each mode, in turn; print the time of a step.",
         {
             **_ENCODER,
             "every": _flag("steps from one sample of statistics to the next", 100),
-            "loop": _choice("how it trains", *contenders.ENCODER, default="O1 lean"),
+            "loop": _choice("training loop", *contenders.ENCODER, default="O1 lean"),
         },
     ),
     "wire": Bench(
@@ -399,9 +399,9 @@ BENCHES = {
     ),
     "traces": Bench(
         "scale_traces.tables",
-        "steps lost to overflow under each library's rule for the scale",
+        "steps skipped under each library's loss scale rule",
         "Replay recorded and synthetic gradient maxima through the rules of "
-        "torch.amp, Megatron, DeepSpeed and ours; print steps lost and final scales.",
+        "torch.amp, Megatron, DeepSpeed and halfstep; print skipped steps and scales.",
         {"steps": _flag("steps of each trace", 5000)},
     ),
 }

@@ -47,7 +47,7 @@ _NATIVE = {
 
 WORTH_IT = 1.5
 """Least measured rate over fp32's for which a 16-bit format is recommended. A guess:
-casts and everything that is not a matrix product must be paid from the difference."""
+casts and everything that is not a matmul must be paid from the difference."""
 
 SLOWER = 0.9
 """Measured rate over fp32's below which a format counts as slower: two formats that
@@ -288,11 +288,11 @@ def recommend(device: str | None = None) -> Recommendation:
         means, times = native(dtype, where), rates[dtype] / rates["fp32"]
         if times >= WORTH_IT and (means or where == "cpu"):
             by = f" ({_hardware(dtype, where)})" if means else ""
-            reason = f"{dtype} matrix products run {times:.1f} times as fast as fp32"
+            reason = f"{dtype} matmuls run {times:.1f} times as fast as fp32"
             reason += f" on this {where}{by}{_load_caveat(where, rates)}"
             return Recommendation("O2", dtype, reason)
     reason = (
-        f"bf16 matrix products run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
+        f"bf16 matmuls run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
         f"rate on this {where} ({_hardware('bf16', where) or 'no bf16 instructions'}); "
         f"{WORTH_IT} is the least that pays for the casts{_load_caveat(where, rates)}"
     )
@@ -308,7 +308,7 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     means = _hardware(dtype, where)
     cause = f"although it has {means}" if means else "it has no instructions for it"
     return (
-        f"dtype={dtype}: this {where} runs {dtype} matrix products at "
+        f"dtype={dtype}: this {where} runs {dtype} matmuls at "
         f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f} ({cause}): expect "
         f"{rates['fp32'] / rates[dtype]:.1f} times the time"
         f"{_load_caveat(where, rates)}. Use level O0."
@@ -402,7 +402,7 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     return (
         Table("Machine", ("what", "value"), tuple(machine_rows)),
         Table(
-            "Matrix products, measured",
+            "Matmul rates, measured",
             (*columns, "hardware for it"),
             tuple(rows),
             tuple(notes),

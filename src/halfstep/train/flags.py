@@ -10,117 +10,109 @@ from halfstep.train.config import SETTINGS, flag_of, type_of
 from halfstep.train.config_file import read_file
 
 DESCRIPTION = (
-    "Train a model that labels texts, or finds entities in them. Without flags: six "
-    "emotions in built-in sentences, a small model from scratch, in the precision that "
-    "this machine runs best."
+    "Train a model that classifies texts, or finds entities in them. Without flags, a "
+    "small model learns six emotions from built-in sentences, at the level recommended "
+    "for this machine."
 )
 
 HELP: dict[str, dict[str, str]] = {
     "data": {
-        "task": "what is learned: classify (one label a text) or ner (entities in a "
-        "text) (default classify: the simpler one)",
+        "task": "classify (one label per text) or ner (named entities in texts) "
+        "(default classify)",
         "data": "file of texts and labels (.csv, .tsv, .json, .jsonl, .ndjson), for "
         "ner of entities (.json, .jsonl, .ndjson) or tagged tokens (.bmes, .bio, "
         ".bioes, .conll, .iob, .txt); or a folder with train.*, dev.* and perhaps "
         "test.* (default: a small built-in set)",
         "text_column": "column of a table, or key of a JSON row, that holds the text; "
         "for classify (default: text, or the first of two columns)",
-        "label_column": "the same of the label (default: label, or the second of two "
+        "label_column": "likewise for the label (default: label, or the second of two "
         "columns)",
-        "labels": "names of the classes in order of their ids, or of the kinds of "
-        "entities, with commas (default: those in the training data)",
+        "labels": "names of the classes in order of their ids, or of the entity types, "
+        "separated by commas (default: those in the training data)",
         "limit": "use the first N rows only (of train.*, in a folder) (default: all)",
-        "dev_share": "share of a single file kept for evaluation (default 0.08: most "
-        "is for training)",
-        "max_length": "tokens after which a text is cut (default 128: a paragraph; "
-        "longer takes more memory and time)",
+        "dev_share": "share of a single file to evaluate on (default 0.08)",
+        "max_length": "tokens after which a text is cut (default 128; more takes more "
+        "memory and time)",
     },
     "model": {
         "model": "tiny (4 layers x 256) or small (6 x 384), from scratch with a "
         "vocabulary of the training text's characters; or a folder or hub name to "
-        "fine-tune (default tiny: no download, quick even on a CPU)",
+        "fine-tune (default tiny: no download, fast on a CPU)",
         "dropout": "share of activations dropped at random (default 0.1 from scratch, "
         "as in BERT, or the fine-tuned model's own)",
-        "mask_tokens": "share of training tokens hidden at random, against learning by "
-        "heart (default from scratch 0.3, for ner 0.1, as a tag hangs on its own "
-        "token; 0 when fine-tuning)",
-        "freeze": "parameters not trained: patterns of their names, with commas, such "
-        "as '*.embeddings.*' (default: none, all are trained)",
+        "mask_tokens": "share of training tokens masked at random, against overfitting "
+        "(default from scratch 0.3, for ner 0.1; 0 when fine-tuning)",
+        "freeze": "parameters that are not trained: patterns of their names, separated "
+        "by commas, such as '*.embeddings.*' (default: none)",
     },
     "precision": {
         "level": "how much runs in 16 bits, O0 (nothing) to O3 (everything), see "
-        "`halfstep levels` (default auto: O2 where it was measured to be faster on "
-        "this machine, otherwise O0; or O2 where only --dtype is given)",
+        "`halfstep levels` (default auto: O2 if 16 bits were measured to be faster on "
+        "this machine, otherwise O0; O2 if only --dtype is given)",
         "dtype": "the 16-bit format, bf16 or fp16 (default auto: bf16, and fp16 on a "
         "GPU without bf16)",
-        "loss_scale": "what the loss is multiplied by: dynamic, measured, logmax, none "
-        "or a number (default auto: dynamic for fp16, in which small gradients vanish; "
-        "otherwise none)",
-        "master": "what is kept beside each 16-bit weight at O2: fp32, split, kahan, "
-        "stochastic or none; split, kahan and stochastic need bf16 (default fp32: "
-        "exact)",
-        "policy": "lean or torch, with rules behind: 'lean + module:classifier=fp32 + "
-        "op:softmax=fp32'; or a TOML file that holds them (default lean: fewer casts "
-        "than torch)",
+        "loss_scale": "factor on the loss: dynamic, measured, logmax, none or a number "
+        "(default auto: dynamic for fp16, otherwise none)",
+        "master": "form of the master weights at O2: fp32, split, kahan, stochastic or "
+        "none; split, kahan and stochastic need bf16 (default fp32)",
+        "policy": "which operations run in 16 bits: lean or torch, and rules after it, "
+        "such as 'lean + module:classifier=fp32 + op:softmax=fp32'; or a TOML file "
+        "that holds a policy (default lean: fewer casts than torch)",
     },
     "training": {
         "epochs": "passes over the training data (default 20 from scratch with under "
-        "5000 texts, which need repeating, otherwise 3)",
-        "max_steps": "optimizer steps after which training ends, where the learning "
-        "rate reaches 0 (default: none, --epochs decides; given alone, texts are "
-        "repeated until then)",
+        "5000 texts, otherwise 3)",
+        "max_steps": "optimizer steps after which training ends and the learning rate "
+        "reaches 0 (default: set by --epochs; without --epochs, texts are repeated "
+        "until then)",
         "batch_size": "texts in one optimizer step, over all processes and "
-        "micro-batches (default 32: usual in fine-tuning)",
-        "accumulate": "micro-batches that make up one step (default 1: the quickest; "
-        "more take less memory)",
+        "micro-batches (default 32)",
+        "accumulate": "micro-batches of one step (default 1: fastest; more take less "
+        "memory)",
         "lr": "peak learning rate (default from scratch 5e-4, for ner 1e-3; when "
-        "fine-tuning 3e-5, to keep what the model knows)",
-        "layer_decay": "learning rate of each layer, as a share of the layer above's "
-        "(default 1.0: all alike; 0.9 keeps more of what a fine-tuned model knows)",
-        "weight_decay": "of weight matrices, not of biases and norms (default 0.01, as "
-        "in BERT)",
-        "warmup": "share of the steps in which the rate rises (default 0.1: the first "
-        "steps are unsteady)",
-        "clip": "largest gradient norm (default 1.0: no one batch throws the model "
-        "far)",
-        "label_smoothing": "share of each label that is spread over all (default 0.0: "
-        "labels are trusted; 0.1 bears some wrong ones)",
-        "class_weights": "balanced: the rarer a class, the more its texts count; or a "
-        "number a class, in the order of --labels, with commas; for classify (default: "
-        "all texts count alike)",
-        "patience": "stop after N evaluations without a better score (default: never, "
-        "as the rate falls to 0 only at the end)",
-        "best_by": "score that says which weights are kept as the model: for classify "
+        "fine-tuning 3e-5)",
+        "layer_decay": "factor on the learning rate from each layer to the layer below "
+        "(default 1.0: all layers alike; 0.9 changes lower layers less)",
+        "weight_decay": "weight decay of matrices, not of biases and norms (default "
+        "0.01, as in BERT)",
+        "warmup": "share of the steps in which the learning rate rises (default 0.1)",
+        "clip": "norm that gradients are clipped to (default 1.0)",
+        "label_smoothing": "share of each label that is spread over all classes "
+        "(default 0.0; 0.1 suits noisy labels)",
+        "class_weights": "weights of the classes in the loss: balanced (rare classes "
+        "weigh more), or one number per class in the order of --labels, separated by "
+        "commas; for classify (default: equal weights)",
+        "patience": "stop after N evaluations without a better score (default: never)",
+        "best_by": "score that selects the weights of the final model: for classify "
         "macro_f1 (default: rare classes count as much), accuracy or loss; for ner f1 "
         "(default: each entity counts as much), macro_f1 or loss",
-        "eval_every": "evaluate and save a checkpoint every N steps (default: once an "
-        "epoch, with each text seen as often)",
-        "seed": "of weights, order, dropout, hidden tokens, and the split of a single "
-        "file (default 0: the same run each time)",
+        "eval_every": "evaluate and save a checkpoint every N steps (default: once per "
+        "epoch)",
+        "seed": "seed of weights, order, dropout, masked tokens, and the split of a "
+        "single file (default 0)",
     },
     "machine": {
-        "device": "cpu or cuda (default auto: cuda where there is one)",
-        "workers": "processes that prepare batches (default 2 for a GPU, 0 on a CPU, "
-        "whose cores are busy training)",
-        "compile": "use torch.compile (default off: it starts slowly, and pays in long "
-        "runs)",
-        "recompute": "compute activations again in the backward pass instead of "
-        "keeping them: less memory (default off: it takes time)",
-        "parallel": "with many processes, each holds a whole model (ddp) or a part of "
-        "it (fsdp2) (default ddp: faster where the model fits)",
+        "device": "cpu or cuda (default auto: cuda if there is one)",
+        "workers": "processes that prepare batches (default 2 for a GPU, 0 on a CPU)",
+        "compile": "use torch.compile (default off: compiling takes time, which only "
+        "long runs regain)",
+        "recompute": "activation checkpointing: compute activations again in the "
+        "backward pass, for less memory (default off: it takes time)",
+        "parallel": "with several processes, each holds the whole model (ddp) or a "
+        "shard of it (fsdp2) (default ddp: faster if the model fits)",
     },
     "run": {
-        "out": "folder to write (default runs/latest)",
-        "keep": "newest checkpoints kept, besides the best (default 2: should one be "
-        "damaged, there is one before it)",
+        "out": "folder of the run (default runs/latest)",
+        "keep": "number of newest checkpoints to keep, besides the best (default 2: if "
+        "one is damaged, the one before it is used)",
         "tensorboard": "write the curves for TensorBoard too (default off: "
         "report.html shows them)",
-        "probe": "watch each module's output and gradients, for `halfstep doctor`: "
-        "flags (is all finite), sampled (how large numbers are, in each 100th step) or "
-        "full (in each step) (default off: it takes time)",
+        "probe": "record each module's output and gradients, for `halfstep doctor`: "
+        "flags (finite or not), sampled (statistics of every 100th step) or full "
+        "(statistics of every step) (default off: it takes time)",
     },
 }
-"""Group -> setting -> what is said about it."""
+"""Group -> setting -> its help."""
 
 _METAVARS = {
     "task": "classify|ner",
@@ -147,8 +139,8 @@ _METAVARS = {
 """Setting, or type of settings -> what stands for its value."""
 
 _CONFIG_HELP = """\
-A file for --config holds settings by their names, one a line; words stand in quotes. \
-Flags win over it. An example:
+A --config file is TOML: one setting per line, by its name; text is in quotes. \
+Flags override it. Example:
   data = "posts.csv"
   batch_size = 16
   compile = true
@@ -156,11 +148,11 @@ Flags win over it. An example:
 _EXIT_STATUS_HELP = """\
 exit status:
   0    done
-  1    training failed: the loss diverged, no loss scale helped, or another process \
-was lost
+  1    training failed: the loss diverged, the loss scale collapsed, or another \
+process was lost
   2    a setting, a file or the machine cannot be used; one line says why
-  130  stopped by Ctrl-C (SIGINT); once steps run, after saving a checkpoint: go on \
-with --resume
+  130  stopped by Ctrl-C (SIGINT), after saving a checkpoint if steps were running: \
+continue with --resume
   143  stopped by SIGTERM, likewise
 """
 
