@@ -54,7 +54,7 @@ O0 = _level("O0", "fp32 throughout: the baseline")
 O1 = _level("O1", "fp32 weights, each operation cast as the policy says", "autocast")
 O2 = _level(
     "O2",
-    "16-bit weights, fp32 normalisation, fp32 masters in the optimizer",
+    "16-bit weights, fp32 normalisation, fp32 master weights",
     "low_weights",
     "fp32_norms",
     "autocast",
@@ -70,6 +70,7 @@ O3 = _level(
 )
 
 LEVELS = {level.name: level for level in (O0, O1, O2, O3)}
+"""Name -> level."""
 
 DEFAULT_LOSS_SCALE = {"fp32": "none", "bf16": "none", "fp16": "dynamic"}
 """Format -> what `loss_scale="auto"` means. fp16 flushes gradients below 2**-25 to
@@ -113,7 +114,7 @@ def table() -> Table:
         )
         for level in LEVELS.values()
     )
-    columns = ("level", "weights", "norms", "autocast", "fp32 masters", "in words")
+    columns = ("level", "weights", "norms", "autocast", "master weights", "in words")
     scales = ", ".join(f"{name} {kind}" for name, kind in DEFAULT_LOSS_SCALE.items())
     notes = (
         "16 bits: --dtype bf16 or fp16",
