@@ -1,6 +1,9 @@
-"""The same: the run stops with a diagnosis, and goes on with the rule it proposes."""
+"""The same with halfstep: the run stops, names the layer, and trains with a rule.
 
-import copy
+Run: python examples/overflow/prepared.py
+"""
+
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +13,11 @@ import halfstep as hs
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 tokens = torch.randint(0, 32, (60, 16, 8), device=device)
+warnings.filterwarnings("ignore", "dtype=fp16")  # slow on most CPUs: not the subject
 
 
 class Block(nn.Module):
-    """Attention, and a feed-forward without a bound, as in T5."""
+    """Predicts each token that it reads, by attention and a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +25,8 @@ class Block(nn.Module):
         self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
         self.wide, self.narrow = nn.Linear(32, 64), nn.Linear(64, 32)
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 32)
-        with torch.no_grad():
-            self.narrow.weight.mul_(3e5)  # what training sometimes comes to
+        with torch.no_grad():  # plants the overflow: fp16 ends at 65504
+            self.narrow.weight.mul_(3e5)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -31,30 +35,43 @@ class Block(nn.Module):
         return self.head(self.norm(h))
 
 
-def train(model: nn.Module, policy: str) -> float:
-    """Return the last loss."""
+def prepare(policy: str) -> hs.Session:
+    """Return a session that trains a new model."""
+    torch.manual_seed(1)
+    model = Block().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    session = hs.prepare(model, optimizer, level="O1", dtype="fp16", policy=policy)
+    return hs.prepare(model, optimizer, level="O1", dtype="fp16", policy=policy)
 
-    for x in tokens:
 
-        def forward(x: Tensor = x) -> Tensor:
-            with session.autocast():
-                return nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+def loss_of(session: hs.Session, x: Tensor) -> Tensor:
+    """Return the loss of a batch."""
+    with session.autocast():
+        logits = session.model(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
-        loss = forward()
+
+def train(session: hs.Session) -> None:
+    """Make a step with each batch."""
+    for step, x in enumerate(tokens):
+        loss = loss_of(session, x)
         session.backward(loss)
-        try:
-            session.step()
-        except hs.LossScaleCollapse as collapse:
-            print(collapse)
-            origin = hs.find_nonfinite(model, forward)
-            print(origin)
-            return train(copy.deepcopy(fresh), f"lean + {origin.rule}")
-    print("trained with", policy)
-    return loss.item()
+        session.step()
+        if step % 20 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+    print(f"final loss {loss.item():.4f}")
 
 
-model = Block().to(device)
-fresh = copy.deepcopy(model)
-print(f"final loss {train(model, 'lean'):.4f}")
+print("1. Train in fp16.")
+session = prepare("lean")
+try:
+    train(session)
+except hs.LossScaleCollapse as collapse:
+    print("LossScaleCollapse:", collapse)
+
+print("\n2. Ask which operation made the first inf.")
+origin = hs.find_nonfinite(session.model, lambda: loss_of(session, tokens[0]))
+print(origin)
+
+policy = f"lean + {origin.rule}"
+print(f"\n3. Train with policy={policy!r}.")
+train(prepare(policy))
