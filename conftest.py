@@ -122,7 +122,6 @@ PENDING = [
     "docs/plan.md",
     "docs/probe.md",
     "docs/reports.md",
-    "docs/run.md",
     "docs/scaling.md",
     "docs/session.md",
     "docs/testing.md",
