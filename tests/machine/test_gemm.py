@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +52,19 @@ def test_size(step: float, size: int) -> None:
     """Law: n doubles while 8 times the time is expected to fit, up to the largest."""
     found = gemm.gemm_size(torch.float32, "cpu", seconds=0.1, clock=Clock(step))
     assert found == size
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
+def test_other_devices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: larger products than on a CPU are timed, each until the device is done."""
+    waits: list[str] = []
+    asked = SimpleNamespace(synchronize=lambda: waits.append(device))
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: asked)
+    tensor = torch.ones(1, 1)
+    monkeypatch.setattr(torch, "ones", lambda *_size, **_options: tensor)
+    clock = Clock(0.001)
+    assert gemm.gemm_size(torch.float32, device, clock=clock) == 4096
+    assert len(waits) == clock.reads
 
 
 def shares(*of_attempts: float) -> Callable[[], Callable[[], float]]:

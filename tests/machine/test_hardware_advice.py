@@ -155,6 +155,18 @@ def test_advice(
     assert hardware.recommend(what.device) == advice
 
 
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_advice_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: of other devices the rates alone decide, and not what the processor has."""
+    plant(monkeypatch, AMX, rates(2, 4, 8))
+    assert hardware.recommend(device) == Recommendation(
+        "O2", "bf16", f"bf16 matmuls run 2.0 times as fast as fp32 on this {device}"
+    )
+    plant(monkeypatch, AMX, rates(2, 2, 8))
+    advice = hardware.recommend(device)
+    assert (advice.level, advice.dtype) == ("O0", "fp32")
+
+
 RATE = st.floats(1e-3, 1e3)
 MACHINES = st.sampled_from([AMX, cpu(), gpu(6, 1), gpu(7, 0), gpu(8, 0), gpu(10, 3)])
 

@@ -62,7 +62,7 @@ def measure(
     instead: what it waited for a processor says nothing of formats.
 
     Args:
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", "mps" or "xpu".
         rate: `gemm_rate`, or what is called like it.
         size: `gemm_size`, or what is called like it.
         load: Starts a count; what it returns gives the share of the time since that
@@ -128,7 +128,7 @@ def count_waiting() -> Callable[[], float]:
     return share
 
 
-_SMALLEST, _LARGEST = 256, {"cuda": 4096, "cpu": 1024}
+_SMALLEST, _LARGEST, _LARGEST_ON_CPU = 256, 4096, 1024
 _LEAST_CALLS, _LONG_CALL = 3, 0.1
 """As many products are timed, unless one alone takes longer than these seconds."""
 
@@ -148,12 +148,13 @@ def gemm_size(
 
     Args:
         dtype: Dtype of both factors.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", "mps" or "xpu".
         seconds: Longest time of one product. Default 0.1.
         clock: Tells the time in seconds.
     """
     size = _SMALLEST
-    while size < _LARGEST[device]:
+    largest = _LARGEST_ON_CPU if device == "cpu" else _LARGEST
+    while size < largest:
         if 8 * min(_times(dtype, device, size, 0.0, clock)) > seconds:
             break
         size *= 2
@@ -174,7 +175,7 @@ def gemm_rate(
 
     Args:
         dtype: Dtype of both factors.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", "mps" or "xpu".
         size: n.
         seconds: Time to spend, if three products fit it. Default 0.05: some sixty
             products of the fastest format on a 2-core machine.
@@ -206,5 +207,5 @@ def _times(
 
 
 def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()

@@ -123,7 +123,7 @@ def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str,
     """Return the matrix-product rate of each format, in TFLOP/s.
 
     Args:
-        device: "cpu" or "cuda"; default the one that training would use.
+        device: "cpu", "cuda", "mps" or "xpu"; default the one that training would use.
         refresh: Measure again although figures are cached.
     """
     return dict(measured_rates(device, refresh=refresh).rates)
@@ -141,7 +141,7 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
     child processes that are given `environment`.
 
     Args:
-        device: "cpu" or "cuda"; default the one that training would use.
+        device: "cpu", "cuda", "mps" or "xpu"; default the one that training would use.
         refresh: Measure again although figures are cached.
 
     Raises:
@@ -165,7 +165,7 @@ def conditions(device: str) -> dict[str, Any]:
     """Return what decides how fast a device is in this process, as plain values.
 
     Args:
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", "mps" or "xpu".
     """
     machine = capabilities()
     chip = machine.gpus[0].name if device == "cuda" else machine.cpu
@@ -254,10 +254,13 @@ def native(dtype: str, device: str | None = None) -> str:
     if dtype not in _NATIVE:
         return ""
     machine = capabilities()
-    if (device or machine.device) == "cuda":
+    where = device or machine.device
+    if where == "cuda":
         least = _BF16_CAPABILITY if dtype == "bf16" else _FP16_CAPABILITY
         has = machine.gpus[0].capability
         return f"compute capability {has[0]}.{has[1]}" if has >= least else ""
+    if where != "cpu":
+        return ""
     return ", ".join(
         name for name in _NATIVE[dtype] if name in machine.instruction_sets
     )
@@ -286,7 +289,7 @@ def recommend(device: str | None = None) -> Recommendation:
     candidates = ("bf16", "fp16") if where == "cuda" else ("bf16",)
     for dtype in candidates:
         means, times = native(dtype, where), rates[dtype] / rates["fp32"]
-        if times >= WORTH_IT and (means or where == "cpu"):
+        if times >= WORTH_IT and (means or where != "cuda"):
             by = f" ({_hardware(dtype, where)})" if means else ""
             reason = f"{dtype} matmuls run {times:.1f} times as fast as fp32"
             reason += f" on this {where}{by}{_load_caveat(where, rates)}"

@@ -39,7 +39,7 @@ def resolve(
     Args:
         level: "O0" to "O3" or "auto".
         dtype: "fp32", "bf16", "fp16" or "auto". O0 takes any: it has no effect.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", "mps" or "xpu".
 
     Raises:
         UserError: If a word is unknown, or the two contradict each other.
@@ -81,7 +81,7 @@ def warnings_for(
     Args:
         choice: Level and format.
         optimizer: Its epsilon may round to zero in 16-bit state.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", "mps" or "xpu".
         masters: There are master weights, whose state is not in `choice`'s format.
     """
     warnings = [
