@@ -123,7 +123,6 @@ PENDING = [
     "docs/scaling.md",
     "docs/session.md",
     "docs/testing.md",
-    "docs/troubleshooting.md",
     "docs/versions.md",
     "README.md",
     "README.zh-CN.md",
