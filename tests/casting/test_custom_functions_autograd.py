@@ -281,7 +281,7 @@ def test_undecorated_setup_context() -> None:
     with pytest.raises(RuntimeError) as caught:
         Lost.apply(x, w).sum().backward()
     assert str(caught.value) == (
-        "Lost.backward does not know the region that forward ran in: decorate "
+        "Lost.backward does not know the autocast state of forward: decorate "
         "Lost.setup_context with @custom_fwd, as Lost.forward is."
     )
     with pytest.raises(RuntimeError, match=r"^LostGenerated\.backward does not know"):

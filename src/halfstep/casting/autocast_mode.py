@@ -48,39 +48,49 @@ def autocast(
     cache: CastCache | None = None,
     record: bool = False,
 ) -> Autocast | PolicyAutocast:
-    """Open a region in which operations run in the format that a policy gives them.
+    """Return an autocast context: a drop-in for `torch.autocast` that takes a policy.
 
-    Why: it is `torch.autocast` with its defects mended. It may be entered again while
-    it is entered, by itself or by another thread; a nested region may have another
-    dtype; a weight changed inside, by an optimizer or in a `no_grad` block, is cast
-    anew after it; replicas of `nn.DataParallel` get the dtype. And it obeys rules, and
-    tells what ran how.
+    It differs from `torch.autocast` in this: one instance may be entered several times
+    at once, also by several threads; a nested context may have another dtype; a weight
+    that is changed inside, by an optimizer or under `no_grad`, is cast again; replicas
+    of `nn.DataParallel` use the dtype. Policy rules choose the dtype of operations and
+    modules, and `report()` shows in which dtype each operation ran, and why.
 
-    It sets torch's own state, so everything that asks torch whether autocast is on
-    (checkpointing, DDP, model code, third-party kernels) gets the true answer.
+    It sets torch's own autocast state: activation checkpointing, DDP, model code and
+    third-party kernels that ask torch whether autocast is on get the right answer.
 
     Args:
-        device_type: "cpu", "cuda", "mps", "xpu", or another that torch casts on.
-        dtype: The 16-bit dtype; default that of the region around, else torch's for
-            the device.
-        enabled: False makes the region run as called.
-        cache_enabled: Whether weights cast once stay cast for the region; default
-            as it is set now.
-        policy: "torch", "lean", with rules ("lean + op:softmax=fp32"), the path of a
-            TOML file, or a `Policy`. None: that of the region around, else torch's.
-        model: The model whose modules the policy's rules on modules and types mean.
-        cache: Serves every weight that is cast, for as long as its owner likes. None:
-            torch's cache, and one of the region's own for operations that the policy
-            takes from torch.
-        record: Observe each operation for `report()`; slow.
+        device_type: "cpu", "cuda", "mps", "xpu", or another with autocast in torch.
+        dtype: The 16-bit dtype. Default: that of the enclosing context, else torch's
+            default for the device (bf16 on CPUs, fp16 on CUDA).
+        enabled: False turns casting off inside.
+        cache_enabled: Keep the cast of a weight until the outermost context ends.
+            Default: torch's current setting, which is True.
+        policy: "torch", "lean", either with rules ("lean + op:softmax=fp32"), the path
+            of a TOML file, or a `Policy`. None: that of the enclosing context, else
+            "torch", so that the drop-in casts as `torch.autocast` does.
+        model: The model that module and type rules of the policy refer to.
+        cache: A `CastCache` that serves all casts of weights, across contexts. None:
+            torch's cache, and a new one for operations whose rule differs from torch.
+        record: Record each operation for `report()`. Off by default, since it is slow.
 
     Returns:
-        A context manager, also a decorator, which may be used any number of times.
-        One with a policy that torch.compile is to trace must be made where it is
-        opened, or decorate.
+        A context manager and decorator, which may be used any number of times. If
+        torch.compile traces one with a policy, make it where it is entered, or use it
+        as a decorator.
 
     Raises:
-        UserError: If a rule can match nothing, or speaks of modules without `model`.
+        UserError: If a rule matches no operation or module, or there are module or
+            type rules without `model`.
+
+    Example:
+        >>> weight, vector = torch.ones(2, 2), torch.ones(2)
+        >>> with autocast("cpu", torch.bfloat16):
+        ...     print((weight @ vector).dtype, vector.softmax(0).dtype)
+        torch.bfloat16 torch.float32
+        >>> with autocast("cpu", torch.bfloat16, policy="torch + op:matmul=fp32"):
+        ...     print((weight @ vector).dtype)
+        torch.float32
     """
     if torch.compiler.is_compiling():
         settings = (device_type, dtype, enabled, cache_enabled)
@@ -154,11 +164,11 @@ class Autocast(torch_autocast):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> Any:  # noqa: ANN401 -- torch's signature
-        """Close the region opened last, and restore what was before it.
+        """Leave the context entered last, and restore the state before it.
 
         Raises:
             DtypeMismatch: In place of torch's error, with the operation and the rule
-                that mends it.
+                that fixes it.
         """
         context, pushed, entered = self._entries.pop()
         if pushed is not None:

@@ -76,25 +76,39 @@ def custom_fwd(
     device_type: str,
     cast_inputs: torch.dtype | None = None,
 ) -> Callable[..., Any]:
-    """Decorate `forward`, and `setup_context` where there is one, of a Function.
+    """Decorate `forward` of a `torch.autograd.Function` for use under autocast.
 
-    Why: torch's decorator takes the first argument for the ctx. Where a Function has
-    a `setup_context`, `forward` gets none: the first tensor is marked in its place,
-    and backward fails. Here both styles work, the classic one through torch's code.
-
-    Decorate `setup_context` with the same arguments as `forward`: it gets the inputs
-    as forward saw them, and the output as it is. The cast of inputs is recorded, so
-    that second derivatives reach the inputs through what the ctx saves.
+    A drop-in for `torch.amp.custom_fwd` that also works for a Function with a
+    `setup_context`, where torch's takes the first tensor for the ctx and backward
+    fails. Decorate `setup_context` with the same arguments as `forward`: it gets the
+    inputs as forward saw them. Casts of inputs are recorded by autograd, so that second
+    derivatives work.
 
     Args:
-        fwd: The method; None returns the decorator.
+        fwd: The method. None returns the decorator.
         device_type: "cpu", "cuda", ...
-        cast_inputs: Under autocast, floating inputs on that device, fp64 apart, are
-            cast to it and forward runs with autocast off. Default None: inputs as
-            they are, autocast as it is.
+        cast_inputs: Dtype to cast floating inputs on that device to, fp64 excepted,
+            while autocast is on; `forward` then runs with autocast off. None, the
+            default as in torch, leaves inputs and autocast as they are.
 
     Raises:
-        ValueError: If `device_type` is no str.
+        ValueError: If `device_type` is not a string.
+
+    Example:
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x.square()
+        ...
+        ...     @staticmethod
+        ...     @custom_bwd(device_type="cpu")
+        ...     def backward(ctx, gradient):
+        ...         return 2 * ctx.saved_tensors[0] * gradient
+        >>> with torch_autocast("cpu", torch.bfloat16):
+        ...     Square.apply(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
     """
 
     def decorate(method: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -147,14 +161,14 @@ def custom_bwd(
 def custom_bwd(
     bwd: Callable[..., Any] | None = None, *, device_type: str
 ) -> Callable[..., Any]:
-    """Decorate `backward` of a Function: it runs in the region that forward ran in.
+    """Decorate `backward` of a Function: it runs with the autocast state of `forward`.
 
     Args:
-        bwd: The method; None returns the decorator.
-        device_type: The same as for `custom_fwd`.
+        bwd: The method. None returns the decorator.
+        device_type: The same as for `custom_fwd`, which has an example.
 
     Raises:
-        ValueError: If `device_type` is no str.
+        ValueError: If `device_type` is not a string.
         RuntimeError: When backward runs, if `setup_context` was not decorated.
     """
     classic = torch_custom_bwd(bwd, device_type=device_type)
@@ -180,7 +194,7 @@ def _check_marked(ctx: object) -> None:
     if function.setup_context is not torch.autograd.Function.setup_context:
         name = function.__name__
         message = (
-            f"{name}.backward does not know the region that forward ran in: decorate "
+            f"{name}.backward does not know the autocast state of forward: decorate "
             f"{name}.setup_context with @custom_fwd, as {name}.forward is."
         )
         raise RuntimeError(message)
@@ -190,50 +204,73 @@ def _check_marked(ctx: object) -> None:
 
 
 def low_precision(target: T) -> T:
-    """Let a function, or a registered operator, run in autocast's 16-bit dtype.
+    """Run a function, or a custom operator, in autocast's 16-bit dtype.
 
-    Why: `torch.library.register_autocast` casts to one dtype fixed beforehand, even
-    in a region of another, and refuses keyword arguments.
+    A function: while autocast is on for the device of a floating tensor in the
+    arguments, also in nested containers, each such tensor is cast and the function
+    runs with autocast off. Without autocast it is called as it is. Float64, integer,
+    bool and complex tensors are not cast, nor are tensors that are not arguments: cast
+    `self.weight` yourself. A list or mapping with tensors to cast is passed as a copy.
 
-    A function: while autocast is on for the device of a floating tensor among the
-    arguments, nested ones too, each such tensor is cast and the function runs with
-    autocast off. Otherwise it is called untouched. Float64, integer, bool and complex
-    tensors stay as they are, and so does what is no argument: cast `self.weight`
-    yourself. A list or mapping with tensors to cast is passed as a copy.
-
-    An operator: the same, registered for all its overloads and all device types, for
-    the whole process; a later choice replaces it. Overloads that write into an
-    argument or return a view of one run as called: a cast copy would break both.
+    An operator: the same, registered for all its overloads and device types, in the
+    whole process; a later call replaces it. Overloads that write into an argument or
+    return a view of one are not cast, since a copy would break both. Unlike
+    `torch.library.register_autocast`, the dtype is that of the active context, and
+    keyword arguments work.
 
     Args:
-        target: A function, method, staticmethod or classmethod; or an operator as
-            `torch.ops.ns.name`, an overload of it, what `@torch.library.custom_op`
-            returns, or "ns::name".
+        target: A function, method, staticmethod or classmethod; or an operator:
+            `torch.ops.ns.name`, an overload of it, the result of
+            `@torch.library.custom_op`, or "ns::name".
 
     Returns:
-        The function wrapped; an operator as it was given.
+        The wrapped function; an operator is returned as it was given.
 
     Raises:
         UserError: If it is neither, or the operator is torch's own, is not registered
-            or has no overload that can take copies.
+            or has no overload that can be cast.
+
+    Example:
+        >>> @low_precision
+        ... def scores(query, key):
+        ...     return query @ key.T
+        >>> with torch_autocast("cpu", torch.bfloat16):
+        ...     scores(torch.ones(2, 4), torch.ones(3, 4)).dtype
+        torch.bfloat16
     """
     return _apply_category(target, LOW)
 
 
 def full_precision(target: T) -> T:
-    """Let a function, or a registered operator, run in fp32 under autocast.
+    """Run a function, or a custom operator, in fp32 under autocast.
 
-    Otherwise as `low_precision`.
+    Args, return value and exceptions are those of `low_precision`.
+
+    Example:
+        >>> @full_precision
+        ... def normalize(x):
+        ...     return x / x.norm()
+        >>> with torch_autocast("cpu", torch.bfloat16):
+        ...     normalize(torch.ones(4, dtype=torch.bfloat16)).dtype
+        torch.float32
     """
     return _apply_category(target, FP32)
 
 
 def promote(target: T) -> T:
-    """Let a function, or a registered operator, run in its widest operand's dtype.
+    """Run a function, or a custom operator, in the widest dtype of its operands.
 
-    Why: operands of several dtypes are an error in most kernels. A mix of bf16 and
-    fp16 runs in fp32, which holds both, and so does the one of them that is not
-    autocast's. Otherwise as `low_precision`.
+    Most kernels reject operands of several dtypes. A mix of bf16 and fp16 runs in fp32,
+    which holds both, and so does the 16-bit dtype that is not autocast's. Args, return
+    value and exceptions are those of `low_precision`.
+
+    Example:
+        >>> @promote
+        ... def gate(x, y):
+        ...     return x * y
+        >>> with torch_autocast("cpu", torch.bfloat16):
+        ...     gate(torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
     """
     return _apply_category(target, PROMOTE)
 

@@ -30,14 +30,24 @@ if TYPE_CHECKING:
 
 
 class DtypeMismatch(RuntimeError):  # noqa: N818 -- a public name of the API
-    """torch's own error, with the operation, the module, the dtypes and the cure.
+    """Operands of different dtypes under autocast: where, and which rule fixes it.
 
     Args:
-        message: torch's text, then one line of ours.
-        operation: aten's name, "" if it cannot be told.
-        module: Path in the model; "" is the model itself, or unknown.
+        message: torch's text, then one line with operation, module and fix.
+        operation: Name of the operation in `torch.ops.aten`, "" if unknown.
+        module: Path of the module in the model; "" is the model itself, or unknown.
         dtypes: The different dtypes, in the order of the operands, as far as known.
-        rule: The policy rule that mends it ("op:addmv=low"), "" if none does.
+        rule: The policy rule that fixes it ("op:addmv=low"), "" if none does.
+
+    Example:
+        >>> from halfstep import autocast
+        >>> weight, vector = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2)
+        >>> try:
+        ...     with autocast("cpu", torch.bfloat16):
+        ...         torch.mv(weight, vector)
+        ... except DtypeMismatch as error:
+        ...     print(error.dtypes)
+        (torch.bfloat16, torch.float32)
     """
 
     def __init__(

@@ -58,14 +58,21 @@ def _restore(guard: int, setting: Any) -> None:  # noqa: ANN401
 
 
 class PolicyAutocast:
-    """A region that a policy steers; `autocast` makes it.
+    """An autocast context with a policy, a cache or a record; `autocast` makes it.
 
-    It is no `torch.autocast`, on purpose: torch.compile would take such an instance
-    for its own and leave the policy out, silently.
+    It is not a subclass of `torch.autocast`: torch.compile would replace an instance
+    of one by its own context, without the policy.
 
     Attributes:
-        cache: What serves weights cast by the policy's kernels: the one given, or
-            that of the entry made last.
+        cache: The `CastCache` of the policy's kernels: the one given, or that of the
+            context entered last.
+
+    Example:
+        >>> from halfstep import autocast
+        >>> with autocast("cpu", torch.bfloat16, record=True) as context:
+        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+        >>> context.report().rows[0][:3]  # operation, module, dtypes of the operands
+        ('matmul', '', 'fp32')
     """
 
     def __init__(
@@ -207,11 +214,11 @@ class PolicyAutocast:
 
     @property
     def has_records(self) -> bool:
-        """Something was observed."""
+        """Whether any operation was recorded."""
         return self._recorder is not None and self._recorder.has_records
 
     def report(self) -> Table:
-        """Return what ran how, and why, since the region was made: a row each.
+        """Return a table of the operations recorded so far: dtypes, rule and reason.
 
         Raises:
             UserError: If it was made without `record=True`.

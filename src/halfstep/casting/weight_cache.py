@@ -98,22 +98,39 @@ class _Entry:
 
 
 class CastCache:
-    """Weights in 16 bits, for as many regions and micro-batches as its owner likes.
+    """16-bit copies of fp32 weights that outlive an autocast context.
 
-    Why: torch keeps one cache for the process, whose key is the weight alone. It
-    serves a nested region the other dtype, a weight changed in place its old value,
-    leaves frozen weights out, and forgets all when the outermost region closes. Here
-    the key is the weight, the dtype, and the version that autograd counts.
+    With gradient accumulation, a weight is then cast once per optimizer step, not once
+    per micro-batch. torch has one cache per process, keyed by the weight alone: it
+    returns the wrong dtype to a nested context and the old value of a weight that was
+    changed in place, does not cache frozen weights, and is emptied when the outermost
+    context ends. Here the key is the weight, the dtype and autograd's version counter.
 
-    An edit through `weight.data` is counted by nobody; call `refresh` after one. Nor is
-    one by a fused optimizer, whose steps are watched instead.
+    An optimizer step is noticed, a fused one too. A write through `weight.data` is not,
+    since autograd does not count it: call `refresh` after one.
+
+    Args:
+        gradients: Accumulates the 16-bit gradients of the weights in fp32 while a
+            context is open. None leaves them to autograd.
+        for_training: Without grad mode, neither reuse casts of an earlier context nor
+            keep any for a later one. Averaged weights are often written through
+            `weight.data` before an evaluation, which would go unnoticed.
 
     Attributes:
-        hits: Times that a cast was found.
-        misses: Times that one was made.
-        bytes_cast: Size of all casts made, those since forgotten too.
-        is_open: A context uses it: a weight's gradients are summed in 16 bits, as under
-            torch's cache, from all its uses in the region.
+        hits: Number of casts that were served from the cache.
+        misses: Number of casts that were made.
+        bytes_cast: Bytes of all casts made, including those dropped since.
+        is_open: Whether a context uses the cache. Then the gradients of all uses of a
+            weight are summed in 16 bits, as with torch's cache.
+
+    Example:
+        >>> from halfstep import autocast
+        >>> layer, cache = nn.Linear(4, 4, bias=False), CastCache()
+        >>> for _ in range(3):  # three micro-batches
+        ...     with autocast("cpu", torch.bfloat16, cache=cache):
+        ...         _ = layer(torch.ones(1, 4))
+        >>> cache.misses, cache.hits
+        (1, 2)
     """
 
     def __init__(
@@ -122,15 +139,7 @@ class CastCache:
         *,
         for_training: bool = False,
     ) -> None:
-        """Start empty.
-
-        Args:
-            for_training: Without grad mode, serve no cast of an earlier context, and
-                leave none for a later one: averaged weights are often put in through
-                `weight.data`, which nothing counts, for an evaluation.
-            gradients: Takes in the 16-bit gradients of the weights while it is open;
-                None leaves them to autograd.
-        """
+        """Start empty."""
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._gradients = gradients
         self._for_training = for_training
@@ -152,17 +161,17 @@ class CastCache:
 
     @property
     def bytes(self) -> int:
-        """Size of all casts it holds."""
+        """Bytes of the casts in the cache."""
         return sum(entry.data.nbytes for entry in self._entries.values())
 
     def __len__(self) -> int:
-        """Return the number of casts it holds."""
+        """Return the number of casts in the cache."""
         return len(self._entries)
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is a weight: a parameter, or an fp32 leaf that learns.
+        """Return whether a tensor is cached: an fp32 parameter, or a trainable leaf.
 
-        Views, activations and what tracing puts in a weight's place are none.
+        Views, activations and the proxies of a tracer are not.
         """
         cls = type(tensor)
         return (
@@ -248,12 +257,12 @@ class CastCache:
         return result
 
     def open(self) -> None:
-        """Take note that a region opens, which serves a weight's every use one cast."""
+        """Record that a context was entered: all uses of a weight share one cast."""
         self._num_contexts += not self.is_open
         self.is_open = True
 
     def close(self) -> None:
-        """Take note that the region has closed: the next has another graph."""
+        """Record that the context has ended: the next one has another graph."""
         self.is_open = False
         for entry in list(self._entries.values()):
             entry.differentiable = None
@@ -261,7 +270,7 @@ class CastCache:
                 entry.version = _NO_VERSION
 
     def invalidate(self, weights: Iterable[Tensor]) -> None:
-        """Cast these weights again, though their versions may be as before."""
+        """Cast these weights again on next use, whatever their version counters."""
         for key in itertools.product(map(id, weights), _LOW):
             entry = self._entries.get(key)
             if entry is not None:
@@ -277,7 +286,7 @@ class CastCache:
         self._epoch += 1
 
     def clear(self) -> None:
-        """Forget every cast."""
+        """Drop every cast."""
         self._entries.clear()
 
 

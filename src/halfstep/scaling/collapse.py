@@ -142,17 +142,18 @@ def _is_scale(value: object) -> bool:
 
 
 class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
-    """Every step overflows and no smaller scale is left to try.
+    """Every step overflows and no smaller loss scale is left to try.
 
     Args:
-        message: All of the below, in words.
-        history: Loss scales of the skipped steps in a row, oldest first, at most 64.
-        loss_finite: Whether the last loss was; None if it is not known.
-        inf_in: Parameters whose gradients held inf.
-        nan_in: Parameters whose gradients held NaN.
+        message: Everything below, in words.
+        history: Loss scales of the consecutive skipped steps, oldest first, at most 64.
+        loss_finite: Whether the last loss was finite; None if unknown.
+        inf_in: Parameters with inf in their gradients.
+        nan_in: Parameters with NaN in their gradients.
         cause: "data", "label", "weights", "zero", "range", "learning rate" or "loss".
         advice: What to do next.
-        bad_op: The same as a value, and what a replay has found, once there was one.
+        bad_op: The operation that made the first inf or NaN, from the graph or from a
+            replay; None if unknown.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         self.bad_op = bad_op
 
     def attach_replay(self, bad_op: BadOp) -> None:
-        """Add what a replay of the last step has found, which is the better witness."""
+        """Replace the cause and advice by those of a replay, which are more precise."""
         self.bad_op = bad_op
         self.cause, self.advice = bad_op.cause, bad_op.advice
         self.args = (f"{self.args[0]} The step, run again: {bad_op}",)

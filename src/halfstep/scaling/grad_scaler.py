@@ -44,35 +44,47 @@ _MIN_SCALE = 2.0**-24
 
 
 class GradScaler(TorchGradScaler):
-    """A drop-in for `torch.amp.GradScaler` that does not fail silently.
+    """A drop-in for `torch.amp.GradScaler` that reports skips and cannot reach scale 0.
 
-    Why: torch's scale can walk down to 0.0, with NaN written into the weights; a
-    skipped step leaves no trace. Here the scale has a floor, skipping without end
-    raises, and `last_step` says what happened. Six arguments are torch's.
+    torch's scale can fall to 0.0, after which NaN is written into the weights, and a
+    skipped step is not reported. Here the scale has a minimum, skipping without end
+    raises `LossScaleCollapse`, and `last_step` reports each step. The first six
+    arguments and their defaults are torch's.
 
     Args:
-        device: Where the losses are.
-        init_scale: First scale.
-        growth_factor: Factor after `growth_interval` clean steps, above 1.
+        device: Device type of the losses.
+        init_scale: First scale, > 0.
+        growth_factor: Factor after `growth_interval` steps without overflow, > 1.
         backoff_factor: Factor after an overflow, between 0 and 1.
-        growth_interval: Clean steps in a row before growth.
-        enabled: False makes a loop do what it would do without a scaler.
-        min_scale: Floor; default 2**-24, lower than any scale that has been of use.
-            Below 1 unscaling can itself overflow: gradients are then checked twice.
-        max_scale: Ceiling; default fp32's largest number, as in torch.
-        hysteresis: Overflows to bear before each back-off; 1 as in torch.
-        refill: What brings hysteresis back: "growth" alone, or each "clean" step.
-        max_consecutive_skips: Skips in a row after which `update` raises; None
-            raises only where the scale lies at its floor, or after 50 without a scale.
-        strategy: "backoff" as in torch; "measured" and "logmax" measure the gradients
-            and choose the scale; "none" keeps it at 1 and only guards (bf16, fp32).
+        growth_interval: Consecutive steps without overflow before the scale grows.
+        enabled: False makes a loop behave as it would without a scaler.
+        min_scale: Smallest scale. Default 2**-24: no useful scale is smaller. Below 1,
+            unscaling can itself overflow, so gradients are then checked twice.
+        max_scale: Largest scale. Default: the largest fp32 number, as in torch.
+        hysteresis: Overflows to tolerate before each backoff, >= 1; 1 as in torch.
+        refill: What resets the hysteresis: "growth" of the scale, or each "clean" step.
+        max_consecutive_skips: Consecutive skips after which `update` raises. None, the
+            default: only overflows at the minimum scale raise, after 10; with strategy
+            "none", which has no minimum, 50 skips raise.
+        strategy: "backoff" as in torch; "measured" and "logmax" choose the scale from
+            the gradients; "none" keeps the scale at 1 and only skips (bf16, fp32).
         process_group: Ranks that must skip together. Not needed under DDP, whose
             averaged gradients carry an inf to every rank, nor for DTensors.
-        on_overflow: What `backward` does with a pass that overflowed: "skip" the step,
-            "drop_microbatch", or run it again by a `Retry`.
+        on_overflow: What `backward` does after an overflow: "skip" the step,
+            "drop_microbatch" leaves out the micro-batch, a `Retry` runs the pass again.
 
     Raises:
         UserError: If a number is out of its range.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.scale(model(torch.ones(2)).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.last_step.applied, scaler.last_step.scale
+        (True, 65536.0)
     """
 
     def __init__(
@@ -130,10 +142,12 @@ class GradScaler(TorchGradScaler):
 
     @property
     def last_step(self) -> StepReport:
-        """What the last `update` closed; its properties may wait for the device.
+        """Report of the step that the last `update` finished.
 
-        Names are those given to the optimizer, otherwise group and position. The norm
-        (after clipping) and, on a GPU, the names need gradients not cleared yet.
+        Parameters are named as they were given to the optimizer, otherwise by group and
+        position. `grad_norm` (after clipping) and, on a GPU, `found_inf_in` need
+        gradients that have not been cleared. Properties may synchronize with the
+        device.
         """
         return self._last_step
 
@@ -162,7 +176,11 @@ class GradScaler(TorchGradScaler):
         return main
 
     def scale(self, outputs: Any) -> Any:
-        """Return outputs times the scale: a tensor, or nested ones."""
+        """Return the outputs times the loss scale.
+
+        Args:
+            outputs: A loss, or nested lists and tuples of losses.
+        """
         first = outputs
         while isinstance(first, list | tuple) and first:
             first = first[0]
@@ -196,10 +214,12 @@ class GradScaler(TorchGradScaler):
         return name_of(param, optimizers_of(self._last_grads))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, and look for inf and NaN.
+        """Divide the optimizer's gradients by the scale, and check for inf and NaN.
+
+        Call it once per step, before clipping; `step` calls it otherwise.
 
         Raises:
-            RuntimeError: If that was done since the last `update`.
+            RuntimeError: If it was called since the last `update`.
             ValueError: If gradients are fp16.
         """
         if not self._enabled:
@@ -269,10 +289,15 @@ class GradScaler(TorchGradScaler):
         """Step the optimizer unless its gradients hold inf or NaN.
 
         A closure (LBFGS, SAM) scales its loss, runs the backward pass, and returns the
-        loss itself. If one of its evaluations overflows, the whole step is taken back.
+        unscaled loss. If one of its evaluations overflows, the whole step is undone.
+
+        Args:
+            optimizer: Any torch optimizer.
+            args: For `optimizer.step`; a closure may come first.
+            kwargs: For `optimizer.step`.
 
         Returns:
-            What the optimizer's step returned; None if it was skipped.
+            The return value of the optimizer's step; None if it was skipped.
 
         Raises:
             RuntimeError: If it was stepped since the last `update`.
@@ -340,20 +365,20 @@ class GradScaler(TorchGradScaler):
         name: str = "",
         retain_graph: bool = False,
     ) -> None:
-        """Run a backward pass whose gradients are unscaled and checked by itself.
+        """Run one backward pass, then unscale and check its gradients separately.
 
-        For losses with scales of their own, and for `on_overflow`. Then `.grad` holds
-        unscaled sums: clip, `step` and `update` as ever, but run all passes of an
-        iteration this way. Under DDP each needs a forward pass of its own.
+        For several losses with a scale each, and for `on_overflow`. `.grad` then holds
+        unscaled sums; clip, `step` and `update` as usual. All passes of an iteration
+        must be run this way. Under DDP each needs a forward pass of its own.
 
         Args:
-            loss: Shape ().
-            optimizers: All whose parameters it reaches.
-            name: Losses of different names have scales of their own; "" is `scale`'s.
+            loss: Unscaled loss, shape ().
+            optimizers: All optimizers whose parameters the pass reaches.
+            name: Each name has its own scale; "" is the one that `scale` uses.
             retain_graph: As for `Tensor.backward`.
 
         Raises:
-            RuntimeError: If gradients are there that `backward` did not make.
+            RuntimeError: If there are gradients that `backward` did not make.
         """
         if not self._enabled:
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -369,10 +394,13 @@ class GradScaler(TorchGradScaler):
         self._write_torch_state(main)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Close the iteration: move the scale, and take down what happened.
+        """Finish the iteration: set the scale of the next one, and make `last_step`.
+
+        Args:
+            new_scale: The next scale, as in torch. None: the rule decides.
 
         Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
+            LossScaleCollapse: If every step is skipped and no smaller scale helps.
             AssertionError: If no gradient was checked since the last `update`.
         """
         if not self._enabled:
@@ -444,15 +472,22 @@ class GradScaler(TorchGradScaler):
             self._write_torch_state(main)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries and one more, which torch ignores. Waits."""
+        """Return torch's five entries, and one more that torch's `load` ignores.
+
+        Synchronizes with the device.
+        """
         extra = {"_halfstep": self._loss_scalers.state_dict()} if self._enabled else {}
         return super().state_dict() | extra
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this class, of torch's, or of apex.amp.
+        """Load a state of this class, of `torch.amp.GradScaler`, or of apex.amp.
+
+        Args:
+            state_dict: The state. It must not be empty.
 
         Raises:
-            RuntimeError: If it is empty; KeyError if an entry is missing.
+            RuntimeError: If it is empty.
+            KeyError: If an entry is missing.
         """
         if self._enabled:
             state = _from_foreign_state(state_dict, super().state_dict())

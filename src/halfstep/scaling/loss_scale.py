@@ -29,10 +29,16 @@ def is_power_of_two(number: float) -> bool:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How the loss scale moves; factors of 1 keep it where it is.
+    """How the loss scale changes after each step; factors of 1 keep it constant.
 
     Raises:
         UserError: If a number is out of its range.
+
+    Example:
+        >>> ScaleRule.parse("dynamic").growth_interval
+        2000
+        >>> ScaleRule.parse(1024).scales
+        True
     """
 
     init_scale: float = 2.0**16
@@ -42,23 +48,25 @@ class ScaleRule:
     backoff_factor: float = 0.5
     """Factor after an overflow, above 0 and at most 1."""
     growth_interval: int = 2000
-    """Clean steps in a row before growth, >= 1: at most one step in 2001 is lost."""
+    """Consecutive steps without overflow before the scale grows, >= 1. With 2000, the
+    search for a larger scale skips at most one step in 2001."""
     min_scale: float = 1.0
-    """Floor, fp32's smallest normal number or more: below it, one over the scale is
-    inf. Below 1, unscaling multiplies and can itself overflow."""
+    """Smallest scale, at least the smallest normal fp32 number: below it, 1 / scale is
+    inf. Below 1, unscaling multiplies gradients and can itself overflow."""
     max_scale: float = 2.0**24
-    """Ceiling, at most fp32's largest number; 2**24 as in apex."""
+    """Largest scale, at most the largest fp32 number; 2**24 as in apex."""
     hysteresis: int = 1
-    """Overflows to bear before each back-off, >= 1."""
+    """Overflows to tolerate before each backoff, >= 1."""
     refill: str = "growth"
-    """What brings them back: "growth" alone, as Megatron has it, so that once spent
-    every further overflow backs off; or each "clean" step, so that only overflows in a
-    row count (DeepSpeed's consecutive_hysteresis)."""
+    """What resets the hysteresis: only "growth" of the scale, as in Megatron; or each
+    "clean" step, so that only consecutive overflows count, as DeepSpeed's
+    consecutive_hysteresis."""
     max_consecutive_skips: int | None = 50
-    """Skips in a row after which training stops; None never stops it for that."""
+    """Consecutive skips after which training stops with `LossScaleCollapse`; None: no
+    limit."""
     strategy: str = "backoff"
-    """Who proposes a scale after a clean step: "backoff" none, it grows and backs
-    off; "measured" and "logmax" as in `halfstep.scaling.strategies`."""
+    """How the scale is chosen: "backoff" grows it and backs off; "measured" (histogram
+    of the gradients) and "logmax" (statistics of the largest) compute it."""
 
     def __post_init__(self) -> None:
         self._check("growth_factor", self.growth_factor >= 1, "at least 1")
@@ -82,15 +90,19 @@ class ScaleRule:
 
     @property
     def scales(self) -> bool:
-        """The scale is not 1 throughout."""
+        """Whether the scale can differ from 1."""
         return self.init_scale != 1 or self.backoff_factor != 1
 
     @classmethod
     def parse(cls, word: str | float) -> ScaleRule:
-        """Return the rule for "dynamic", a strategy's name, "none", or a static scale.
+        """Return the rule of a word or a number.
+
+        Args:
+            word: "dynamic" (or "backoff"), "measured", "logmax", "none" for a scale of
+                1, or a positive number for a constant scale.
 
         Raises:
-            UserError: If the word is none of them, nor a positive number.
+            UserError: If it is none of these.
         """
         if isinstance(word, str) and word in {"dynamic", "backoff"}:
             return cls()
@@ -112,14 +124,19 @@ class ScaleRule:
 
 @dataclass(frozen=True)
 class ScaleState:
-    """The loss scale and its counters; each is a tensor of shape () on one device."""
+    """The loss scale and its counters, each a tensor of shape () on one device.
+
+    Example:
+        >>> ScaleState.first(ScaleRule()).scale
+        tensor(65536.)
+    """
 
     scale: Tensor
     """float32."""
     clean_steps: Tensor
     """int32: steps without overflow since the scale last moved."""
     hysteresis_left: Tensor
-    """int32: overflows to bear before the next back-off."""
+    """int32: overflows to tolerate before the next backoff."""
     skips_in_a_row: Tensor
     """int32: overflows since the last clean step."""
 
@@ -144,27 +161,26 @@ def advance(
 ) -> ScaleState:
     """Return the state after a step that did or did not overflow.
 
-    Why: asking `if found_inf:` on the host waits for the device at every step. Here
-    the rule is a few selections on the device.
+    It does not synchronize: the rule is a few selections on the device.
 
-    Formula (s scale, c clean steps, h hysteresis left; ' marks the next state):
+    With s the scale, c the clean steps, h the hysteresis left, and s' the next s::
 
         overflow, h > 1          s' = s                         c' = 0       h' = h - 1
         overflow, h <= 1         s' = max(s * backoff, floor)   c' = 0       h' = h - 1
         clean, c + 1 >= window   s' = min(s * growth, ceiling)  c' = 0       h' = full
         clean                    s' = s                         c' = c + 1   h' = h
 
-    With refill "clean", h' = full in the last row too. A proposal p replaces s' of both
-    clean rows, and the second if it is lower: s' = min(max(p, floor), ceiling).
+    With refill "clean", h' = full in the last line too. A proposal p replaces s' of
+    both clean lines, and of the second if lower: s' = min(max(p, floor), ceiling).
 
-    Growth asks "at least", not "equal" as torch does: a window that is made shorter
-    in mid-run must not stop growth for ever.
+    Growth needs "at least" `growth_interval` clean steps, not "exactly" as in torch: an
+    interval that is shortened during a run would otherwise end growth.
 
     Args:
-        state: Before the step; unchanged.
-        found_inf: Not zero if a gradient on any rank held inf or NaN. Shape ().
-        rule: Factors, window and bounds.
-        proposal: What a strategy asks for, float32, shape (); None asks for nothing.
+        state: Before the step; not changed.
+        found_inf: Non-zero if a gradient on any rank held inf or NaN. Shape ().
+        rule: Factors, interval and bounds.
+        proposal: The scale that a strategy computed, float32, shape (), or None.
 
     Example:
         >>> rule = ScaleRule(init_scale=8.0, growth_interval=2)

@@ -41,15 +41,14 @@ _ACTIONS = ("skip", "drop_microbatch")
 
 @dataclass(frozen=True)
 class Retry:
-    """For `on_overflow`: run a backward pass that overflowed again, at a lower scale.
+    """For `on_overflow`: repeat a backward pass that overflowed, at a lower loss scale.
 
-    The host reads the flag of each pass but the last, so it synchronizes with the
-    device. Not under DDP, which averages gradients once for each forward pass.
+    Each pass but the last synchronizes with the device, to read whether it overflowed.
+    It does not work under DDP, which averages gradients once per forward pass.
 
     Args:
-        times: How often, >= 0.
-        then: What to do if the last try overflows too: "skip" the step, or
-            "drop_microbatch".
+        times: Maximum number of repetitions, >= 0.
+        then: If the last one overflows too: "skip" the step, or "drop_microbatch".
 
     Raises:
         UserError: If an argument is out of its range.
@@ -75,10 +74,10 @@ class Retry:
 
     @classmethod
     def of(cls, on_overflow: object) -> Retry:
-        """Return what `on_overflow` stands for: "skip" and the like retry 0 times.
+        """Return the `Retry` of an argument: "skip", "drop_microbatch" retry 0 times.
 
         Raises:
-            UserError: If it stands for nothing.
+            UserError: If it is neither of them, nor a `Retry`.
         """
         if isinstance(on_overflow, cls):
             return on_overflow

@@ -64,28 +64,39 @@ def _no_norm() -> Tensor | float | None:
 class StepReport:
     """What one call of `step` did; prints as one line.
 
-    Why: `torch.amp` skips in silence, and code that infers a skip from "was
-    optimizer.step called?" is wrong for fused optimizers, whose kernel skips inside.
-    This reads the flag itself.
+    `torch.amp` does not report skips, and to infer one from "was optimizer.step
+    called?" is wrong for fused optimizers, which skip inside their kernel. The report
+    holds the flag itself, as a tensor; its properties synchronize with the device when
+    they are read.
+
+    Example:
+        >>> import halfstep as hs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session = hs.prepare(model, optimizer, "O1", dtype="bf16")
+        >>> session.backward(session.model(torch.full((2,), torch.inf)).sum())
+        >>> report = session.step()
+        >>> report.skipped, report.inf_in
+        (True, ('weight',))
     """
 
     step: int
-    """Optimizer steps attempted so far, this one included; skipped ones count."""
+    """Number of optimizer steps so far, this one and skipped ones included."""
     complete: bool
-    """False while micro-batches accumulate: nothing was updated, nothing skipped."""
+    """False for all but the last micro-batch of a step: nothing was updated."""
     scale_used: Tensor | float = 1.0
-    """Loss scale of the backward pass, shape ()."""
+    """Loss scale of the backward pass, shape (); `scale` is the same as a float."""
     found_inf: Tensor | bool = False
     """Whether a gradient held inf or NaN; any non-zero number counts, shape ()."""
     norm: Callable[[], Tensor | float | None] = _no_norm
-    """Takes the norm of all unscaled gradients; None where it cannot be known."""
+    """Returns the norm of all unscaled gradients; `grad_norm` calls it."""
     culprits: Callable[[], tuple[NonFiniteParam, ...]] = _no_params
-    """Names the parameters whose gradients were not finite."""
+    """Returns the parameters with non-finite gradients; `found_inf_in` calls it."""
     dropped: Tensor | int = 0
-    """Micro-batches left out because their gradients were not finite, shape ()."""
+    """Number of micro-batches left out for inf or NaN, shape ()."""
     left_out: tuple[str, ...] = ()
-    """Parameters not updated in a step that was applied: where gradients are released,
-    one that is not finite leaves its own parameter alone."""
+    """Parameters that an applied step did not update: with `optimizer_in_backward`, a
+    non-finite gradient skips its own parameter only."""
 
     def __repr__(self) -> str:
         """Say in one line what the step did. May wait for the device."""
@@ -117,51 +128,58 @@ class StepReport:
 
     @property
     def skipped(self) -> bool:
-        """The step was due, and left everything as it was. May wait for the device."""
+        """Whether the step was skipped for inf or NaN. May synchronize."""
         return self.complete and bool(self.found_inf)
 
     @property
     def applied(self) -> bool:
-        """The step was due, and updated the weights. May wait for the device."""
+        """Whether the step updated the weights. May synchronize."""
         return self.complete and not self.found_inf
 
     @property
     def scale(self) -> float:
-        """Loss scale of the backward pass. May wait for the device."""
+        """Loss scale of the backward pass. May synchronize."""
         return float(self.scale_used)
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of all unscaled gradients, None where it is not known. May wait."""
+        """Norm of all unscaled gradients before clipping by a session; None if unknown.
+
+        May synchronize.
+        """
         norm = self.norm()
         return None if norm is None else float(norm)
 
     @property
     def microbatches_dropped(self) -> int:
-        """How many were left out of this step. May wait for the device."""
+        """Number of micro-batches left out of this step. May synchronize."""
         return int(self.dropped)
 
     @property
     def found_inf_in(self) -> tuple[str, ...]:
-        """Parameters whose gradients were not finite; () if applied. May wait."""
+        """Parameters with non-finite gradients; () if applied. May synchronize.
+
+        Raises:
+            RuntimeError: If the gradients were cleared before it was first read.
+        """
         return tuple(culprit.name for culprit in self._nonfinite_params())
 
     @property
     def inf_in(self) -> tuple[str, ...]:
-        """Those whose gradients held inf. May wait for the device."""
+        """Parameters with inf in their gradients. May synchronize."""
         return tuple(
             culprit.name for culprit in self._nonfinite_params() if culprit.inf
         )
 
     @property
     def nan_in(self) -> tuple[str, ...]:
-        """Those whose gradients held NaN. May wait for the device."""
+        """Parameters with NaN in their gradients. May synchronize."""
         return tuple(
             culprit.name for culprit in self._nonfinite_params() if culprit.nan
         )
 
     def read(self) -> StepReport:
-        """Return the same report, read to the end: gradients may go. Waits."""
+        """Return a copy that no longer needs the gradients. Synchronizes."""
         norm = self.grad_norm
         try:
             culprits: Callable[[], tuple[NonFiniteParam, ...]] = Constant(
