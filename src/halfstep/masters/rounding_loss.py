@@ -24,23 +24,23 @@ SAMPLE = 1 << 16
 
 @dataclass(frozen=True)
 class RoundingLoss:
-    """One parameter group in one step."""
+    """Updates lost to rounding in one parameter group in one step."""
 
     step: int
     """Optimizer steps attempted so far."""
     group: int
     """Its place in `optimizer.param_groups`."""
     counts: Tensor
-    """Numbers with a gradient and a rate that are not 0; those of them that did not
-    move; those whose 16-bit weight did not. float64, shape (3,), on the device."""
+    """Sampled numbers whose gradient and learning rate are not 0; those of them that
+    did not change; those whose 16-bit weight did not. float64, shape (3,)."""
     is_stochastic: bool
-    """Rounding is at random, and loses nothing on average."""
+    """Stochastic rounding, which loses nothing on average."""
 
     @property
     def share(self) -> float | None:
-        """Part of the updates that is lost, 0 to 1. May synchronize with the device.
+        """Share of the updates that was lost, 0 to 1; None without updates.
 
-        None if nothing was to be updated.
+        May synchronize with the device.
         """
         had, stayed, _ = self.counts.tolist()
         if not had:
@@ -49,9 +49,9 @@ class RoundingLoss:
 
     @property
     def below_publish(self) -> float | None:
-        """Part of the updates that the model's weights do not show yet.
+        """Share of the updates that did not change the model's 16-bit weights.
 
-        It would be lost without master weights; None if nothing was to be updated. May
+        They would be lost without master weights. None without updates. May
         synchronize with the device.
         """
         had, _, hidden = self.counts.tolist()

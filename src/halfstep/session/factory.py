@@ -57,51 +57,67 @@ def prepare(
     """Prepare a model and its optimizer, in place, to train in mixed precision.
 
     Args:
-        model: On its device, in fp32; O2 and O3 also take one that came in 16 bits. A
-            model is prepared once. Where the level stores weights in 16 bits, wrap
-            `session.model` for data parallelism afterwards. `fully_shard` comes before,
-            with `halfstep.sharded.fsdp_policy`: its fp32 shards are the masters.
-            Several models that train together: a list, and each is called by itself.
-            Under DDP make them one module.
+        model: A module on its device, with fp32 weights; O2 and O3 also take 16-bit
+            weights. A model can be prepared once. At O2 and O3 wrap `session.model` in
+            DDP afterwards. Call `fully_shard` before, with
+            `halfstep.sharded.fsdp_policy`: its fp32 shards are the master weights. A
+            list of models trains together; call each by itself, and under DDP make
+            them one module.
         optimizer: Any torch optimizer over the model's parameters, not wrapped; or a
-            list of them, which step, and skip, together. Models and optimizers that
-            take turns (a GAN) have a session each.
-        level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
-            `Choice` is taken as it is, dtype included.
-        dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here. It has
-            no effect at O0, which is fp32 throughout, and says so.
-        policy: "lean", the same on every device, or "torch", each with rules of your
-            own behind it ("lean + module:head=fp32"); a TOML file; a `Policy`.
+            list of optimizers, which step and skip together. Models and optimizers
+            that take turns (a GAN) need a session each.
+        level: "O0" (fp32), "O1" (autocast), "O2" (16-bit weights with fp32 master
+            weights) or "O3" (all 16-bit). "auto" measures this machine and chooses. A
+            `Choice` sets both level and dtype.
+        dtype: "bf16" or "fp16". "auto" takes bf16, which needs no loss scale, unless
+            only fp16 is fast here. At O0 a dtype has no effect, and a warning says so.
+        policy: "lean", the same on every device, or "torch", torch's own table for the
+            device; either with rules ("lean + module:head=fp32"), the path of a TOML
+            file, or a `Policy`.
         loss_scale: "dynamic", "measured", "logmax", "none", a number, or a
-            `halfstep.scaler.ScaleRule`; "auto" is dynamic for fp16, none otherwise.
-            Steps with inf or NaN gradients are skipped in every case.
-        clip_grad_norm: Largest norm of all unscaled gradients; None neither clips nor
-            takes the norm, `math.inf` only takes it.
-        accumulate: Micro-batches in one optimizer step, >= 1. The loss of each is
-            divided by it, so that their mean counts.
-        master: What is kept beside a 16-bit weight where the level has masters:
-            "fp32" its fp32 value; "split" the 16 bits that bf16 cuts off, exact and
-            leaner; "kahan" a bf16 rest, "stochastic" nothing but rounding at random,
-            both with bf16 moments; "none": the optimizer updates 16-bit weights. All
-            but "fp32" and "none" need bf16.
+            `halfstep.scaler.ScaleRule`. "auto" is dynamic for fp16 and none otherwise,
+            since bf16 has fp32's range. Steps with inf or NaN in a gradient are
+            skipped in every case.
+        clip_grad_norm: Maximum norm of all unscaled gradients. None neither clips nor
+            computes the norm; `math.inf` only computes it.
+        accumulate: Micro-batches per optimizer step, >= 1. Each loss is divided by it,
+            so that the step uses their mean.
+        master: How O2 stores fp32 master weights: "fp32" as a copy; "split" as the 16
+            bits that bf16 cuts off, bit-exact with 2 bytes less per parameter; "kahan"
+            as a bf16 compensation term, and "stochastic" by stochastic rounding alone,
+            both with bf16 moments. With "none" the optimizer updates 16-bit weights.
+            All but "fp32" and "none" need bf16.
         on_overflow: What to do when a gradient holds inf or NaN: "skip" the step;
-            "drop_microbatch": leave out that micro-batch, and let the mean of the
-            others stand for all (under DDP each is then averaged by itself);
-            `halfstep.Retry(n)`: run the backward pass again at a lower scale first.
-        optimizer_in_backward: Update each weight as soon as its gradient is there, in
-            `session.backward`, and free the gradient. It excludes loss scales,
-            clipping and accumulation. A gradient with inf or NaN leaves its own
-            parameter alone (`StepReport.left_out`), not the whole step. Under DDP
-            weights are updated when the backward pass ends: buckets stay anyway.
-        scheduler: Of the optimizer's learning rate; the session steps it, once for each
-            step that is applied. May be set later: `session.scheduler`.
-        named_parameters: (name, parameter) for reports; default the model's own.
+            "drop_microbatch": use the mean of the other micro-batches (under DDP each
+            micro-batch is then averaged over ranks separately); `halfstep.Retry(n)`:
+            repeat the backward pass at a lower scale first.
+        optimizer_in_backward: Update each weight in `session.backward` as soon as its
+            gradient exists, and free the gradient. It excludes loss scales, clipping
+            and accumulation. A non-finite gradient skips its own parameter only
+            (`StepReport.left_out`). Under DDP, whose buckets keep the gradients,
+            weights are updated at the end of the backward pass and no memory is saved.
+        scheduler: Learning-rate schedule of the optimizer. The session steps it after
+            each applied step. It can be set later: `session.scheduler = ...`.
+        named_parameters: (name, parameter) pairs for reports. Default: the model's own.
         process_group: Ranks that must agree to skip. Not needed under DDP, whose
             averaged gradients carry an inf to every rank.
 
+    Returns:
+        The session that trains the model.
+
     Raises:
-        UserError: If an argument is of the wrong type or out of range, or shards do not
-            fit. Nothing has been changed then.
+        UserError: If an argument is of the wrong type or out of range, or the model was
+            sharded for another level or dtype. Nothing has been changed then.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> session = prepare(model, optimizer, "O2", dtype="bf16")
+        >>> with session.autocast():
+        ...     loss = session.model(torch.ones(4, 2)).square().mean()
+        >>> session.backward(loss)
+        >>> session.step().applied
+        True
     """
     model, optimizer = arguments.as_one(model, optimizer)
     arguments.check_model_and_optimizer(model, optimizer)

@@ -66,10 +66,27 @@ _IS_SET = partial(is_not, None)
 
 
 class Session:
-    """A model and an optimizer at work at one level; `prepare` makes it.
+    """A model and an optimizer that train at one level; `prepare` makes it.
 
-    `model`, `optimizer`, `scaler`, `policy` and `choice` are the parts it works with;
-    `model` may be replaced by a wrapper of itself (DDP, torch.compile).
+    Attributes:
+        model: The prepared model. Assign a wrapper of it (DDP, torch.compile) here.
+        optimizer: The optimizer; at O2 its parameters are the master weights.
+        scaler: The `halfstep.scaler.LossScaler` of the unnamed loss.
+        policy: The `Policy` in use, with the rules that the level implies.
+        choice: Level, dtype and the reason for both.
+
+    Example:
+        >>> import halfstep as hs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+        >>> for batch in torch.ones(3, 4, 2):
+        ...     with session.autocast():
+        ...         loss = session.model(batch).square().mean()
+        ...     session.backward(loss)
+        ...     report = session.step()
+        >>> session.steps_applied, session.steps_skipped
+        (3, 0)
     """
 
     def __init__(
@@ -147,7 +164,7 @@ class Session:
         """Open the autocast context for forward pass and loss of one micro-batch.
 
         Args:
-            record: Observe each operation, for `explain`; slow.
+            record: Record each operation for `explain`. Off by default: it is slow.
         """
         if not self._num_attempted:
             fsdp.check_not_replaced(
@@ -177,15 +194,16 @@ class Session:
             self._num_open_contexts -= 1
 
     def backward(self, loss: Tensor, *, name: str = "") -> None:
-        """Run the backward pass of the scaled loss; more losses may follow.
+        """Scale a loss and run its backward pass; a micro-batch may have several.
 
         Args:
-            loss: Mean loss of the micro-batch, shape ().
-            name: Losses of different names have loss scales of their own. Their
-                gradients are unscaled, and checked, before they are added up. Under
-                DDP each needs a forward pass of its own.
+            loss: Mean loss of the micro-batch, unscaled, shape ().
+            name: Losses with different names have separate loss scales; their
+                gradients are unscaled and checked before they are summed. Under DDP
+                each needs a forward pass of its own.
 
         Raises:
+            UserError: If `loss` is not a tensor.
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
         is_tensor = isinstance(loss, Tensor)
@@ -310,11 +328,12 @@ class Session:
             in_backward.step_all()
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
-        """Return (name, unscaled gradient) of the step that `step` is about to take.
+        """Yield (name, unscaled gradient) of the step that `step` will take.
 
-        Call it after the last backward pass of the step, and read it before `step`;
-        under DDP on all ranks. Gradients are copies, in fp32 where they are in 16 bits,
-        not clipped yet, made one by one: reading them does not change the step.
+        Call it after the last backward pass of the step and before `step`; under DDP on
+        all ranks. Each gradient is a copy, in fp32 if it was in 16 bits, not clipped,
+        and made when it is yielded.
+        Reading them does not change the step.
 
         Raises:
             UserError: Without a backward pass since the last step, before the last
@@ -365,27 +384,26 @@ class Session:
         retain_graph: bool | None = None,
         allow_unused: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Return true gradients for a gradient penalty (WGAN-GP, R1), with their graph.
+        """Return unscaled gradients for a gradient penalty (WGAN-GP, R1).
 
-        As `torch.autograd.grad`, inside `session.autocast()` or after it. In fp16 the
-        pass is scaled, so that small gradients do not become zero, and the result
-        unscaled; inf and NaN reach the loss, and `step` skips. Not with
-        `torch.compile`, which cannot differentiate twice.
+        A replacement for `torch.autograd.grad`, inside `session.autocast()` or after
+        it. In fp16 the pass is scaled, so that small gradients do not become zero, and
+        the result is unscaled. inf and NaN reach the loss, and `step` skips. It does
+        not work with torch.compile, which cannot differentiate twice.
 
         Args:
-            outputs: Of the model, of any shape; not scaled.
-            inputs: To differentiate by; they require gradients.
-            grad_outputs: Of the shape of each output; None for one of shape ().
-            create_graph: The gradients may be part of a loss.
-            retain_graph: Keep the graph of the outputs; None: as `create_graph`.
+            outputs: Unscaled outputs of the model, any shape.
+            inputs: Tensors that require gradients.
+            grad_outputs: One tensor of the shape of each output; None for shape ().
+            create_graph: Make the gradients differentiable, for use in a loss.
+            retain_graph: Keep the graph of the outputs. None: as `create_graph`.
             allow_unused: Return None for an input that no output depends on.
 
         Returns:
-            One gradient for each input, of its shape, in fp32 also where that is in 16
-            bits.
+            One gradient for each input, of its shape, in fp32 or wider.
 
         Raises:
-            RuntimeError: torch's, such as for an input that is not used.
+            RuntimeError: torch's own, for example for an input that is not used.
 
         Example:
             >>> import halfstep as hs
@@ -416,14 +434,17 @@ class Session:
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
 
-        A step whose gradients hold inf or NaN changes nothing: not the weights, not
-        the optimizer's state, not its counters. Gradients are cleared either way.
-        Nothing here waits for the device, but for an optimizer on a GPU that is not
-        fused: it cannot skip by itself.
+        A step whose gradients hold inf or NaN changes nothing: neither weights nor
+        optimizer state nor its counters. Gradients are cleared in both cases. Only an
+        optimizer on a GPU that is not fused synchronizes with the device, since it
+        cannot skip by itself.
+
+        Returns:
+            What the step did; `complete` is False for all but the last micro-batch.
 
         Raises:
-            RuntimeError: If no backward pass came before, or it left no gradient.
-            LossScaleCollapse: If skipping has gone on for too long.
+            RuntimeError: If there was no backward pass, or it left no gradient.
+            LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
         if not self._end_microbatch():
             self._contexts.after_microbatch()
@@ -431,11 +452,10 @@ class Session:
         return self._step_window()
 
     def flush(self) -> StepReport:
-        """Update the weights with an unfinished accumulation window.
+        """Update the weights with fewer than `accumulate` micro-batches.
 
-        The mean of the micro-batches that have come counts, as if `accumulate` were
-        their number. Without any, nothing happens, and the report is not complete.
-        For the end of an epoch whose batches do not fill the last window.
+        For the end of an epoch. The step uses the mean of the micro-batches so far.
+        Without any, nothing happens, and the report is not complete.
         """
         if self._window.loss is not None:
             report = self.step()
@@ -604,12 +624,12 @@ class Session:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per optimizer step."""
         return self._window.size
 
     @property
     def clip_grad_norm(self) -> float | None:
-        """Largest norm of all gradients; None neither clips nor takes the norm."""
+        """Maximum norm of all gradients; None neither clips nor computes the norm."""
         return self._optimizer_step.clip
 
     @clip_grad_norm.setter
@@ -621,7 +641,7 @@ class Session:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """Steps once for each step that is applied from when it is set."""
+        """Learning-rate schedule; the session steps it after each applied step."""
         return self._lr_schedule.scheduler
 
     @scheduler.setter
@@ -631,19 +651,19 @@ class Session:
 
     @property
     def steps_applied(self) -> int:
-        """Optimizer steps that updated the weights. May wait for the device."""
+        """Optimizer steps that updated the weights. May synchronize."""
         return self._num_attempted - self.steps_skipped
 
     @property
     def steps_skipped(self) -> int:
-        """Optimizer steps left out for inf or NaN. May wait for the device."""
+        """Optimizer steps skipped for inf or NaN. May synchronize."""
         return int(self._num_skipped)
 
     def explain(self) -> Table:
-        """Return what ran how, and why, as a table.
+        """Return a table of what is stored and computed in which dtype, and why.
 
-        After a context of `session.autocast(record=True)` each operation in it has a
-        row; before, each type of module, with what it is stored and runs in.
+        After `session.autocast(record=True)` it has a line for each operation that ran;
+        before, for each type of module.
         """
         ran = self._contexts.table()
         if ran is not None:
@@ -677,7 +697,7 @@ class Session:
         return f"<Session of {model} and {optimizer} at {self.choice}>"
 
     def zero_grad(self) -> None:
-        """Clear all gradients of the step under way, fp32 sums of them too."""
+        """Clear all gradients of the current step, including their fp32 sums."""
         self._optimizer_step.zero_grad()
         if self._passes is not None:
             self._passes.reset()
@@ -691,11 +711,11 @@ class Session:
         raise misuse.session_copied()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now in weights, gradients, masters and moments."""
+        """Return the bytes of "weights", "gradients", "masters" and "moments"."""
         return session_memory.memory_by_use(self._unwrapped, self._masters)
 
     def count_rounding_loss(self, *, every: int = 100) -> None:
-        """Count, from now on, updates that rounding undid; `lost_updates` returns them.
+        """Count updates lost to rounding from now on; `lost_updates` returns them.
 
         A sample of each parameter group is compared before and after an update.
 
@@ -728,22 +748,22 @@ class Session:
         self._around_update = counter.measure
 
     def lost_updates(self) -> tuple[RoundingLoss, ...]:
-        """Return the last count of updates that rounding undid, by parameter group.
+        """Return the last count of updates lost to rounding, by parameter group.
 
-        () before the first count, and without `count_rounding_loss`.
+        It is () before the first count, and without `count_rounding_loss`.
         """
         return () if self._rounding_loss is None else self._rounding_loss.last
 
     def weights(self) -> dict[str, Tensor]:
-        """Return every weight and buffer by name, fp32 masters in place of 16 bits."""
+        """Return all weights and buffers by name, 16-bit weights as fp32 masters."""
         return session_state_dict.weights(self._unwrapped, self._masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that resuming needs, as tensors and plain values.
 
         Raises:
-            RuntimeError: In the middle of an accumulation window, whose gradients a
-                state does not hold.
+            RuntimeError: Between the micro-batches of a step: a state holds no
+                gradients.
         """
         if self._window.num_pending:
             raise misuse.state_in_window(self._window.num_done, self.accumulate)
@@ -755,22 +775,31 @@ class Session:
         }
 
     def first_moments(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the moments that the optimizer has after a step of size 0, by name.
+        """Return the optimizer's moments as they are before the first step, by name.
 
-        For what must know a state's tensors before the first step; nothing is changed.
+        For a loader that must know the tensors of a state in advance. It changes
+        nothing.
+
+        Args:
+            prefix: Put before each name.
         """
         moments = session_state_dict.first_moments(self._unwrapped, self._masters)
         return {prefix + name: moment for name, moment in moments.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, to the bit if level, form and dtype are the same.
+        """Load a saved state.
 
-        A state of any other level or form of masters brings weights, optimizer and
-        counters; one of another format begins with a new loss scale.
+        With the same level, `master` and dtype, training continues bit-exactly. A state
+        of another level or `master` brings weights, optimizer state and counters; a
+        state of another dtype starts with a new loss scale.
+
+        Args:
+            state: What `state_dict` returned.
 
         Raises:
             UserError: If it is of another version, or weights or optimizer do not fit.
+                Nothing has been changed then.
         """
         # What can be refused comes first: a refused state must leave all as it was.
         session_state_dict.check(state, self._unwrapped, self._masters)
