@@ -114,7 +114,6 @@ def parse_json(example: Example) -> None:
 
 PENDING = [
     "docs/apex.md",
-    "docs/checkpoints.md",
     "docs/doctor.md",
     "docs/masters.md",
     "docs/probe.md",
