@@ -121,7 +121,6 @@ PENDING = [
     "docs/scaling.md",
     "docs/session.md",
     "docs/testing.md",
-    "docs/versions.md",
     "README.md",
     "README.zh-CN.md",
 ]
