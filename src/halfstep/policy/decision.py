@@ -22,16 +22,17 @@ _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Decision:
-    """In which dtype something runs, and why."""
+    """The dtype in which an operation or module runs, and the reason."""
 
     dtype: torch.dtype | None
-    """Floating operands are cast to it; None: they stay as they are."""
+    """Dtype that floating operands are cast to; None: they are not cast."""
     category: str
-    """The rule's or the row's; of rows also "follow" (the first operand's format) and
-    "fp32_result" (fp32 out, operands not copied)."""
+    """Category of the rule or of the table's entry. Entries may also have "follow"
+    (the first operand's dtype) and "fp32_result" (fp32 result, operands not cast)."""
     reason: str
+    """Why, in words."""
     row: str
-    """The row that decided, as text."""
+    """The rule or the table's entry that decided, as text."""
 
 
 def decide(
@@ -46,23 +47,32 @@ def decide(
 ) -> Decision:
     """Return the dtype in which an operation, or a module as a whole, runs.
 
-    Order: the user's rules (each against the module's path, its types and the
-    operation), then the policy's table for the device, then: as called.
+    The first of these that matches decides: the policy's rules, in order, each against
+    the module's path, its types and the operation; the policy's table for the device.
+    Otherwise the operation runs as it is called.
 
     Args:
-        op: aten's name, with overload where the table has it ("softmax.int"), or
-            another library's ("ns::name"); None asks about a module as a whole, which
-            only rules can answer.
+        op: Name in `torch.ops.aten`, with overload where the table has it
+            ("softmax.int"), or of another library ("ns::name"). None asks about a
+            module as a whole, which only rules can decide.
         dtypes: Dtypes of the floating operands, in order.
         device: "cpu", "cuda", "mps" or "xpu".
-        policy: The rules, and the table behind them.
-        low: The 16-bit dtype in use.
+        policy: Rules and table. Default: torch's table without rules.
+        low: The 16-bit dtype of the context. Default: bf16.
         module: Path of the module that runs it; "" is the model itself. A rule that
-            matches the path of a module around it speaks of it too.
-        types: Class names of that module and of those around it, bases included.
+            matches an enclosing module applies too.
+        types: Class names of that module and the enclosing ones, bases included.
 
     Raises:
         UserError: If there is no table for the device.
+
+    Example:
+        >>> decision = decide("mm", [torch.float32, torch.float32], "cpu")
+        >>> decision.dtype, decision.row
+        (torch.bfloat16, 'torch cpu table: mm=low')
+        >>> policy = Policy.parse("torch + module:head=fp32")
+        >>> decide("mm", [torch.float32], "cpu", policy=policy, module="head").dtype
+        torch.float32
     """
     if device not in op_tables.TABLES:
         message = (
@@ -89,15 +99,20 @@ def decide(
 def deciding_rule(
     policy: Policy, module: str = "", types: Sequence[str] = ()
 ) -> int | None:
-    """Return the index of the first rule that speaks of a module as a whole.
+    """Return the index of the first rule that applies to a module as a whole.
 
     Args:
-        policy: Its rules on operations have no say here.
+        policy: Only its module and type rules are considered.
         module: Path, as for `decide`.
         types: Class names, as for `decide`.
 
     Returns:
-        None where no rule does.
+        The index in `policy.rules`, or None if no rule applies.
+
+    Example:
+        >>> policy = Policy.parse("lean + op:mm=fp32 + module:head=fp32")
+        >>> deciding_rule(policy, "head.linear")
+        1
     """
     return _first_match(policy, None, module, types)
 
@@ -120,7 +135,12 @@ def _first_match(
 
 
 def around(module: str) -> list[str]:
-    """Return a module's path and those of the modules around it, the model's "" too."""
+    """Return a module's path and those of its enclosing modules, the model's "" too.
+
+    Example:
+        >>> around("encoder.layers.0")
+        ['encoder.layers.0', 'encoder.layers', 'encoder', '']
+    """
     parts = module.split(".") if module else []
     return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
 

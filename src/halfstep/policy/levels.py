@@ -70,18 +70,26 @@ O3 = _level(
 )
 
 LEVELS = {level.name: level for level in (O0, O1, O2, O3)}
+"""Name -> `Level`, from "O0" to "O3"."""
 """Name -> level."""
 
 DEFAULT_LOSS_SCALE = {"fp32": "none", "bf16": "none", "fp16": "dynamic"}
 """Format -> what `loss_scale="auto"` means. fp16 flushes gradients below 2**-25 to
-zero, so it needs a scale; bf16 and fp32 share one exponent range and need none."""
+zero, so it needs a scale; bf16 has fp32's exponent range and needs none."""
 
 
 def parse(word: str | Level) -> Level:
-    """Return the level that a word names; a level is returned itself.
+    """Return the level of a name; a `Level` is returned as it is.
+
+    Args:
+        word: "O0", "O1", "O2" or "O3", with the capital letter O.
 
     Raises:
-        UserError: If no level has this name; a typed digit 0 or a small o is named.
+        UserError: If no level has this name.
+
+    Example:
+        >>> parse("O2").low_weights
+        True
     """
     if isinstance(word, Level):
         return word
@@ -102,7 +110,12 @@ def parse(word: str | Level) -> Level:
 
 
 def table() -> Table:
-    """Return the levels as a table."""
+    """Return the levels as a table, one line each.
+
+    Example:
+        >>> [row[0] for row in table().rows]
+        ['O0', 'O1', 'O2', 'O3']
+    """
     rows = tuple(
         (
             level.name,

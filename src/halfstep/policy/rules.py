@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 KEEP = "keep"
+"""Category of operations that are not cast."""
 CATEGORIES = (op_tables.LOW, op_tables.FP32, op_tables.PROMOTE, KEEP, op_tables.BANNED)
+"""Categories that a rule may have."""
 _DEFAULT_REASON = "your rule"
 _SPLIT = " + "
 _TENSORS = {"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]"}
@@ -40,19 +42,28 @@ _MACHINERY = """
 
 @dataclass(frozen=True)
 class Rule:
-    """One row: what runs how, and why.
+    """Operations or modules, and the dtype category in which they run.
 
-    `Rule.parse("module:encoder.layers.3.*=fp32")` undoes `str(rule)`.
+    Raises:
+        UserError: If a field is malformed.
+
+    Example:
+        >>> rule = Rule.parse("module:encoder.layers.3.*=fp32")
+        >>> rule.kind, rule.pattern, rule.category
+        ('module', 'encoder.layers.3.*', 'fp32')
     """
 
     kind: str
-    """"op" (an aten name), "module" (a path in the model) or "type" (a class name)."""
+    """"op" (a name in torch.ops.aten), "module" (a path in the model) or "type" (a
+    class name)."""
     pattern: str
-    """A glob over names of that kind, `*` also crossing dots; or a regular expression
+    """A glob over such names, in which `*` also matches dots; or a regular expression
     between slashes, which must match the whole name."""
     category: str
-    """"low", "fp32", "promote", "keep" (as called) or "banned"."""
+    """"low" (16 bits), "fp32", "promote" (the widest operand's dtype), "keep" (as
+    called) or "banned" (raises an error)."""
     reason: str = field(default=_DEFAULT_REASON, compare=False)
+    """Why, for reports; it does not count in comparisons."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -81,10 +92,10 @@ class Rule:
 
     @classmethod
     def parse(cls, word: str) -> Self:
-        """Return the rule that a word such as "type:LayerNorm=fp32" spells.
+        """Return the rule of a string such as "type:LayerNorm=fp32".
 
         Raises:
-            UserError: If the word is not KIND:PATTERN=CATEGORY.
+            UserError: If the string is not KIND:PATTERN=CATEGORY.
         """
         target, equals, category = word.rpartition("=")
         kind, colon, pattern = target.partition(":")
@@ -97,11 +108,11 @@ class Rule:
         return cls(kind, pattern, category)
 
     def __str__(self) -> str:
-        """Return the word that `parse` turns back into this rule."""
+        """Return the string that `parse` turns back into this rule."""
         return f"{self.kind}:{self.pattern}={self.category}"
 
     def matches(self, kind: str, names: Iterable[str]) -> bool:
-        """Say whether this row speaks of something of that kind with those names."""
+        """Return whether the rule applies to something of that kind and those names."""
         return kind == self.kind and any(map(_compiled(self.pattern).fullmatch, names))
 
 
@@ -113,9 +124,19 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules in front of a named table; the first that matches decides."""
+    """Rules, then a named table of operations; the first that matches decides.
+
+    Raises:
+        UserError: If there is no such table.
+
+    Example:
+        >>> policy = Policy.parse("lean + module:head=fp32")
+        >>> print(policy + "op:softmax=fp32")
+        lean + op:softmax=fp32 + module:head=fp32
+    """
 
     rules: tuple[Rule, ...] = ()
+    """In order of precedence."""
     base: str = "torch"
     """"torch": torch's own table for the device. "lean": one table for all devices,
     in which normalisation and softmax run in 16 bits where their kernels accumulate in
@@ -131,10 +152,13 @@ class Policy:
 
     @classmethod
     def of(cls, given: Policy | str | os.PathLike[str]) -> Policy:
-        """Return a policy, or the one that a word spells, or a file holds.
+        """Return the policy of an argument.
+
+        Args:
+            given: A policy, a string as for `parse`, or a path as for `load`.
 
         Raises:
-            UserError: If it is none of the three, or the word or file is malformed.
+            UserError: If it is none of the three, or string or file are malformed.
         """
         if isinstance(given, str):
             return cls.parse(given)
@@ -146,12 +170,12 @@ class Policy:
 
     @classmethod
     def parse(cls, word: str) -> Self:
-        """Return the policy that a word spells: "lean", or "torch + RULE + RULE ...".
+        """Return the policy of a string: "lean", or "torch + RULE + RULE ...".
 
-        A word that ends in ".toml" is the path of a file, as `load` reads it.
+        A string that ends in ".toml" is the path of a file, as for `load`.
 
         Raises:
-            UserError: If the word begins with no named policy, or a rule is malformed.
+            UserError: If it does not begin with a named policy, or a rule is malformed.
         """
         if word.endswith(".toml"):
             return cls.load(word)
@@ -160,10 +184,10 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Return the policy that a file holds; undoes `save`.
+        """Return the policy in a TOML file, as `save` writes it.
 
         Raises:
-            UserError: If it cannot be read; names the file and the rule.
+            UserError: If it cannot be read; the message names the file and the rule.
         """
         base, rules = policy_file.read(path)
         place = f"policy file {str(path)!r}"
@@ -181,7 +205,7 @@ class Policy:
         return policy
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy, reasons included, as TOML that `load` reads."""
+        """Write the policy with its reasons as TOML, for `load`."""
         words = [
             {rule.kind: rule.pattern, "run": rule.category, "reason": rule.reason}
             for rule in self.rules
@@ -189,19 +213,19 @@ class Policy:
         policy_file.write(path, self.base, words)
 
     def __str__(self) -> str:
-        """Return the word that `parse` turns back into this policy."""
+        """Return the string that `parse` turns back into this policy."""
         return _SPLIT.join([self.base, *map(str, self.rules)])
 
     def __add__(self, rule: Rule | str) -> Policy:
-        """Return a policy in which `rule` comes before those that are there."""
+        """Return a policy in which `rule` comes before the other rules."""
         first = Rule.parse(rule) if isinstance(rule, str) else rule
         return Policy((first, *self.rules), self.base)
 
 
 TORCH = Policy()
-"""torch's own table for the device, and nothing else."""
+"""torch's own table for the device, without rules."""
 LEAN = Policy(base="lean")
-"""One table for all devices, and nothing else."""
+"""halfstep's table, the same on all devices, without rules."""
 
 
 def _spellings(op: str) -> list[str]:
@@ -212,13 +236,20 @@ def _spellings(op: str) -> list[str]:
 
 
 def check_ops(policy: Policy) -> None:
-    """Refuse a rule on operations that would change nothing.
+    """Raise if an operation rule of a policy has no effect.
 
-    Why: a misspelt name matches nothing, and the run would go on as if the rule were
-    in force. Asks torch each time, since libraries add operations: some milliseconds.
+    A misspelt name would otherwise be ignored. It asks torch for its operations each
+    time, since libraries add some; that takes milliseconds.
 
     Raises:
-        UserError: If a rule matches no operation, or only such as cannot be cast.
+        UserError: If a rule matches no operation, or only some that cannot be cast.
+
+    Example:
+        >>> try:
+        ...     check_ops(Policy.parse("torch + op:softmaks=fp32"))
+        ... except UserError as error:
+        ...     print(str(error).partition("; ")[2])
+        did you mean 'op:softmax=fp32'?
     """
     rules = [rule for rule in policy.rules if rule.kind == "op"]
     names = [name for op in _all_op_names() for name in _spellings(op)] if rules else []
@@ -241,10 +272,14 @@ def check_ops(policy: Policy) -> None:
 
 
 def matching_ops(rule: Rule) -> tuple[str, ...]:
-    """Return the full names ("aten::softmax.int") of operations that a rule speaks of.
+    """Return the full names of the operations that a rule applies to.
 
-    Only those whose operands can be cast: they take a tensor, write into no argument
-    and return no view of one. Asks torch each time: some milliseconds.
+    Only operations that can be cast are included: they take a tensor, write into no
+    argument and return no view of one. It takes milliseconds, as `check_ops`.
+
+    Example:
+        >>> matching_ops(Rule.parse("op:softmax=fp32"))
+        ('aten::softmax.int',)
     """
     machinery = set(_MACHINERY.split())
     return tuple(
@@ -273,13 +308,25 @@ def _is_functional(op: str) -> bool:
 
 
 def is_normalisation(types: Iterable[str]) -> bool:
-    """Say whether a module with these class names is a normalisation layer.
+    """Return whether a module with these class names is a normalisation layer.
 
-    Model libraries write their own (LlamaRMSNorm, T5LayerNorm); the name tells.
+    The end of the name decides, so that LlamaRMSNorm and T5LayerNorm are included.
+
+    Args:
+        types: Class names, as `type_names` returns them.
+
+    Example:
+        >>> is_normalisation(["LlamaRMSNorm", "Module"])
+        True
     """
     return any(name.endswith(op_tables.NORMALISATION) for name in types)
 
 
 def type_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the class names of a module, its bases included, nearest first."""
+    """Return the class names of a module and its bases, in method resolution order.
+
+    Example:
+        >>> type_names(torch.nn.Linear(2, 2))
+        ('Linear', 'Module', 'object')
+    """
     return tuple(cls.__name__ for cls in type(module).__mro__)
