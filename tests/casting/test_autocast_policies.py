@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.dtype_mismatch import DtypeMismatch
 from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import LEAN, TORCH, Policy
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 A, V = torch.eye(4), torch.ones(4)
@@ -57,6 +61,15 @@ def test_tables() -> None:
         with autocast("cpu", policy=policy):
             assert ran() == expected
         assert ran() == NONE_LOW
+
+
+def test_policy_in_a_file(tmp_path: Path) -> None:
+    """Law: a file's path may be a string or a path."""
+    file = tmp_path / "rules.toml"
+    Policy.parse(MV).save(file)
+    for path in (file, str(file)):
+        with autocast("cpu", policy=path):
+            assert ran() == ALL_LOW
 
 
 @pytest.mark.parametrize("outer", ["lean", MM, MV])

@@ -31,6 +31,7 @@ from halfstep.errors import UserError
 from halfstep.policy.rules import TORCH, Policy
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
 
     from halfstep.casting.weight_cache import CastCache
@@ -43,7 +44,7 @@ def autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     model: torch.nn.Module | None = None,
     cache: CastCache | None = None,
     record: bool = False,
@@ -97,7 +98,7 @@ def autocast(
         modules = model is not None
         return traceable_autocast(settings, policy, record=record, modules=modules)  # type: ignore[return-value]
     context = Autocast(device_type, dtype, enabled, cache_enabled)
-    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    chosen = None if policy is None else Policy.of(policy)
     if chosen in (None, TORCH) and cache is None and not record:
         context.policy = chosen
         return context

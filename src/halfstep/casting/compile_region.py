@@ -34,13 +34,18 @@ from halfstep.errors import UserError
 from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     Settings = tuple[str, torch.dtype | None, bool, bool | None]
 
 
 def traceable_autocast(
-    settings: Settings, policy: Policy | str | None, *, record: bool, modules: bool
+    settings: Settings,
+    policy: Policy | str | os.PathLike[str] | None,
+    *,
+    record: bool,
+    modules: bool,
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a region for traced code.
 
