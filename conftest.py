@@ -119,7 +119,6 @@ PENDING = [
     "docs/probe.md",
     "docs/reports.md",
     "docs/scaling.md",
-    "docs/session.md",
     "docs/testing.md",
     "README.md",
     "README.zh-CN.md",
