@@ -19,11 +19,18 @@ _MAX_INT = 2**63 - 1
 
 
 class UserError(ValueError):
-    """What the user gave cannot be used; the text says what would be right.
+    """An argument, a file or a flag cannot be used; the message says what is right.
 
-    Why: the command line turns this into one line and a non-zero exit, and lets any
-    other exception through as the defect it is. A program that already catches
-    `ValueError` keeps working.
+    The command line prints it as one line, with exit status 2. It is a `ValueError`, so
+    that programs that catch those keep working.
+
+    Example:
+        >>> from halfstep import levels
+        >>> try:
+        ...     levels.parse("O4")
+        ... except UserError as error:
+        ...     print(error)
+        level='O4' is not a level; choose auto, O0, O1, O2, O3.
     """
 
 

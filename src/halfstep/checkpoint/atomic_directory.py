@@ -33,7 +33,7 @@ Facts = dict[str, int | str]
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used, and why."""
+    """A checkpoint cannot be read or written; the message names the file and why."""
 
 
 class CheckpointReadError(CheckpointError):

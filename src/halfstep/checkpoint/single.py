@@ -33,12 +33,14 @@ __all__ = ["Checkpoint", "CheckpointError", "load", "read_manifest", "save"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint; `load` returns it."""
 
     weights: dict[str, Tensor]
+    """Name -> tensor, on the CPU."""
     state: dict[str, Any]
+    """Optimizer, scaler, random states: the `state` of `save`."""
     notes: dict[str, Any]
-    """Small facts for readers of the manifest: step, level, metrics."""
+    """Small facts such as step, level and metrics, readable in manifest.json."""
 
 
 def save(
@@ -49,22 +51,32 @@ def save(
     *,
     replace: bool = False,
 ) -> None:
-    """Write a checkpoint; it appears under its name whole, or not at all.
+    """Write a checkpoint directory that is complete or absent, even after a crash.
 
-    Why: a process may die at any byte. Files are written and flushed to disk under a
-    temporary name beside the target, and one rename makes them the checkpoint. What
-    processes killed while they wrote one of this name have left is removed.
+    Files are written and flushed to disk under a temporary name beside the target, and
+    one rename makes them the checkpoint. Temporary files that killed processes have
+    left for this name are removed.
 
     Args:
-        directory: Must not exist yet; its parent is made if need be.
+        directory: Must not exist yet; its parent is created if necessary.
         weights: Name -> tensor. Tied tensors are stored once.
-        state: Nested dicts, lists, tuples of tensors, numbers, strings.
-        notes: Json-able.
-        replace: `directory` may exist. It is removed once the new one is on disk.
+        state: Nested dicts, lists and tuples of tensors, numbers and strings.
+        notes: Values for `json.dumps`.
+        replace: `directory` may exist; it is removed once the new one is on disk.
 
     Raises:
         CheckpointError: If `directory` exists, `state` holds anything else, or the disk
-            is full, read-only or gone; nothing is left behind.
+            is full, read-only or gone. No files are left.
+        UserError: If safetensors is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> model = torch.nn.Linear(2, 1)
+        >>> directory = Path(tempfile.mkdtemp()) / "step-10"
+        >>> save(directory, model.state_dict(), {}, {"step": 10})
+        >>> load(directory).notes
+        {'step': 10}
     """
 
     def fill(part: Path) -> dict[str, Any]:
@@ -80,14 +92,18 @@ def save(
 
 
 def load(directory: Path) -> Checkpoint:
-    """Read a checkpoint after checking every byte of it.
+    """Read a checkpoint, after comparing every file with its SHA-256.
 
     Nothing in it is executed: weights are safetensors, the rest is loaded with
-    `weights_only=True`.
+    `weights_only=True`. `save` has an example.
+
+    Args:
+        directory: What `save` wrote.
 
     Raises:
-        CheckpointError: If it is missing, foreign, truncated, altered or of another
-            schema; the text names the file.
+        CheckpointError: If it is missing, not a checkpoint, truncated, altered or of
+            another schema; the message names the file.
+        UserError: If safetensors is not installed.
     """
     manifest = read_manifest(directory)
     atomic_directory.verify(directory, manifest)
@@ -116,10 +132,16 @@ def load(directory: Path) -> Checkpoint:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, its shape checked.
+    """Return the contents of a checkpoint's manifest.json, without reading the weights.
+
+    Args:
+        directory: What `save` wrote.
+
+    Returns:
+        "format", "schema", "files" (size and SHA-256 of each), "notes" and "aliases".
 
     Raises:
-        CheckpointError: If there is none, or it is not one of this schema.
+        CheckpointError: If there is none, or it is of another schema.
     """
     manifest = atomic_directory.read(directory, atomic_directory.PLAIN)
     if manifest["files"].keys() != {WEIGHTS, STATE}:

@@ -35,23 +35,24 @@ if TYPE_CHECKING:
 
 
 class MasterWeights:
-    """The fp32 master weights of the 16-bit parameters of any torch optimizer.
+    """fp32 master weights for the 16-bit parameters of any torch optimizer.
 
-    Why: at the usual ratio of update to weight, 1e-3, bf16 loses more than half of all
-    updates to rounding.
+    An update is typically a thousandth of its weight, and bf16 loses more than half of
+    such updates to rounding. With master weights the optimizer updates fp32 values, and
+    the results are copied back to the 16-bit model weights.
 
-    The optimizer's parameter groups then hold the masters, fp32 parameters of their
-    own; learning-rate schedules, added groups and `state_dict` work as before. With a
-    compact encoding no fp32 copy exists between steps: the masters read as NaN, and
-    `step` fills them in, some parameters at a time.
+    The optimizer's parameter groups then hold the master weights, which are parameters
+    of their own; learning-rate schedules, added groups and `state_dict` work as before.
+    With "split", "kahan" and "stochastic" no fp32 copy exists between steps: the master
+    weights read as NaN, and `step` decodes them, some parameters at a time.
 
     Args:
         optimizer: Over 16-bit parameters, fp32 ones, or both; fp32 ones are unchanged.
-        originals: Parameter -> fp32 values to begin with, where they are known; they
-            are taken out of it. Otherwise the master starts from the 16-bit weight.
-        master: "fp32", "split", "kahan" or "stochastic": what is kept beside a weight.
-        seed: Of random rounding. It must be the same on every rank, or replicas
-            drift apart; so the default is not drawn from torch.
+        originals: Parameter -> its fp32 values, where they are known. The entries are
+            removed. Otherwise a master weight starts from the 16-bit weight.
+        master: "fp32", "split", "kahan" or "stochastic"; see `prepare`.
+        seed: Seed of stochastic rounding. It must be the same on every rank, or the
+            replicas diverge; therefore it is not taken from torch.
 
     Raises:
         UserError: If there is no such encoding, or it needs bf16 and weights are fp16.
@@ -115,7 +116,7 @@ class MasterWeights:
     def add_new_params(
         self, originals: dict[nn.Parameter, Tensor] | None = None
     ) -> None:
-        """Give masters to those 16-bit parameters of the optimizer that have none."""
+        """Add master weights for 16-bit parameters that were added to the optimizer."""
         groups = self.optimizer.param_groups
         if all(param in self.param_index for g in groups for param in g["params"]):
             return
@@ -154,13 +155,16 @@ class MasterWeights:
         return master
 
     def model_param(self, param: Tensor) -> Tensor:
-        """Return the model's parameter behind one of the optimizer's."""
+        """Return the model's parameter for one of the optimizer's."""
         master_param = self.master_params.get(param)
         return param if master_param is None else master_param.weight
 
     @torch.no_grad()
     def fp32_value(self, param: Tensor) -> Tensor:
-        """Return the fp32 values of a parameter; new memory with a compact encoding."""
+        """Return the fp32 values of an optimizer's parameter.
+
+        With "split", "kahan" and "stochastic" they are decoded into new memory.
+        """
         master_param = self.master_params.get(param)
         if master_param is None or not self.encoding.is_compact:
             return param.detach()
@@ -172,9 +176,12 @@ class MasterWeights:
     def set_fp32_(
         self, param: Tensor, fp32: Tensor, weight: Tensor | None = None
     ) -> None:
-        """Set a parameter of the optimizer, and the model's weight.
+        """Set the fp32 values of an optimizer's parameter, and the model's weight.
 
-        `weight` is the 16-bit weight that went with it; default: rounded from it.
+        Args:
+            param: One of the optimizer's parameters.
+            fp32: Its values.
+            weight: The 16-bit weight. None: `fp32`, rounded.
         """
         master_param = self.master_params.get(param)
         if master_param is None:
@@ -191,19 +198,20 @@ class MasterWeights:
         self.mark_synced()
 
     def accumulate_grads(self) -> None:
-        """Add the gradients of the 16-bit parameters to their masters', and free them.
+        """Add the 16-bit gradients to those of the master weights, and free them.
 
         Called after each backward pass, this accumulates micro-batches in fp32. The
-        buffers are kept, so that no step maps fresh memory for them.
+        fp32 buffers are reused.
         """
         self.add_new_params()
         for master_param in self.master_params.values():
             _accumulate_(master_param)
 
     def accumulate_in_backward(self, *, on: bool = True) -> None:
-        """Accumulate each gradient as soon as it exists; not under DDP, which averages.
+        """Accumulate each gradient in fp32 as soon as the backward pass made it.
 
-        Why: the 16-bit gradients of a whole model then never exist at once.
+        The 16-bit gradients of the whole model then never exist at once. Not under DDP,
+        which averages 16-bit gradients.
         """
         self._accumulates_in_backward = on
         for param in self.master_params.values() if on else ():
@@ -217,7 +225,7 @@ class MasterWeights:
             _accumulate_(master_param)
 
     def grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (parameter of the optimizer, its gradient), in fp32 or 16 bits."""
+        """Return (optimizer's parameter, gradient) pairs, in fp32 or 16 bits."""
         grads = []
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param in params:
@@ -242,9 +250,9 @@ class MasterWeights:
         """Unscale, update and write the weights in one pass, with `kernel`.
 
         Args:
-            inverse: What gradients are multiplied by. fp32, shape ().
-            found_inf: 1.0 if nothing must change, shape (); for a kernel on a device.
-            only: A group and its one parameter to update; default: all.
+            inverse: 1 / loss scale, by which gradients are multiplied. fp32, shape ().
+            found_inf: 1.0 to skip the step inside the kernel, shape ().
+            only: A parameter group and the one parameter to update. None: all.
         """
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
         if self._fused_step is None or self._fused_step.kernel is not self.kernel:
@@ -267,7 +275,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step_param(self, param: Tensor) -> None:
-        """Let the optimizer step over one parameter, whose gradient is unscaled."""
+        """Step the optimizer for one parameter, whose gradient is unscaled."""
         master_param = self.master_params.get(param)
         if master_param is not None:
             _accumulate_(master_param)
@@ -289,13 +297,17 @@ class MasterWeights:
         return f"{name}'s own step, {way}: {why or self.kernel_description}"
 
     def note(self) -> str:
-        """Say in one line what is kept, and of how many weights."""
+        """Say in one line which encoding is used, and for how many numbers."""
         count = sum(param.weight.numel() for param in self.master_params.values())
         return f"master weights of {count} numbers: {self.encoding.description}"
 
     @torch.no_grad()
     def broadcast_(self, broadcast: Callable[[list[Tensor]], None]) -> None:
-        """Take over the first rank's weights and residuals, which `broadcast` gives."""
+        """Replace weights and residuals by those of rank 0.
+
+        Args:
+            broadcast: Overwrites a list of tensors by those of rank 0.
+        """
         self.add_new_params()
         master_params = self.master_params.values()
         if not self.encoding.is_compact:
@@ -315,7 +327,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Accumulate gradients, step over the masters, and copy back to the weights."""
+        """Accumulate gradients, step the optimizer, copy back to the model weights."""
         self.accumulate_grads()
         self.sync_external_writes()
         with self.own_step():
@@ -328,7 +340,7 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def own_step(self) -> Iterator[None]:
-        """Set `stepping` during a step that this class calls."""
+        """Mark a step as made by this class, not by the caller."""
         self.stepping = True
         try:
             yield
@@ -337,25 +349,25 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters back to the weights; compact ones are up to date already."""
+        """Copy fp32 master weights back to the model weights."""
         if self.master_params and not self.encoding.is_compact:
             weights, masters = zip(*self.pairs, strict=True)
             torch._foreach_copy_(weights, masters)
         self.advance_rng()
 
     def advance_rng(self) -> None:
-        """Count an update: each has random numbers of its own."""
+        """Advance the random numbers of stochastic rounding by one step."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
         self.mark_synced()
 
     def set_rng(self, seed: int, step: int) -> None:
-        """Continue the random numbers of a saved run."""
+        """Set the random numbers of stochastic rounding to those of a saved run."""
         self.rng = RoundingRng(seed, step)
 
     def normalize_states(self) -> None:
-        """Convert loaded moments to the encoding's dtype, in memory of their own.
+        """Copy loaded moments, and convert them to the encoding's dtype.
 
-        Why: `load_state_dict` takes over tensors that another optimizer may use.
+        Without the copy, a tensor would be shared with the optimizer it came from.
         """
         for state in self.optimizer.state.values():
             tensors = [key for key, value in state.items() if torch.is_tensor(value)]
@@ -366,17 +378,17 @@ class MasterWeights:
             )
 
     def mark_synced(self) -> None:
-        """Remember that the weights are as the masters would have them."""
+        """Record that model weights and master weights agree now."""
         masters = self.master_params.values()
         self._versions = [param.weight._version for param in masters]  # noqa: SLF001
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
-        """Reset masters whose weights were changed outside the optimizer.
+        """Reset master weights whose model weights were changed outside the optimizer.
 
-        Why: `model.load_state_dict`, clamping or an average of weights change the
-        model, which its masters would undo at the next step. An edit through `.data`
-        is not noticed: torch does not count it.
+        `model.load_state_dict`, clamping or weight averaging change the model; without
+        this the next step would undo it. A write through `.data` is not noticed, since
+        torch does not count it.
         """
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:

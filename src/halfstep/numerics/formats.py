@@ -19,18 +19,25 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """One binary floating-point format; every number follows from its bit widths."""
+    """A binary floating-point format: its dtype, bit widths and limits.
+
+    Example:
+        >>> FP16.max, BF16.epsilon
+        (65504.0, 0.0078125)
+    """
 
     name: str
-    """Short word used in flags, logs and checkpoints."""
+    """Short name used in flags, logs and checkpoints."""
     dtype: torch.dtype
+    """torch's dtype."""
     exponent_bits: int
+    """Bits of the exponent."""
     mantissa_bits: int
     """Explicit bits of the fraction; one ulp of 1.0 is 2**-mantissa_bits."""
 
     @property
     def bytes(self) -> int:
-        """Size of one number."""
+        """Bytes per number."""
         return self.dtype.itemsize
 
     @property
@@ -59,8 +66,11 @@ class FloatFormat:
 
 
 FP32 = FloatFormat("fp32", torch.float32, 8, 23)
+"""IEEE single precision."""
 BF16 = FloatFormat("bf16", torch.bfloat16, 8, 7)
+"""bfloat16: fp32's range with 8 bits of precision."""
 FP16 = FloatFormat("fp16", torch.float16, 5, 10)
+"""IEEE half precision: 11 bits of precision, finite numbers up to 65504."""
 
 FORMATS = {format_.name: format_ for format_ in (FP32, BF16, FP16)}
 _BY_DTYPE = {format_.dtype: format_ for format_ in FORMATS.values()}
@@ -71,13 +81,17 @@ _LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"} | {
 
 
 def parse(word: str | torch.dtype | FloatFormat) -> FloatFormat:
-    """Return the format that a word or a dtype names.
+    """Return the format of a name or a dtype.
 
     Args:
         word: "fp32", "bf16", "fp16", torch's long names, a torch.dtype or a format.
 
     Raises:
-        UserError: If it names no format that halfstep trains in.
+        UserError: If it is not a format that halfstep trains in.
+
+    Example:
+        >>> parse("bfloat16").name
+        'bf16'
     """
     if isinstance(word, FloatFormat):
         return word
@@ -97,32 +111,45 @@ def parse(word: str | torch.dtype | FloatFormat) -> FloatFormat:
 
 
 def word(dtype: torch.dtype) -> str:
-    """Return a format's short word, or torch's for a dtype that is none of ours."""
+    """Return the short name of a dtype, or torch's name for any other dtype.
+
+    Example:
+        >>> word(torch.bfloat16), word(torch.int64)
+        ('bf16', 'int64')
+    """
     format_ = _BY_DTYPE.get(dtype)
     return format_.name if format_ else str(dtype).removeprefix("torch.")
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Say whether a dtype is a 16-bit float."""
+    """Return whether a dtype is bf16 or fp16.
+
+    Example:
+        >>> is_low(torch.float16), is_low(torch.float32)
+        (True, False)
+    """
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def cast_floating(value: T, dtype: torch.dtype) -> T:
-    """Return `value` with its fp16, bf16 and fp32 tensors in `dtype`.
+    """Return `value` with its fp16, bf16 and fp32 tensors cast to `dtype`.
 
-    Why: `value.to(dtype)` breaks token ids and masks, and model outputs are nested.
-    Float64, integer, bool and complex tensors stay as they are, as under autocast:
-    a float64 tensor was made on purpose.
+    Float64, integer, bool and complex tensors are not cast, as under autocast.
 
     Lists, tuples, named tuples, mappings (transformers' ModelOutput is one) and
-    dataclasses, frozen ones too, keep their type and all that they carry besides; no
-    constructor runs. What occurs twice inside is cast once and stays one object; a
-    container in which nothing is cast is returned itself, not a copy. Sets,
-    generators, modules and objects of other kinds pass through, tensors inside and all.
+    dataclasses, frozen ones too, keep their type and other attributes; no constructor
+    runs. An object that occurs twice is cast once and stays one object. A container in
+    which nothing is cast is returned itself, not a copy. Sets, generators, modules and
+    other objects are returned as they are, with the tensors in them.
 
     Args:
         value: A tensor, a nested container of tensors, or anything else.
         dtype: The dtype to cast to.
+
+    Example:
+        >>> batch = {"x": torch.ones(2), "ids": torch.arange(2)}
+        >>> {name: t.dtype for name, t in cast_floating(batch, torch.bfloat16).items()}
+        {'x': torch.bfloat16, 'ids': torch.int64}
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,20 +159,29 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
 
 
 def map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """Return a nested value with each of its tensors changed, as `cast_floating` does.
+    """Return a nested value with a function applied to each of its tensors.
 
     Args:
-        value: As of `cast_floating`.
-        change: Returns what takes a tensor's place; itself if it is to stay.
+        value: As for `cast_floating`, with the same containers.
+        change: Takes a tensor and returns its replacement, or the tensor itself.
+
+    Example:
+        >>> map_tensors([torch.ones(2), "text"], torch.neg)
+        [tensor([-1., -1.]), 'text']
     """
     changed: T = _NestedMap(change).apply(value)[0]
     return changed
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
-    """Yield the tensors in a nested value, which holds nothing that holds itself.
+    """Yield the tensors in a nested value, from the containers of `cast_floating`.
 
-    It looks into what `cast_floating` looks into.
+    Args:
+        value: Must not contain itself.
+
+    Example:
+        >>> [t.shape for t in tensors_in({"x": torch.ones(2), "n": 3})]
+        [torch.Size([2])]
     """
     if isinstance(value, torch.Tensor):
         yield value

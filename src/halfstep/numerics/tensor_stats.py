@@ -27,7 +27,7 @@ _BIAS = 1023
 
 @dataclass(frozen=True)
 class CastLoss:
-    """What a cast makes of the finite numbers of a tensor."""
+    """What a cast to another format loses of the finite numbers of a tensor."""
 
     flushed: int
     """Numbers other than zero that become zero."""
@@ -59,10 +59,10 @@ class CastLoss:
 
 @dataclass(frozen=True, eq=False)
 class TensorStats:
-    """What the numbers of one or more tensors of a dtype are like.
+    """Statistics of the numbers of one or more tensors of one dtype.
 
-    `measure` makes it, without waiting for the device. Each property waits, the first
-    time that one is read.
+    `measure` makes it without synchronization. The first property that is read
+    synchronizes with the device.
 
     Example:
         >>> stats = measure(torch.tensor([0.0, 1.5, -3.0, 1e-7]))
@@ -73,11 +73,11 @@ class TensorStats:
     """
 
     dtype: str
-    """torch's word for the dtype, such as "bfloat16"."""
+    """torch's name of the dtype, such as "bfloat16"."""
     casts: tuple[FloatFormat, ...]
-    """Formats that `cast` knows about."""
+    """Formats whose casts were measured, for `cast`."""
     counted: Counts
-    """On the device."""
+    """The counts, on the device."""
 
     @cached_property
     def _read(self) -> tuple[list[int], list[float], list[float]]:
@@ -94,7 +94,7 @@ class TensorStats:
 
     @property
     def count(self) -> int:
-        """All numbers; a complex one counts as two."""
+        """Number of all numbers; a complex one counts as two."""
         return self._fact("count")
 
     @property
@@ -119,7 +119,7 @@ class TensorStats:
 
     @property
     def finite(self) -> bool:
-        """There is neither inf nor NaN."""
+        """Whether there is neither inf nor NaN."""
         return not (self.infs or self.nans)
 
     @property
@@ -135,9 +135,9 @@ class TensorStats:
 
     @property
     def exponents(self) -> dict[int, int]:
-        """floor(log2(abs(x))) -> how many finite numbers other than zero have it.
+        """floor(log2(abs(x))) -> number of finite non-zero numbers with this exponent.
 
-        fp64's own subnormal numbers, below 2**-1022, are in none.
+        fp64's subnormal numbers, below 2**-1022, are not counted.
         """
         bins = self.counted.counts[1 : BINS - 1].cpu()
         filled = bins.nonzero().flatten()
@@ -150,7 +150,10 @@ class TensorStats:
         return self.count - self.zeros - self.infs - self.nans
 
     def cast(self, to: FloatFormat | str | torch.dtype) -> CastLoss:
-        """Return what a cast of all these numbers loses, found by casting them.
+        """Return what a cast of all these numbers loses, measured by casting them.
+
+        Args:
+            to: One of `casts`.
 
         Raises:
             UserError: If that cast was not measured.
@@ -176,11 +179,10 @@ class TensorStats:
     def underflow(
         self, to: FloatFormat | str | torch.dtype, scale: float = 1.0
     ) -> float:
-        """Return which share of the numbers other than zero a format flushes to zero.
+        """Return the share of non-zero numbers that a format flushes to zero, 0 to 1.
 
-        From the histogram, so at any scale without looking at the tensor again. A
-        number of exactly half the format's smallest one is flushed as well, and not
-        counted.
+        It is computed from the histogram, so that any scale can be asked for. A number
+        of exactly half the format's smallest one is flushed too, but not counted.
 
         Args:
             to: The format that holds them, multiplied by `scale`.
@@ -194,10 +196,10 @@ class TensorStats:
     def headroom(
         self, to: FloatFormat | str | torch.dtype, scale: float = 1.0
     ) -> float:
-        """Return how many more powers of two fit before the largest number overflows.
+        """Return the headroom in powers of two before the largest number overflows.
 
-        log2(largest of the format / (amax * scale)): below 0 it has overflowed; inf
-        where all is zero.
+        It is log2(largest number of the format / (amax * scale)): negative after an
+        overflow, inf if all numbers are zero.
 
         Args:
             to: The format that holds the numbers, multiplied by `scale`.
@@ -209,7 +211,7 @@ class TensorStats:
         return math.log2(_format(to).max) - math.log2(self.amax) - math.log2(scale)
 
     def merge(self, other: TensorStats) -> TensorStats:
-        """Return the statistics of the numbers of both. Waits for nothing.
+        """Return the statistics of the numbers of both, without synchronization.
 
         Raises:
             UserError: If they are of different dtypes or casts.
@@ -218,7 +220,7 @@ class TensorStats:
         return TensorStats(self.dtype, self.casts, self.counted.add(other.counted))
 
     def data(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`. Waits for the device."""
+        """Return plain values for `json.dumps`. Synchronizes with the device."""
         facts = {name: self._fact(name) for name in FACTS}
         losses = {form.name: self.cast(form) for form in self.casts}
         return {
@@ -240,20 +242,23 @@ _SUMS = ("signal", "noise")
 def measure(
     tensor: Tensor, casts: Iterable[FloatFormat | str | torch.dtype] = CASTS
 ) -> TensorStats:
-    """Measure a tensor on its device, without waiting.
+    """Measure a tensor on its device, without synchronization.
 
-    In pieces, of 2**16 numbers on a CPU (2**20 of 16 bits): what it takes beside the
-    tensor does
-    not grow with it, but for a copy of one with gaps between its numbers.
+    It works in chunks, so that its memory does not grow with the tensor, except for a
+    copy of one that is not contiguous.
 
     Args:
-        tensor: fp16, bf16, fp32 or fp64, of any shape, empty too; a complex one counts
-            with both parts. Of a DTensor this rank's part, of a sparse tensor the
-            numbers it stores.
-        casts: Formats to cast to, to see what is lost: those that training casts to.
+        tensor: fp16, bf16, fp32, fp64 or complex, any shape, also empty. Of a DTensor
+            this rank's part is measured, of a sparse tensor its stored numbers.
+        casts: Formats whose rounding, underflow and overflow are measured. Default:
+            fp16 and bf16, those that training casts to.
 
     Raises:
         UserError: If the tensor is of another dtype, or a format is unknown.
+
+    Example:
+        >>> measure(torch.tensor([1e-9, 1.0])).cast("fp16").flushed
+        1
     """
     forms = tuple(map(_format, casts))
     counted = Counts.zeros(len(forms), tensor.device)

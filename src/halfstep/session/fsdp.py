@@ -288,19 +288,19 @@ def fsdp_policy(
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> MixedPrecisionPolicy:
-    """Return what to tell `fully_shard`, so that a level has one set of fp32 weights.
+    """Return the `mp_policy` of `fully_shard` for a level.
 
-    At O2 the shards stay fp32, and are the master weights: FSDP2 gathers them in 16
-    bits, computes, and adds up gradients over ranks in 16 bits. Casting by modules is
-    left to autocast. Every weight of the call is cast, normalisation too; call
-    `fully_shard` without a policy on what must stay fp32 before. At the other levels
-    FSDP2 casts nothing.
+    At O2 the shards stay fp32 and are the master weights: FSDP2 gathers them in 16
+    bits and sums gradients over ranks in 16 bits; operations are cast by autocast. All
+    weights of the call are gathered in 16 bits, normalisation layers too; call
+    `fully_shard` without a policy on modules that must stay fp32 first. At the other
+    levels FSDP2 casts nothing.
 
     Args:
-        level: "O0" to "O3", the one for `prepare`.
+        level: The level for `prepare`, "O0" to "O3".
         dtype: "bf16" or "fp16".
-        reduce_dtype: What gradients are added up in over ranks; default `dtype`.
-            `torch.float32` costs twice the bytes, and rounds less.
+        reduce_dtype: Dtype in which gradients are summed over ranks. Default: `dtype`.
+            `torch.float32` sends twice the bytes and rounds less.
 
     Example:
         >>> fsdp_policy("O2", "bf16").param_dtype

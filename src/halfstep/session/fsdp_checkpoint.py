@@ -59,13 +59,13 @@ class Stateful:
         self._session = session
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors by name, and the bytes of all else.
+        """Return tensors by name, and everything else as bytes.
 
-        A session that has not stepped yet shows the moments that its optimizer will
-        have: torch.distributed.checkpoint reads only what is there already.
+        Before the first step it includes the moments that the optimizer will have,
+        since torch.distributed.checkpoint reads only entries that exist.
 
         Raises:
-            RuntimeError: In the middle of an accumulation window.
+            RuntimeError: Between the micro-batches of a step.
         """
         state: dict[str, Any] = _flat(self._session.state_dict())
         state[_REST] = state[_REST].numpy().tobytes()
@@ -74,10 +74,10 @@ class Stateful:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Load a state into the session.
 
         Raises:
-            UserError: If it does not fit.
+            UserError: If it does not fit the session.
         """
         tensors = {key: value for key, value in state.items() if key != _REST}
         rest = torch.load(io.BytesIO(state[_REST]), weights_only=True)
@@ -85,9 +85,12 @@ class Stateful:
 
 
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of which each rank holds a part as whole ones, on every rank.
+    """Gather sharded tensors: return the full tensors, on every rank.
 
     `full_tensors(session.weights())` is for export. All ranks must call it.
+
+    Args:
+        tensors: Name -> tensor; a tensor that is not sharded is returned as it is.
     """
     parts: dict[str, Any] = dict(tensors)
     return {
@@ -103,23 +106,34 @@ def save(
     *,
     replace: bool = False,
 ) -> None:
-    """Write a session's state by torch.distributed.checkpoint; all ranks must call it.
+    """Write a session's state in the format of torch.distributed.checkpoint.
 
-    Each rank writes its own parts. Weights and moments are there by the names of the
-    parameters, in fp32 as in `session.state_dict()`. The directory appears once all
-    parts are on disk, with the SHA-256 of each, or not at all.
+    All ranks must call it; each writes its own shards. Weights and moments are stored
+    under the names of the parameters, in fp32 as in `session.state_dict()`. The
+    directory is renamed into place once all files are on disk, with a SHA-256 for each.
 
     Args:
-        session: What to save.
-        directory: On a disk that all ranks see. Must not exist yet.
-        notes: Json-able; those of the first rank are kept in the manifest.
-        replace: `directory` may exist. It is removed once the new one is on disk.
+        session: The session to save.
+        directory: On a disk that all ranks share. Must not exist yet.
+        notes: Values for `json.dumps`; those of rank 0 go into the manifest.
+        replace: `directory` may exist; it is removed once the new one is on disk.
 
     Raises:
-        CheckpointError: If `directory` exists, or cannot be written by one of the
-            ranks. All raise, and nothing is left behind.
-        UserError: If the optimizer quantizes its moments: their parts have no place in
-            the index.
+        CheckpointError: If `directory` exists, or one rank cannot write. All ranks
+            raise, and no files are left.
+        UserError: If the optimizer quantizes its moments, which this format cannot
+            index.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import halfstep as hs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+        >>> directory = Path(tempfile.mkdtemp()) / "step-10"
+        >>> hs.sharded.save(session, directory, {"step": 10})
+        >>> hs.sharded.load(session, directory)
     """
     tensors = _flat(session.state_dict())
     quantized = next((name for name in tensors if is_quantized(tensors[name])), None)
@@ -134,17 +148,21 @@ def save(
 
 
 def load(session: Session, directory: Path) -> None:
-    """Go on from what `save` wrote, however many processes did; all must call it.
+    """Load what `save` wrote, with any number of processes.
 
-    The session may be of another level, form of masters or way of sharding, or of none.
-    What is refused leaves it untouched: everything is read into fresh memory first,
-    this rank's parts of it. Before that, every byte is held against the manifest, by
-    the ranks together; the index of torch.distributed.checkpoint, a pickle, is not
-    read: nothing in it can run.
+    All ranks must call it. The session may have another level, another `master`,
+    another sharding or none. Every file is first compared with its SHA-256, then this
+    rank's shards are read into new memory; an error leaves the session unchanged. The
+    pickled index of torch.distributed.checkpoint is not read, so no code in it runs.
+
+    Args:
+        session: The session to load into.
+        directory: What `save` wrote.
 
     Raises:
-        CheckpointError: If it is none of ours or not whole, or memory is too short.
-        UserError: If the state does not fit.
+        CheckpointError: If it was not written by `save`, is incomplete or damaged, or
+            memory is too short.
+        UserError: If the state does not fit the session.
     """
     index = sharded.verify(directory, _REST)
     saved: dict[str, Any] = index.state_dict_metadata
