@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from docs.pictures import house
 
 import halfstep
 
@@ -120,3 +121,10 @@ def test_training_loads_no_diagnosis() -> None:
             [sys.executable, "-c", program], capture_output=True, text=True, check=True
         )
         assert done.stdout.split() == loaded
+
+
+def test_picture_is_current() -> None:
+    """Law: the picture of the packages shows them all, on their floors."""
+    assert {name for floor in house.floors() for name in floor} == {*house.PURPOSES}
+    advice = "run python docs/pictures/house.py"
+    assert house.PICTURE.read_text(encoding="utf-8") == house.draw(), advice
