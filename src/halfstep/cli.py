@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
 import sys
 import warnings
@@ -57,6 +58,9 @@ def run(words: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     try:
         arguments = _parser().parse_args(words)
+        # transformers imports torchao, which logs kernels that do not load here.
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             # torch's, of every installation without the extras; what needs numpy asks.

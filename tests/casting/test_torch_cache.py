@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -283,3 +285,31 @@ def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
             while stack:
                 threads[number].submit(do, number, "close").result()
     assert not torch_cache._entered
+
+
+NO_GRAD_BELOW_A_CAST = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+import halfstep as hs
+
+class Handler(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch.no_grad():
+            return func(*args, **(kwargs or {}))
+
+with hs.autocast("cpu", torch.bfloat16), hs.autocast("cuda", torch.bfloat16):
+    with Handler():
+        print(torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype)
+"""
+
+
+def test_no_grad_in_a_handler_of_operations() -> None:
+    """Law: a mode may end a no_grad while torch casts, which holds its cache's lock."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NO_GRAD_BELOW_A_CAST],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout == "torch.bfloat16\n"

@@ -28,6 +28,7 @@ from halfstep._torch.patches import attribute_patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
 _entered: set[EnteredContext] = set()
 """The contexts open in all threads: torch's cache is shared."""
@@ -71,8 +72,22 @@ def _clearing(run: Callable[..., None]) -> Callable[..., None]:
 
 def _clear(*_: object) -> None:
     # Whatever thread writes, it may write into what a context in another has cast.
-    if _entered:
+    if _entered and not _handles_an_operation():
         torch.clear_autocast_cache()
+
+
+def _handles_an_operation() -> bool:
+    """Say whether this thread runs a `__torch_dispatch__`, below autocast.
+
+    There torch may be in the middle of a cast, and hold the lock of its cache, which
+    this thread would wait for forever. Who handles an operation changes no weight.
+    """
+    if all(torch.is_autocast_enabled(entered.device) for entered in list(_entered)):
+        return False  # while torch casts, autocast is off: no need to walk the stack
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
 
 
 optimizer_hooks.register_post_step_callback(_clear)
