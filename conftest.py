@@ -113,9 +113,7 @@ def parse_json(example: Example) -> None:
 
 
 PENDING = [
-    "docs/apex.md",
     "docs/doctor.md",
-    "docs/masters.md",
     "docs/probe.md",
     "docs/reports.md",
     "docs/scaling.md",
