@@ -16,7 +16,7 @@ targets = inputs.sin().sum(-1, keepdim=True) / 4
 file = Path(tempfile.mkdtemp()) / "state.pt"
 
 
-def train(num_epochs: int, level: str = "O2") -> float:
+def train(num_epochs: int, level: str = "O2", dtype: object = dtype) -> float:
     """Train for one epoch more, or begin, and save; return the last loss."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
@@ -39,4 +39,5 @@ file.unlink()
 train(1)
 resumed = train(1)
 print("resumed to the bit:", resumed == at_once)
+print(f"resumed without mixed precision: loss {train(1, 'O0', 'auto'):.4f}")
 print(f"final loss {resumed:.4f}")
