@@ -28,11 +28,11 @@ __all__ = ["assert_dtypes", "assert_unchanged", "overflow_in_backward"]
 
 @contextlib.contextmanager
 def overflow_in_backward(model: nn.Module, at: int = 1) -> Iterator[None]:
-    """Make the gradients of one backward pass inf, as an overflow does.
+    """Write inf into the gradients of one backward pass, as an overflow does.
 
     Args:
-        model: The first of its trainable parameters gets the inf.
-        at: Which backward pass that reaches it, counted from 1 inside of the context.
+        model: The gradient of its first trainable parameter becomes inf.
+        at: Number of the backward pass in the context, >= 1.
 
     Raises:
         UserError: If the model has no trainable parameter, or `at` is below 1.
@@ -75,14 +75,14 @@ def overflow_in_backward(model: nn.Module, at: int = 1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def assert_unchanged(*objects: Any) -> Iterator[None]:  # noqa: ANN401
-    """Assert that models, optimizers and sessions are to the bit as they were.
+    """Assert that models, optimizers and sessions are bit-identical at the end.
 
     Args:
-        objects: Whatever has a `state_dict`. Of a `Session` the fp32 weights and the
+        objects: Objects with a `state_dict`. Of a `Session` the fp32 weights and the
             optimizer's state are compared.
 
     Raises:
-        AssertionError: At the end, with the names of what differs.
+        AssertionError: At the end, with the names of the entries that differ.
 
     Example:
         >>> from halfstep.testing import assert_unchanged
@@ -141,16 +141,16 @@ def _is_equal(one: Any, other: Any) -> bool:  # noqa: ANN401
 def assert_dtypes(
     model: nn.Module, expected: Mapping[str, tuple[str, str]]
 ) -> Iterator[None]:
-    """Assert in which formats modules are called, and what they return.
+    """Assert the formats of the floating inputs and outputs of modules.
 
     Args:
-        model: Whose modules are watched while the context is open.
+        model: The model whose modules are observed while the context is open.
         expected: Path of a module, or a pattern of paths (`encoder.*.norm`; "" is the
             model itself) -> formats of its floating inputs and outputs, as "fp32",
             "bf16" or "fp16".
 
     Raises:
-        UserError: If a pattern fits no module, or a word is no format.
+        UserError: If a pattern matches no module, or a format is unknown.
         AssertionError: At the end, with the first module that differs, or was not
             called.
 

@@ -64,25 +64,26 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found in a few steps of a program that runs."""
+    """The result of `halfstep.diagnose`; prints as a report."""
 
     facts: RunFacts
-    """What was judged."""
+    """The facts that the rules were evaluated on."""
     profile: Profile
-    """Where the time of a step went."""
+    """Where the time of a step goes."""
     examination: Examination
+    """Findings, and rules that were not evaluated."""
     numerics: Numerics
-    """What was finite in these steps, and what was not."""
+    """Which values were finite, and which were not."""
     calls: tuple[Finding, ...] = ()
-    """What is wrong with the calls of the first steps; see `step_calls.CHECKED`."""
+    """Findings about the order of calls in the first steps."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What the rules found, worst first."""
+        """All findings, worst first."""
         return self.examination.findings
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the findings, and where the time goes, as tables."""
+        """Return the findings and the profile as tables."""
         notes = tuple(
             f"not checked: {reason}"
             for reason in text.not_evaluated_lines(self.examination)
@@ -92,7 +93,7 @@ class Diagnosis:
         return findings_table(self.findings, notes), self.profile.table()
 
     def __str__(self) -> str:
-        """Return all of it as text."""
+        """Return the report as text."""
         report = text.text(self.facts, self.examination)
         in_order = () if self.numerics.findings() else (str(self.numerics),)
         for line in (*in_order, *self._calls_in_order):
@@ -136,41 +137,42 @@ def diagnose(
     warmup: int = 3,
     profiled: int = 3,
 ) -> Diagnosis:
-    """Make some training steps; say what is wrong with them, and what would fix it.
+    """Run some training steps, and report what is wrong with them and how to fix it.
 
-    They are real steps: whatever `step` does to weights, optimizer and scaler is done
-    `warmup + steps + profiled` times. Give it a copy where that matters.
+    The steps are real: weights, optimizer and scaler change `warmup + steps + profiled`
+    times. Pass a function over copies where that matters.
 
-    Numbers come first: losses, gradients, skipped steps, weights and buffers; then the
-    calls of the loss scaler, the schedule, and sums in 16 bits. The first step
-    of the warm-up with a non-finite one is run again by `find_nonfinite`: `step` is
-    called some times more, each time up to its backward pass, and model, scaler and
-    session are as they were afterwards. What else `step` does before its backward pass
-    is done again.
+    Numerics come first: losses, gradients, skipped steps, weights and buffers; then the
+    calls of the loss scaler, the schedule, and sums in 16 bits; then speed. The first
+    warm-up step with a non-finite number is repeated by `find_nonfinite`, which calls
+    `step` up to its backward pass some more times. Model, scaler and session are
+    restored; other side effects of `step` before its backward pass are not.
 
     Args:
-        step: Makes one step. Called without arguments, or with a batch.
-        session: That the step uses; the rest up to `scaler` then follows from it.
-        model: That it trains; as it is called, so in DDP where it is. Default: what the
-            first step runs, for the numbers alone.
-        optimizer: That it steps. Updates lost to rounding are counted in it.
-        scaler: torch's GradScaler, ours or another. Default: the first one of torch's
-            or ours that the steps use.
-        batches: What to fetch the argument of `step` from, one for each step, so that
-            the time for that is seen.
-        level: That the program means to train at; "O1" is `torch.autocast` over fp32
-            weights. Default: the session's.
-        dtype: That it means to train in; default: the session's, or that of its
-            matrix products.
-        device: "cpu" or "cuda"; default: where the model is.
-        steps: Steps that are timed, at least 1.
-        warmup: Steps before those, 0 or more, whose gradients are checked.
-        profiled: Steps under torch's profiler, at least 1. The shortest counts.
+        step: Makes one training step. It is called without arguments, or with a batch.
+        session: The session of the step. It implies model, optimizer and scaler.
+        model: The model as it is called, DDP included. Default: what the first step
+            runs; then only the numerics are checked.
+        optimizer: The optimizer of the step; updates lost to rounding are counted.
+        scaler: A GradScaler of torch, of halfstep or another. Default: the first of
+            torch's or halfstep's that the steps use.
+        batches: Iterable of batches, one for each step, so that data loading is timed.
+        level: Level that the program trains at; `torch.autocast` over fp32 weights is
+            "O1". Default: the session's.
+        dtype: Dtype that the program trains in. Default: the session's, or that of its
+            matmuls.
+        device: "cpu" or "cuda". Default: the model's.
+        steps: Steps that are timed, >= 1.
+        warmup: Steps before those whose numbers are checked, >= 0.
+        profiled: Steps under torch's profiler, >= 1. The shortest is reported.
+
+    Returns:
+        The diagnosis; `print` it.
 
     Raises:
-        UserError: If an argument is of the wrong kind or out of range, or `batches` run
-            out.
-        LossScaleCollapse: If the step does; with what the replay has found.
+        UserError: If an argument is of the wrong type or out of range, or there are too
+            few `batches`.
+        LossScaleCollapse: If the step raises it; with the result of the replay.
         DtypeMismatch: In place of torch's error, if the step mixes dtypes.
 
     Example:

@@ -23,22 +23,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """One operation: its format, and why."""
+    """One operation of a plan: its format, and why."""
 
     name: str
-    """Of the node in the graph."""
+    """Name of the node in the graph."""
     op: str
+    """Name of the operation in `torch.ops.aten`."""
     module: str
     """Path of the module that runs it; "" is the model itself."""
     source: str
     """File and line of the user's code, or ""."""
     low: bool
+    """Whether it runs in 16 bits."""
     kind: str
-    """allow, infer, clear or deny."""
+    """"allow", "infer", "clear" or "deny"."""
     reason: str
+    """Why it has this kind."""
     low_ms: float
     """Predicted milliseconds in 16 bits, forward and backward; 0.0 if denied."""
     fp32_ms: float
+    """The same in fp32."""
 
     @property
     def ms(self) -> float:
@@ -48,7 +52,7 @@ class PlannedNode:
 
 @dataclass(frozen=True)
 class PlannedCast:
-    """One cast, shared by all its consumers."""
+    """One cast of a plan, shared by all its consumers."""
 
     tensor: str
     """Name of the node that makes the tensor."""
@@ -61,11 +65,11 @@ class PlannedCast:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How much longer operations take in a pass of the whole model than alone.
+    """Time of operations in a pass of the whole model, relative to each run alone.
 
-    Why: alone, an operation finds its numbers in the processor's cache; in a model they
+    Alone, an operation finds its operands in the processor's cache; in a model they
     come from memory, and Python and autograd run in between. On a GPU it is the other
-    way: alone, each waits for its launch.
+    way round: alone, each operation waits for its launch.
     """
 
     fp32: float = 1.0
@@ -114,9 +118,9 @@ class Plan:
     low_weights: tuple[str, ...] = ()
     """Names of the parameters that are stored in 16 bits when the plan runs."""
     doubt: str = ""
-    """What speaks against the times: the machine was busy, or had too little memory."""
+    """Why the times may be wrong: the machine was busy, or had too little memory."""
     slowdown: Slowdown = Slowdown()
-    """What the times above owe to passes of the whole model."""
+    """Correction of the times for the whole model."""
 
     @property
     def ms(self) -> float:
@@ -134,7 +138,7 @@ class Plan:
         return frozenset(node.name for node in self.nodes if node.low)
 
     def table(self) -> Table:
-        """Return a row for each operation, as a table to print."""
+        """Return a table with a line for each operation."""
         rows = tuple(
             (
                 node.name,
@@ -170,7 +174,7 @@ class Plan:
         """Write the plan as TOML, which `load_plan` reads.
 
         Args:
-            path: File to write or to replace, in one piece. A line holds an operation;
+            path: File to write or replace, atomically. Each line holds an operation;
                 `runs_in` may be edited.
 
         Raises:

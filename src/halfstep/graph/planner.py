@@ -57,24 +57,26 @@ def plan(
     """Decide for each operation of a model in which format it runs.
 
     Args:
-        model: In the mode it will be used in. Parameters are fp32.
-        example_inputs: Positional arguments of one batch, of the shapes to be planned
-            for.
+        model: In the mode (train or eval) in which it will run, with fp32 parameters.
+        example_inputs: Positional arguments of one batch, with the shapes to plan for.
         dtype: "bf16" or "fp16".
-        policy: What must stay fp32, and what gains: tables and rules, as for
-            `autocast`.
-        method: "min-cut": the least predicted time, casts included, over the times of
-            operations measured here. "painting": TensorFlow's rule, without costs.
-        level: Of the training to come. "O1": weights are fp32, and cast where they are
-            used. "O2": those that `prepare(model, optimizer, "O2", policy=policy)` will
-            store in 16 bits need no cast.
-        kinds: Operation, as in `torch.ops.aten`, -> "allow", "deny", "infer" or
-            "clear", in place of what the policy says of it.
-        calibrate: Runs a few training steps, forward and backward, with the fp32 model
-            it is given: operations whose values or gradients come within a factor of 4
-            of fp16's largest number stay fp32. Only with fp16; bf16 has fp32's range.
-            None: the values of one forward pass of the example inputs count.
-        refresh: Measure all operations again although their times are kept.
+        policy: Tables and rules, as for `autocast`: which operations must stay fp32.
+        method: "min-cut" minimizes the predicted time, casts included, with times of
+            the operations measured on this machine. "painting" is TensorFlow's rule,
+            without costs.
+        level: Level of the training to come. "O1": weights are fp32 and cast where they
+            are used. "O2": the weights that `prepare(model, optimizer, "O2",
+            policy=policy)` stores in 16 bits need no cast.
+        kinds: Name in `torch.ops.aten` -> "allow", "deny", "infer" or "clear", instead
+            of what the policy implies.
+        calibrate: Function of the fp32 model that runs a few training steps, forward
+            and backward: operations whose values or gradients come within a factor of
+            4 of fp16's largest number stay fp32. Only for fp16. None: the values of one
+            forward pass of the example inputs are used.
+        refresh: Measure all operations again, and ignore cached times.
+
+    Returns:
+        The plan; `print` it, `save` it, or run it with `rewrite`.
 
     Raises:
         UserError: If an argument is wrong, or the model cannot be captured as one

@@ -36,10 +36,10 @@ class PlannedModule(fx.GraphModule):
     """A rewritten model: for one mode, and inputs of the shapes it was planned for."""
 
     def train(self, mode: bool = True) -> PlannedModule:
-        """Refuse the mode that was not captured.
+        """Accept only the mode that was planned.
 
         Raises:
-            UserError: If it is another: dropout and batch norms are part of the graph.
+            UserError: In the other mode: dropout and batch norms are part of the graph.
         """
         if mode != self.training:
             now, other = ("train", "eval")[:: 1 if self.training else -1]
@@ -52,19 +52,19 @@ class PlannedModule(fx.GraphModule):
 
 
 def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
-    """Return a model that runs as planned; it shares the model's parameters.
+    """Return a module that runs a model as planned, with the model's parameters.
 
-    It trains as the model does, in the mode it was captured in, on inputs of the shapes
-    it was captured with; other shapes or constants, and the other mode, raise a
-    `UserError`. Its inputs and outputs keep their dtypes.
+    It can be trained like the model. It accepts the shapes and constants that were
+    planned, in the mode that was planned; others raise `UserError`. Inputs and outputs
+    keep their dtypes.
 
     Args:
-        model: The one that was planned.
-        plan: Of `plan`.
+        model: The model that was planned.
+        plan: The result of `plan`.
 
     Raises:
-        UserError: If the plan is of another model, of another mode, or of weights that
-            are stored otherwise.
+        UserError: If the plan is of another model or mode, or the weights are stored in
+            other dtypes.
 
     Example:
         >>> import halfstep as hs

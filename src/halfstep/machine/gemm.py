@@ -31,17 +31,18 @@ machine it is below 0.02; one other program that computes makes it 0.5."""
 
 @dataclass(frozen=True)
 class GemmRates:
-    """What was measured, and how far it can be trusted."""
+    """Measured matmul rates, and how reliable they are."""
 
     rates: Mapping[str, float]
-    """Format -> TFLOP/s of the fastest round: whatever else runs only adds time."""
+    """Format -> TFLOP/s of the fastest round."""
     spread: Mapping[str, float]
-    """Format -> how much slower the slowest round was, over the fastest; 0 to 1."""
+    """Format -> difference between the slowest and the fastest round, relative to the
+    fastest, 0 to 1."""
     waited: float
-    """Share of the time that a thread waited for a processor; that of the thread that
-    waited most, 0 to 1."""
+    """Share of the time that a thread waited for a processor, 0 to 1; of the thread
+    that waited most."""
     doubt: str = ""
-    """What speaks against the figures."""
+    """Why the numbers may be wrong; empty if there is no reason."""
     time: float = 0.0
     """When it was measured, in seconds since 1970."""
     why_not_cached: str = ""

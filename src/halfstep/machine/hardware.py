@@ -62,6 +62,7 @@ class Gpu:
     """One CUDA device."""
 
     name: str
+    """Name of the device."""
     capability: tuple[int, int]
     """CUDA compute capability: 7.0 and later have fp16 tensor cores, 8.0 bf16 too."""
     memory_bytes: int
@@ -69,9 +70,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the machine is; nothing here is measured."""
+    """The hardware of this machine, without measurements."""
 
     cpu: str
+    """Name of the CPU."""
     cores: int
     """Processors this process may run on."""
     threads: int
@@ -98,7 +100,12 @@ class Recommendation:
 
 @functools.cache
 def capabilities() -> Capabilities:
-    """Return what this machine is; read once a process."""
+    """Return the hardware of this machine; it is read once per process.
+
+    Example:
+        >>> capabilities().device in ("cpu", "cuda")
+        True
+    """
     fields = cpu.facts()
     flags = cpu.flags(fields)
     # Where there is no list, platform may know the name; on Linux it says no more.
@@ -120,11 +127,17 @@ def capabilities() -> Capabilities:
 
 
 def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str, float]:
-    """Return the matrix-product rate of each format, in TFLOP/s.
+    """Return the matmul rate of each format, in TFLOP/s.
+
+    The first call measures for some seconds; results are cached on disk.
 
     Args:
-        device: "cpu", "cuda", "mps" or "xpu"; default the one that training would use.
-        refresh: Measure again although figures are cached.
+        device: "cpu", "cuda", "mps" or "xpu". Default: the one that training would use.
+        refresh: Measure again, and ignore the cache.
+
+    Example:
+        >>> sorted(gemm_rates("cpu"))
+        ['bf16', 'fp16', 'fp32']
     """
     return dict(measured_rates(device, refresh=refresh).rates)
 
@@ -279,10 +292,17 @@ def _spelled(variables: Mapping[str, str]) -> str:
 
 
 def recommend(device: str | None = None) -> Recommendation:
-    """Return the level and dtype to train with here, and why.
+    """Return the level and dtype to train with on this machine, and why.
 
-    bf16 is preferred: it needs no loss scale. fp16 is recommended only on a GPU on
-    which bf16 is not worth it.
+    bf16 is preferred, since it needs no loss scale. fp16 is recommended only on a GPU
+    where bf16 is not faster than fp32.
+
+    Args:
+        device: "cpu", "cuda", "mps" or "xpu". Default: the one that training would use.
+
+    Example:
+        >>> recommend("cpu").level in ("O0", "O2")
+        True
     """
     where = device or capabilities().device
     rates = gemm_rates(where)
@@ -346,15 +366,15 @@ _MMAP_MAX, _TRIM_THRESHOLD = -4, -1
 
 
 def keep_memory() -> bool:
-    """Let this process keep the memory that it frees, for the next tensor on a CPU.
+    """Let this process reuse the CPU memory that it frees, for the next tensors.
 
-    Why: glibc maps each tensor of 32 MiB or more afresh and gives it back at once, and
-    the system clears every page of it again. A training step on large layers can
-    spend half of its time on that. The price is that memory once used stays with
-    the process. It concerns the whole process, so nothing here calls it unasked.
+    glibc maps each tensor of 32 MiB or more anew and returns it at once, and the system
+    clears every page each time; a training step on large layers can spend half of its
+    time on that. With this the process keeps the memory until it ends. It affects the
+    whole process, so halfstep never calls it by itself.
 
     Returns:
-        Whether the C library can: it must be glibc.
+        Whether it had an effect: the C library must be glibc.
     """
     library = ctypes.CDLL(None) if platform.system() == "Linux" else None
     if library is None or not hasattr(library, "gnu_get_libc_version"):

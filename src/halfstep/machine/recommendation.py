@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """The level and format to train with, and why."""
+    """A level and a format to train with, and the reason for both."""
 
     level: levels.Level
+    """The level."""
     format: formats.FloatFormat
     """The 16-bit format; fp32 at O0."""
     reason: str
+    """Why, in words."""
 
     def __str__(self) -> str:
         """Return both words, as they stand in flags."""

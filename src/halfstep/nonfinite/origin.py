@@ -43,14 +43,14 @@ def module_rule(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BadOp:
-    """The operation that made the first inf or NaN of a step, and the cause.
+    """The operation that made the first inf or NaN of a step, and why.
 
     Raises:
-        UserError: If phase, cause or wide is none of those listed.
+        UserError: If `phase`, `cause` or `wide` is unknown.
     """
 
     phase: str
-    """One of `PHASES`."""
+    """"forward", "backward", "input", "weight", or "none" if a replay was finite."""
     module: str = "model"
     """Path in the model; "model" for the model itself, "loss" after its forward pass,
     "input" before it."""
@@ -72,7 +72,7 @@ class BadOp:
     wide: str = "not run"
     """Its result in fp32: "finite", "not finite", "not run"."""
     cause: str
-    """One of `CAUSES`."""
+    """One of `CAUSES`, such as "forward range", "zero", "data" or "learning rate"."""
     evidence: str
     """What was observed, with numbers."""
     advice: str
@@ -83,7 +83,7 @@ class BadOp:
     """The rule in the advice, such as "module:decoder.*.wo=fp32"; else "". Of a graph
     alone there may be several, joined by " + "."""
     normal: bool = False
-    """It is no fault: dynamic loss scaling finds a scale without it."""
+    """Whether it is expected: dynamic loss scaling finds a scale that avoids it."""
 
     def __post_init__(self) -> None:
         words = (("phase", PHASES), ("cause", CAUSES), ("wide", _WIDE))

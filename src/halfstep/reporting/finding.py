@@ -20,23 +20,25 @@ may become so."""
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found: a claim that can be checked, never a guess.
+    """The result of a rule: what was measured, the limit, and the fix.
 
     Raises:
-        UserError: If `severity` is none of `SEVERITIES`.
+        UserError: If `severity` is unknown.
     """
 
     severity: Severity
+    """"error": training fails or is wrong. "warning": it is slower or worse than
+    necessary. "note": it may become so."""
     rule: str
-    """Short name of the rule, such as "underflow"; stable, so that programs can ask."""
+    """Short name of the rule, such as "underflow"; it does not change."""
     where: str
     """Module path, parameter, operation or part of the run."""
     measured: str
-    """What was seen there, with its unit."""
+    """What was measured there, with its unit."""
     limit: str
-    """What it was held against; empty where the rule has no number."""
+    """The limit it was compared with; empty if the rule has no number."""
     source: str
-    """Where the limit is from: a format's fact, a paper, or "our choice"."""
+    """Origin of the limit: a format's definition, a paper, or "our choice"."""
     advice: str
     """The flag, policy rule or code change that fixes it."""
     weight: float = 0.0

@@ -33,19 +33,28 @@ def _shape_text(param: Tensor) -> str:
 
 
 class LossScaler:
-    """A loss scale at work: scales losses, unscales gradients, moves by its rule.
+    """Scales losses, unscales gradients, and changes the scale by a rule.
 
-    It works on tensors and never holds an optimizer.
+    It works on lists of tensors and knows no optimizer: your loop skips the step.
 
     Args:
-        rule: Static, dynamic or none: `ScaleRule.parse`.
-        device: Where the losses are.
-        group: Ranks that share a scale that a strategy proposes, and skip together;
-            default all.
+        rule: How the scale changes; see `ScaleRule.parse`.
+        device: Device of the losses.
+        group: Ranks that share the scale and skip together. None: all ranks.
+
+    Example:
+        >>> import torch
+        >>> scaler = LossScaler(ScaleRule(init_scale=1024.0))
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> found_inf = scaler.unscale_([weight.grad])
+        >>> weight.grad, found_inf
+        (tensor([1., 1.]), tensor(0.))
+        >>> scaler.update(found_inf)
     """
 
     num_dropped = 0
-    """Backward passes left out of a step; `BackwardPasses` may leave out some."""
+    """Backward passes left out of a step: 0."""
 
     def __init__(
         self,
@@ -67,11 +76,11 @@ class LossScaler:
     def observe_loss(
         self, loss: Tensor, name_of: Callable[[Tensor], str] = _shape_text
     ) -> None:
-        """Look at a loss before its backward pass.
+        """Check a loss before its backward pass, for warnings and for the diagnosis.
 
         Args:
-            loss: Unscaled.
-            name_of: Names a parameter, for a diagnosis.
+            loss: The unscaled loss.
+            name_of: Returns the name of a parameter.
         """
         self.monitor.on_loss(loss, name_of)
         if self.strategy is None:
@@ -83,7 +92,7 @@ class LossScaler:
             self.monitor.on_external_set()
 
     def scale(self, loss: Tensor, factor: Tensor | None = None) -> Tensor:
-        """Return the loss times the scale, or another factor, in fp32 at least."""
+        """Return the loss times the scale, or another factor, in fp32 or wider."""
         wide = torch.promote_types(loss.dtype, torch.float32)
         scale = self.state.scale if factor is None else factor
         if scale.device != loss.device:
@@ -97,17 +106,16 @@ class LossScaler:
         grad_outputs: Tensor | Sequence[Tensor | None] | None,
         **options: Any,  # noqa: ANN401 -- torch's
     ) -> tuple[Tensor, ...]:
-        """Return unscaled gradients in fp32 at least, as `torch.autograd.grad`.
+        """Return unscaled gradients in fp32 or wider, as `torch.autograd.grad`.
 
-        Why the root of the scale: a loss of these gradients goes back through the pass
-        that made them, where what is left of its scale is the scale over this factor.
-        With the scale itself the first pass would overflow at 65536, for the gradient
-        of an output is 1, and the second would underflow.
+        The pass is scaled by the square root of the scale: a loss of these gradients is
+        differentiated through the same pass, with the rest of the scale. With the
+        whole scale the first pass would overflow and the second underflow.
 
         Args:
-            outputs: Not scaled.
-            inputs: To differentiate by.
-            grad_outputs: As in torch; of the outputs as they are.
+            outputs: Unscaled outputs.
+            inputs: Tensors to differentiate by.
+            grad_outputs: As in torch, unscaled.
             options: Of `torch.autograd.grad`.
         """
         factor = power_of_two((self.state.scale.log2() / 2).floor())
@@ -117,7 +125,7 @@ class LossScaler:
         return tuple(g if g is None else self.scale(g, inverse) for g in grads)
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Divide gradients by the scale in place; return 1.0 if any was not finite."""
+        """Divide gradients by the scale in place; return 1.0 if any is non-finite."""
         recheck = self.monitor.may_be_below_one(self.rule)
         found_inf = unscale_(
             gradients, inverse_scale(self.state.scale), recheck=recheck
@@ -128,30 +136,30 @@ class LossScaler:
 
     @property
     def needs_only_found_inf(self) -> bool:
-        """Whether inf and NaN in scaled gradients are all it needs to know of them.
+        """Whether a check of the scaled gradients is enough.
 
-        A strategy may measure unscaled ones; and below a scale of 1 unscaling itself
-        can overflow.
+        It is not with a strategy that measures unscaled gradients, nor with a scale
+        below 1, where unscaling itself can overflow.
         """
         if self.strategy is not None:
             return False
         return self.rule.min_scale >= 1 or not self.monitor.may_be_below_one(self.rule)
 
     def propose(self, proposal: Tensor | None) -> None:
-        """Take in a proposal; of several in one step the lowest counts."""
+        """Propose a scale for the next step; the lowest proposal of a step is used."""
         if proposal is not None and self.proposal is not None:
             proposal = torch.minimum(proposal, self.proposal)
         self.proposal = self.proposal if proposal is None else proposal
 
     def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
-        """Go on with a scale, and a count of clean steps, that others keep."""
+        """Set the scale and the count of steps without overflow."""
         old = self.state
         if scale is not old.scale or clean_steps is not old.clean_steps:
             left, skips = old.hysteresis_left, old.skips_in_a_row
             self.state = ScaleState(scale, clean_steps, left, skips)
 
     def back_off(self) -> None:
-        """Lower the scale at once, to try the same backward pass again."""
+        """Lower the scale now, to repeat the same backward pass."""
         lower = self.state.scale.double() * self.rule.backoff_factor
         scale = lower.clamp(min=self.rule.min_scale).float()
         zero = torch.zeros_like(self.state.clean_steps)
@@ -165,16 +173,16 @@ class LossScaler:
         *,
         skipped: Tensor | None = None,
     ) -> None:
-        """Move to the scale of the next step.
+        """Compute the scale of the next step.
 
         Args:
-            found_inf: 0.0 or 1.0, shape ().
-            culprits: Says whose gradients were not finite; asked if the run must end.
-            skipped: Whether the step was; None if `found_inf` says so. A step may be
-                applied without the passes that overflowed. Shape ().
+            found_inf: 1.0 if a gradient was non-finite, else 0.0. Shape ().
+            culprits: Returns the parameters with non-finite gradients, for the message
+                of `LossScaleCollapse`.
+            skipped: Whether the step was skipped, shape (). None: as `found_inf`.
 
         Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
+            LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
         scale_used = self.state.scale
         if self.strategy is not None:
@@ -188,7 +196,7 @@ class LossScaler:
         self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rule and the state as plain numbers. Waits for the device."""
+        """Return the rule and the state as plain numbers. Synchronizes."""
         state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
         rule = {key: value for key, value in asdict(self.rule).items() if value}
         strategy_state = {} if self.strategy is None else self.strategy.state_dict()
@@ -197,7 +205,7 @@ class LossScaler:
 
     @staticmethod
     def check(state: dict[str, Any]) -> None:
-        """Refuse a state that cannot be loaded.
+        """Raise if a state cannot be loaded.
 
         Raises:
             UserError: If a field is missing, or what it remembers is of another kind.
@@ -211,7 +219,7 @@ class LossScaler:
         _history_from(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; the rule stays the one given here.
+        """Load a saved state; the rule is not changed.
 
         Raises:
             UserError: If a field is missing, or what it remembers is of another kind.

@@ -28,20 +28,24 @@ _KERNEL_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 def unscale_(
     gradients: Iterable[Tensor], inverse: Tensor, *, recheck: bool = False
 ) -> Tensor:
-    """Multiply gradients by `inverse` in place; return 1.0 if any was not finite.
+    """Multiply gradients by `inverse` in place; return 1.0 if any is non-finite.
 
-    Does not wait for the device. The check looks at the scaled numbers, as torch's
-    does: with a scale of 1 or more, unscaling cannot create an inf.
+    It does not synchronize. The scaled numbers are checked, as in torch: with a scale
+    of 1 or more, unscaling cannot create an inf.
 
     Args:
         gradients: Floating or complex tensors, dense or sparse, on any devices; of a
             DTensor this rank's part.
-        inverse: One over the loss scale. float32, shape ().
-        recheck: Look a second time, for what multiplying by more than 1 made infinite.
+        inverse: 1 / loss scale. float32, shape ().
+        recheck: Check again after unscaling, for scales below 1.
 
     Returns:
-        0.0 or 1.0 in float32, shape (), on the device of `inverse`. It speaks of this
-        rank; `found_inf_reduction` reduces it over ranks.
+        0.0 or 1.0 in float32, shape (), on the device of `inverse`; for this rank only.
+
+    Example:
+        >>> grads = [torch.tensor([2.0, 4.0])]
+        >>> unscale_(grads, torch.tensor(0.5)), grads
+        (tensor(0.), [tensor([1., 2.])])
     """
     flags = unscale_by_device_(list(gradients), inverse, recheck=recheck)
     return max_flag([torch.zeros_like(inverse), *flags.values()], inverse.device)

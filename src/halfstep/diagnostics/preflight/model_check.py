@@ -65,42 +65,42 @@ def check(
     margin: int = 1,
     steps: int = 5,
 ) -> CheckReport:
-    """Say before training whether it can be done at a level, and what it would gain.
+    """Check before training whether a level works for a model, and what it gains.
 
-    Works on copies: weights, gradients, buffers and random states are afterwards what
-    they were, to the bit. It needs memory for two more trainings of the model and some
-    copies of its gradients, and the time of some ten training steps, besides those
-    that are timed. What hooks of yours, or `loss_fn`, do to other things they do here
-    too.
+    It runs on copies: weights, gradients, buffers and random states are bit-identical
+    afterwards. It needs memory for two more trainings of the model and some copies of
+    its gradients, and the time of about ten training steps besides the timed ones. Side
+    effects of your hooks and of `loss_fn` do occur.
 
     Args:
-        model: In fp32, on its device, not wrapped, not prepared; in training mode if
-            it will train so.
-        loss_fn: `loss_fn(model, batch)` gives the mean loss, shape (). It is called
-            with copies of the model, inside the region of the level.
-        batch: As `loss_fn` takes it, on the device where that expects it.
-        level: "O0" to "O3", "auto", or a `Choice`: as for `prepare`.
-        dtype: "bf16", "fp16" or "auto": as for `prepare`.
-        policy: As for `prepare`; None is "lean".
-        optimizer: That will train it; copied with it. It matters for time and memory,
-            and where 16-bit weights have no masters. None takes AdamW, as torch makes
-            it.
-        master: As for `prepare`; of no effect at levels without masters.
-        more: Further batches: overflow, the safe scale and underflow are then those of
-            all. The gradient's noise is measured on the first of them, not from halves.
-        margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
-            1 leaves room for a batch whose gradients are twice as large.
-        steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 makes
-            none, and then nothing is said of speed, memory and lost updates. Where
-            they do not tell, up to four times as many; if these do not either, the
-            verdict says that it cannot tell. Where steps take long there are fewer, and
-            a note says so.
+        model: In fp32, on its device, neither wrapped nor prepared, and in training
+            mode if it will train so.
+        loss_fn: `loss_fn(model, batch)` returns the mean loss, shape (). It is called
+            with copies of the model, in the autocast context of the level.
+        batch: For `loss_fn`, on the device that it expects.
+        level: "O0" to "O3", "auto" or a `Choice`, as for `prepare`.
+        dtype: "bf16", "fp16" or "auto", as for `prepare`.
+        policy: As for `prepare`. None: "lean".
+        optimizer: The optimizer of the training to come; it is copied. It matters for
+            time and memory, and for 16-bit weights without master weights. None: AdamW
+            with torch's defaults.
+        master: As for `prepare`; it has no effect at levels without master weights.
+        more: More batches, so that overflow, safe scale and underflow are those of all.
+            The gradient noise is then measured between batches, not between halves.
+        margin: Powers of two between the safe loss scale and overflow, >= 0. 1 leaves
+            room for a batch whose gradients are twice as large.
+        steps: Training steps to time at the level and in fp32, >= 0. With 0, speed,
+            memory and lost updates are not reported. If the times vary too much, up to
+            four times as many steps run. Slow steps are timed fewer times, with a note.
+
+    Returns:
+        A report; `print` it. `good` says whether training can begin, `verdict` why not.
 
     Raises:
-        UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
-            of torch.nn's losses, or raises in fp32, if the loss is no scalar or has no
-            gradient, if the optimizer is another model's, if the batch is on another
-            device, or if an argument is of another kind or out of its range.
+        UserError: If the model cannot be copied or is not in fp32; if `loss_fn` is one
+            of torch.nn's losses or raises in fp32; if the loss is not a scalar or has
+            no gradient; if the optimizer belongs to another model; if the batch is on
+            another device; or if an argument is of the wrong type or out of range.
 
     Example:
         >>> model = torch.nn.Linear(4, 1, bias=False)

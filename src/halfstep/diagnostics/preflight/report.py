@@ -20,21 +20,21 @@ _MAX_FINDINGS = 3  # findings in the short form
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The answer of `halfstep.check`."""
+    """The result of `halfstep.check`; prints as verdict and worst findings."""
 
     verdict: str
-    """The gravest of what was found. "fails: WHERE: WHAT", "keep these modules in
-    float32: RULES", "good with a loss scale of X", "not worth it: COST", "good", or
-    "nothing to compare: REASON"; after a semicolon what else decides, such as "cannot
+    """The most important result: "fails: WHERE: WHAT", "keep these modules in float32:
+    RULES", "good with a loss scale of X", "not worth it: COST", "good" or "nothing to
+    compare: REASON". After a semicolon may follow what else matters, such as "cannot
     tell whether it is worth it: COST"."""
     findings: tuple[Finding, ...]
-    """Worst first."""
+    """All findings, worst first."""
     facts: Facts
-    """All that was measured."""
+    """All measurements."""
 
     @property
     def good(self) -> bool:
-        """Training at this level can begin as asked, perhaps with the scale named."""
+        """Whether training can begin as asked, with the loss scale in the verdict."""
         begun = self.verdict.startswith(("good", NOTHING))
         return begun and "not worth it" not in self.verdict
 
@@ -54,9 +54,9 @@ class CheckReport:
         return tuple(table for table in tables if table.rows)
 
     def data(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`; numbers that are not finite as words.
+        """Return plain values for `json.dumps`.
 
-        As in `halfstep.reporting.table.Table.data`: "inf", "-inf" and "nan".
+        Non-finite numbers become "inf", "-inf" and "nan", as in `Table.data`.
         """
         derived = ("speed_up", "memory_saved", "loss_error")
         more = {name: getattr(self.facts, name) for name in derived}

@@ -43,26 +43,25 @@ _MAX_HISTORY = 1000  # steps with inf or NaN that are remembered
 
 
 class Probe:
-    """Observes a model until `detach`, or as a context manager.
+    """Records non-finite tensors of a model, or statistics of all, while it trains.
 
-    Names are "<module path>:output", "<module path>:grad" for the gradient of that
-    output, and "<parameter name>:grad"; the model itself is "model". A module that
-    runs several times in a step, or returns several tensors, has one name: its flag
-    says whether one of them held inf or NaN, its statistics are of all their numbers.
-    Only what modules return is observed: masks that contain -inf by design are not
-    reported.
+    It observes until `detach`, or as a context manager. Names are "<module
+    path>:output", "<module path>:grad" for the gradient of that output, and "<parameter
+    name>:grad"; the model itself is "model". A module that runs several times in a
+    step, or returns several tensors, has one name for all of them. Only outputs of
+    modules are observed, so masks that contain -inf are not.
 
     Call `step` once for each step of the optimizer. A gradient is as it is when the
     backward pass ends: multiplied by the loss scale, and not yet clipped.
 
     Args:
-        model: Before torch.compile runs it first; as it is, or inside DDP, or after
-            `fully_shard`.
+        model: The model, also inside DDP or after `fully_shard`; before the first call
+            of a compiled one.
         mode: "flags": whether each tensor is finite, always. "sampled": statistics of
             all, in the first step and each `every` steps from then on; in between
             nothing is observed. "full": statistics in each step.
-        every: Steps, >= 1. A step with statistics takes a few times as long as one
-            without: at 100, sampling adds a few percent.
+        every: Steps from one sample to the next, >= 1. A step with statistics takes a
+            few times as long as one without: at 100, sampling adds a few percent.
         casts: Formats whose rounding, underflow and overflow the statistics measure.
         after: Steps before this run, >= 0: a resumed run samples the steps that an
             uninterrupted one would.
@@ -130,7 +129,7 @@ class Probe:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that can be observed, parts of a module before the module."""
+        """All names that are observed, parts of a module before the module."""
         return self._hooks.names
 
     def step(self, number: int | None = None, *, scale: float | None = None) -> None:

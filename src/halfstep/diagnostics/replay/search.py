@@ -45,46 +45,47 @@ def find_nonfinite(
     generator_state: Tensor | None = None,
     summed_in: torch.dtype | None = None,
 ) -> BadOp | None:
-    """Run a step again, and name the operation that made the first inf or NaN.
+    """Repeat a step and find the operation that made its first inf or NaN.
 
-    Why: the gradients of a failed step are all NaN, and name no operation. Each
-    operation of forward and backward pass is traced; the first that made inf or NaN
-    of finite inputs, and whose result reached the loss or a gradient, is named. It is
-    then run in fp32, which separates a dtype that is too narrow from an operation that
-    is undefined. A mask of -inf that works as intended is not reported.
+    After an overflow all gradients are NaN and point to no operation. This traces each
+    operation of the forward and backward pass and reports the first that made inf or
+    NaN from finite inputs and whose result reached the loss or a gradient. The
+    operation is then run in fp32, to tell a dtype that is too narrow from an operation
+    that is undefined. Masks that contain -inf by design are not reported.
 
-    It synchronizes at each operation, takes ten to a hundred times as long as a step,
-    and memory for the gradients once more. Weights, gradients, buffers, flags, hooks,
-    caches in plain containers, and random numbers are restored. No gradient is added
-    to an existing one, so no hook that waits for that runs; and no probe observes it.
-    DDP's processes do not communicate, so one of them may call it alone; with FSDP or
+    It synchronizes at each operation, and takes ten to a hundred times as long as a
+    step, with memory for one more set of gradients. Weights, gradients, buffers, flags,
+    hooks, caches in plain containers and random states are restored. Hooks that run
+    when a gradient is accumulated do not run, and no probe observes the replay. DDP's
+    processes do not communicate, so one of them may call it alone; with FSDP or
     synchronized batch norms all processes must.
 
     Args:
-        model: As it is called: also in DDP, or compiled; then the original runs.
-        step: Computes the loss of the micro-batch that failed, shape (), not scaled. It
-            must do all that the failing run did, under the same autocast context. With
-            gradient accumulation: a list with one for each micro-batch, in order, so
-            that the sum of their gradients is checked, too.
-        scale: Loss scale at which it failed.
-        number: Of the step, for the report.
-        losses: Of the steps applied so far, from which a learning rate that is too
-            high is diagnosed: in order, or as
-            `halfstep.scaling.collapse.LossHistory`.
-        failed: The run had inf or NaN. Then a replay without is repeated, and reported
-            as not reproduced; or, where processes share gradients, as one that another
-            process made.
-        generator_state: `torch.get_rng_state()` from just before the failing step;
-            None for the present state, if `step` seeds by itself.
+        model: The model as it is called, DDP included. Of a compiled model the
+            original runs.
+        step: Returns the unscaled loss of the micro-batch that failed, shape (). It
+            must do what the failing run did, under the same autocast context. With
+            gradient accumulation: a list with one function for each micro-batch, in
+            order, so that the sum of their gradients is checked too.
+        scale: Loss scale of the failed step.
+        number: Number of the step, for the report.
+        losses: Losses of the steps applied so far, in order, or a
+            `halfstep.scaling.collapse.LossHistory`; used to recognize a learning rate
+            that is too high.
+        failed: The run did have inf or NaN. A finite replay is then repeated, and
+            reported as not reproduced, or as caused by another process.
+        generator_state: `torch.get_rng_state()` from before the failed step. None: the
+            present state, for a `step` that seeds by itself.
         summed_in: Dtype in which gradients of micro-batches are summed: float32 in a
-            `Session` with master weights. None for their own, as torch does.
+            `Session` with master weights. None: their own dtype, as in torch.
 
     Returns:
-        None if loss and gradients are finite, unless `failed`; and where another
-        process made what is non-finite here, and reports it.
+        The operation, its module, cause and fix. None if loss and gradients are finite
+        and not `failed`, or if another process made the inf and reports it.
 
     Raises:
-        UserError: If `model` is no module, `step` returns no loss, or a number is none.
+        UserError: If `model` is not a module, `step` returns no loss, or a number is
+            out of range.
 
     Example:
         >>> model = nn.Linear(2, 1)
