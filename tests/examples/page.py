@@ -14,13 +14,12 @@ from tests.examples import programs
 PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
 HEAD = """# Examples
 
-Complete programs for a CPU or a GPU, each beside the PyTorch, torch.amp or apex program
-that it replaces. They lie in `examples/`; every one of them is run by the
-tests, and ends at the loss of the one it replaces. What they took:
-[figures](../benchmarks/2026-11-24-examples.md). And a
+Complete programs for a CPU or a GPU, each with the PyTorch, torch.amp or apex program
+that it replaces. The files are in the folder `examples/`. The tests run all of them, and
+compare their final losses. For a first tour, open the
 [notebook](../examples/first_steps.ipynb).
 
-Where the drop-in classes do, one import line changes:
+In most programs one import line changes:
 
 ```diff
 -from torch.amp import GradScaler, autocast
@@ -31,7 +30,8 @@ Where the drop-in classes do, one import line changes:
 |---|---|---|
 """
 FOOT = """
-Lines removed and added, but for the first words of each program.
+The columns show lines removed and added, without each program's docstring. Times of the
+programs: [benchmark](../benchmarks/2026-11-24-examples.md).
 """
 FORMS = {
     "prepared": "hs.prepare",
