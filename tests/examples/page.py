@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
 HEAD = """# Examples
 
 Complete programs for a CPU or a GPU, each with the PyTorch, torch.amp or apex program
-that it replaces. The files are in the folder `examples/`. The tests run all of them, and
+that it replaces. The files are in the folder `examples/`. The tests run all of them and
 compare their final losses. For a first tour, open the
 [notebook](../examples/first_steps.ipynb).
 
