@@ -48,7 +48,7 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
-smartquotes = False  # strings in docstrings stay strings
+smartquotes_action = "De"  # quotes in docstrings stay as they are
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 

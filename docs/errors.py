@@ -30,6 +30,8 @@ MAX_WORDS = 9
 """Words of a heading."""
 MAX_DEPTH = 6
 """Steps from a message to where its text is written."""
+MIN_ARGS = 2
+"""Arguments of halfstep.compat.require, which is not errors.require."""
 MIN_WORDS = 3
 """Words of its own that a text needs to be a message."""
 OURS = {"AmpError", "CheckpointError", "DtypeMismatch", "InvalidTagsError"}
@@ -339,7 +341,7 @@ def sinks(scope: Scope) -> Iterator[tuple[str, ast.AST]]:
             kind = label(node.func)
             if kind in WARNINGS:
                 yield "warning", node.args[0]
-            elif kind in EXPECTED:
+            elif kind in EXPECTED and (kind != "require" or len(node.args) > MIN_ARGS):
                 yield kind, node
 
 

@@ -70,7 +70,7 @@ _SUBMODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Let `import apex` and `import amp_C` find this package, in this process.
+    """Make `import apex` and `import amp_C` import this package, in this process.
 
     For programs that cannot be edited: call it before they are imported.
     """

@@ -340,7 +340,7 @@ def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
 
 
 def register_half_function(module: Any, function_name: str) -> None:  # noqa: ANN401
-    """Let `module.function_name` get its floating arguments in 16 bits under O1.
+    """Cast the floating arguments of `module.function_name` to 16 bits under O1.
 
     Raises:
         AmpError: If there is no such function.
@@ -349,7 +349,7 @@ def register_half_function(module: Any, function_name: str) -> None:  # noqa: AN
 
 
 def register_float_function(module: Any, function_name: str) -> None:  # noqa: ANN401
-    """Let `module.function_name` get its floating arguments in fp32 under O1.
+    """Cast the floating arguments of `module.function_name` to fp32 under O1.
 
     Raises:
         AmpError: If there is no such function.
@@ -358,7 +358,7 @@ def register_float_function(module: Any, function_name: str) -> None:  # noqa: A
 
 
 def register_promote_function(module: Any, function_name: str) -> None:  # noqa: ANN401
-    """Let `module.function_name` get its arguments in the widest of their dtypes.
+    """Cast the arguments of `module.function_name` to their widest dtype under O1.
 
     Raises:
         AmpError: If there is no such function.
@@ -379,17 +379,17 @@ def _decorated(function: Callable[P, R], category: str) -> Callable[P, R]:
 
 
 def half_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function: under O1 its floating arguments come in 16 bits."""
+    """Decorate a function: under O1 its floating arguments are cast to 16 bits."""
     return _decorated(function, LOW)
 
 
 def float_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function: under O1 its floating arguments come in fp32."""
+    """Decorate a function: under O1 its floating arguments are cast to fp32."""
     return _decorated(function, FP32)
 
 
 def promote_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function: under O1 its arguments come in their widest dtype."""
+    """Decorate a function: under O1 its arguments are cast to their widest dtype."""
     return _decorated(function, PROMOTE)
 
 

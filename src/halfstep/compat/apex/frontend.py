@@ -44,34 +44,43 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:  # noqa: ANN401
-    """Prepare models and optimizers to train at a level.
+    """Prepare models and optimizers to train at one of apex's levels.
 
     Call it once, before models are wrapped for data parallelism. A second call
-    replaces level, loss scalers and casts; optimizers keep their masters.
+    replaces level, loss scalers and casts; optimizers keep their master weights.
 
     Args:
-        models: One, or a list or tuple of them, on any device.
-        optimizers: One, a list or tuple, or None to evaluate only.
-        enabled: False changes nothing, here and in `scale_loss`.
-        opt_level: "O0" fp32, "O1" casts, "O2" fp16 with masters, "O3" fp16.
-        cast_model_type: Dtype of weights and inputs; False leaves them.
-        patch_torch_functions: False leaves out the casts of O1.
-        keep_batchnorm_fp32: Also "True" or "False".
+        models: One model, or a list or tuple of models, on any device.
+        optimizers: One optimizer, a list or tuple, or None for evaluation only.
+        enabled: False turns this call and `scale_loss` into no-ops.
+        opt_level: "O0" fp32, "O1" casts, "O2" fp16 with fp32 master weights, "O3" fp16.
+        cast_model_type: Dtype of weights and inputs; False does not cast them.
+        patch_torch_functions: False turns off the casts of O1.
+        keep_batchnorm_fp32: A bool, or "True" or "False".
         master_weights: Update fp32 copies of 16-bit weights.
         loss_scale: "dynamic" or a number, also as a string.
-        cast_model_outputs: Dtype of what models return.
-        num_losses: How many `loss_id`s there are, each with a scale of its own.
+        cast_model_outputs: Dtype of the outputs of models.
+        num_losses: Number of losses with a scale each, for `loss_id` of `scale_loss`.
         verbosity: 0 prints nothing.
-        min_loss_scale: Floor; default 1, where apex had none.
-        max_loss_scale: Ceiling.
+        min_loss_scale: Smallest loss scale. Default 1; apex had no minimum.
+        max_loss_scale: Largest loss scale.
 
     Returns:
-        What was given, in containers of the same kind; models alone if there are no
-        optimizers.
+        Models and optimizers, in containers of the same type; only the models if there
+        are no optimizers.
 
     Raises:
-        AmpError: If what was given cannot be used; a `RuntimeError` and `ValueError`.
-        TypeError: If it holds no models, or no optimizers.
+        AmpError: If an argument cannot be used; a `RuntimeError` and `ValueError`.
+        TypeError: If there are no models, or no optimizers, in an argument.
+
+    Example:
+        >>> from halfstep.compat.apex import amp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, "O1", verbosity=0)
+        >>> with amp.scale_loss(model(torch.ones(2)).sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
     """
     STATE.verbosity = verbosity
     if not enabled:
@@ -119,11 +128,11 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle:
-    """Open O1's casts without models: apex's interface before `initialize`.
+    """Turn on the casts of O1 without models: apex's interface before `initialize`.
 
     Args:
-        enabled: False opens none.
-        loss_scale: Not used; a handle scales nothing any more.
+        enabled: False turns on nothing.
+        loss_scale: Not used: the handle does not scale losses.
         enable_caching: Cast each weight once from one `scale_loss` to the next.
         verbose: Not used.
         allow_banned: Run binary_cross_entropy in fp32.
@@ -245,24 +254,25 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Scale a loss for its backward pass; afterwards unscale what that has left.
+    """Scale a loss for its backward pass, and unscale the gradients afterwards.
 
-    Gradients from earlier passes are set aside meanwhile, and added afterwards, so that
-    sums are exact whatever the scales were.
+    `initialize` has an example. Gradients of earlier passes are added after unscaling,
+    so that sums are exact with different scales too.
 
     Args:
-        loss: Unscaled.
-        optimizers: One, or a list or tuple: all whose gradients this pass makes.
-        loss_id: Which loss scaler, below `num_losses`.
+        loss: The unscaled loss.
+        optimizers: The optimizers whose parameters get gradients in this pass: one, or
+            a list or tuple.
+        loss_id: Number of the loss scaler, below `num_losses`.
         model: Not used, as in apex.
         delay_unscale: Leave the gradients scaled; a later pass before the step must
-            not.
-        delay_overflow_check: Check the gradients when the optimizer steps, or at the
-            next pass, so that this one does not wait for the device.
+            unscale them.
+        delay_overflow_check: Check the gradients at `optimizer.step` or the next pass,
+            so that this pass does not synchronize with the device.
 
     Raises:
         AmpError: If amp or an optimizer is not initialised, or there is no such loss.
-        LossScaleCollapse: If skipping has gone on for too long.
+        LossScaleCollapse: If every step is skipped and no smaller scale helps.
     """
     del model
     chosen = STATE.opt_properties
@@ -326,22 +336,22 @@ def _scaler(loss_id: int) -> AmpScaler:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Let operations run as called for a while, under O1 too."""
+    """Turn off the casts of O1 in a `with` block."""
     with STATE.without_casts():
         yield
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what an optimizer updates: masters where there are any."""
+    """Yield the parameters that an optimizer updates, master weights included."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the loss scalers as apex writes them.
+    """Return the state of the loss scalers in apex's format.
 
     Args:
-        destination: Written into, and returned; default a new one.
+        destination: Dictionary to write into. Default: a new one.
     """
     state = {} if destination is None else destination
     for number, scaler in enumerate(STATE.loss_scalers):
@@ -350,10 +360,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Go on with saved loss scales, apex's own checkpoints included.
+    """Load the state of the loss scalers, also from checkpoints of apex.
 
-    A static scale stays what the level says. Entries beyond `num_losses` are left out,
-    and said.
+    A constant scale stays as the level sets it. Entries beyond `num_losses` are ignored
+    with a message.
 
     Raises:
         AmpError: If there are other keys.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AmpError(UserError, RuntimeError):
-    """Something amp cannot do; a `RuntimeError` too, as apex raised it."""
+    """An error of `halfstep.compat.apex`; also a `RuntimeError`, as in apex."""
 
 
 @dataclass(frozen=True)

@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 
 
 class MixedPrecision(Precision):
-    """Trains a LightningModule at one of halfstep's levels.
+    """Precision plugin: trains a LightningModule at one of halfstep's levels.
 
-    Overflowed steps are skipped in every format, also by fused optimizers, which may be
-    clipped here. A learning-rate schedule that follows steps waits for the next applied
-    one. `steps_skipped`, and `loss_scale` in fp16, are logged as `halfstep/...`.
-
-    Checkpoints hold fp32 weights, and the module has fp32 weights again after `fit`.
+    Steps that overflow are skipped with every dtype, also with fused optimizers, whose
+    gradients can be clipped here. A learning-rate schedule per step is not stepped for
+    a skipped one. `halfstep/steps_skipped` is logged, and with fp16
+    `halfstep/loss_scale`. Checkpoints hold fp32 weights, and the module has fp32
+    weights again after `fit`.
 
     Args:
-        level: "O0" to "O3".
-        dtype: "bf16" or "fp16"; without effect at O0. The default has fp32's range, and
-            needs no loss scale.
-        policy: "lean", the same on every device, or "torch", each with rules of your
-            own behind it ("lean + module:head=fp32"); a `Policy`.
+        level: "O0" to "O3", as for `halfstep.prepare`.
+        dtype: "bf16" or "fp16"; it has no effect at O0. Default bf16, which has fp32's
+            range and needs no loss scale.
+        policy: "lean", the same on every device, or "torch"; either with rules
+            ("lean + module:head=fp32"), or a `Policy`.
         loss_scale: "dynamic", "measured", "logmax", "none", a number, or a `ScaleRule`;
-            "auto" is dynamic for fp16, none otherwise.
+            "auto" is dynamic for fp16 and none otherwise.
 
     Raises:
         UserError: If an argument is unknown.
@@ -91,7 +91,7 @@ class MixedPrecision(Precision):
 
     @property
     def last_step(self) -> StepReport:
-        """What the last optimizer step did; its properties may wait for the device."""
+        """What the last optimizer step did; its properties may synchronize."""
         return self._engine.last_step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -279,17 +279,16 @@ class MixedPrecision(Precision):
 
 
 class FabricMixedPrecision(FabricPrecision):
-    """Trains models that `Fabric.setup` was given at one of halfstep's levels.
+    """Precision plugin: trains models of `Fabric.setup` at one of halfstep's levels.
 
-    Overflowed steps are skipped in every format; `last_step` says so. Losses may be
-    computed outside of the model, from fp32 outputs, or in `fabric.autocast()`.
-    Put the plugin into what `fabric.save` and `fabric.load` are given, beside model and
-    optimizer: it holds the loss scale.
+    Steps that overflow are skipped with every dtype; `last_step` reports them. Compute
+    losses from the model's fp32 outputs, or in `fabric.autocast()`. Add the plugin to
+    the state of `fabric.save` and `fabric.load`: it holds the loss scale.
 
     Args:
-        level: "O0" to "O3".
-        dtype: "bf16" or "fp16"; without effect at O0. The default has fp32's range, and
-            needs no loss scale.
+        level: "O0" to "O3", as for `halfstep.prepare`.
+        dtype: "bf16" or "fp16"; it has no effect at O0. Default bf16, which has fp32's
+            range and needs no loss scale.
         policy: As for `MixedPrecision`.
         loss_scale: As for `MixedPrecision`.
 
@@ -321,7 +320,7 @@ class FabricMixedPrecision(FabricPrecision):
 
     @property
     def last_step(self) -> StepReport:
-        """What the last optimizer step did; its properties may wait for the device."""
+        """What the last optimizer step did; its properties may synchronize."""
         return self._engine.last_step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
