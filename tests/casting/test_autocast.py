@@ -373,6 +373,6 @@ def test_nothing_recorded_nothing_reported(kind: str) -> None:
     with region, pytest.raises(UserError) as caught:
         region.report()
     assert str(caught.value) == (
-        "this region recorded nothing, since recording is slow: open it as "
+        "this context recorded nothing, since recording is slow: open it as "
         "autocast(..., record=True) to have a report."
     )

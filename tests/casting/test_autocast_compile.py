@@ -324,7 +324,7 @@ def test_what_a_traced_region_cannot(more: dict[str, Any], decorated: bool) -> N
         compiled(M)
     assert (
         "autocast(record=True) and autocast(model=...) cannot be traced by "
-        "torch.compile; open such a region around the compiled function."
+        "torch.compile; enter such a context around the compiled function."
     ) in str(caught.value)
 
 

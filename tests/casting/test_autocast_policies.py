@@ -266,7 +266,7 @@ def test_an_unmatched_rule_is_told_of_once() -> None:
     assert len(caught) == 1
     assert str(caught[0].message) == (
         f"policy rule {rule!r} matched nothing: no such operation or module ran in the "
-        "region. An operation inside another, as addmm in linear, follows the outer."
+        "context. An operation inside another, as addmm in linear, follows the outer."
     )
     assert caught[0].filename == __file__
     for again in (region, autocast("cpu", policy=word)):

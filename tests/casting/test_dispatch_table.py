@@ -146,7 +146,7 @@ def test_what_matched_nothing() -> None:
     assert unmatched_rule_warning(policy, {0, 1, 2}) == ""
     assert unmatched_rule_warning(policy, {0, 2}) == (
         "policy rule 'module:head=low' matched nothing: no such operation or module "
-        "ran in the region. An operation inside another, as addmm in linear, follows "
+        "ran in the context. An operation inside another, as addmm in linear, follows "
         "the outer."
     )
     assert "rule 'op:mm=fp32', 'op:exp=low' matched" in unmatched_rule_warning(

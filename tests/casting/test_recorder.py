@@ -270,5 +270,5 @@ def test_a_session_without_autocast() -> None:
 def test_a_report_of_nothing() -> None:
     """Law: a region that was not entered has a table without rows."""
     assert rows(autocast("cpu", record=True)) == []
-    with pytest.raises(UserError, match="this region recorded nothing"):
+    with pytest.raises(UserError, match="this context recorded nothing"):
         autocast("cpu", policy="lean").report()

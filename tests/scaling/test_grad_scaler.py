@@ -196,7 +196,7 @@ def test_max_consecutive_skips() -> None:
     assert str(caught.value).startswith(
         "3 steps in a row were skipped, at loss scale 16 to 4. Cause: "
     )
-    assert str(caught.value).endswith(" Seen: NaN in gradients of bias.")
+    assert str(caught.value).endswith(" Observed: NaN in gradients of bias.")
     assert (caught.value.inf_in, caught.value.nan_in) == ((), ("bias",))
     assert setup.scaler.last_step.found_inf_in == ("bias",)
 

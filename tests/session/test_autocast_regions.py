@@ -449,7 +449,7 @@ def test_unmatched_rules_are_told_of_once() -> None:
         told.append([(str(w.message), w.filename) for w in caught])
     text = (
         "policy rule 'op:softmax=fp32', 'op:exp=fp32' matched nothing: no such "
-        "operation or module ran in the region. An operation inside another, as addmm "
+        "operation or module ran in the context. An operation inside another, as addmm "
         "in linear, follows the outer."
     )
     assert told == [[], [(text, __file__)], [], [], [], []]

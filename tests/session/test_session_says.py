@@ -57,7 +57,7 @@ def test_collapse_at_the_floor() -> None:
     error = caught.value
     assert str(error).startswith("17 steps in a row were skipped, at loss scale 65536")
     assert str(error).endswith(
-        " Seen: inf in gradients of 0.bias, 1.weight, 3.weight and 1 more."
+        " Observed: inf in gradients of 0.bias, 1.weight, 3.weight and 1 more."
     )
     assert error.history == tuple(2.0**exponent for exponent in range(16, -1, -1))
     assert error.loss_finite

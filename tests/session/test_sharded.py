@@ -221,13 +221,13 @@ _TOO_LATE = (
 WRONG = {
     "nothing": Wrong("nothing"),
     "no policy": Wrong(
-        "level=O2 with FSDP2 computes in bf16, and fully_shard was told nothing for "
+        "level=O2 with FSDP2 computes in bf16, and fully_shard got nothing for "
         "'body': call fully_shard(..., "
         "mp_policy=halfstep.sharded.fsdp_policy('O2', 'bf16')).",
         policy=MixedPrecisionPolicy(),
     ),
     "another dtype": Wrong(
-        "level=O2 with FSDP2 computes in fp16, and fully_shard was told "
+        "level=O2 with FSDP2 computes in fp16, and fully_shard got "
         "torch.bfloat16 for 'body': call fully_shard(..., "
         "mp_policy=halfstep.sharded.fsdp_policy('O2', 'fp16')).",
         dtype="fp16",

@@ -151,8 +151,8 @@ WORDS = {
     "another.",
     "not whole": "FOLDER/nowhere holds no whole checkpoint of torch.distributed: it "
     "has no file .metadata, which is written last.",
-    "not ours": "FOLDER/foreign has no manifest.json, so it cannot be told whether it "
-    "is whole; it was altered, or not written by halfstep.",
+    "not ours": "FOLDER/foreign has no manifest.json, so it cannot be checked; it "
+    "was altered, or not written by halfstep.",
     "another model": "weight 'bias': the state holds nothing, the model shape (3,); "
     "build the model that was saved.",
     "as a Stateful": "the state was saved with moments of 6 parameters, and holds "

@@ -195,7 +195,7 @@ class Autocast(torch_autocast):
             UserError: Always.
         """
         message = (
-            "this region recorded nothing, since recording is slow: open it as "
+            "this context recorded nothing, since recording is slow: open it as "
             "autocast(..., record=True) to have a report."
         )
         raise UserError(message)

@@ -61,7 +61,7 @@ def traceable_autocast(
     if record or modules:
         message = (
             "autocast(record=True) and autocast(model=...) cannot be traced by "
-            "torch.compile; open such a region around the compiled function."
+            "torch.compile; enter such a context around the compiled function."
         )
         raise UserError(message)
     if policy is None:

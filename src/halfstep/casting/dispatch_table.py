@@ -143,7 +143,7 @@ def unmatched_rule_warning(policy: Policy, matched: set[int] | None = None) -> s
     text = ", ".join(repr(str(policy.rules[index])) for index in missing)
     return (
         f"policy rule {text} matched nothing: no such operation or module ran in the "
-        "region. An operation inside another, as addmm in linear, follows the outer."
+        "context. An operation inside another, as addmm in linear, follows the outer."
     )
 
 

@@ -225,7 +225,7 @@ class PolicyAutocast:
         """
         if self._recorder is None:
             message = (
-                "this region recorded nothing, since recording is slow: open it as "
+                "this context recorded nothing, since recording is slow: open it as "
                 "autocast(..., record=True) to have a report."
             )
             raise UserError(message)

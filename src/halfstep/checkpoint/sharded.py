@@ -273,8 +273,8 @@ def _refuse_unsealed(directory: Path) -> NoReturn:
         )
         raise CheckpointError(message)
     message = (
-        f"{directory} has no {atomic_directory.MANIFEST}, so it cannot be told "
-        "whether it is whole; it was altered, or not written by halfstep."
+        f"{directory} has no {atomic_directory.MANIFEST}, so it cannot be "
+        "checked; it was altered, or not written by halfstep."
     )
     raise CheckpointError(message)
 

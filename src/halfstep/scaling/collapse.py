@@ -409,7 +409,7 @@ class CollapseMonitor:
         message = (
             f"{summary}, at loss scale {scale_text}. "
             f"Cause: {verdict.cause} ({verdict.where}: {verdict.evidence}). "
-            f"{verdict.advice} Seen: {nonfinite_text}.{graph_text}"
+            f"{verdict.advice} Observed: {nonfinite_text}.{graph_text}"
         )
         return LossScaleCollapse(
             message,

@@ -143,7 +143,7 @@ def _check_group(
     if low != choice.format.dtype:
         message = (
             f"level={choice.level} with FSDP2 computes in {choice.format}, and "
-            f"fully_shard was told {low or 'nothing'} for {path!r}: call "
+            f"fully_shard got {low or 'nothing'} for {path!r}: call "
             f"fully_shard(..., {_policy_call(choice)})."
         )
         raise UserError(message)
@@ -181,7 +181,7 @@ def _sharded_parameters(
         fsdp_path = next((p for p in decision.around(path) if p in groups), None)
         if fsdp_path is None:
             continue
-        # torch has no public way to ask what fully_shard was told.
+        # torch has no public way to ask what fully_shard got.
         param_dtype = groups[fsdp_path]._get_fsdp_state()._mp_policy.param_dtype  # noqa: SLF001
         for name, param in module.named_parameters(path, recurse=False):
             if is_dtensor(param):
