@@ -146,6 +146,8 @@ def label(node: ast.AST) -> str:
     """Return what stands for a value in a message: the name that says what it is."""
     name = ""
     match node:
+        case ast.Attribute(attr="name" | "__name__"):
+            name = label(node.value)
         case ast.Attribute():
             name = node.attr.strip("_")
         case ast.Name():
@@ -408,6 +410,16 @@ def heading(message: Message, taken: set[str]) -> str:
     return title
 
 
+def purpose_of(message: Message) -> str:
+    """Return what a function does, where a reader calls it or it checks something."""
+    purpose = message.purpose.replace("\n", " ")
+    check = re.match(r"(Refuse|Reject|Raise|Warn|Check)\b", purpose)
+    if check is None:
+        is_private = re.search(r"(^|\.)_[a-z]|(^|\.)_[A-Z]", message.function)
+        return "" if is_private else purpose
+    return re.sub(r"^Refuse\b|^Reject\b", "Rejects", purpose)
+
+
 def page() -> str:
     """Return the page: what is above the mark, then all messages."""
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
@@ -417,7 +429,7 @@ def page() -> str:
         lines += ["", f"## {group}"]
         for message in members:
             kind = "Warning of" if message.kind == "warning" else f"`{message.kind}` of"
-            purpose = message.purpose.replace("\n", " ")
+            purpose = purpose_of(message)
             lines += ["", f"### {heading(message, taken)}", "", "```text"]
             lines += [*message.texts, "```", ""]
             where = f"`{message.function}` in `halfstep.{message.module}`"

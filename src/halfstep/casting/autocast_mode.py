@@ -189,7 +189,7 @@ class Autocast(torch_autocast):
         return False
 
     def report(self) -> Table:
-        """Refuse, because nothing was recorded.
+        """Raise an error: without `record=True` nothing is recorded.
 
         Raises:
             UserError: Always.

@@ -47,7 +47,7 @@ def traceable_autocast(
     record: bool,
     modules: bool,
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a region for traced code.
+    """Return an autocast context that torch.compile can trace.
 
     Args:
         settings: torch's four arguments.

@@ -247,7 +247,7 @@ def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
 
 
 def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> None:
-    """Refuse weights without numbers, or with such as no optimizer may touch."""
+    """Refuse weights without values, or made in inference mode."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if id(tensor) not in changed_ids:
             continue
@@ -353,7 +353,7 @@ def _refuse_shared(
     fp32_modules: dict[str, nn.Module],
     fp32_ids: set[int],
 ) -> None:
-    """Refuse a weight tied between an island and a module that runs low."""
+    """Refuse a weight shared by an fp32 module and a 16-bit module."""
     for path, module in model.named_modules():
         tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if not any(outer in fp32_modules for outer in decision.around(path)) and any(

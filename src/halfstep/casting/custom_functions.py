@@ -187,7 +187,7 @@ def custom_bwd(
 
 
 def _check_marked(ctx: object) -> None:
-    """Raise if `setup_context` left no mark; a classic forward is torch's to judge."""
+    """Raise if `setup_context` was not decorated; torch checks a classic forward."""
     if hasattr(ctx, "_fwd_used_autocast"):
         return
     function = getattr(ctx, "_forward_cls", torch.autograd.Function)

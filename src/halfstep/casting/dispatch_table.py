@@ -148,7 +148,7 @@ def unmatched_rule_warning(policy: Policy, matched: set[int] | None = None) -> s
 
 
 def check_policy(policy: Policy, device: str, model: nn.Module | None) -> None:
-    """Refuse a policy that a bare region cannot obey.
+    """Refuse a policy that a context without model cannot apply.
 
     Raises:
         UserError: If an operation's name is unknown, the device has no table, or rules

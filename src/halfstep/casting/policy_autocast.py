@@ -147,7 +147,7 @@ class PolicyAutocast:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the region opened last, and restore what was before it."""
+        """Leave the context entered last, and restore the state before it."""
         warning = self._close(exc_type, exc_value, traceback)
         if warning:
             warnings.warn(warning, stacklevel=2)
@@ -179,7 +179,7 @@ class PolicyAutocast:
         return ""
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return a function that runs inside this region.
+        """Return a function that runs inside this context.
 
         Raises:
             TypeError: If it is given no function.

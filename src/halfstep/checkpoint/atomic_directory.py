@@ -219,7 +219,7 @@ def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
 def verify(
     directory: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> None:
-    """Read every byte of the files, or of some, and hold it against the manifest.
+    """Compare the files, or some of them, with the sizes and sums in the manifest.
 
     Raises:
         CheckpointError: If one is missing, truncated or altered; the text names it.

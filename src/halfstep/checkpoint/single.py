@@ -170,7 +170,7 @@ def _untie(
 
 
 def _check_loadable(path: Path) -> None:
-    """Refuse a state that `load` would refuse, while the run that holds it lives."""
+    """Refuse a state that `load` could not read."""
     try:
         # Mapped, so that only the structure is read, not the tensors.
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)

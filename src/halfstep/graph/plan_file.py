@@ -196,7 +196,7 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
 def _refuse_unknown(
     path: str | PathLike[str], given: dict[str, Any], allowed: Sequence[str]
 ) -> None:
-    """Refuse a word that means nothing: it may have been meant to."""
+    """Refuse an unknown key."""
     for name in given:
         if name not in allowed:
             message = f"{path}: {name!r} must be one of {', '.join(allowed)}."

@@ -142,7 +142,7 @@ def mixed_scales() -> RuntimeError:
 
 
 def pickled_group() -> TypeError:
-    """Return the error of a pickled scaler that would forget whom to ask."""
+    """Return the error of pickling a scaler with a process group."""
     message = (
         "a GradScaler with a process_group cannot be pickled, for the group cannot; "
         "save scaler.state_dict(), and load it into one that is given the group."

@@ -51,7 +51,7 @@ def as_one(
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
-    """Refuse what is no model, no optimizer, or the two of different programs.
+    """Refuse arguments that are not a model and its optimizer.
 
     Raises:
         UserError: With what would be right.

@@ -44,7 +44,7 @@ _BAD_OP_TEXTS = ("phase", "op", "kind", "nonfinite_kind", "evidence", "advice", 
 
 
 def read(folder: Path) -> RunFacts:
-    """Return what a run's folder tells.
+    """Return the facts in a run's folder.
 
     Raises:
         UserError: If it is no folder, or holds none of the files of a run.
