@@ -116,7 +116,6 @@ PENDING = [
     "docs/doctor.md",
     "docs/probe.md",
     "docs/reports.md",
-    "docs/scaling.md",
     "docs/testing.md",
     "README.md",
     "README.zh-CN.md",
