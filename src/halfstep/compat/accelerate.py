@@ -44,13 +44,13 @@ _DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
 class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """What `Accelerator.prepare` returns for an optimizer: its step is the session's.
+    """The optimizer that `Accelerator.prepare` returns; its step is the session's.
 
-    Its state is the session's: fp32 weights, moments, loss scale and counters, so that
-    whoever saves and loads an optimizer's state resumes to the bit.
+    Its state is the session's: fp32 weights, moments, loss scale and counters. A
+    program that saves and loads it resumes bit-exactly.
 
     Attributes:
-        session: It may be asked for all that the session of `halfstep.prepare` can say.
+        session: The `halfstep.Session` that trains.
         last_step: Report of the last step; None before the first.
     """
 
@@ -85,7 +85,7 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left all as it was. May wait for the device."""
+        """Whether the last step was skipped. May synchronize with the device."""
         return self.last_step is not None and self.last_step.skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,24 +93,24 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a session's state."""
+        """Load a session's state."""
         self.session.load_state_dict(state_dict)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """`accelerate.Accelerator` whose model and optimizer train in a session.
+    """`accelerate.Accelerator` that trains in a halfstep session.
 
-    It takes what Accelerate's takes. `mixed_precision`, or what `accelerate launch`
-    says, gives the format. One model and its optimizer are prepared in one call; a
-    `GradScalerKwargs` handler gives the loss scale of fp16.
+    It accepts the arguments of Accelerate's class. `mixed_precision`, or the setting of
+    `accelerate launch`, is the dtype. Prepare one model and its optimizer in one call;
+    a `GradScalerKwargs` handler sets the loss scale of fp16.
 
     Args:
-        args: As of Accelerate.
-        level: "O0" to "O3", or "auto"; None is O1 in 16 bits, O0 for "no": what
+        args: Arguments of Accelerate's class.
+        level: "O0" to "O3", or "auto". None: O1 with a 16-bit dtype and O0 for "no", as
             Accelerate itself does.
-        policy: As of `halfstep.prepare`.
-        master: As of `halfstep.prepare`; for O2.
-        kwargs: As of Accelerate.
+        policy: As for `halfstep.prepare`.
+        master: As for `halfstep.prepare`, at O2.
+        kwargs: Arguments of Accelerate's class.
 
     Raises:
         UserError: With DeepSpeed, FSDP, Megatron, an accelerator of another maker, or
@@ -239,7 +239,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:  # noqa: ANN401
-        """Open the session's region, for a loss that is computed outside the model."""
+        """Open the autocast context, for a loss that is computed outside the model."""
         handler = autocast_handler or self.autocast_handler
         if self.session is None or (handler is not None and not handler.enabled):
             with super().autocast(autocast_handler):

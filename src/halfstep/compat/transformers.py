@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class TrainerMixin:
-    """Put in front of a subclass of `transformers.Trainer`.
+    """Base class to put before a subclass of `transformers.Trainer`.
 
-    `TrainingArguments` are obeyed as they are: `bf16`, `fp16`, `max_grad_norm`,
+    `TrainingArguments` keep their meaning: `bf16`, `fp16`, `max_grad_norm`,
     `gradient_accumulation_steps`. Checkpoints hold fp32 weights, and the session's
-    state as `optimizer.pt`, from which a run resumes to the bit.
+    state as `optimizer.pt`; a run resumes from it bit-exactly.
 
     Args:
-        args: As of the Trainer.
-        level: "O0" to "O3", or "auto"; None is O1 in 16 bits, O0 without: what the
+        args: Arguments of the Trainer.
+        level: "O0" to "O3", or "auto". None: O1 with `bf16` or `fp16`, else O0, as the
             Trainer itself does.
-        policy: As of `halfstep.prepare`.
-        master: As of `halfstep.prepare`; for O2.
-        kwargs: As of the Trainer.
+        policy: As for `halfstep.prepare`.
+        master: As for `halfstep.prepare`, at O2.
+        kwargs: Arguments of the Trainer.
 
     Example:
         >>> from halfstep.compat.transformers import TrainerMixin
@@ -58,7 +58,7 @@ class TrainerMixin:
 
     @property
     def session(self) -> Session | None:
-        """What trains; None before `train`."""
+        """The session that trains; None before `train`."""
         return self.accelerator.session
 
     def create_accelerator_and_postprocess(self) -> None:
