@@ -114,9 +114,7 @@ def parse_json(example: Example) -> None:
 
 PENDING = [
     "docs/doctor.md",
-    "docs/probe.md",
     "docs/reports.md",
-    "docs/testing.md",
     "README.md",
     "README.zh-CN.md",
 ]
