@@ -48,7 +48,7 @@ from halfstep.testing import overflow_in_backward  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STEPS, BAD_STEP, SCALE = 4, 3, 1024.0
+STEPS, BAD_STEP, SCALE, ROUNDS = 4, 3, 1024.0, 5
 FOLDERS = ("lightning_trainer", "fabric", "accelerate", "transformers_trainer")
 INPUTS = torch.randn(STEPS, 16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -278,19 +278,18 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="file to write in place of printing")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    libraries = ", ".join(
-        f"{library.__name__} {library.__version__}"
+    libraries = "".join(
+        f", {library.__name__} {library.__version__}"
         for library in (lightning, accelerate, transformers)
     )
     skips = [skipped_row(name, ours) for name in RUNS for ours in (False, True)]
-    columns = [examples.columns(each) for each in FOLDERS]
+    columns = [examples.columns(each, ROUNDS) for each in FOLDERS]
     rows = [f"| {name} | {before} | {after} |" for name, before, _, after in columns]
     today = dt.datetime.now(tz=dt.UTC).date()
     text = (
         f"# {today}: the adapters\n\n"
-        f"{examples.machine()}, {libraries}. `python -m benchmarks.adapters`.\n\n"
+        f"{examples.heading('adapters', ROUNDS, libraries)}\n\n"
         "## The same program\n\n"
-        f"Programs of `examples`: {examples.WHAT}\n\n"
         "| example | before | with the adapter |\n|---|---|---|\n"
         + "\n".join(rows)
         + "\n\n## A step that overflows\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import importlib.util
+import os
 import platform
 import sys
 import time
@@ -28,11 +29,6 @@ from tests.examples import programs  # noqa: E402
 from halfstep.machine import hardware  # noqa: E402
 
 ROUNDS = 2
-WHAT = (
-    "changed lines (one that is replaced counts once; then those removed and added), "
-    "final loss, seconds of a whole process with its start "
-    f"(least of {ROUNDS})."
-)
 
 
 def cell(folder: str, form: str, times: dict[str, list[float]], loss: float) -> str:
@@ -46,13 +42,13 @@ def cell(folder: str, form: str, times: dict[str, list[float]], loss: float) -> 
     return f"{lines}{loss:.4f}, {min(times[form]):.1f} s"
 
 
-def columns(folder: str) -> list[str]:
+def columns(folder: str, rounds: int) -> list[str]:
     """Return the name of an example, and a cell for each column of the table."""
     forms = [programs.before(folder), *programs.afters(folder)]
     if folder == "apex" and not importlib.util.find_spec("apex"):
         forms = forms[1:]
     times, losses = defaultdict[str, list[float]](list), dict[str, float]()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for program in forms:
             start = time.perf_counter()
             losses[program.form] = programs.final_loss(program.run(apart=True))
@@ -69,11 +65,16 @@ def columns(folder: str) -> list[str]:
     ]
 
 
-def machine() -> str:
-    """Return the processor and the versions that a table was measured with."""
+def heading(module: str, rounds: int, versions: str = "") -> str:
+    """Return the machine, the versions, the command, and what the columns mean."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    prefix = f"OMP_NUM_THREADS={threads} " if threads else ""
     return (
         f"{hardware.capabilities().cpu}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, Python {platform.python_version()}"
+        f"torch {torch.__version__}, Python {platform.python_version()}{versions}. "
+        f"`{prefix}python -m benchmarks.{module}`: changed lines (one that is replaced "
+        "counts once; then those removed and added), final loss, seconds of a whole "
+        f"process with its start (least of {rounds})."
     )
 
 
@@ -86,12 +87,12 @@ def main() -> None:
     # The one that overflows has no time of its own: the drop-in stops it.
     left_out = {"overflow"} if has_gpu else {"overflow", "cuda_graphs"}
     folders = [f for f in programs.folders() if f not in left_out]
-    rows = [(*columns(folder), "")[:4] for folder in folders]
+    rows = [(*columns(folder, ROUNDS), "")[:4] for folder in folders]
     text = "\n".join(
         (
             f"# {dt.datetime.now(tz=dt.UTC).date()}: the examples",
             "",
-            f"{machine()}. `python -m benchmarks.examples`: {WHAT}",
+            heading("examples", ROUNDS),
             "",
             "| example | before | drop-in | session, or other |",
             "|---|---|---|---|",
