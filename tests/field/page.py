@@ -1,8 +1,9 @@
-"""Writes docs/reports.md, "Troubles people report", from the reports.
+"""Writes docs/reports.md, "Problems people report", from the reports.
 
     python -m tests.field.page
 
-Run it from the root of the repository; `test_page` fails where it was forgotten.
+Run it from the root of the repository; `test_page` fails where it was forgotten. The
+python block on the page is run by the tests of the docs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COMMANDS = {
     "run": "error or warning",
     "impossible": "does not occur",
 }
-COLUMNS = ("symptom", "cause", "command", "cure", "reported in")
+COLUMNS = ("you see", "cause", "found by", "fix", "reported in")
 
 
 def link(source: str) -> str:
@@ -41,7 +42,7 @@ def row(report: Report) -> str:
     """Return a row of a table."""
     command = COMMANDS[report.command]
     if report.name in UNEXPLAINED:
-        command += " (does not answer this yet)"
+        command += " (not found yet)"
     sources = " ".join(map(link, report.sources))
     cells = (report.symptom, report.cause, command, report.cure, sources)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
@@ -51,24 +52,57 @@ def page() -> str:
     """Return the page, a table for each area."""
     load()
     load_healthy()
-    answered = len(REPORTS) - len(UNEXPLAINED)
-    head = f"""# Troubles people report
+    head = f"""# Problems people report
 
-What public trackers are full of: {len(REPORTS)} kinds of trouble with mixed precision,
-of which {answered} are answered. Each is a small program in
-`tests/field`: there the trouble is seen to be real with torch's
-classes, the command to name the cause, and the cure to work. {len(HEALTHY)} programs
-that are well are accused of nothing.
+Search this page for what you see: {len(REPORTS)} kinds of problems with mixed
+precision from public issue trackers, each with its cause, the call that finds the cause,
+and the fix. The call to begin with takes one step of your loop, as it is:
 
 ```python
+import torch
+
 import halfstep as hs
 
-print(hs.diagnose(step))  # `step` makes one step of your loop, as it is
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def step():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(4, 8)).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.step()  # planted: scaler.step has already called it
+
+
+for finding in hs.diagnose(step).findings:
+    if finding.severity == "error":
+        print(f"{{finding.rule}}: {{finding}}")
 ```
 
-That is the command to begin with, and [troubleshooting](troubleshooting.md) has more on
-it. "Error or warning": with `hs.autocast` and `hs.GradScaler` in place of torch's
-classes the program says it by itself. "Does not occur": with them all is well.
+```output
+call order: the step: optimizer.step() was called besides scaler.step(optimizer): no
+step is skipped. Remove optimizer.step().
+```
+
+What it checks: [diagnose](diagnose.md). Common symptoms with examples:
+[troubleshooting](troubleshooting.md).
+
+| found by | meaning |
+|---|---|
+| a call, such as `hs.diagnose(step)` | its output names the cause |
+| error or warning | the classes of halfstep print the cause without a call |
+| does not occur | with the classes of halfstep the problem does not exist |
+| not found yet | no call names it: {len(UNEXPLAINED)} of {len(REPORTS)} |
+
+The classes are `hs.autocast` and `hs.GradScaler`, in place of torch's.
+
+Each problem is a small program in `tests/field`. The tests check that the problem
+occurs with torch's classes, that the call names the cause, and that the fix works; and
+that the calls find nothing wrong in {len(HEALTHY)} programs without a problem.
 
 This page is generated: `python -m tests.field.page`.
 """

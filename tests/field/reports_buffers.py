@@ -22,11 +22,11 @@ WIDTH = 8
     "pytorch/pytorch#90342",
     area=AREA,
     symptom="Training goes on after a skipped step, and evaluation gives NaN.",
-    cause="A step that overflowed has made inf of BatchNorm's running statistics.",
+    cause="A step that overflowed wrote inf into BatchNorm's running statistics.",
     command="diagnose",
     says=r"running_(mean|var).* since step 2.*reset_running_stats\(\)",
     truth="running_(mean|var)",
-    cure="Keep what is large in float32; `norm.reset_running_stats()`.",
+    cure="Keep that layer in float32; call `norm.reset_running_stats()`.",
 )
 def statistics_after_overflow(amp: Amp, *, cured: bool) -> Program:
     """Let one batch overflow before a norm."""
@@ -85,7 +85,7 @@ def statistics_in_half(amp: Amp, *, cured: bool) -> Program:
     "microsoft/onnxscript#2992",
     area=AREA,
     symptom="After model.half() the loss is NaN; in float32 the same batch is fine.",
-    cause="A mask of float32's least number is -inf in float16: rows have no key left.",
+    cause="The mask's value, float32's lowest number, is -inf in float16.",
     command="diagnose",
     says=r"softmax\): zero: a mask covers a whole row",
     truth="(?i)softmax|mask",
@@ -130,7 +130,7 @@ def mask_in_half(amp: Amp, *, cured: bool) -> Program:
     "pytorch/pytorch#137774",
     area=AREA,
     symptom="Long inputs are mixed up once the model is in bfloat16.",
-    cause="Positions stand in a buffer: in bfloat16, 257 is 256.",
+    cause="Positions are stored in a buffer: in bfloat16, 257 is 256.",
     command="check",
     says=r"rope \(Rope\): .*module:rope=fp32",
     truth=r"rope(?!\.layer)",

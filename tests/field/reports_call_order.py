@@ -56,7 +56,7 @@ def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
     "rwth-i6/returnn#1590",
     "catalyst-team/catalyst#1319",
     area=AREA,
-    symptom="Clipping by value works in fp32; under GradScaler nothing is learnt.",
+    symptom="Clipping by value works in fp32; under GradScaler the loss stands still.",
     cause="Gradients are cut at a bound while they are scaled.",
     command="diagnose",
     says=r"gradients were cut at 1 .* before unscale_",
@@ -451,7 +451,7 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
     "mosaicml/composer#1376",
     area=AREA,
     symptom="The first steps of each epoch are skipped.",
-    cause="A GradScaler is made anew in each epoch, and looks for its scale again.",
+    cause="A new GradScaler in each epoch searches for its scale again.",
     command="diagnose",
     says=r"GradScaler.* (anew|new one)",
     truth="GradScaler",
@@ -480,8 +480,8 @@ def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
 @report(
     "IDEA-Research/DN-DETR#18",
     area=AREA,
-    symptom="Weights do not move, and nothing is said.",
-    cause="zero_grad() between unscale_ and step leaves the step nothing.",
+    symptom="Weights do not change, and there is no message.",
+    cause="zero_grad() between unscale_ and step clears the gradients.",
     command="diagnose",
     says=r"dropped between scaler\.unscale_\(optimizer\) and scaler\.step",
     truth="zero_grad",
@@ -511,7 +511,7 @@ def zero_grad_before_step(amp: Amp, *, cured: bool) -> Program:
     "espnet/espnet#3283",
     area=AREA,
     symptom="After one overflow every step is skipped, and the scale falls to 0.",
-    cause="Gradients are cleared only after a step that was made.",
+    cause="Gradients are cleared only after a step that was applied.",
     command="diagnose",
     says=r"not cleared after a skipped step|zero_grad",
     truth="zero_grad",
@@ -574,7 +574,7 @@ def unscale_after_load(amp: Amp, *, cured: bool) -> Program:
     command="run",
     says="they are frozen",
     truth="frozen|requires_grad",
-    cure="Set `requires_grad_(True)` on what the optimizer shall train.",
+    cure="Set `requires_grad_(True)` on the parameters to train.",
 )
 def frozen_parameters(amp: Amp, *, cured: bool) -> Program:
     """Train a head over an adapter that is frozen."""
@@ -654,8 +654,8 @@ def optimizer_of_old_parameters(amp: Amp, *, cured: bool) -> Program:
     "lucidrains/stylegan2-pytorch#100",
     "pytorch/pytorch#44667",
     area=AREA,
-    symptom="A gradient penalty overflows at any loss scale; without it all is well.",
-    cause="The penalty is taken of gradients that are scaled.",
+    symptom="A gradient penalty overflows at any loss scale; without it all works.",
+    cause="The penalty is computed from scaled gradients.",
     command="diagnose",
     says=r"penalty.* scale|autograd\.grad.* scale|not proportional to the loss scale",
     truth=r"unscale|divide|get_scale|proportional",
@@ -724,11 +724,11 @@ def closure(amp: Amp, *, cured: bool) -> Program:
     "Lightning-AI/pytorch-lightning#4151",
     area=AREA,
     symptom="The gradient norm in the log is 65536 times too large, and jumps.",
-    cause="It is taken of scaled gradients.",
+    cause="It is computed from scaled gradients.",
     command="diagnose",
     says=r"(norm|gradients) .*(read|taken|logged) .*before unscale_",
     truth="unscale_",
-    cure="Call `scaler.unscale_(optimizer)` before the norm is taken.",
+    cure="Call `scaler.unscale_(optimizer)` before the norm is computed.",
 )
 def norm_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
     """Log the norm of the gradients."""

@@ -26,7 +26,7 @@ AREA = "autocast context"
     "pytorch/pytorch#120930",
     area=AREA,
     symptom="Gradients overflow, or errors are weird, with a whole step in autocast.",
-    cause="backward() runs inside autocast, which casts what it computes in fp32.",
+    cause="backward() runs inside autocast, which casts its operations again.",
     command="diagnose",
     says="the backward pass ran inside autocast",
     truth="backward.* (inside|under|in) autocast",
@@ -71,11 +71,11 @@ def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
     "Megvii-BaseDetection/YOLOX#731",
     area=AREA,
     symptom="RuntimeError: Found dtype Float but expected Half, in backward().",
-    cause="The loss is computed outside autocast, of 16-bit predictions.",
+    cause="The loss is computed outside autocast, from 16-bit predictions.",
     command="run",
     says="loss was computed outside autocast",
     truth="(?i)huber|loss",
-    cure="Compute the loss inside the context, or of `predictions.float()`.",
+    cure="Compute the loss inside the context, or from `predictions.float()`.",
 )
 def loss_outside_autocast(amp: Amp, *, cured: bool) -> Program:
     """Compute a Huber loss after the context."""

@@ -346,7 +346,7 @@ def weighted_bag(amp: Amp, *, cured: bool) -> Program:
     "pytorch/pytorch#17413",
     area=AREA,
     symptom="linalg: low precision dtypes not supported. Got BFloat16.",
-    cause="Linear algebra has no 16-bit kernels, and autocast casts this not back.",
+    cause="Linear algebra has no 16-bit kernels, and autocast does not cast to fp32.",
     command="run",
     says=r"logdet.*(op:logdet=fp32|\.float\(\)|float32)",
     truth="logdet|linalg",
@@ -418,7 +418,7 @@ def complex_of_bf16(amp: Amp, *, cured: bool) -> Program:
     "huggingface/lerobot#710",
     area=AREA,
     symptom="value cannot be converted to type at::Half without overflow.",
-    cause="Scores are masked by -1e9, which float16 does not hold.",
+    cause="Scores are masked with -1e9, which float16 does not hold.",
     command="run",
     says=r"masked_fill.*-1e\+?0?9.*torch\.finfo\(.*\.min",
     truth="masked_fill|without overflow",
@@ -594,7 +594,7 @@ def rotary_table_in_fp32(amp: Amp, *, cured: bool) -> Program:
     command="diagnose",
     says=r"(nll_loss|cross_entropy).*(bfloat16|float32)",
     truth="nll_loss|cross_entropy|weight",
-    cure="Compute the loss inside the context, or of `logits.float()`.",
+    cure="Compute the loss inside the context, or from `logits.float()`.",
 )
 def weights_of_classes(amp: Amp, *, cured: bool) -> Program:
     """Compute a weighted loss outside of autocast."""

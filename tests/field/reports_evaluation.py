@@ -117,7 +117,7 @@ def weights_to_half_and_back(amp: Amp, *, cured: bool) -> Program:
     "huggingface/transformers#8561",
     area=AREA,
     symptom="The running loss in the log stops growing, and its mean goes to 0.",
-    cause="Losses are summed up in bfloat16: at 256 a loss of 1 is lost to rounding.",
+    cause="Losses are added up in bfloat16: at 256 a loss of 1 is lost to rounding.",
     command="diagnose",
     says="summed in place in bf16",
     truth="bf16|bfloat16",

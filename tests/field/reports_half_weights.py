@@ -202,7 +202,7 @@ def gradients_added_in_bf16(amp: Amp, *, cured: bool) -> Program:
     "tracel-ai/burn#5699",
     "facebookresearch/fairscale#263",
     area=AREA,
-    symptom="With clipping by a norm of one's own, float16 weights never change.",
+    symptom="With a hand-written clipping by norm, float16 weights never change.",
     cause="Squares of gradients above 255 are inf in float16, and 1 / inf is 0.",
     command="diagnose",
     says=r"square of gradients: makes inf of finite numbers in float16.*65504",

@@ -94,7 +94,7 @@ def rotary_angles(amp: Amp, *, cured: bool) -> Program:
     "ml-explore/mlx#4228",
     "microsoft/onnxruntime#29043",
     area=AREA,
-    symptom="A norm by hand is far from fp32 in float16, with no inf in sight.",
+    symptom="A hand-written norm is far from fp32 in float16, without any inf.",
     cause="x * x overflows, and 1 / inf is 0.",
     command="check",
     says=r"1 \(mul\): .*65504.*module:1=fp32",

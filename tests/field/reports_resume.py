@@ -194,7 +194,7 @@ def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
     "open-mmlab/mmsegmentation#283",
     "ultralytics/ultralytics#21283",
     area=AREA,
-    symptom="A resumed run is not where it was: the loss differs in the third digit.",
+    symptom="After resuming, the loss differs in the third digit.",
     cause="Weights were saved in float16, and the bits of float32 are lost.",
     command="diagnose",
     says=r"weights .*(rounded|saved).* (float16|fp16)",
