@@ -55,8 +55,8 @@ def page() -> str:
     head = f"""# Problems people report
 
 Search this page for what you see: {len(REPORTS)} kinds of problems with mixed
-precision from public issue trackers, each with its cause, the call that finds the cause,
-and the fix. The call to begin with takes one step of your loop, as it is:
+precision from public issue trackers, each with its cause, the call that finds the
+cause, and the fix. The call to begin with takes one step of your loop, as it is:
 
 ```python
 import torch
