@@ -1,4 +1,4 @@
-"""Precision as data: rules, tables of operations, levels, and the one decision."""
+"""Defines precision policies: rules, op tables, levels, and the lookup `decide`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker must still see a misspelt name
 
     def __getattr__(name: str) -> object:
-        """Load a public name on first use: submodules are used without torch."""
+        """Import a name on first use, so that submodules can be used without torch."""
         if name in __all__:
             from halfstep.policy import decision, rules
 

@@ -1,7 +1,6 @@
-"""In which dtype does this operation or module run, and why?
+"""Decides the dtype in which an operation or a module runs, and gives the reason.
 
-In: an operation, the dtypes of its operands, a device, the module it runs in. Out: a
-`Decision`. Nothing else in halfstep may answer the question.
+All of halfstep uses these functions; no other code decides dtypes.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def deciding_rule(
 def _first_match(
     policy: Policy, op: str | None, module: str, types: Sequence[str]
 ) -> int | None:
-    """Return the index of the rule that decides."""
+    """Return the index of the first rule that matches, or None."""
     if not policy.rules:
         return None
     names: Mapping[str, Sequence[str]] = {
@@ -148,7 +147,7 @@ def around(module: str) -> list[str]:
 def cast_to(
     category: str, dtypes: Sequence[torch.dtype], low: torch.dtype
 ) -> torch.dtype | None:
-    """Return what floating operands are cast to under a category."""
+    """Return the dtype that a category casts floating operands to; None: no cast."""
     if category == op_tables.FOLLOW:
         return dtypes[0] if dtypes and dtypes[0] in _AUTOCAST_DTYPES else None
     if category == op_tables.FP32_IN_FP16:
@@ -157,6 +156,6 @@ def cast_to(
     if not eligible or category in (KEEP, op_tables.FP32_RESULT, op_tables.BANNED):
         return None
     if category == op_tables.PROMOTE:
-        # torch refuses a mix of the two 16-bit formats; fp32 holds both.
+        # torch raises on a mix of bf16 and fp16; fp32 represents both exactly.
         return low if set(eligible) == {low} else torch.float32
     return low if category == op_tables.LOW else torch.float32

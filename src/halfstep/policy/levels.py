@@ -1,8 +1,7 @@
-"""The levels O0 to O3 as plain words and numbers.
+"""Defines the levels O0 to O3: which values are stored and computed in which format.
 
-In: a word. Out: a `Level`, which says what is stored and computed in what. Nothing
-here knows torch, and nothing outside this room may ask for a level by its name:
-code reads the fields.
+This module does not import torch. Code outside it reads the fields of a `Level` and
+does not compare level names.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ class Level:
     """How much of the training runs in a 16-bit format."""
 
     name: str
-    """The word users type; the prefix is the letter O, as in apex."""
+    """"O0" to "O3", with the letter O, as in apex."""
     summary: str
-    """One line for a newcomer."""
+    """Description in one line."""
     low_weights: bool
     """Parameters are stored in the 16-bit format; buffers too without autocast."""
     fp32_norms: bool
-    """Normalisation layers keep fp32 parameters where weights are low."""
+    """Parameters of normalisation layers stay fp32 when `low_weights` is true."""
     autocast: bool
-    """Each operation runs in the format that the policy gives it."""
+    """Each operation is cast as the policy says."""
     masters: bool
-    """The optimizer updates fp32 copies of low weights."""
+    """The optimizer updates fp32 master weights."""
     low_inputs: bool
     """Floating inputs of the model are cast to the 16-bit format on entry."""
     fp32_outputs: bool
@@ -36,11 +35,11 @@ class Level:
 
     @property
     def low(self) -> bool:
-        """Anything at all runs in a 16-bit format."""
+        """Whether anything runs in a 16-bit format."""
         return self.autocast or self.low_weights
 
     def __str__(self) -> str:
-        """Return the word that `parse` turns back into this level."""
+        """Return the name, which `parse` accepts."""
         return self.name
 
 
@@ -71,7 +70,6 @@ O3 = _level(
 
 LEVELS = {level.name: level for level in (O0, O1, O2, O3)}
 """Name -> `Level`, from "O0" to "O3"."""
-"""Name -> level."""
 
 DEFAULT_LOSS_SCALE = {"fp32": "none", "bf16": "none", "fp16": "dynamic"}
 """Format -> what `loss_scale="auto"` means. fp16 flushes gradients below 2**-25 to

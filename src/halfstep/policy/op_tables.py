@@ -1,11 +1,11 @@
-"""Which operation is cast to what, and why: torch's tables and the lean one.
+"""The op tables: which operation autocast casts to which dtype, and why.
 
-In: nothing. Out: `NAMED[policy][device][operation]`, a `Row`. Operation names are
-aten's, overload included where several overloads are treated alike only in part.
+`NAMED[policy][device][operation]` is a `Row`. Operation names are aten's, with overload
+if the overloads of an operation are cast differently.
 
-`TABLES` is torch's own autocast, device by device: of the rows written here, those
-that the dispatcher of this torch registers. `LEAN` is ours, and the same on every
-device. An operation that this torch lacks has no row.
+`TABLES` holds torch's own autocast, per device: the rows below that the dispatcher of
+the installed torch registers. `LEAN` is halfstep's table, the same on every device but
+for a few rows. An operation that the installed torch lacks has no row.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 LOW = "low"
 """Runs in the 16-bit format."""
 FP32 = "fp32"
-"""Runs in fp32: operands are copied."""
+"""Runs in fp32: operands are cast, which copies them."""
 FP32_RESULT = "fp32_result"
-"""Accumulates and answers in fp32; its operand is not copied."""
+"""Accumulates in fp32 and returns fp32; the operand is not cast."""
 PROMOTE = "promote"
-"""Runs in the widest format of its operands."""
+"""Runs in the widest dtype of its operands."""
 FOLLOW = "follow"
-"""Runs in the format of its first operand; the others are cast to that."""
+"""Runs in the dtype of its first operand; the other operands are cast to it."""
 FP32_IN_FP16 = "fp32_in_fp16"
-"""Runs in fp32 where the 16-bit format is fp16; in bf16 as it is called."""
+"""Runs in fp32 if the 16-bit format is fp16; if it is bf16, operands are not cast."""
 BANNED = "banned"
-"""Is refused."""
+"""Raises an error."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Row:
     """How one operation runs, and why."""
 
     category: str
-    """One of the words above."""
+    """One of the categories above."""
     reason: str
-    """Why this operation is treated so."""
+    """Why the operation has this category."""
     source: str
-    """Where it stands so: a file of torch's source, or "halfstep lean"."""
+    """File of torch's source that registers it, or "halfstep lean"."""
 
 
 Group = tuple[str, str, str]
@@ -47,7 +47,7 @@ Group = tuple[str, str, str]
 
 
 def _exists(operation: str) -> bool:
-    """Return whether this torch has an operation of aten, overload included."""
+    """Return whether the installed torch has an aten operation with this overload."""
     name, _, overload = operation.partition(".")
     packet = getattr(torch.ops.aten, name, None)
     return packet is not None and (overload or "default") in packet.overloads()
@@ -63,7 +63,7 @@ def _rows(source: str, *groups: Group) -> dict[str, Row]:
 
 
 def _registered(device: str, rows: dict[str, Row]) -> dict[str, Row]:
-    """Return the rows of the operations that this torch casts on a device."""
+    """Return the rows of the operations that the installed torch casts on a device."""
     key = f"Autocast{device.upper()}"
     names = {*torch._C._dispatch_get_registrations_for_dispatch_key(key)}  # noqa: SLF001
     return {name: row for name, row in rows.items() if f"aten::{name}" in names}
@@ -93,7 +93,7 @@ _VOLUME = "pooling and padding had no 16-bit kernel on CPU when the list was mad
 _GRID = "sampling coordinates are coarse in 16 bits"
 _QUANTISER = "quantisation is imitated on fp32 values"
 
-# Accelerators: what CUDA, XPU and MPS share
+# Accelerators: common to CUDA, XPU and MPS
 
 _ACCELERATORS: tuple[Group, ...] = (
     (
@@ -152,7 +152,7 @@ _REDUCTIONS = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
-"""MPS copies their operand to fp32, CUDA and XPU ask the kernel for an fp32 result."""
+"""MPS casts their operand to fp32; CUDA and XPU request an fp32 result (`dtype=`)."""
 
 _UPSAMPLING = """
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
@@ -161,7 +161,7 @@ _UPSAMPLING = """
 """
 _UPSAMPLING_SMOOTH = "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 
-# CUDA and XPU beyond that
+# CUDA and XPU, in addition
 
 _CUDA_AND_XPU: tuple[Group, ...] = (
     (LOW, _CONVOLUTION, "conv_transpose3d.input"),
@@ -182,14 +182,14 @@ _CUDA_AND_XPU: tuple[Group, ...] = (
 )
 _BAN: Group = (BANNED, _PROBABILITY, "binary_cross_entropy")
 
-# CUDA alone
+# CUDA only
 
 _CUDA: tuple[Group, ...] = (
     (LOW, _CONVOLUTION, "cudnn_convolution cudnn_convolution_transpose"),
     (FP32, _LINEAR_ALGEBRA, "linalg_matrix_sqrth"),
 )
 
-# MPS beyond what accelerators share
+# MPS, in addition to the accelerators' rows
 
 _NOT_ON_MPS: Group = (FP32, "it has no 16-bit kernel on MPS", "conv_transpose3d.input")
 _MPS: tuple[Group, ...] = (
@@ -290,10 +290,10 @@ _WRITTEN = {
 }
 
 TABLES = {device: _registered(device, rows) for device, rows in _WRITTEN.items()}
-"""Device -> operation -> row, as torch has it. An operation without a row runs as it
-is called."""
+"""Device -> operation -> row, as in torch. Operands of an operation without a row are
+not cast."""
 
-# Lean: what is written for CUDA and CPU, cast by this torch or not, but for these
+# Lean: torch's rows for CUDA and CPU, registered by this torch or not, except these
 
 _KERNEL_SUMS_IN_FP32 = "its kernel accumulates in fp32 whatever it is given"
 _POWERS = "powers leave the range of fp16; bf16 has the range of fp32"
@@ -317,7 +317,7 @@ _LEAN: tuple[Group, ...] = (
     (PROMOTE, _MIXED, "grid_sampler grid_sampler_2d grid_sampler_3d"),
 )
 _LEAN_AS_CALLED = _POOLS_AND_PADS + "fake_quantize_per_tensor_affine"
-"""They have fp32 on CPU in torch's table; today their 16-bit kernels are there."""
+"""fp32 in torch's CPU table, although 16-bit CPU kernels exist by now."""
 
 _LEAN_CPU: Group = (
     LOW,
@@ -327,11 +327,11 @@ _LEAN_CPU: Group = (
     rnn_relu.input rnn_relu.data
     """,
 )
-"""On CUDA cuDNN packs the weights of whole layers itself, and casts them."""
+"""CPU only: on CUDA, cuDNN packs the weights of whole layers and casts them itself."""
 
 
 def _lean(*own: Group) -> dict[str, Row]:
-    """Return the rows that hold on every device, and a device's own over them."""
+    """Return the lean rows of all devices, overridden by those of one device."""
     torch_rows = _WRITTEN["cpu"] | _WRITTEN["cuda"]
     as_called = _LEAN_AS_CALLED.split()
     groups = [
@@ -348,14 +348,14 @@ LEAN = {
     "mps": _lean(_NOT_ON_MPS),
     "xpu": _lean(),
 }
-"""Device -> operation -> row, of the policy named lean."""
+"""Device -> operation -> row, for the policy "lean"."""
 
 NAMED = {"torch": TABLES, "lean": LEAN}
-"""Name of a policy -> its tables."""
+"""Policy name -> its tables."""
 
 NORMALISATION = ("_NormBase", "LayerNorm", "RMSNorm", "GroupNorm")
-"""Endings of class names, a module's own or its bases', whose few parameters stay
-fp32 at the levels that ask for it. `_NormBase` is every batch and instance norm."""
+"""Endings of class names (of a module or its bases) whose parameters stay fp32 at
+levels with `fp32_norms`. `_NormBase` is the base of batch and instance norms."""
 
 OPERATION_OF = {
     "Linear": "linear",
@@ -376,4 +376,4 @@ OPERATION_OF = {
     "BatchNorm3d": "batch_norm",
     "PReLU": "prelu",
 }
-"""Module type -> the operation that does its work, for those with parameters."""
+"""Class name of a module with parameters -> the aten operation that it runs."""

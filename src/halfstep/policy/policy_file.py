@@ -1,7 +1,7 @@
-"""A policy as a file of TOML that people read, write and compare.
+"""Reads and writes a policy as a TOML file.
 
-In: a base and rules as plain words. Out: text; and back, with an error that names the
-file and the rule. The rooms above make a `Policy` of it.
+It works on strings only; `halfstep.policy.rules` makes a `Policy` of them. Errors name
+the file and the rule.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KINDS = ("op", "module", "type")
 _EXAMPLE = 'module = "classifier", run = "fp32"'
 
 Words = dict[str, str]
-"""A rule: one of the kinds with its pattern, "run", and perhaps "reason"."""
+"""A rule: one of KINDS with its pattern, "run", and optionally "reason"."""
 
 
 def write(path: str | os.PathLike[str], base: str, rules: Iterable[Words]) -> None:
     """Write a policy as TOML.
 
     Raises:
-        UserError: If a word cannot be written as UTF-8.
+        UserError: If a string cannot be encoded as UTF-8.
     """
     lines = [f"base = {_quoted(base)}"]
     for rule in rules:
@@ -46,15 +46,15 @@ def write(path: str | os.PathLike[str], base: str, rules: Iterable[Words]) -> No
 
 
 def _quoted(text: str) -> str:
-    # JSON's escapes are all TOML's too; TOML wants one control character more escaped.
+    # TOML has all of JSON's escapes, and requires DEL to be escaped, too.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, list[Words]]:
-    """Return the base and the rules that a file holds.
+    """Return the base and the rules of a file.
 
     Raises:
-        UserError: If the file cannot be read, or is not of the form.
+        UserError: If the file cannot be read, or is malformed.
     """
     name = f"policy file {str(path)!r}"
     try:
@@ -79,7 +79,7 @@ def read(path: str | os.PathLike[str]) -> tuple[str, list[Words]]:
 
 
 def _words(name: str, rule: dict[str, Any]) -> Words:
-    """Return one rule, checked for its form."""
+    """Return one rule, or raise if it is malformed."""
     kinds = [kind for kind in KINDS if kind in rule]
     unknown = sorted(rule.keys() - {*KINDS, "run", "reason"})
     wrong = [key for key, value in rule.items() if not isinstance(value, str)]

@@ -1,8 +1,6 @@
-"""The one decider: in which dtype does this operation or module run, and why?
+"""Defines `Rule` and `Policy`: the user's rules, then a named op table.
 
-In: an operation, the dtypes of its operands, a device, the module it runs in. Out: a
-`Decision`. A `Policy` is data: the user's rules in front of a named table, torch's own
-or the lean one. No other room may answer the question.
+`halfstep.policy.decision` evaluates them.
 """
 
 from __future__ import annotations
@@ -37,7 +35,8 @@ _MACHINERY = """
     _c10d_functional_autograd symm_mem _dtensor static_runtime export debug_mode_ops
     _native _test
 """
-"""Namespaces of torch that no model's author calls; some write without saying so."""
+"""torch's internal namespaces, which models do not call. Some of their operations write
+in place although their schemas do not say so."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Rule:
         return f"{self.kind}:{self.pattern}={self.category}"
 
     def matches(self, kind: str, names: Iterable[str]) -> bool:
-        """Return whether the rule applies to something of that kind and those names."""
+        """Return whether the rule is of this kind and matches one of the names."""
         return kind == self.kind and any(map(_compiled(self.pattern).fullmatch, names))
 
 
@@ -296,7 +295,7 @@ def _all_op_names() -> list[str]:
 
 
 def _is_functional(op: str) -> bool:
-    """Say whether an operation takes a tensor, writes into none and returns no view."""
+    """Return whether an operation takes tensors, writes to none, returns no view."""
     name, _, overload = op.partition(".")
     schema = torch._C._get_schema(name, overload)  # noqa: SLF001
     takes = any(str(argument.type) in _TENSORS for argument in schema.arguments)
