@@ -1,1 +1,1 @@
-"""Eager autocast: contexts, kernels, module rules, casts of weights."""
+"""Eager autocast: contexts, dispatch kernels, module rules and cached weight casts."""

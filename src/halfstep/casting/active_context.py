@@ -1,15 +1,14 @@
-"""Which policy casts now: the contexts that a thread is in, by device.
+"""Keeps a stack of cast contexts for each thread and device.
 
-In: a context that opens or closes. Out: the `CastContext` that
-`dispatch_kernels` obeys.
+`dispatch_kernels` reads the active `CastContext` from it.
 
-The kernels stand at a dispatch key that no tensor has. A thread reaches them only
-between `push` and `pop`, which switch that key in the thread's own dispatcher state;
-plain `torch.autocast`, in the same thread or in others, never does.
+The kernels are registered at a dispatch key that no tensor has. A thread reaches them
+only between `push` and `pop`, which include that key in the thread's own dispatcher
+state; plain `torch.autocast`, in the same thread or in others, never does.
 
-Inside a backward pass a frame acts only where it was pushed in that same pass: what is
-computed again gets the frame of its forward pass from `recompute`, and the context
-around `backward()` has no say.
+Inside a backward pass, a context is active only if it was pushed in that same pass:
+recomputed code gets the context of its forward pass from `recompute`, and the context
+around `backward()` has no effect.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
     from halfstep.policy.rules import Policy
 
 KEY = DispatchKey.__members__["AutocastPrivateUse1"]
-"""Above the autocast keys of all devices, so that a policy casts before torch does;
-`torch._C._DisableAutocast` and the compiler switch it off with them."""
+"""Precedes the autocast keys of all devices, so that a policy casts before torch does;
+`torch._C._DisableAutocast` and the compiler exclude it together with them."""
 NO_BACKEND = "privateuseone"
-"""What torch calls the backend of that key while there is none."""
+"""torch's name for the backend of that key while none is registered."""
 
 
 class Observer(Protocol):
-    """Takes down how operations run; `recorder.Recorder` is one."""
+    """Records how operations run; `recorder.Recorder` implements it."""
 
     def observe(
         self,
@@ -48,47 +47,47 @@ class Observer(Protocol):
         run: Callable[[], Any],
         arguments: object,
     ) -> Any:  # noqa: ANN401
-        """Run an operation, and return what it returns."""
+        """Run an operation and return its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpCast:
-    """How one operation runs under a frame."""
+    """How one operation is cast in a context."""
 
     category: str
     rule_index: int | None
-    """Index of the policy's rule that decided; None: a row of a table."""
+    """Index of the policy's rule that decided; None: the op table decided."""
     is_torch_default: bool
-    """torch's own kernel does just this."""
+    """Whether torch's own autocast kernel does the same."""
 
 
 @dataclass(eq=False, slots=True)
 class CastContext:
-    """What a context decides, for the kernels that read it."""
+    """The settings of one autocast context that the dispatch kernels read."""
 
     policy: Policy
     op_casts: Mapping[str, OpCast]
-    """Operation -> how it runs. One without a row runs as torch's table says."""
+    """Operation -> its cast. Operations without an entry run as torch's table says."""
     cache: CastCache | None
     matched_rules: set[int]
-    """Indices of the policy's rules that have decided something so far."""
+    """Indices of the policy's rules that have applied so far."""
     recorder: Observer | None = None
     module: str = ""
-    """Path of the module whose rule made this frame; "" where none did."""
+    """Path of the module whose rule created this context; "" if none did."""
     types: tuple[str, ...] = ()
-    """Class names of that module and of those around it."""
+    """Class names of that module and of the enclosing ones."""
     outer: CastContext | None = None
-    """The frame around, where a module's rule made this one."""
+    """The enclosing context, if a module rule created this one."""
     closed: bool = field(default=False, init=False)
-    """The context is over, and its cache with it."""
+    """The context has ended, and its cache is empty."""
     abandoned: list[tuple[int, Callable[[], object]]] = field(
         default_factory=list, init=False
     )
-    """Thread, and how to leave what a rule on a module has entered there: what stands
-    here when the context closes was left by an exception that no hook sees."""
+    """(thread id, function that undoes a module rule's pre-hook). Entries left when the
+    context closes belong to modules whose forward hook an exception skipped."""
 
     def close(self) -> None:
-        """Take note that the context is over, which made the cache."""
+        """Mark the context as ended and clear its cache."""
         self.closed = True
         self.recorder = None
         if self.cache is not None:
@@ -96,17 +95,17 @@ class CastContext:
 
     @property
     def root(self) -> CastContext:
-        """The frame of the context itself."""
+        """The outermost context of a chain made by module rules."""
         context = self
         while context.outer is not None:
             context = context.outer
         return context
 
     def for_recomputation(self) -> CastContext:
-        """Return the frame for a part of the forward pass that is computed again.
+        """Return the context under which a part of the forward pass is recomputed.
 
-        Where the context is over, so is its cache: this part has one of its own, in
-        which a weight that it uses twice is cast once, as it was.
+        If the context has ended, the part gets a new cache, so that a weight that it
+        uses twice is cast once, as in the forward pass.
         """
         if not self.root.closed:
             return self
@@ -116,25 +115,25 @@ class CastContext:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A frame in force in one thread, on one device."""
+    """A context pushed in one thread, on one device."""
 
     context: CastContext | None
     graph_task: int
-    """The backward pass that was running when it was pushed; -1: none."""
+    """Id of the backward pass that was running when it was pushed; -1: none."""
     outer: _Entry | None
     popped: bool = False
 
 
 _lock = threading.Lock()
 _fallback: list[Library] = []
-"""What lets all operations without a kernel at the key pass it, once there is one."""
+"""Registers a fallthrough at the key for operations without a kernel; at most one."""
 
 
 def check_key() -> None:
-    """Make the dispatch key ready for use.
+    """Prepare the dispatch key for use.
 
     Raises:
-        UserError: If a backend of its own uses it.
+        UserError: If an out-of-tree backend uses it.
     """
     backend = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
     if backend != NO_BACKEND:
@@ -151,15 +150,15 @@ def check_key() -> None:
 
 
 class _ThreadState:
-    """What one thread is in."""
+    """The contexts of one thread."""
 
     def __init__(self) -> None:
         self.innermost: dict[str, _Entry | None] = {}
-        """Device type -> the innermost frame."""
+        """Device type -> the innermost context."""
         self.pending_undo: list[Callable[[], object]] = []
-        """What another thread that has closed a context of this one leaves to it."""
+        """Calls that this thread must make, because another closed its context."""
         self.on_popped: list[Callable[[], object]] = []
-        """What comes after that, or when the thread has ended."""
+        """Calls to make after those, or when the thread ends."""
 
     def __del__(self) -> None:
         while self.on_popped:
@@ -175,19 +174,19 @@ _thread = _Thread()
 
 
 class Pushed(NamedTuple):
-    """What `pop` needs."""
+    """Return value of `push`, argument of `pop`."""
 
     device: str
     entry: _Entry
     state: _ThreadState
-    """Of the thread that pushed: `pop` may run in another one."""
+    """State of the thread that pushed: `pop` may run in another thread."""
 
 
 def push(device: str, context: CastContext | None) -> Pushed:
-    """Put a frame in force in this thread; None: no policy.
+    """Make a context the active one of this thread; None: no policy.
 
     Raises:
-        UserError: If a backend of its own uses the dispatch key.
+        UserError: If an out-of-tree backend uses the dispatch key.
     """
     if context is not None:
         check_key()
@@ -204,13 +203,13 @@ def push(device: str, context: CastContext | None) -> Pushed:
 def pop(
     pushed: Pushed, *undo: Callable[[], object], on_popped: Callable[[], object]
 ) -> None:
-    """End what a `push` began, in the thread of that, in any order.
+    """Remove a pushed context; contexts may be popped in any order, by any thread.
 
     Args:
-        pushed: What `push` has returned.
-        undo: More that must be undone in that thread: at once, or when it next comes
-            here, if this is another one.
-        on_popped: Called once when that is done, or when that thread has ended.
+        pushed: Return value of `push`.
+        undo: Called in the thread that pushed: now, or on its next call of this module
+            if this is another thread.
+        on_popped: Called once after that, or when that thread has ended.
     """
     device, entry, state = pushed
     entry.popped = True
@@ -233,7 +232,7 @@ def pop(
 
 
 def run_pending() -> None:
-    """Undo what other threads have left to this one, if they have."""
+    """Make the calls that other threads have left to this one."""
     state = _thread.state
     if not state.on_popped:
         return
@@ -245,31 +244,31 @@ def run_pending() -> None:
 
 
 def _update_dispatch_key() -> None:
-    """Let this thread's operations reach the kernels if a frame is in force in it."""
+    """Include the key in this thread's dispatcher state if it has a context."""
     included = is_open()
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, included)  # noqa: SLF001
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not included)  # noqa: SLF001
 
 
 def _current_graph_task() -> int:
-    """Return the number of the backward pass that runs in this thread; -1: none."""
+    """Return the id of the backward pass that runs in this thread; -1: none."""
     number: int = torch._C._current_graph_task_id()  # noqa: SLF001
     return number
 
 
 def is_open() -> bool:
-    """Say whether any frame is in force in this thread, or was pushed in it."""
+    """Return whether this thread has a context, active or not."""
     return any(each and each.context for each in _thread.state.innermost.values())
 
 
 def innermost_context(device: str) -> CastContext | None:
-    """Return the frame that this thread pushed last."""
+    """Return the context that this thread pushed last, active or not."""
     entry = _thread.state.innermost.get(device)
     return None if entry is None else entry.context
 
 
 def active(device: str) -> CastContext | None:
-    """Return the frame that an operation in this thread runs under, if any."""
+    """Return the context that applies to operations of this thread now, or None."""
     entry = _thread.state.innermost.get(device)
     return (
         entry.context
@@ -279,7 +278,7 @@ def active(device: str) -> CastContext | None:
 
 
 def active_contexts() -> list[tuple[str, CastContext]]:
-    """Return each device on which a policy casts now, and the frame in force."""
+    """Return (device, active context) for each device on which a policy casts now."""
     state = _thread.state
     if state.on_popped:
         run_pending()

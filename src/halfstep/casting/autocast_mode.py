@@ -1,8 +1,4 @@
-"""Eager autocast: torch's regions, made right, steerable and able to say what they did.
-
-In: a device and a dtype, perhaps a policy. Out: a context manager and decorator under
-which each operation runs as the policy says.
-"""
+"""`autocast`: a drop-in for `torch.autocast` with policies, caches and reports."""
 
 from __future__ import annotations
 
@@ -114,7 +110,7 @@ _patches = SharedPatches(*torch_cache.PATCHES, *data_parallel.PATCHES)
 
 
 class _Entry(NamedTuple):
-    """One entry of a region, and what it has to restore."""
+    """One entry of a context, with the state to restore."""
 
     context: torch_autocast
     pushed: tuple[int, active_context.Pushed] | None
@@ -122,10 +118,10 @@ class _Entry(NamedTuple):
 
 
 class Autocast(torch_autocast):
-    """A region under torch's own table; `autocast` makes it."""
+    """An autocast context under torch's own table; `autocast` makes it."""
 
     policy: Policy | None = None
-    """TORCH: whatever the region around says. None: as that says, if there is one."""
+    """TORCH overrides the policy of an enclosing context; None inherits it."""
 
     def __init__(
         self,
@@ -140,9 +136,9 @@ class Autocast(torch_autocast):
 
     @dynamo_disable
     def __enter__(self) -> Self:
-        """Open a region."""
+        """Enter the context; it may be entered several times."""
         active_context.run_pending()
-        # A region of torch's for each entry: it keeps on itself what it will restore.
+        # One torch context per entry: it stores the state to restore on itself.
         context = object.__new__(torch_autocast)
         vars(context).update(self._settings)
         context.__enter__()  # type: ignore[no-untyped-call]

@@ -1,14 +1,11 @@
-"""A sign for torch.compile: which policy was in force when it compiled.
+"""Makes torch.compile recompile when the active policy changes.
 
-In: a policy. Out: a state of torch that differs from one policy to the next, so that
-code compiled under one is not run under another.
+Before it runs compiled code, torch compares the autocast state of all device types with
+that at compile time, also for code from the cache on disk; it does not know policies.
+So a number made from the policy's text (28560 are possible) is encoded as the autocast
+state of four device types that this machine does not have.
 
-Before it runs compiled code, torch compares autocast's state, for all types of device,
-with that at compile time, also where another process compiled it and left it on disk;
-of a policy it knows nothing. So the policy's number stands in the state of four device
-types that no tensor here is on. It is made from the policy's text: 28560 there are.
-
-A version of torch may lack some of these types, hence the candidates.
+A version of torch may lack some of these types, hence the list of candidates.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ _DIGIT_DTYPES = (
 
 
 def _is_spare(device: str) -> bool:
-    """Say whether torch keeps autocast's state of a type that nothing here is on."""
+    """Return whether a device type has autocast state, but no device here."""
     if not torch.amp.is_autocast_available(device):
         return False
     machine = {"mps": torch.backends.mps, "xpu": torch.xpu}.get(device)
@@ -51,7 +48,7 @@ _numbers: dict[Policy, int] = {}
 
 
 class _Thread(threading.local):
-    """The number that a thread shows; 0 where no policy is in force."""
+    """The number that is encoded in a thread; 0: no policy is active."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -61,7 +58,7 @@ _thread = _Thread()
 
 
 def set_policy_guard(policy: Policy) -> int:
-    """Let torch's state tell a policy; return what `restore` takes."""
+    """Encode a policy; return the number for `restore_policy_guard`."""
     before = _thread.number
     if policy == TORCH:
         restore_policy_guard(0)
@@ -71,14 +68,14 @@ def set_policy_guard(policy: Policy) -> int:
 
 
 def current_policy_guard() -> int:
-    """Return what `restore` takes to show the same policy again."""
+    """Return the encoded number, for `restore_policy_guard`."""
     return _thread.number
 
 
 def _policy_number(policy: Policy) -> int:
-    """Return a policy's number, from 1 on: the same in every process."""
+    """Return a policy's number, >= 1; the same in every process."""
     if policy not in _numbers:
-        # Another version of halfstep may have other tables.
+        # The tables count too: another version of halfstep may have others.
         text = f"{policy} {op_tables.NAMED[policy.base]}"
         digest = hashlib.sha256(text.encode()).digest()
         number = int.from_bytes(digest[:8], "big") % _MAX_NUMBER
@@ -89,7 +86,7 @@ def _policy_number(policy: Policy) -> int:
 
 
 def restore_policy_guard(number: int) -> None:
-    """Let torch's state tell the policy with a number again."""
+    """Encode a number in the autocast state of the spare device types."""
     if number == _thread.number:
         return
     _thread.number = number
@@ -101,13 +98,13 @@ def restore_policy_guard(number: int) -> None:
 
 
 def disable_backward_autocast() -> Any:  # noqa: ANN401 -- whatever torch has there
-    """Let torch.compile cast backward passes, in this thread, as eager code does.
+    """Make torch.compile trace backward passes with autocast off, as in eager mode.
 
-    Why: it traces them under the autocast of the region around the compiled function,
-    and so multiplies in 16 bits the gradients of what a rule keeps in fp32.
+    Why: by default it traces them under the autocast of the context around the compiled
+    function, which computes the gradients of fp32 operations in 16 bits.
 
     Returns:
-        What to give to `restore_backward_autocast`.
+        The argument for `restore_backward_autocast`.
     """
     config: Any = sys.modules.get("torch._functorch.config")
     setting = getattr(config, "backward_pass_autocast", None)

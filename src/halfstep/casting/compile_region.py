@@ -1,12 +1,11 @@
-"""Regions with a policy inside what `torch.compile` traces.
+"""Autocast contexts with a policy inside functions that `torch.compile` traces.
 
-In: the settings of a region. Out: operations in the graph that put the policy in force
-while the graph is traced further, or run. Compiled code holds only its decisions.
+torch.compile can trace only torch's own autocast contexts. A policy is therefore set
+and reset by two custom operations without tensors, which the graph contains; compiled
+code contains only the resulting casts.
 
-torch.compile knows torch's own regions alone. What else a region does must be an
-operation: these two take no tensor and return none, so that they leave no trace.
-A region made outside cannot be opened inside: there torch.compile gives up, and runs
-the function as it is, or refuses it under `fullgraph=True`.
+A context created outside the traced function cannot be entered inside: torch.compile
+then breaks the graph, and raises under `fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def traceable_autocast(
 
     Args:
         settings: torch's four arguments.
-        policy: None: that of the region around.
-        record: Refused; so is the next.
-        modules: The policy speaks of modules.
+        policy: None: that of the enclosing context.
+        record: Not supported, raises; so does `modules`.
+        modules: Whether the policy has module or type rules.
 
     Raises:
         UserError: If it cannot be traced.
@@ -95,7 +94,7 @@ def _open(device: str, policy_text: str) -> None:
     op_casts = dispatch_table.op_casts_for(policy, device)
     dispatch_kernels.install(op_casts)
     context = CastContext(policy, op_casts, None, dispatch_table.matched_rules(policy))
-    # Not while this is traced: the sign then stands for the region around.
+    # Not while tracing: the guard must be that of the enclosing context.
     guard = (
         compile_guard.set_policy_guard(policy)
         if TracingContext.try_get() is None
@@ -117,11 +116,11 @@ def _define() -> None:
         ("close_region", "str device", _close),
     ):
         _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
-        # Where torch.compile has given up it would try these next.
+        # After a graph break, torch.compile would try to compile these next.
         kernel = dynamo_disable(run)
         _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-        # Under a dispatch mode, as in tracing, torch restores a thread's dispatcher
-        # state after an operation, but for what happens before it takes note of it.
+        # Under a dispatch mode, as in tracing, torch restores the thread's dispatcher
+        # state after an operation. Changes before its snapshot, at this key, persist.
         _library.impl(name, kernel, "PythonTLSSnapshot")  # type: ignore[no-untyped-call]
         packet = getattr(torch.ops.halfstep, name)
         has_side_effect(packet)

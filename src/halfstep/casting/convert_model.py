@@ -1,8 +1,7 @@
-"""Which weights are stored in 16 bits, and which modules run apart in fp32.
+"""Converts a model to a level: 16-bit weights, fp32 modules, input and output casts.
 
-In: a model, a level, a policy. Out: the same model with its weights converted in
-place, the fp32 originals for whoever needs masters, and hooks that keep modules in
-fp32 or cast what goes into the model and comes out of it.
+In: a model, a level, a policy. Out: the model, its weights converted in place and with
+forward hooks, and the fp32 values from which master weights are made.
 """
 
 from __future__ import annotations
@@ -41,73 +40,72 @@ RMS_NORM = Rule(
     op_tables.FP32,
     "its kernel takes no mix of dtypes, as the other norms' do: fp32 apart",
 )
-"""Where weights are low and norms are not, torch's RMSNorm runs as an island. The lean
-table needs no such rule: it casts the weight to the format of the input."""
+"""At levels with 16-bit weights and fp32 norms, torch's RMSNorm is an fp32 module. The
+lean table needs no such rule: it casts the weight to the dtype of the input."""
 PARAMETRIZED = Rule(
     "type",
     "ParametrizationList",
     op_tables.FP32,
     "orthogonal maps and power iterations work in fp32; the weight made is low",
 )
-"""Where weights are low, one that is computed from others is computed in fp32, from
-fp32 parameters, and rounded once: they need no masters, and none is kept for them."""
+"""At levels with 16-bit weights, a parametrized weight is computed in fp32 from fp32
+parameters and rounded once. These parameters need no master weights and have none."""
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was changed in a model."""
+    """The changes that `convert_` made to a model."""
 
     originals: dict[nn.Parameter, Tensor]
-    """Parameter now stored low -> its value before the conversion."""
+    """Parameter now stored in 16 bits -> its value before the conversion."""
     fp32_modules: tuple[str, ...]
-    """Paths of the modules that run in fp32 apart from the rest."""
+    """Paths of the fp32 modules."""
     policy: Policy
-    """The rules in force: those given, and behind them those of the level."""
+    """The given rules, followed by those of the level."""
 
 
 def convert_(
     model: nn.Module, level: Level, low_dtype: torch.dtype, rules: Policy
 ) -> Conversion:
-    """Store a model's weights as the level says, in place.
+    """Store a model's weights as the level says, in place, and register its hooks.
 
     Parameters keep their identity, so optimizers, tied weights and hooks still refer
-    to them; those that share memory still do. Gradients they hold are cast with them.
-    Integer, bool, complex and float64 tensors stay as they are, and so do tensors
-    that are neither parameters nor buffers: autocast, where there is some, casts them.
+    to them; those that share memory still do. Their gradients are cast too. Integer,
+    bool, complex and float64 tensors are not changed, nor are tensors that are neither
+    parameters nor buffers: autocast, if the level has it, casts them.
 
-    Buffers become low at levels without autocast only. Under autocast, operations cast
-    those that meet 16-bit numbers as they need, and what is stored stays exact: rotary
-    frequencies and running means lose digits in bf16, a mask of -1e9 becomes -inf in
-    fp16. apex's O2 has no autocast, and must halve them.
+    Buffers are converted only at levels without autocast. Under autocast, operations
+    cast buffers as needed and the stored values stay exact: rotary frequencies and
+    running means lose digits in bf16, a mask of -1e9 becomes -inf in fp16. apex's O2
+    has no autocast, so it must convert them.
 
-    Where weights become low, a model that came in 16 bits, of either format, is stored
-    as if `model.float()` had been called first: normalisation and islands in fp32.
+    At levels with 16-bit weights, a model that is already in bf16 or fp16 is stored as
+    if `model.float()` had been called first: normalisation and fp32 modules in fp32.
 
     A parametrized weight (torch.nn.utils.parametrize) is computed in fp32 from fp32
-    parameters and handed to its layer low. Whether a module is a normalisation layer
-    tells its class, or the name of its class: `policy.is_normalisation`.
+    parameters, and its layer gets it in 16 bits. `policy.is_normalisation` decides by
+    class names whether a module is a normalisation layer.
 
-    What the model is called with is cast where the level says so, and what it returns:
-    its 16-bit tensors become fp32, so that a loss written by hand sees fp32. That costs
-    one pass over the outputs, and their fp32 copy, which a loss in a region would make
-    for itself; the backward pass casts the copy's gradient to 16 bits.
-    Hooks that the user registered on the model before see its outputs low, later ones
-    see fp32. Only a call of the model passes here: `model.encode(x)` does not, nor does
-    what an object of a kind unknown to `cast_floating` holds, a cache say.
+    If the level says so, inputs are cast to 16 bits and 16-bit outputs to fp32, so that
+    a loss written by hand gets fp32. This costs one pass over the outputs and an fp32
+    copy, which a loss under autocast would make anyway; the backward pass casts the
+    copy's gradient to 16 bits. Hooks registered on the model before this call see
+    16-bit outputs, later ones fp32. Only calls of the model are cast: `model.encode(x)`
+    is not, nor are objects unknown to `cast_floating`, such as a KV cache.
 
     Args:
-        model: Bare, not wrapped for data parallelism when weights become low: the
-            wrapper's buckets have the dtype that it saw.
-        level: What is stored low, and whether normalisation is spared.
+        model: The model. Not wrapped for data parallelism if weights become 16-bit:
+            the wrapper's buckets keep the dtype from when it was created.
+        level: The level.
         low_dtype: The 16-bit dtype.
-        rules: Modules that its rules put in fp32 stay fp32 and run as islands.
+        rules: Modules that its rules put in fp32 become fp32 modules.
 
     Raises:
-        UserError: If a rule cannot be applied, matches no module, or the model is
-            wrapped, or has no numbers yet, or such as become inf. Nothing is changed
-            then.
+        UserError: If a rule cannot be applied or matches no module; if the model is
+            wrapped, or its weights have no values yet or would become inf. The model
+            is then unchanged.
     """
     policy_rules.check_ops(rules)
     implied = _level_rules(model, level, rules)
@@ -133,7 +131,7 @@ def convert_(
             for tensor in chain(model.parameters(), buffers)
             if tensor.dtype in _FLOATS - {low_dtype} and id(tensor) not in fp32_ids
         ]
-        # Of a model that came in 16 bits: what the level keeps in fp32 becomes it.
+        # In a model that is already 16-bit: tensors that the level stores in fp32.
         fp32_tensors = [
             tensor
             for tensor in chain(model.parameters(), model.buffers())
@@ -156,13 +154,13 @@ def convert_(
     if low_tensors or fp32_tensors:
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
-                # cuDNN wants the weights of one in one piece, as `Module.to` knows.
+                # cuDNN needs an RNN's weights in one block; `Module.to` does the same.
                 module.flatten_parameters()
     return Conversion(originals, tuple(fp32_modules), rules)
 
 
 def called_modules(model: nn.Module) -> list[nn.Module]:
-    """Return what is called: the model, or the parts of an `nn.ModuleList`."""
+    """Return the modules that users call: the model, or an `nn.ModuleList`'s items."""
     return [*model] if isinstance(model, nn.ModuleList) else [model]
 
 
@@ -181,7 +179,7 @@ def low_parameters(model: nn.Module, level: Level, rules: Policy) -> list[nn.Par
 def _fp32_modules(
     model: nn.Module, level: Level, hooks: list[ModuleRuleHook]
 ) -> dict[str, nn.Module]:
-    """Return the modules, by path, that run in fp32 apart from the rest."""
+    """Return path -> fp32 module."""
     return {
         hook.path: model.get_submodule(hook.path)
         for hook in hooks
@@ -190,7 +188,7 @@ def _fp32_modules(
 
 
 def _level_rules(model: nn.Module, level: Level, rules: Policy) -> tuple[Rule, ...]:
-    """Return the rules that the level itself brings."""
+    """Return the rules that the level adds to the user's."""
     implied: tuple[Rule, ...] = ()
     if level.fp32_norms and rules.base == "torch":
         implied += (RMS_NORM,)
@@ -200,7 +198,7 @@ def _level_rules(model: nn.Module, level: Level, rules: Policy) -> tuple[Rule, .
 
 
 def _is_parametrized(module: nn.Module) -> bool:
-    """Say whether a module makes a weight from others."""
+    """Return whether a module computes a weight from other parameters."""
     return isinstance(module, ParametrizationList)
 
 
@@ -211,10 +209,10 @@ def _attach_hooks(
     level: Level,
     low_dtype: torch.dtype,
 ) -> None:
-    """Let modules obey the rules, and cast what goes into the model and comes out."""
+    """Register the hooks of module rules and of the model's input and output casts."""
     for hook in hooks:
         module = model.get_submodule(hook.path)
-        # The weights of an island stay fp32, so it runs in fp32 outside regions too.
+        # An fp32 module has fp32 weights, so it runs in fp32 without autocast too.
         is_fp32_module = hook.path in fp32_modules
         in_fp32_module = any(
             outer in fp32_modules for outer in decision.around(hook.path)[1:]
@@ -235,7 +233,7 @@ def _attach_hooks(
 
 
 def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
-    """Refuse rules that only autocast can obey, where there is none."""
+    """Raise if a rule needs autocast and the level has none."""
     for rule in rules.rules if level.low else ():
         if rule.kind == "op" or rule.category != op_tables.FP32:
             message = (
@@ -247,7 +245,7 @@ def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
 
 
 def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> None:
-    """Refuse weights without values, or made in inference mode."""
+    """Raise if weights have no values yet or were created in inference mode."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if id(tensor) not in changed_ids:
             continue
@@ -271,7 +269,7 @@ _overflow_allowed: ContextVar[bool] = ContextVar("_overflow_allowed", default=Fa
 
 @contextlib.contextmanager
 def allow_overflow() -> Iterator[None]:
-    """Store weights that become inf all the same: for `check`, which reports them."""
+    """Allow weights to become inf inside: for `check`, which reports them."""
     token = _overflow_allowed.set(True)
     try:
         yield
@@ -282,14 +280,14 @@ def allow_overflow() -> Iterator[None]:
 def refuse_overflow(
     named_tensors: Iterable[tuple[str, Tensor]], low_dtype: torch.dtype
 ) -> None:
-    """Refuse weights that would become inf in 16 bits: nothing could train on.
+    """Raise if weights would become inf in 16 bits.
 
     Args:
-        named_tensors: (name, values about to be stored low).
-        low_dtype: The dtype.
+        named_tensors: (name, values about to be stored in 16 bits).
+        low_dtype: The 16-bit dtype.
 
     Raises:
-        UserError: With the name, the largest magnitude, and what holds it.
+        UserError: With the name, the largest magnitude and ways to fix it.
     """
     for name, peak in _overflowing(named_tensors, low_dtype):
         path = name.rpartition(".")[0]
@@ -307,7 +305,7 @@ def refuse_overflow(
 def _check_overflow(
     model: nn.Module, low_tensors: Iterable[Tensor], low_dtype: torch.dtype
 ) -> None:
-    """Refuse weights that become inf, and warn of buffers: a mask may be meant to."""
+    """Raise if weights become inf; only warn for buffers, which may be masks."""
     if _overflow_allowed.get():
         return
     low_ids = {id(tensor) for tensor in low_tensors}
@@ -327,9 +325,9 @@ def _check_overflow(
 def _overflowing(
     named_tensors: Iterable[tuple[str, Tensor]], low_dtype: torch.dtype
 ) -> list[tuple[str, float]]:
-    """Return names and largest magnitudes of finite numbers that become inf in `low`.
+    """Return (name, largest magnitude) of finite tensors that become inf when cast.
 
-    The devices are waited for once.
+    Synchronizes with each device once.
     """
     local = [(name, local_part(tensor)) for name, tensor in named_tensors]
     pairs = [
@@ -339,7 +337,7 @@ def _overflowing(
         return []
     norms = torch._foreach_norm([t for _, t in pairs], torch.inf)  # noqa: SLF001
     peaks = torch.stack([norm.float().to(norms[0].device) for norm in norms]).cpu()
-    # What is inf or NaN before was not made so here.
+    # Tensors that already hold inf or NaN are not caused by the conversion.
     return [
         (name, float(peak))
         for (name, _), peak in zip(pairs, peaks, strict=True)
@@ -353,7 +351,7 @@ def _refuse_shared(
     fp32_modules: dict[str, nn.Module],
     fp32_ids: set[int],
 ) -> None:
-    """Refuse a weight shared by an fp32 module and a 16-bit module."""
+    """Raise if an fp32 module and a 16-bit module share a weight."""
     for path, module in model.named_modules():
         tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if not any(outer in fp32_modules for outer in decision.around(path)) and any(
@@ -370,7 +368,7 @@ def _refuse_shared(
 def _fp32_tensor_ids(
     model: nn.Module, level: Level, fp32_modules: list[nn.Module]
 ) -> set[int]:
-    """Return the ids of parameters and buffers that keep fp32."""
+    """Return the ids of the parameters and buffers that are stored in fp32."""
     modules = list(fp32_modules)
     if level.fp32_norms:
         modules += [
@@ -386,14 +384,14 @@ def _fp32_tensor_ids(
     for module in model.modules() if level.autocast else ():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001 -- no other way
             if isinstance(hook, SpectralNorm):
-                # Its power iteration writes into fp32 buffers and takes no mix.
+                # Its power iteration writes to fp32 buffers and rejects mixed dtypes.
                 fp32_ids.add(id(getattr(module, f"{hook.name}_orig")))
     return fp32_ids
 
 
 @torch.no_grad()
 def _store(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Store tensors in a dtype; those that overlap in memory still do."""
+    """Store tensors in a dtype; tensors that share memory still share it."""
     for group in _overlapping(tensors):
         if len(group) == 1:
             _set_data(group[0], group[0].data.to(dtype))
@@ -408,19 +406,19 @@ def _store(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
     gradient = tensor.grad if tensor.is_leaf else None
-    tensor.grad = None  # it must have its tensor's dtype
+    tensor.grad = None  # torch rejects a gradient of another dtype
     tensor.data = value
     if gradient is not None:
         tensor.grad = gradient.to(value.dtype)
 
 
 def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in groups: views of the same numbers are in one."""
+    """Group tensors so that those that overlap in memory are in one group."""
     groups: list[list[Tensor]] = []
     stored: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() and not _has_inner_tensors(tensor):
-            # Not its address, which storages without memory have in common.
+            # Not the address: storages without memory all have the same.
             stored[tensor.untyped_storage()._cdata].append(tensor)  # noqa: SLF001
         else:
             groups.append([tensor])
@@ -436,12 +434,12 @@ def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _has_inner_tensors(tensor: Tensor) -> bool:
-    """Say whether a tensor, sparse or of a class such as DTensor, has others inside."""
+    """Return whether a tensor wraps others: a sparse tensor, or a DTensor."""
     return tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__")
 
 
 def _storage_end(tensor: Tensor) -> int:
-    """Return where in its storage a tensor ends, in elements."""
+    """Return the end of a tensor in its storage, in elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return int(tensor.storage_offset()) + 1 + sum((n - 1) * s for n, s in steps)
 
@@ -459,5 +457,5 @@ class _CastInputs:
 
 
 def _cast_outputs(_module: nn.Module, _args: object, output: object) -> object:
-    """Forward hook: casts what a model returns to fp32, float64 and ids apart."""
+    """Forward hook: casts a model's 16-bit outputs to fp32."""
     return cast_floating(output, torch.float32)

@@ -1,10 +1,7 @@
-"""Contexts carried into the threads of `nn.DataParallel`.
+"""Runs the replicas of `nn.DataParallel` under the caller's autocast context.
 
-In: replicas about to run, one thread each. Out: the same replicas, which run under the
-context of the thread that called them.
-
-Why: torch tells its threads that autocast is on, but not in which dtype, so that a
-bf16 context becomes fp16 there; and it knows nothing of a policy.
+torch passes to its threads that autocast is on, but not the dtype, so that a bf16
+context becomes fp16 there; it does not pass a policy either.
 """
 
 from __future__ import annotations
@@ -45,13 +42,13 @@ PATCHES = tuple(
     attribute_patch(owner, "parallel_apply", _with_caller_context)
     for owner in (parallel, sys.modules[parallel.DataParallel.__module__])
 )
-"""For `nn.parallel.parallel_apply`, and for where `nn.DataParallel` finds it."""
+"""For `nn.parallel.parallel_apply`, and for the name that `nn.DataParallel` imports."""
 
 
 def in_caller_context(
     modules: Sequence[Callable[..., Any]],
 ) -> list[Callable[..., Any]]:
-    """Return callables that run in another thread as they would in this one."""
+    """Return callables that run under this thread's autocast state in any thread."""
     dtypes = {
         device: torch.get_autocast_dtype(device)
         for device in KEYS

@@ -1,7 +1,4 @@
-"""What was entered through one context manager, by any number of threads.
-
-In: what `__enter__` made. Out: it again for the `__exit__` that belongs to it.
-"""
+"""A stack per thread, for context managers that several threads enter at once."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ T = TypeVar("T")
 
 
 class PerThreadStack(Generic[T]):
-    """A stack for each thread; a thread without entries takes another thread's last.
+    """A stack for each thread; a thread without entries pops from another thread's.
 
-    Why the latter: a generator that holds a context open may be finished, or collected,
-    in another thread than it was started in.
+    Why: a generator with an open context may be finished, or garbage-collected, in
+    another thread than it was started in.
 
-    A copy, as `copy.deepcopy` or `pickle` makes of what holds one, is empty.
+    Copies (`copy.deepcopy`, `pickle`) are empty.
     """
 
     def __init__(self) -> None:
-        # By the thread itself: another one may get the number of one that has ended.
+        # Keyed by the thread object: thread ids are reused after a thread ends.
         self._stacks: dict[threading.Thread, list[T]] = {}
 
     def __reduce__(self) -> tuple[type[PerThreadStack[T]], tuple[()]]:
@@ -31,17 +28,15 @@ class PerThreadStack(Generic[T]):
         return any(list(self._stacks.values()))
 
     def push(self, entry: T) -> None:
-        """Add an entry of this thread."""
+        """Push an entry of this thread."""
         self._stacks.setdefault(threading.current_thread(), []).append(entry)
 
     def pop_own(self) -> T | None:
-        """Return and drop the last entry of this thread; None if it has none."""
+        """Pop the last entry of this thread; None if it has none."""
         return self._pop_of(threading.current_thread())
 
     def pop(self) -> T:
-        """Return and drop the last entry of this thread, else of another.
-
-        Of others, one that has ended comes first.
+        """Pop the last entry of this thread, else of another, ended threads first.
 
         Raises:
             IndexError: If there is none.
@@ -59,7 +54,7 @@ class PerThreadStack(Generic[T]):
         stack = self._stacks.get(thread)
         if stack is None:
             return None
-        # Another thread may be closing the same: nothing is asked before.
+        # Another thread may pop concurrently, so no earlier check is relied on.
         entry = stack.pop() if stack else None
         if not stack:
             self._stacks.pop(thread, None)
