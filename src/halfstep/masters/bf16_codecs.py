@@ -1,9 +1,9 @@
-"""Codecs of compact master weights: fp32 as a bf16 weight and 16 bits beside it, or 0.
+"""Encodes fp32 as a bf16 weight plus 16 more bits (split, kahan) or none (stochastic).
 
-In: fp32 tensors. Out: split (bf16 and the low 16 bits, exact), kahan (bf16 and a bf16
-compensation term) and stochastic rounding (bf16 alone), and fp32 again. All in
-integers: compilers drop casts to bf16 and back. On a CPU one sum says whether a tensor
-is finite; only otherwise does it pay for the handling of inf and NaN.
+split stores the low 16 bits of the fp32 value (exact), kahan a bf16 compensation term;
+stochastic stores only the bf16 weight. All codecs use integer arithmetic, because
+compilers remove casts to bf16 and back. On CPUs one sum checks that a tensor is finite;
+inf and NaN are handled only if it is not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 INFINITE = 0x7F800000
 MAGNITUDE = 0x7FFFFFFF
 QUIET = 0x40
-"""The bit of a bf16 that makes it NaN whatever its other fraction bits are."""
+"""Quiet bit of bf16: setting it keeps a truncated NaN from becoming infinity."""
 
 _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
@@ -24,11 +24,11 @@ _LARGEST = 0x7F7F
 """The largest finite bf16."""
 _MIN_SCRATCH = 4096
 _MAX_SCRATCH = 1 << 16
-"""As many as a chunk of the eager kernels holds on a CPU; larger ones are freed."""
+"""Elements per scratch buffer: a CPU chunk of the eager kernels; more is temporary."""
 
 
 class Scratch(local):
-    """Buffers that are reused from call to call; each thread has its own."""
+    """Per-thread buffers that are reused from call to call."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -36,13 +36,13 @@ class Scratch(local):
     def __call__(
         self, name: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a buffer of a name, for so many numbers."""
+        """Return the buffer called `name`, cut to `numel` elements."""
         key = (name, dtype, device)
         buffer = self.buffers.get(key)
         if buffer is None or buffer.numel() < numel:
-            # A small model should not pay for a whole chunk.
+            # Round up, but not to a whole chunk: a small model should not pay for it.
             size = max(_MIN_SCRATCH, 1 << (numel - 1).bit_length())
-            # An inference tensor could not be written outside of inference mode.
+            # Inference tensors could not be written outside of inference mode.
             with torch.inference_mode(mode=False):
                 buffer = torch.empty(size, dtype=dtype, device=device)
             self.buffers[key] = buffer
@@ -56,11 +56,11 @@ scratch = Scratch()
 def split_encode_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Split fp32 into the nearest bf16, ties away from zero, and the low 16 bits.
 
-    A finite master of 0x7F7F8000 or more, beyond the largest bf16, gives an infinite
-    weight, and decodes exactly all the same. NaN gives NaN in both.
+    A finite master of 0x7F7F8000 or more (beyond the largest bf16) gives an infinite
+    weight, but still decodes exactly. NaN gives NaN in both.
     """
     bits = master.view(torch.int32)
-    # Sign-extended here, so that the conversion to int16 is exact and need not wrap.
+    # Sign-extend, so that the conversion to int16 is exact and does not wrap.
     word = torch.bitwise_left_shift(bits, 16, out=_int32_like(master))
     remainder.copy_(word.bitwise_right_shift_(16))
     high = torch.add(bits, 0x8000, out=word).bitwise_right_shift_(16)
@@ -69,25 +69,23 @@ def split_encode_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 @torch.no_grad()
 def split_decode_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """Decode a master: every bit of it, but for the payload of a NaN.
+    """Decode fp32 master weights exactly, except for the payload of NaN.
 
-    A NaN comes back with the sign and the low half it had, and bit 22 set. A zero with
-    a negative remainder, which no master gives, is what code that sets weights to zero
-    leaves behind: it decodes to less than 2**-133, not to the NaN that the formula
-    makes of it.
+    A NaN keeps its sign and its low half, and gets bit 22 set. Code that sets weights
+    to zero leaves zeros with a negative remainder, which no master encodes to; these
+    decode to less than 2**-133 instead of the NaN that the formula would give.
     """
     if master.is_cpu:
         bits = master.view(torch.int32)
         bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
-        # Borrows one from the high half where the remainder is negative, which makes
-        # NaN of zero.
+        # A negative remainder borrows 1 from the high half; a zero would become NaN.
         bits.add_(_int32_like(master).copy_(remainder))
         if _all_finite(master):
             return
     high = weight.view(torch.int16).to(torch.int32)
     low = remainder.to(torch.int32)
     magnitude = high & 0x7FFF
-    # Only these were ever carried into: not zero, and not NaN.
+    # Encoding can round up only to these magnitudes: not to zero, and not to NaN.
     rounded_up = (low < 0) & (magnitude > 0) & (magnitude <= INFINITE >> 16)
     bits = ((high - rounded_up.to(torch.int32)) << 16) | (low & 0xFFFF)
     master.view(torch.int32).copy_(bits)
@@ -95,13 +93,13 @@ def split_decode_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 @torch.no_grad()
 def kahan_encode_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
-    """Split a master; what `kahan_decode_` returns is off by at most 2**-17 of it.
+    """Split fp32 into a bf16 weight and a bf16 compensation term.
 
-    With 2**e <= |master| < 2**(e+1), weight and master differ by at most half an ulp of
-    bf16, 2**(e-8), and fp32 holds that difference exactly. It is rounded to 8
-    significant bits: at most 2**(e-8) * 2**-9 is lost. bf16 ends at 2**-133, so at most
-    2**-134 is lost where that is more, below 2**-117. The compensation is 0 where the
-    weight is not finite.
+    `kahan_decode_` returns the master with a relative error of at most 2**-17: for 2**e
+    <= |master| < 2**(e+1), weight and master differ by at most half an ulp of bf16,
+    2**(e-8), and fp32 represents that difference exactly. Rounding it to 8 significant
+    bits loses at most 2**(e-8) * 2**-9. Below 2**-117 the bound is 2**-134, as bf16
+    ends at 2**-133. The compensation is 0 where the weight is not finite.
     """
     high = _nearest(master)
     weight.view(torch.int16).copy_(high)
@@ -115,19 +113,20 @@ def kahan_encode_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
 
 @torch.no_grad()
 def kahan_decode_(weight: Tensor, compensation: Tensor, master: Tensor) -> None:
-    """Add the two in fp32, exact for what `kahan_encode_` wrote; -0.0 becomes 0.0."""
+    """Add weight and compensation in fp32, without rounding error; -0.0 becomes 0.0."""
     missing = _scratch_like("missing", master)
     master.copy_(weight).add_(missing.copy_(compensation))
 
 
 @torch.no_grad()
 def stochastic_round_(values: Tensor, out: Tensor, random_bits: Tensor) -> None:
-    """Round up in magnitude where the low half of the bits and the draw overflow.
+    """Round fp32 to bf16 stochastically, with 16 random bits per element.
 
-    The chance of it is low half / 65536, the distance to the lower neighbour in ulps.
-    What is beyond the largest bf16 stays there: no draw makes an infinity. Infinities
-    and NaN stay what they are, and a NaN keeps its sign. `random_bits` are int32 in
-    [0, 65536), as many as there are values, in their order.
+    A value is rounded up in magnitude if the low half of its bits plus the random bits
+    overflows: with probability low half / 65536, its distance to the lower neighbor in
+    ulps. A finite value never becomes infinite, infinities and NaN are kept, and NaN
+    keeps its sign. `random_bits` is int32 in [0, 65536), one per value, in the same
+    order.
     """
     bits, random_bits = values.view(torch.int32), random_bits.view(values.shape)
     if _all_finite(values):
@@ -137,16 +136,16 @@ def stochastic_round_(values: Tensor, out: Tensor, random_bits: Tensor) -> None:
             return
     high = bits >> 16
     round_up = ((bits & 0xFFFF) + random_bits) >> 16
-    # Not carried into infinity, and neither from infinity nor NaN.
+    # Never round up to infinity, nor change infinity or NaN.
     round_up = torch.where((high & 0x7FFF) < _LARGEST, round_up, 0)
     out.view(torch.int16).copy_(_keep_nan(values, high + round_up))
 
 
 def key(seed: int, step: int, index: int, stream: int) -> tuple[int, int]:
-    """Return the two 32-bit words that the random numbers of one tensor start from.
+    """Return two 32-bit words that seed the random bits of one tensor.
 
-    All four are taken modulo 2**64; `stream` is 0 for the weight and the first state, 1
-    for the other two states.
+    All arguments are taken modulo 2**64. `stream` is 0 for the weight and the first
+    optimizer state, 1 for the other two states.
     """
     mixed = 0
     for number in (seed, step, index, stream):
@@ -155,7 +154,7 @@ def key(seed: int, step: int, index: int, stream: int) -> tuple[int, int]:
 
 
 def splitmix(state: int) -> int:
-    """Return the number that splitmix64 draws from a state; one to one on 64 bits.
+    """Return splitmix64 of a 64-bit state; a bijection.
 
     References:
         Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
@@ -167,13 +166,13 @@ def splitmix(state: int) -> int:
 
 
 def mix(words: Tensor) -> Tensor:
-    """Scramble 32-bit words, one to one.
+    """Hash 32-bit words; a bijection.
 
-    Why int64: a product of int32 that overflows is undefined in C++, and compilers make
-    use of that. A word times a constant below 2**31 is below 2**63.
+    Why int64: int32 products that overflow are undefined in C++, and compilers exploit
+    that. A 32-bit word times a constant below 2**31 is below 2**63.
 
     Args:
-        words: int64 in [0, 2**32), as is what is returned.
+        words: int64 in [0, 2**32), like the result.
 
     References:
         github.com/skeeto/hash-prospector, where the constants were searched for.
@@ -191,14 +190,14 @@ def random_bits16(
     device: torch.device | str,
     start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return two tensors of random integers in [0, 65536), int32, shape (numel,).
+    """Return two int32 tensors of random integers in [0, 65536), shape (numel,).
 
     Args:
-        words: From `key`; or two tensors of such words, one for each number.
-        numel: How many.
-        device: Where.
-        start: Number of the first element, taken modulo 2**32; a tensor in chunks draws
-            what it draws whole.
+        words: From `key`; or two tensors of such words, one per element.
+        numel: Number of elements.
+        device: Device of the result.
+        start: Index of the first element, modulo 2**32; chunks of a tensor get the same
+            random bits as the whole tensor.
     """
     end = start + numel
     counted = torch.arange(start, end, dtype=torch.int64, device=device)
@@ -208,9 +207,9 @@ def random_bits16(
 
 
 def _nearest(values: Tensor) -> Tensor:
-    """Round fp32 to bf16, ties to even, as bits in int32, sign-extended, in scratch.
+    """Round fp32 to bf16, ties to even; return the bits as sign-extended int32.
 
-    A NaN keeps its sign, on every device.
+    The result is in scratch memory. NaN keeps its sign on every device.
     """
     bits = values.view(torch.int32)
     word = torch.bitwise_right_shift(bits, 16, out=_int32_like(values))
@@ -219,10 +218,10 @@ def _nearest(values: Tensor) -> Tensor:
 
 
 def _keep_nan(values: Tensor, rounded: Tensor) -> Tensor:
-    """Return the bf16 bits of rounded values, with NaN where there was NaN.
+    """Return the bf16 bits in `rounded`, with NaN wherever `values` is NaN.
 
-    Why: a carry makes zero of some NaN, and cutting the low half makes infinity of
-    others; a model with such a weight looks healthy.
+    Why: rounding up turns some NaN into zero, and truncation turns others into
+    infinity; the model would look healthy.
     """
     if _all_finite(values):
         return rounded
@@ -232,9 +231,9 @@ def _keep_nan(values: Tensor, rounded: Tensor) -> Tensor:
 
 
 def _all_finite(values: Tensor) -> bool:
-    """Say that all are finite; a sum that overflows says no, which costs time alone.
+    """Return whether all values are finite; False on devices, to avoid synchronization.
 
-    Never on a device, where the answer would synchronize with the host.
+    A finite tensor whose sum overflows also gives False, which only costs time.
     """
     return values.is_cpu and bool(torch.isfinite(values.sum()))
 

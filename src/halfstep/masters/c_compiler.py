@@ -1,7 +1,7 @@
-"""Compiles a C file on the user's machine, once, and caches it for later processes.
+"""Compiles a C file with the user's compiler and caches the library.
 
-In: a C file and the user's compiler. Out: the loaded library, or the reason why there
-is none; a machine without a compiler is no error, and the reason is always reported.
+A missing compiler is not an error: `NoLibraryError` carries the reason, which is always
+reported.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 VARIABLE = "HALFSTEP_COMPILER"
-"""Names the compiler, as CC does; "none" turns compiled kernels off."""
+"""Environment variable: the compiler command, as in CC; "none": do not compile."""
 
 DEFAULT_COMPILERS = ("cc", "gcc", "clang")
 
 FLAGS = (
     "-std=gnu11",
     "-O3",
-    # CC may hold flags that change results, or that end or change the whole process.
+    # Override flags in CC that change results, or the whole process.
     "-fno-sanitize=all",
     "-fno-fast-math",
     "-fno-unsafe-math-optimizations",
     "-fno-finite-math-only",
-    # a * b + c in two roundings, as torch's arithmetic is written down.
+    # Round a * b + c twice, as torch's arithmetic is specified.
     "-ffp-contract=off",
-    # Without it sqrtf may set errno, and stays scalar.
+    # Otherwise sqrtf may set errno and is not vectorized.
     "-fno-math-errno",
     "-fopenmp-simd",
     "-fPIC",
@@ -52,7 +52,7 @@ FLAGS = (
 )
 
 NATIVE_FLAGS = ("-march=native", "-mcpu=native", "")
-"""Flags for this very processor, as compilers know them; the first that works."""
+"""Target this processor; the first flag that compiles is used."""
 
 COMPILE_TIMEOUT_S = 30.0
 VERSION_TIMEOUT_S = 10.0
@@ -68,7 +68,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NoLibraryError(Exception):
-    """Why there is no library, for people."""
+    """There is no compiled library; the message says why."""
 
 
 def _fail(message: str, cause: BaseException | None = None) -> NoReturn:
@@ -77,7 +77,7 @@ def _fail(message: str, cause: BaseException | None = None) -> NoReturn:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A command and how it names itself."""
+    """A compiler command and its version line."""
 
     command: tuple[str, ...]
     version: str
@@ -103,7 +103,7 @@ def find() -> Compiler:
 
 
 def _probe(text: str, name: str) -> Compiler:
-    """Return the compiler that a variable names, with its flags as a shell splits."""
+    """Return the compiler for a command line, which may contain flags."""
     try:
         program, *flags = shlex.split(text)
     except ValueError as error:
@@ -116,9 +116,9 @@ def _probe(text: str, name: str) -> Compiler:
 
 
 def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
-    """Return what a command prints; it must end, and well."""
+    """Return the standard output of a command; raise `NoLibraryError` if it fails."""
     try:
-        # The user's own compiler, as make would call it.
+        # The user's own compiler, run as make would run it.
         with subprocess.Popen(  # noqa: S603
             command,
             stdin=subprocess.DEVNULL,
@@ -131,7 +131,7 @@ def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
             try:
                 output, errors = process.communicate(timeout=timeout_s)
             except BaseException:
-                # With the processes that it has started: ccache, cc1.
+                # Also kill its child processes (ccache, cc1).
                 with suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
                 raise
@@ -141,7 +141,7 @@ def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
         _fail(f"{name}: {error}", error)
     if process.returncode:
         lines = (errors.strip() or output.strip()).splitlines() or ["nothing"]
-        # Of a compiler's messages the first error is the one that matters.
+        # The first line with "error" is the most useful one.
         line = next((line for line in lines if "error" in line), lines[-1])
         line = line.strip()[:_MAX_ERROR_CHARS]
         _fail(f"{name} failed with status {process.returncode}: {line}")
@@ -149,31 +149,31 @@ def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return what the system says of the processor that matters to a compiler."""
+    """Return the facts about the processor that a compiler's output may depend on."""
     facts = cpu.facts()
     return [f"{name}: {facts[name]}" for name in _CPU_FIELDS if name in facts]
 
 
 def flushes_subnormals() -> bool:
-    """Say whether this thread takes subnormal numbers for zero."""
+    """Return whether this thread flushes subnormal numbers to zero."""
     return sys.float_info.min / 2 == 0
 
 
 def cache_dir() -> Path:
-    """Return the folder in the user's cache for compiled kernels."""
+    """Return the cache directory for compiled kernels."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
     return root / "halfstep" / "compiled"
 
 
 def private_dir(directory: Path) -> Path:
-    """Make a folder that no other user can write to or exchange; return it resolved.
+    """Make a directory that no other user can write to or replace; return it resolved.
 
-    Why: whoever can put a library there runs code as this user. What is returned is
-    what was checked.
+    Why: a user who can write a library there runs code as this user. Callers must use
+    the returned path, which is the one that was checked.
     """
     try:
-        # With parents=True the mode would be of the last one alone.
+        # mkdir(parents=True) applies the mode only to the last directory.
         for path in (*reversed(directory.parents), directory):
             if not path.exists():
                 path.mkdir(mode=0o700, exist_ok=True)
@@ -191,7 +191,7 @@ def private_dir(directory: Path) -> Path:
     for parent, facts in parents:
         if facts.st_uid not in {0, os.getuid()}:
             _fail(f"{parent}, above the cache, belongs to another user")
-        # In a sticky folder such as /tmp, only the owner of an entry moves it.
+        # In a sticky directory such as /tmp, only the owner can rename an entry.
         if facts.st_mode & _WRITABLE_BY_OTHERS and not facts.st_mode & stat.S_ISVTX:
             _fail(f"{parent}, above the cache, is open to others: chmod go-w it")
     return directory
@@ -203,24 +203,24 @@ def _digest(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class CompiledLibrary:
-    """A C file to compile, and a check that the result works."""
+    """A C file to compile, and a check of the result."""
 
     source: Path
     works: Callable[[ctypes.CDLL], bool]
-    """Tries the loaded library on known numbers."""
+    """Runs the loaded library on known values."""
 
     def cache_key(self, compiler: Compiler) -> str:
-        """Return a name for everything that the library depends on."""
+        """Return a hash of everything that the compiled library depends on."""
         parts = [compiler.version, *compiler.command, *FLAGS, *NATIVE_FLAGS]
         parts += [platform.machine(), platform.processor(), *cpu_features()]
         parts.append(_digest(self.source.read_bytes()))
         return _digest("\0".join(parts).encode(errors="surrogateescape"))
 
     def compile(self, compiler: Compiler, directory: Path) -> Path:
-        """Compile into a folder of this process; return the library."""
+        """Compile into a temporary directory; return the library's path."""
         out = directory / "kernels.so"
         name, first_error = shlex.join(compiler.command), None
-        # Where the cache cannot tell processors apart, the code must run on each.
+        # If the CPU is unknown, cached code must run on every CPU of the architecture.
         for native in NATIVE_FLAGS if cpu_features() else ("",):
             flags = (*FLAGS, native) if native else FLAGS
             paths = (str(self.source), "-o", str(out), "-lm")
@@ -237,10 +237,10 @@ class CompiledLibrary:
         return _fail(str(first_error), first_error)
 
     def store(self, built: Path, compiler: Compiler, directory: Path) -> Path:
-        """Put a library into the cache, whole or not at all; return its path.
+        """Add a library to the cache atomically; return its path.
 
-        Why: a name that states its content needs no second file to prove it, so any
-        number of processes may race, and a damaged file is known before it is loaded.
+        The file name contains a hash of the content. So no second file is needed to
+        validate it, processes may race, and damaged files are detected before loading.
         """
         data = built.read_bytes()
         name = f"{self.cache_key(compiler)}-{_digest(data)}.so"
@@ -253,12 +253,12 @@ class CompiledLibrary:
             Path(part).unlink(missing_ok=True)
 
     def load(self, file: Path) -> ctypes.CDLL:
-        """Load a library and try it."""
+        """Load a library and check that it works."""
         flushed = flushes_subnormals()
         try:
             library = ctypes.CDLL(str(file))
             if flushes_subnormals() != flushed:
-                # Start-up code that some flags of CC link in did it.
+                # Some flags in CC link start-up code that enables flush-to-zero.
                 torch.set_flush_denormal(flushed)
                 _fail("what it compiled makes zero of subnormal numbers everywhere")
             if not self.works(library):
@@ -268,7 +268,7 @@ class CompiledLibrary:
         return library
 
     def load_cached(self, compiler: Compiler, directory: Path) -> ctypes.CDLL | None:
-        """Return the library that an earlier process stored; remove damaged ones."""
+        """Return the cached library, or None; delete damaged files."""
         for file in sorted(directory.glob(f"{self.cache_key(compiler)}-*.so")):
             with suppress(OSError, NoLibraryError):
                 if file.stem.endswith(_digest(file.read_bytes())):
@@ -278,7 +278,7 @@ class CompiledLibrary:
         return None
 
     def load_or_compile(self, compiler: Compiler) -> tuple[ctypes.CDLL, str]:
-        """Return the library, and a remark for people where it is not cached."""
+        """Return the library, and a note for the user if it could not be cached."""
         directory, remark = None, ""
         try:
             directory = private_dir(cache_dir())
@@ -295,7 +295,7 @@ class CompiledLibrary:
             _fail(str(error), error)
         with scratch as name:
             built = self.compile(compiler, Path(name))
-            # A loaded library stays in memory when its file is gone.
+            # A loaded library stays mapped after its file is deleted.
             library = self.load(built)
             if directory is not None:
                 try:

@@ -1,6 +1,6 @@
-"""Updates of parameters in C, compiled on first use and called once for a whole list.
+"""Optimizer updates in C, compiled on first use; one call updates a list of tensors.
 
-`available` says whether there are kernels, `describe` why not.
+`available` returns whether the kernels could be compiled, `describe` why not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
-# As in kernels.c.
+# The same values as in kernels.c.
 ENCODINGS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
 DTYPES = {dtype: code for code, dtype in enumerate(FLOATS)}
 MAXIMIZE, NESTEROV, DECOUPLED, AMSGRAD, MOMENTUM, ADAM = (1 << bit for bit in range(6))
@@ -46,12 +46,12 @@ _CPU = torch.device("cpu")
 
 
 def available() -> bool:
-    """Say whether there are compiled kernels; the first call may compile them."""
+    """Return whether compiled kernels exist; the first call may compile them."""
     return _kernels()[0] is not None
 
 
 def describe() -> str:
-    """Say in one line what was compiled with what, or why nothing was."""
+    """Return one line about the compiler, or why there are no kernels."""
     return _kernels()[1]
 
 
@@ -66,7 +66,7 @@ def update(
 ) -> None:
     """Update parameters on the CPU in place: see `fused_step.Kernel`.
 
-    C does not change the version of a tensor: the caller increments it for autograd.
+    C does not increment version counters of tensors; the caller does, for autograd.
     """
     with record_range(UPDATE):
         _require_kernels().update(items, rule, encoding, float(inverse), clock)
@@ -76,14 +76,14 @@ def update(
 def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Read gradients on the CPU: see `fused_step.Kernel`."""
+    """Check gradients on the CPU: see `fused_step.Kernel`."""
     with record_range(UPDATE):
         found_inf, total = _require_kernels().check_finite(gradients, norm=norm)
     return found_inf, total if norm else None
 
 
 class _Threads(ctypes.Structure):
-    """The OpenMP runtime that torch uses, as addresses; see kernels.c."""
+    """Addresses in the OpenMP runtime that torch uses; see kernels.c."""
 
     _fields_ = (
         ("parallel", ctypes.c_void_p),
@@ -94,16 +94,16 @@ class _Threads(ctypes.Structure):
 
 
 _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-"""GNU's entries, which the runtimes of LLVM and Intel have too."""
+"""Entry points of GNU OpenMP, which the runtimes of LLVM and Intel export too."""
 
 
 def runtime() -> tuple[int, int, int] | None:
-    """Return the addresses of torch's own OpenMP runtime; None where it has none.
+    """Return addresses of `_RUNTIME` in torch's OpenMP runtime; None if it has none.
 
-    Why: a second runtime brings a second set of threads, which fights with torch's for
-    the processors. Names are looked up as the loader does it for torch: first what the
-    whole process sees, then what torch's library brings along. So nothing is linked,
-    and one compiled file serves any torch.
+    Why: a second OpenMP runtime would start its own threads, which compete with torch's
+    for the cores. The symbols are looked up as the dynamic loader does it for torch: in
+    the process first, then in torch's library. Nothing is linked, so one compiled file
+    works with any build of torch.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu"
     for name in (None, f"{library}.so", f"{library}.dylib"):
@@ -121,7 +121,7 @@ def runtime() -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The loaded library, and threads to call it with."""
+    """The loaded library and the threads to run it on."""
 
     library: ctypes.CDLL
     threads: tuple[int, int, int] | None
@@ -136,7 +136,7 @@ class Kernels:
         check.restype = ctypes.c_int32
 
     def _team(self) -> _Threads:
-        """Return the threads that torch would use now."""
+        """Return the runtime, with torch's current number of threads."""
         if self.threads is None:
             return _Threads(None, None, None, 1)
         return _Threads(*self.threads, torch.get_num_threads())
@@ -150,7 +150,7 @@ class Kernels:
         clock: tuple[int, int],
     ) -> None:
         """Update parameters in place."""
-        # All of these must live until the call is over: C has their addresses alone.
+        # Keep these alive until the call returns: C only gets addresses.
         tensors = checked_tensors(items, rule, encoding, _CPU)
         table = _table(items, tensors, rule, encoding)
         numbers, flags = _arguments(rule, inverse)
@@ -169,7 +169,7 @@ class Kernels:
     def check_finite(
         self, gradients: Sequence[Tensor], *, norm: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return whether a gradient is not finite, and the sum of squares."""
+        """Return found_inf and the sum of squares of gradients."""
         gradients = readable_gradients(gradients, _CPU)
         numels, addresses = (
             map(Tensor.numel, gradients),
@@ -194,7 +194,7 @@ class Kernels:
 
 
 def _arguments(rule: Rule, inverse: float) -> tuple[array[float], int]:
-    """Return a rule as kernels.c takes it: struct Numbers, and flags."""
+    """Return a rule in the form of kernels.c: struct Numbers, and flags."""
     flags = MAXIMIZE * rule.maximize
     if isinstance(rule, Sgd):
         flags |= NESTEROV * rule.nesterov | MOMENTUM * (rule.momentum != 0)
@@ -208,14 +208,14 @@ def _arguments(rule: Rule, inverse: float) -> tuple[array[float], int]:
 def _table(
     items: Sequence[ParamUpdate], tensors: UpdateTensors, rule: Rule, encoding: str
 ) -> array[int]:
-    """Return the columns that kernels.c reads, each as long as there are items."""
+    """Return the table that kernels.c reads: columns of one word per item."""
     codes = [DTYPES[gradient.dtype] for gradient in tensors.gradients]
     if encoding == "fp32":
         pairs = zip(codes, tensors.weights, strict=True)
         codes = [code | DTYPES[weight.dtype] << 2 for code, weight in pairs]
     columns = [tensors.weights, tensors.gradients, tensors.residuals, *tensors.states]
     columns += [()] * (STATES - len(tensors.states))
-    # A list grows faster than an array does.
+    # Lists grow faster than arrays.
     table = list(tensors.numels)
     for column in (*columns, tensors.steps):
         table.extend(map(Tensor.data_ptr, column) if column else [0] * len(items))
@@ -226,7 +226,7 @@ def _table(
 
 @cache
 def _kernels() -> tuple[Kernels | None, str]:
-    """Return the kernels, and a line about them for people."""
+    """Return the kernels, or None, and one line that describes them."""
     try:
         compiler = c_compiler.find()
         job = c_compiler.CompiledLibrary(SOURCE, works)
@@ -250,7 +250,7 @@ def _require_kernels() -> Kernels:
 
 
 def works(library: ctypes.CDLL) -> bool:
-    """Try what a compiler's flags may break: subnormal numbers, and NaN compared."""
+    """Return whether the library handles subnormals and NaN, which flags may break."""
 
     def make(*values: float) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device="cpu")

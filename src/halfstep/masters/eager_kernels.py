@@ -1,8 +1,8 @@
-"""Updates of parameters with torch's own operations, on chunks that stay in cache.
+"""Optimizer updates with torch ops, on chunks that fit into the CPU cache.
 
-It runs wherever torch does, and rounds as the compiled kernels do, but for torch's
-square root, which may miss the nearest fp32 by one. Small tensors are gathered into
-one chunk, and cost a few operations together, not dozens each.
+Runs on every device of torch. Rounds like the compiled kernels, except for torch's
+square root, which may be off by one ulp. Small tensors share one chunk, so that they
+cost a few ops together instead of dozens each.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from halfstep.masters.update_rules import ParamUpdate, Rule
 
 ROW = 4096
-"""Numbers in one partial sum; no two threads share one."""
+"""Elements per partial sum of squares; threads never share one."""
 
 CHUNK = 1 << 16
-"""Numbers at a time on a CPU: 256 KiB of fp32 for each thing that a number has."""
+"""Elements per chunk on a CPU: 256 KiB for each fp32 buffer."""
 
 DEVICE_CHUNK = 1 << 22
-"""On a device, where an operation takes as long to start as on millions of numbers."""
+"""Elements per chunk on a device, where launching an op costs as much as millions."""
 
 
 def available() -> bool:
-    """Return True: torch's operations are always there."""
+    """Return True: torch ops are always available."""
     return True
 
 
 def describe() -> str:
-    """Say in one line what this is, for people."""
+    """Return a one-line description."""
     return "torch's own operations, on chunks that stay in cache"
 
 
@@ -68,24 +68,24 @@ def update(
 def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Read gradients of one device: see `fused_step.Kernel`."""
+    """Check gradients of one device: see `fused_step.Kernel`."""
     device = gradients[0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for pieces in cut_chunks(gradients):
         total += _squares([piece.of(gradients[piece.index]) for piece in pieces])
-    # No square of an fp32 number, and no sum of such, is too large for fp64.
+    # Sums of squares of fp32 values cannot overflow fp64.
     return (~torch.isfinite(total)).float(), total if norm else None
 
 
 def _group_updates(
     items: Sequence[ParamUpdate], rule: Rule
 ) -> dict[tuple[bool, float], list[ParamUpdate]]:
-    """Return items by what an operation on many of them must have in common."""
+    """Group items that one op can update together, by first step and step count."""
     if isinstance(rule, Sgd):
         keys = [(item.is_first_step and rule.momentum != 0, 0.0) for item in items]
     else:
         steps = [item.step for item in items if item.step is not None]
-        # One synchronization with a device, not one for each parameter.
+        # One host-device synchronization instead of one per parameter.
         counts = torch.stack(steps).tolist() if steps else []
         keys = [(False, count) for count in counts]
     groups: dict[tuple[bool, float], list[ParamUpdate]] = {}
@@ -95,10 +95,10 @@ def _group_updates(
 
 
 def _apply(rule: Rule, chunk: Chunk, *, first: bool, step: float) -> None:
-    """Do what torch.optim does, each operation rounded by itself.
+    """Apply torch.optim's arithmetic with every operation rounded separately.
 
-    Why: torch multiplies and adds in one rounding where its vectors are full, and in
-    two at the ends of a thread's share; `add(alpha=...)` depends on how many there are.
+    Why: `add(alpha=...)` uses fused multiply-add for full vectors but two roundings at
+    the ends of a thread's range, so its results depend on the number of threads.
     """
     if isinstance(rule, Sgd):
         _sgd(rule, chunk, first=first)
@@ -111,7 +111,7 @@ def _apply(rule: Rule, chunk: Chunk, *, first: bool, step: float) -> None:
         g.add_(torch.mul(w, rule.weight_decay, out=spare))
     torch.sub(g, a, out=spare)
     near = 1 - rule.beta1
-    # torch.lerp goes from the nearer end.
+    # torch.lerp starts from the nearer end point.
     if near < 0.5:  # noqa: PLR2004
         a.add_(spare.mul_(near))
     else:
@@ -145,7 +145,7 @@ def _sgd(rule: Sgd, chunk: Chunk, *, first: bool) -> None:
 
 
 def _squares(pieces: list[Tensor]) -> Tensor:
-    """Return the sum of squares of some pieces, fp64, shape ()."""
+    """Return the sum of squares of the pieces, fp64, shape ()."""
     sizes = [piece.numel() for piece in pieces]
     rows = -(-sum(sizes) // ROW)
     buffer = scratch("squares", rows * ROW, torch.float64, pieces[0].device)
@@ -157,15 +157,15 @@ def _squares(pieces: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a flattened tensor."""
+    """A contiguous range of a flattened tensor."""
 
     index: int
-    """Which in a list."""
+    """Index of the tensor in its list."""
     start: int
     size: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this part."""
+        """Return this range of `tensor`."""
         flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
         if self.size == flat.numel():
             return flat
@@ -173,7 +173,7 @@ class Piece:
 
 
 def cut_chunks(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
-    """Cut large tensors into chunks, and gather small ones into chunks."""
+    """Yield chunks: ranges of one large tensor, or several whole small tensors."""
     if not tensors:
         return
     limit = CHUNK if tensors[0].is_cpu else DEVICE_CHUNK
@@ -196,9 +196,9 @@ def cut_chunks(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
 
 
 class Chunk:
-    """Pieces of some items, gathered in fp32; `write` puts back what was updated.
+    """Some pieces of the items, gathered in fp32; `write` stores the updated values.
 
-    A single piece that is fp32 already is worked on in place.
+    A chunk of one fp32 piece is updated in place.
     """
 
     def __init__(
@@ -233,10 +233,10 @@ class Chunk:
             for number, state in enumerate(self._states)
         ]
         self.spare = self._scratch("spare", torch.float32)
-        """Memory for intermediate results."""
+        """Scratch memory for intermediate results."""
 
     def write(self, clock: tuple[int, int]) -> None:
-        """Put back what was updated."""
+        """Store the updated values."""
         if self._encoding not in BF16_STATE_ENCODINGS:
             for new_state, state in zip(self.states, self._states, strict=True):
                 self._copy_back(new_state, state)
@@ -244,7 +244,7 @@ class Chunk:
             return
         bits: list[Tensor] = []
         if self._encoding == "stochastic" or self.states:
-            # Each draw gives 32 bits: for the weight and a state, or for two states.
+            # Each stream is 2 x 16 bits: for weight and state, or for two states.
             for stream in range(len(self.states) // 2 + 1):
                 bits += self._random_bits(clock, stream)
         self._write_fp32(bits[0] if self._encoding == "stochastic" else None)
@@ -291,7 +291,7 @@ class Chunk:
         return scratch(name, sum(self._sizes), dtype, self._weights[0].device)
 
     def _memory(self, name: str, pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return where the chunk of some tensors is: in place, or in scratch memory."""
+        """Return the tensor itself if it is the whole chunk, else scratch memory."""
         if len(pieces) == 1 and pieces[0].dtype == dtype:
             return pieces[0]
         return self._scratch(name, dtype)
@@ -310,16 +310,16 @@ class Chunk:
             torch._foreach_copy_(pieces, chunk.split_with_sizes(self._sizes))
 
     def _random_bits(self, clock: tuple[int, int], stream: int) -> tuple[Tensor, ...]:
-        """Return `random_bits16` of each piece.
+        """Return the two tensors of `random_bits16` for all pieces together.
 
-        Why: asking for each piece by itself costs a dozen operations a parameter.
+        Why: a call for each piece would cost a dozen ops per parameter.
         """
         device = self._weights[0].device
         keys = [bf16_codecs.key(*clock, i.param_index, stream) for i in self._items]
         numel, start = sum(self._sizes), self._start
         if len(keys) == 1:
             return bf16_codecs.random_bits16(keys[0], numel, device, start)
-        # Whole tensors: the first number of each is number `begin` of the chunk.
+        # Whole tensors: element 0 of each is element `begin` of the chunk.
         begins = [0, *accumulate(self._sizes[:-1])]
         firsts = [key[0] - begin for key, begin in zip(keys, begins, strict=True)]
         words = torch.tensor([firsts, [key[1] for key in keys]]).to(device)

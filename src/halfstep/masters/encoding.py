@@ -1,4 +1,4 @@
-"""Encodings of master weights: which residual is kept beside a 16-bit weight."""
+"""Encodings of master weights: what is stored beside a 16-bit weight."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 _PART_NUMEL = 1 << 18
-"""Numbers encoded at once: intermediate results, 8 bytes for each, stay small."""
+"""Elements encoded at once, to bound intermediate results (8 bytes per element)."""
 
 
 def _in_parts(*tensors: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:  # noqa: ANN401
-    """Yield the index at which a part begins, and that part of each tensor, or None."""
+    """Yield (start, slices) for ranges of _PART_NUMEL elements; None stays None."""
     present = [tensor for tensor in tensors if tensor is not None]
     size = present[0].numel()
     if size <= _PART_NUMEL or not all(tensor.is_contiguous() for tensor in present):
@@ -35,19 +35,19 @@ def _in_parts(*tensors: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:  # noqa: 
 
 @dataclass(frozen=True, slots=True)
 class RoundingRng:
-    """Random numbers of an update: a function of seed, step and place alone."""
+    """Random bits as a pure function of seed, step, parameter and element index."""
 
     seed: int
     step: int
-    """Updates so far; the same on every rank, and kept in checkpoints."""
+    """Number of updates so far; the same on every rank, saved in checkpoints."""
 
     def random_bits16(
         self, param_index: int, tensor_index: int, like: Tensor, start: int = 0
     ) -> Tensor:
-        """Return 16 random bits for each number of a tensor, int32.
+        """Return 16 random bits for each element of `like`, int32.
 
-        `tensor_index` is 0 for the weight, 1 and on for the optimizer's states; `start`
-        is the index of the first number in the parameter.
+        `tensor_index` is 0 for the weight, 1 to 3 for the optimizer's states; `start`
+        is the index of the first element within the parameter.
         """
         stream, half = divmod(tensor_index, 2)
         key = bf16_codecs.key(self.seed, self.step, param_index, stream)
@@ -56,7 +56,7 @@ class RoundingRng:
     def round_(
         self, param_index: int, tensor_index: int, values: Tensor, low: Tensor
     ) -> None:
-        """Round fp32 numbers to bf16 at random; `low` is written."""
+        """Round fp32 `values` to bf16 stochastically, into `low`."""
         for start, (part, out) in _in_parts(values, low):
             bf16_codecs.stochastic_round_(
                 part, out, self.random_bits16(param_index, tensor_index, part, start)
@@ -65,19 +65,19 @@ class RoundingRng:
 
 @dataclass(frozen=True, slots=True)
 class MasterEncoding:
-    """One way to keep what 16 bits cannot hold."""
+    """One way to store an fp32 value as a 16-bit weight plus a residual."""
 
     name: str
-    """The `master=` that users write."""
+    """The value of the `master=` argument."""
     description: str
     residual: torch.dtype | None
-    """Of what is kept beside each weight: fp32 is the master itself."""
+    """Dtype of the residual; fp32: the residual is the master weight itself."""
     state_dtype: torch.dtype
-    """Of the optimizer's moments."""
+    """Dtype of the optimizer's moments."""
 
     @property
     def is_compact(self) -> bool:
-        """fp32 values exist only while they are updated."""
+        """Whether fp32 values exist only during an update."""
         return self.residual != torch.float32
 
     def encode_(
@@ -87,7 +87,7 @@ class MasterEncoding:
         residual: Tensor | None,
         random_bits: Tensor | None,
     ) -> None:
-        """Write fp32 numbers into weight and residual; without residual at random."""
+        """Encode `fp32`; `random_bits` are for stochastic rounding."""
         if residual is None and random_bits is not None:
             bf16_codecs.stochastic_round_(fp32, weight, random_bits)
         elif residual is None:
@@ -101,7 +101,7 @@ class MasterEncoding:
             weight.copy_(fp32)
 
     def decode_(self, weight: Tensor, residual: Tensor | None, fp32: Tensor) -> None:
-        """Decode fp32 numbers; `fp32` is written."""
+        """Decode into `fp32`."""
         if residual is None:
             fp32.copy_(weight)
         elif self.residual == torch.int16:
@@ -119,23 +119,24 @@ class MasterParam:
     weight: nn.Parameter
     """The model's parameter."""
     master: nn.Parameter
-    """The optimizer's, in fp32; with a compact encoding NaN, but during an update."""
+    """The optimizer's fp32 parameter; with compact encodings NaN outside of updates."""
     residual: Tensor | None
-    """What is kept beside the weight."""
+    """What is stored beside the weight; None with "stochastic"."""
     param_index: int
-    """Of the parameter, for random rounding."""
+    """Index of the parameter, for stochastic rounding."""
     dtype: torch.dtype
-    """The weight's when it got its master."""
+    """Dtype of the weight when it got its master."""
     is_hooked: bool = False
-    """A hook accumulates its gradients as they arrive."""
+    """Whether a hook that accumulates its gradients in fp32 is registered."""
     grad_buffer: Tensor | None = None
-    """Memory for the sum of fp32 gradients, kept from step to step."""
+    """fp32 memory for the gradient sum, reused from step to step."""
 
     def check(self) -> None:
         """Reject a weight whose dtype was changed.
 
         Raises:
-            UserError: With what to do instead.
+            UserError: If the weight's dtype is not the one it had when it got its
+                master.
         """
         if self.weight.dtype != self.dtype:
             message = (
@@ -146,14 +147,14 @@ class MasterParam:
             raise UserError(message)
 
     def decode_(self, encoding: MasterEncoding, fp32: Tensor) -> None:
-        """Decode the fp32 values into a tensor."""
+        """Decode the fp32 values into `fp32`."""
         self.check()
         tensors = fp32, self.weight.detach(), self.residual
         for _, (part, weight, residual) in _in_parts(*tensors):
             encoding.decode_(weight, residual, part)
 
     def encode_(self, encoding: MasterEncoding, fp32: Tensor, rng: RoundingRng) -> None:
-        """Encode the fp32 values of a tensor."""
+        """Encode the values of `fp32` into weight and residual."""
         tensors = fp32, self.weight.detach(), self.residual
         for start, (part, weight, residual) in _in_parts(*tensors):
             bits = None
@@ -164,8 +165,8 @@ class MasterParam:
     def match_layout(self) -> None:
         """Give the residual the weight's memory layout, which kernels rely on.
 
-        Why: originals may have another, and `model.to(memory_format=...)` changes
-        weights alone.
+        Why: the originals' layout may differ, and `model.to(memory_format=...)` changes
+        only the weights.
         """
         residual = self.residual
         if residual is None or residual.stride() == self.weight.stride():
@@ -177,11 +178,11 @@ class MasterParam:
             self.master.data = self.residual
 
     def reset_from_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> int:
-        """Reset the master from the weight; return how many of its numbers changed."""
+        """Reset the master from the weight; return how many elements changed."""
         weight = self.weight.detach()
         wide = weight.float()
         if encoding.is_compact:
-            # The residual belonged to other weights, and which changed is not known.
+            # The residual belongs to the old weights; which changed is unknown.
             self.encode_(encoding, wide, rng)
             return 0 if self.residual is None else wide.numel()
         low = self.master.detach().to(weight.dtype)
@@ -212,27 +213,27 @@ STOCHASTIC = MasterEncoding(
 ENCODINGS = {e.name: e for e in (FP32, SPLIT, KAHAN, STOCHASTIC)}
 
 PLAIN = "plain"
-"""The kernels' name for fp32 parameters of the same optimizer, without masters."""
+"""The kernels' name for fp32 parameters, which have no master weight."""
 WEIGHT_DTYPES: dict[str, tuple[torch.dtype, ...]] = {PLAIN: (torch.float32,)} | {
     name: (torch.bfloat16,) if e.is_compact else (torch.bfloat16, torch.float16)
     for name, e in ENCODINGS.items()
 }
-"""Encoding -> dtypes of weights."""
+"""Encoding -> dtypes of weights that it supports."""
 RESIDUAL_DTYPES = {
     name: e.residual for name, e in ENCODINGS.items() if e.residual is not None
 }
-"""Encoding -> dtype of what is kept beside a weight."""
+"""Encoding -> dtype of the residual."""
 BF16_STATE_ENCODINGS = tuple(
     name for name, e in ENCODINGS.items() if e.state_dtype == torch.bfloat16
 )
-"""Encodings whose moments are bf16."""
+"""Encodings with bf16 moments."""
 
 NONE = "none"
-"""No master weights: the optimizer updates 16-bit weights as they are."""
+"""No master weights: the optimizer updates the 16-bit weights directly."""
 
 
 def parse(name: str) -> MasterEncoding | None:
-    """Return the encoding of a name; None for "none".
+    """Return the encoding called `name`; None for "none".
 
     Raises:
         UserError: If no encoding has this name.
@@ -248,10 +249,10 @@ def parse(name: str) -> MasterEncoding | None:
 
 
 def check(encoding: MasterEncoding, dtype: torch.dtype) -> None:
-    """Reject an encoding for weights that it cannot serve.
+    """Reject an encoding that does not support the dtype of the weights.
 
     Raises:
-        UserError: If it needs bf16 weights, and they are fp16.
+        UserError: If the encoding is compact and the weights are not bf16.
     """
     if encoding.is_compact and dtype != torch.bfloat16:
         message = (

@@ -1,4 +1,4 @@
-"""Updates straight from the model's 16-bit gradients, in one pass over memory."""
+"""Unscales 16-bit gradients and updates weights and state in one pass over memory."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The functions of `cpu_kernels`, `eager_kernels` or `triton_kernels`."""
+    """The functions of one of `cpu_kernels`, `eager_kernels` and `triton_kernels`."""
 
     description: str
-    """What it is, for people."""
+    """One line for the user."""
     check_finite: Callable[..., tuple[Tensor, Tensor | None]]
-    """(gradients, norm=) -> 1.0 if any is not finite, else 0.0, in fp32; with `norm`
-    the sum of squares, in fp64, always added in one order; both of shape ()."""
+    """(gradients, norm=) -> found_inf, fp32, shape (); and with `norm` the sum of
+    squares, fp64, shape (), always added in the same order."""
     update: Callable[..., None]
     """(items, rule, encoding, inverse=, clock=) updates each `ParamUpdate` in place.
     `encoding` is a name; `inverse`, fp32, shape (), multiplies gradients; `clock` is
     the seed and step of the random numbers."""
     on_device: bool
-    """`update` also takes `found_inf`, and leaves everything alone where it is 1."""
+    """Whether `update` takes `found_inf` and changes nothing where it is 1."""
 
 
 def choose_kernel(
     optimizer: Optimizer, params: Iterable[Tensor]
 ) -> tuple[Kernel | None, str]:
-    """Return the kernel for an optimizer over some of a model's parameters, or why not.
+    """Return the kernel for an optimizer, or None and the reason.
 
-    The parameters are those of the model, not their master weights.
+    `params` are the parameters of the model, not their master weights.
     """
     model_params = list(params)
     reason = _unsupported(optimizer, model_params)
@@ -58,7 +58,7 @@ def choose_kernel(
     elif not triton_kernels.available(device):
         return None, f"no kernel for {device}"
     elif any(group.get("dampening") for group in optimizer.param_groups):
-        # Whether a step filled the momentum is known on the device alone.
+        # Whether a step filled the momentum buffer is known only on the device.
         return None, "dampening, and steps that are skipped on the device"
     on_device = module is triton_kernels
     kernel = Kernel(module.describe(), module.check_finite, module.update, on_device)
@@ -66,7 +66,7 @@ def choose_kernel(
 
 
 def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
-    """Say why no kernel can update these parameters; "" if one can."""
+    """Return why no kernel can update these parameters; "" if one can."""
     devices = sorted({str(param.device) for param in model_params})
     reason = ""
     if type(optimizer) not in _OPTIMIZERS:
@@ -85,7 +85,7 @@ def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
 
 
 def why_not_fused(optimizer: Optimizer) -> str:
-    """Say why an optimizer must take this step itself; "" if it need not."""
+    """Return why the optimizer's own `step` must be called; "" if a kernel may."""
     if optimizer_hooks.has_foreign_hooks(optimizer):
         return "it has step hooks"
     if "step" in vars(optimizer) and not optimizer_hooks.is_wrapped_by_lr_scheduler(
@@ -99,14 +99,14 @@ def why_not_fused(optimizer: Optimizer) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether the numbers of a tensor lie side by side in memory, in any order."""
+    """Return whether a tensor has no gaps in memory, whatever its dimension order."""
     if tensor.is_contiguous():
         return True
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
-    """Return the arithmetic of a parameter group; None if it cannot be said."""
+    """Return the update rule of a parameter group; None if it is not supported."""
     lr = as_number(group["lr"])
     if lr is None or group.get("differentiable"):
         return None
@@ -136,16 +136,16 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
 
 
 def as_number(value: Any) -> float | None:  # noqa: ANN401
-    """Return a hyper-parameter as a number; None if it is a tensor on a device."""
+    """Return a hyperparameter as a float; None if it is a tensor on a device."""
     if isinstance(value, int | float):
         return float(value)
     return float(value) if getattr(value, "is_cpu", False) else None
 
 
 class FusedStep:
-    """Updates the parameters of one optimizer with a kernel; state stays in its form.
+    """Updates an optimizer's parameters with a kernel, keeping torch's state keys.
 
-    `master_params` and `param_index` are the live tables of `MasterWeights`.
+    `master_params` and `param_index` are the live dicts of `MasterWeights`.
     """
 
     def __init__(
@@ -172,13 +172,13 @@ class FusedStep:
         rng: RoundingRng,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update those parameters of a group that have a gradient.
+        """Update the parameters of a group that have a gradient.
 
         Args:
-            group: Of the optimizer: with which numbers.
-            params: Of that group.
-            inverse: What gradients are multiplied by. fp32, shape ().
-            rng: For random rounding.
+            group: Parameter group of the optimizer, with the hyperparameters.
+            params: Those of the group to update.
+            inverse: Factor on the gradients: 1 / loss scale. fp32, shape ().
+            rng: For stochastic rounding.
             found_inf: 1.0 if nothing must change, shape (); for kernels on a device.
         """
         rule = rule_of(self._optimizer, group)
@@ -204,18 +204,18 @@ class FusedStep:
                     items, rule, name, inverse=inverse, clock=clock, **more
                 )
             except BaseException:
-                if steps:  # it refuses before it changes anything
+                if steps:  # kernels raise before they change anything
                     torch._foreach_add_(steps, -one)
                 raise
             for item in items:
                 item.is_first_step = False
-                item.gradient = item.weight  # nothing must keep the gradient alive
+                item.gradient = item.weight  # do not keep the gradient alive
             torch.autograd.graph.increment_version([item.weight for item in items])
 
     def _update_for(
         self, rule: Rule, keys: tuple[str, ...], param: Tensor
     ) -> ParamUpdate | None:
-        """Return what the kernel needs for a parameter; None without a gradient."""
+        """Return the kernel's arguments for a parameter; None without a gradient."""
         master_param = self._master_params.get(param)
         weight = param if master_param is None else master_param.weight
         gradient = weight.grad
@@ -230,7 +230,7 @@ class FusedStep:
             if master_param is not None:
                 dtype = self._encoding.state_dtype
                 master_param.match_layout()
-            # A kernel on a device counts there, as torch's fused optimizers do.
+            # Kernels on a device count steps there, like torch's fused optimizers.
             counter = weight.device if self.kernel.on_device else torch.device("cpu")
             first = _make_state(rule, state, weight, dtype, counter)
             residual = None if master_param is None else master_param.residual
@@ -260,7 +260,7 @@ def _is_current(
     param_state: dict[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
-    """Say whether an item of an earlier step has the right tensors: it is costly."""
+    """Return whether a cached item still refers to the current tensors."""
     return (
         item.weight is weight
         and item.residual is (None if master_param is None else master_param.residual)
@@ -278,19 +278,19 @@ def _make_state(
     dtype: torch.dtype,
     counter: torch.device,
 ) -> bool:
-    """Make an optimizer's state, or convert it to a dtype; say whether it is new."""
+    """Create an optimizer's state, or convert its dtypes; return whether it is new."""
     keys = rule.state_keys
     first = not state or (bool(keys) and state.get(keys[0]) is None)
     if first and isinstance(rule, Adam):
         state["step"] = torch.zeros((), dtype=torch.float32, device=counter)
     elif "step" in state:
-        # Users set plain numbers, and torch itself has kept integers once.
+        # Users set plain numbers, and older versions of torch stored integers.
         state["step"] = torch.as_tensor(
             state["step"], dtype=torch.float32, device=counter
         )
     for key in keys:
         moment = state.get(key)
-        if moment is None:  # amsgrad may have been set later
+        if moment is None:  # amsgrad may have been enabled later
             state[key] = torch.zeros_like(weight, dtype=dtype)
         elif (moment.dtype, moment.device, moment.stride()) != (
             dtype,
@@ -302,14 +302,14 @@ def _make_state(
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor in the order of its memory, unless `like` is contiguous."""
+    """Return a tensor as 1-D in memory order, unless `like` is contiguous."""
     if like.is_contiguous():
         return tensor
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def can_read(gradients: Iterable[Tensor]) -> bool:
-    """Say whether a kernel can read these gradients: dense, plain, 16 or 32 bits."""
+    """Return whether kernels can read these gradients: dense, plain, 16 or 32 bits."""
     return all(
         type(gradient) in (torch.Tensor, torch.nn.Parameter)
         and gradient.layout == torch.strided

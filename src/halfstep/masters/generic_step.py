@@ -1,7 +1,4 @@
-"""Any optimizer's step over compact master weights, decoded piece by piece.
-
-Some parameters are stepped at a time, and fp32 values exist for these alone.
-"""
+"""Steps any optimizer over compact master weights, a few parameters at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ if TYPE_CHECKING:
     from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
 MAX_PIECE_NUMEL = 1 << 22
-"""Numbers decoded at once: 16 MiB of fp32."""
+"""Elements decoded at once: 16 MiB of fp32."""
 
 
 def nan_placeholder(like: Tensor) -> Tensor:
-    """Return NaN in fp32 in the shape of a tensor, with the memory of one number."""
+    """Return fp32 NaN in the shape of `like`, with the memory of one element."""
     nan = torch.full((), torch.nan, dtype=torch.float32, device=like.device)
     return nan.expand(like.shape)
 
@@ -38,18 +35,18 @@ def step(
     rng: RoundingRng,
     only: Tensor | None = None,
 ) -> None:
-    """Let an optimizer step over compact master weights, and write the weights.
+    """Step an optimizer over compact master weights and write the weights.
 
-    torch's own optimizers keep all their state by parameter, so they are stepped
-    piece by piece. Others, and those with step hooks, might count each piece as a
-    step: they get all parameters at once.
+    torch's own optimizers keep their state per parameter, so they are stepped for a few
+    parameters at a time. Others, and those with step hooks, may count each call as a
+    step; they are stepped once, with all parameters decoded.
 
     Args:
-        optimizer: Also over other parameters. Gradients are in the masters' `.grad`.
-        master_params: All that are compact.
-        encoding: Theirs.
-        rng: For random rounding.
-        only: The one parameter of the optimizer to step over; default: all.
+        optimizer: May have other parameters too. Gradients are in the masters' `.grad`.
+        master_params: All compact master weights.
+        encoding: Their encoding.
+        rng: For stochastic rounding.
+        only: The one parameter of the optimizer to step. None: all.
     """
     param_of: dict[Tensor, MasterParam] = {p.master: p for p in master_params}
     groups = optimizer.param_groups
@@ -79,7 +76,7 @@ def _pieces(
     param_of: dict[Tensor, MasterParam],
     limit: int | None,
 ) -> Iterator[list[list[Tensor]]]:
-    """Yield lists of parameters, one for each group, that come to `limit` numbers."""
+    """Yield parameter lists, one per group, of at most `limit` elements in total."""
     piece: list[list[Tensor]] = [[] for _ in param_lists]
     size = 0
     for index, params in enumerate(param_lists):
@@ -100,7 +97,7 @@ def _step_piece(
     encoding: MasterEncoding,
     rng: RoundingRng,
 ) -> None:
-    """Decode some master weights, step, and encode them again."""
+    """Decode master weights, step the optimizer, and encode them again."""
     updated = [p for p in master_params if p.master.grad is not None]
     fp32_values = [torch.empty_like(p.weight, dtype=torch.float32) for p in updated]
     for param, fp32 in zip(updated, fp32_values, strict=True):
@@ -120,9 +117,9 @@ def _step_piece(
 def _moments(
     optimizer: Optimizer, param: Tensor, shape: torch.Size
 ) -> Iterable[tuple[dict[str, Any], str, Tensor]]:
-    """Yield the optimizer's state tensors that have the shape of the parameter.
+    """Yield (state, key, tensor) of state tensors shaped like the parameter.
 
-    Not those that it quantizes itself: they stay as they are.
+    Tensors that the optimizer itself quantizes are left out.
     """
     state: dict[str, Any] = optimizer.state.get(param, {})
     for key, value in list(state.items()):
@@ -140,15 +137,16 @@ def narrow_states(
 ) -> None:
     """Convert an optimizer's moments for a weight to the encoding's `state_dtype`.
 
-    Why at random: the second moment of Adam shrinks by a thousandth a step, which
-    rounding to nearest in bf16 undoes each time. Without `rng` it is to nearest, once.
+    Rounding to bf16 is stochastic, because Adam's second moment shrinks by a thousandth
+    per step, which rounding to nearest would undo each time. Without `rng`, for a
+    single conversion, it is to nearest.
     """
     moments = _moments(optimizer, master_param.master, master_param.weight.shape)
     for number, (state, key, moment) in enumerate(moments, start=1):
         if moment.dtype == encoding.state_dtype:
             continue
         if encoding.state_dtype == torch.bfloat16 and not moment.dim():
-            # For a scalar, what counts steps (NAdam, ASGD) looks like a moment.
+            # For a scalar parameter, step counters (NAdam, ASGD) look like moments.
             continue
         if rng is None or encoding.state_dtype != torch.bfloat16:
             state[key] = moment.to(encoding.state_dtype)
@@ -159,7 +157,7 @@ def narrow_states(
 
 
 def narrow_all(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Convert an optimizer's moments for parameters to the parameters' own dtype."""
+    """Convert the optimizer's moments to the dtypes of their parameters."""
     for param in params:
         for state, key, moment in _moments(optimizer, param, param.shape):
             state[key] = moment.to(param.dtype)

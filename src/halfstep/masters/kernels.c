@@ -1,18 +1,17 @@
-/* One pass over memory: gradients, moments, fp32 values and weights of many parameters.
+/* Updates many parameters, and checks gradients, in one pass over memory.
 
-   In: a table with one column of 64-bit numbers and addresses for each thing that a
-   parameter has. Out: everything updated where it lies (halfstep_update), or what is in
-   the gradients (halfstep_check_finite). cpu_kernels.py calls these, and holds the same constants.
+   halfstep_update and halfstep_check_finite read a table of 64-bit numbers and addresses,
+   one column for each property of a parameter. cpu_kernels.py calls them, and defines the
+   same constants.
 
-   Why blocks: a block of numbers is widened to fp32 into the innermost cache, updated
-   there by one loop that all forms share, and written back. So main memory is touched
-   once, each loop is simple enough to become vector instructions, and the forms agree
-   bit for bit.
+   Blocks: a block of elements is widened to fp32 in the L1 cache, updated there by one loop
+   that all encodings share, and written back. So main memory is accessed once, each loop is
+   simple enough to be vectorized, and all encodings agree bit for bit.
 
-   Threads: the work is cut into equal stretches of the table, and each number is
-   computed by itself, so nothing depends on how many threads there are. The threads are
-   those of the OpenMP runtime that torch has loaded, called through `Threads`; a second
-   runtime would fight with it for the processors. */
+   Threads: the work is cut into equal ranges, and each element is computed independently, so
+   results do not depend on the number of threads. The threads are those of the OpenMP runtime
+   that torch has loaded, called through `Threads`; a second runtime would start its own
+   threads, which compete with torch's for the cores. */
 
 #include <math.h>
 #include <stdint.h>
@@ -42,7 +41,7 @@ static inline float float_of(uint32_t bits) {
     return number;
 }
 
-/* A carry makes zero of some NaN, and cutting the low half infinity of others. */
+/* Rounding up turns some NaN into zero, and truncation turns others into infinity. */
 static inline uint32_t keep_nan(uint32_t bits, uint32_t rounded) {
     return (bits & MAGNITUDE) > INFINITE ? (bits >> 16) | 0x40 : rounded;
 }
@@ -56,7 +55,7 @@ static inline half nearest(float number) {
     return (half)keep_nan(bits, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* No draw carries into infinity. */
+/* Never rounds up to infinity. */
 static inline half stochastic_round(float number, uint32_t sixteen) {
     uint32_t bits = bits_of(number), high = bits >> 16;
     uint32_t carry = ((bits & 0xffff) + sixteen) >> 16;
@@ -82,13 +81,13 @@ static void stochastic_round_low(const float *restrict from, half *restrict to,
     for (int64_t i = 0; i < n; i++) to[i] = stochastic_round(from[i], random[i] & 0xffff);
 }
 
-/* bf16 with 16 more bits: see bf16_codecs.py. */
+/* split: bf16 and the low 16 bits, see bf16_codecs.py. */
 
 static void split_decode(const half *restrict weight, const uint16_t *restrict rest,
                          float *restrict fp32, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t high = weight[i], low = rest[i], size = high & 0x7fff;
-        /* Only these were ever carried into: not zero, and not NaN. */
+        /* Encoding can round up only to these magnitudes: not to zero, and not to NaN. */
         uint32_t carried = (low >> 15) & (size - 1 < INFINITE >> 16);
         fp32[i] = float_of(((high - carried) << 16) | low);
     }
@@ -103,7 +102,7 @@ static void split_encode(const float *restrict fp32, half *restrict weight,
     }
 }
 
-/* bf16 and the residual: see bf16_codecs.py. */
+/* kahan: bf16 and a compensation term, see bf16_codecs.py. */
 
 static void kahan_decode(const half *restrict weight, const half *restrict residual,
                          float *restrict fp32, int64_t n) {
@@ -120,7 +119,7 @@ static void kahan_encode(const float *restrict fp32, half *restrict weight,
     }
 }
 
-/* fp16: rounded to nearest even, subnormal numbers too. */
+/* fp16: rounds to nearest even, including subnormals. */
 
 static inline float wide16(half number) {
     uint32_t size = number & 0x7fff, sign = (uint32_t)(number & 0x8000) << 16;
@@ -135,7 +134,7 @@ static inline half nearest16(float number) {
     uint32_t size = bits_of(number) & MAGNITUDE, sign = bits_of(number) >> 31 << 15;
     uint32_t normal = (size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
     uint32_t nan = 0x7e00 | ((size >> 13) & 0x3ff);
-    /* Beside 0.5 an fp32 has steps of 2**-24, as a subnormal fp16 has. */
+    /* fp32 just above 0.5 has a spacing of 2**-24, like subnormal fp16. */
     uint32_t subnormal = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
     uint32_t finite = size < 0x38800000 ? subnormal : normal;
     uint32_t special = size > INFINITE ? nan : 0x7c00;
@@ -165,7 +164,7 @@ static void publish16(const float *restrict from, half *restrict to, int64_t n) 
     for (; i < n; i++) to[i] = nearest16(from[i]);
 }
 
-/* Random numbers without state: see bf16_codecs.py. */
+/* Counter-based random numbers, see bf16_codecs.py. */
 
 static uint64_t splitmix(uint64_t state) {
     uint64_t mixed = state + 0x9e3779b97f4a7c15u;
@@ -190,13 +189,12 @@ static void randoms(uint64_t words, int64_t start, uint32_t *restrict to, int64_
     for (int64_t i = 0; i < n; i++) to[i] = mix(mix(first + (uint32_t)i) ^ second);
 }
 
-/* The arithmetic of SGD and Adam over arrays: see update_rules.py.
+/* SGD and Adam over arrays, in place, see update_rules.py.
 
-   In: at most BLOCK numbers of each thing, in fp32, in arrays that do not overlap.
-   Out: weights and moments, updated in place. The order of operations is that of
-   torch.optim; nothing is contracted, so each loop rounds as it reads. */
+   Arrays are fp32, do not overlap, and have at most BLOCK elements. The order of operations
+   is that of torch.optim; without multiply-add fusion each operation rounds separately. */
 
-/* Numbers of one parameter, rounded to fp32 once. */
+/* Hyperparameters and bias corrections of one parameter, rounded to fp32 once. */
 typedef struct {
     float lr, decay, shrink, momentum, keep;
     float near, beta2, rest2, root, eps, size;
@@ -231,14 +229,14 @@ static inline void adam_step(float *restrict w, const float *restrict g, float *
     float root = at->root, eps = at->eps, size = at->size;
     for (int64_t i = 0; i < n; i++) {
         float gap = g[i] - a[i];
-        /* torch.lerp goes from the nearer end. */
+        /* torch.lerp starts from the nearer end point. */
         float mean = far ? g[i] - gap * near : a[i] + near * gap;
         float square = beta2 * b[i] + rest2 * g[i] * g[i];
         a[i] = mean;
         b[i] = square;
         if (amsgrad) {
             float peak = c[i];
-            /* As torch.maximum, it is NaN where either is. */
+            /* NaN in either operand propagates, as in torch.maximum. */
             square = square > peak || square != square ? square : peak;
             c[i] = square;
         }
@@ -252,11 +250,11 @@ enum { NUMEL, WEIGHT, GRADIENT, EXTRA, STATE0, STATE1, STATE2, STEP, INDEX, DTYP
 enum { MAXIMIZE = 1, NESTEROV = 2, DECOUPLED = 4 };
 enum { AMSGRAD = 8, MOMENTUM = 16, ADAM = 32 };
 
-/* What a thread does besides counting numbers, in numbers. */
+/* Fixed cost of a parameter, in elements. */
 enum { SETUP = 256 };
-/* Too few numbers to wake a thread for. */
+/* Elements per thread below which starting it is not worth the time. */
 enum { WORTH_A_THREAD = 32768 };
-/* Numbers in one partial sum. */
+/* Elements per partial sum of squares. */
 enum { CHUNK = 4096 };
 
 typedef struct {
@@ -330,7 +328,7 @@ static Rounded rounded(const Update *up, const float *step) {
     return at;
 }
 
-/* Reading and writing one block. */
+/* Loading and storing one block. */
 
 static void read_gradient(const void *from, int64_t at, int64_t dtype, float factor,
                           float *restrict to, int64_t n) {
@@ -343,7 +341,7 @@ static void read_gradient(const void *from, int64_t at, int64_t dtype, float fac
     for (int64_t i = 0; i < n; i++) to[i] = to[i] * factor;
 }
 
-/* Return where the fp32 value is to be updated: where it lies, or on the stage. */
+/* Return where to update the fp32 values: in place if they are stored as fp32, else `to`. */
 static float *decode_fp32(int64_t form, void *weight, void *residual, int64_t at, float *to,
                          int64_t n) {
     if (form == PLAIN) return (float *)weight + at;
@@ -426,9 +424,9 @@ static void update_item(const Update *up, int64_t item, int64_t begin, int64_t e
     }
 }
 
-/* Sharing work. */
+/* Splitting work over threads. */
 
-/* Return the first number of a parameter that lies behind a point of the whole. */
+/* Return the element of a parameter at `point` of the total work, rounded down to 64. */
 static int64_t cut(int64_t point, int64_t offset, int64_t numel) {
     int64_t inside = point - offset;
     if (inside <= 0) return 0;
@@ -559,8 +557,8 @@ static void check_team(void *given) {
         check_part(at, part);
 }
 
-/* Write whether a number is not finite, and the sum of squares; return 0, or 1 if there
-   is no memory for a partial sum of each chunk. */
+/* Write found_inf and the sum of squares; return 0, or 1 if there is no memory for the
+   partial sums. */
 int32_t halfstep_check_finite(const int64_t *table, int64_t items, int64_t norm, float *found,
                       double *sum, const Threads *threads) {
     Check at = {.table = table, .items = items, .norm = norm, .threads = threads};
@@ -576,7 +574,7 @@ int32_t halfstep_check_finite(const int64_t *table, int64_t items, int64_t norm,
         else
             threads->parallel(check_team, &at, (unsigned)at.parts, 0);
         *sum = 0;
-        /* In the order of the chunks, whoever summed them. */
+        /* In the order of the chunks, for any number of threads. */
         for (int64_t chunk = 0; chunk < at.total; chunk++) *sum += at.sums[chunk];
         for (int64_t part = 0; part < at.parts; part++) any |= at.found[part];
         *found = any ? 1.0f : 0.0f;

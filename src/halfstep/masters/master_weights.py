@@ -1,7 +1,7 @@
-"""Master weights: what the optimizer updates, while the model holds 16-bit copies.
+"""fp32 master weights for an optimizer whose model holds 16-bit parameters.
 
 In: an optimizer over 16-bit parameters. Out: the same optimizer over their fp32 values;
-gradients are accumulated in fp32, and updates copied back to the model weights.
+gradients are accumulated in fp32, and updates are copied back to the model weights.
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ class MasterWeights:
         self.encoding = encoding
         self.rng = RoundingRng(seed, 0)
         self.master_params: dict[Tensor, MasterParam] = {}
-        """Master -> all that belongs to it, in the order they were added."""
+        """Master weight -> its `MasterParam`, in the order they were added."""
         self.param_index: dict[Tensor, int] = {}
-        """Parameter of the optimizer -> its number, for random rounding."""
+        """Parameter of the optimizer -> its index, for stochastic rounding."""
         self.kernel: Kernel | None = None
-        """What updates weights straight from 16-bit gradients, where there is one."""
+        """Updates weights directly from 16-bit gradients; None if no kernel can."""
         self.kernel_description = ""
-        """That kernel in words, or why there is none."""
+        """One line about the kernel, or why there is none."""
         self._fused_step: FusedStep | None = None
         self.stepping = False
-        """The optimizer steps because this class calls it."""
+        """Whether this class is calling `optimizer.step`."""
         self._versions: list[int] = []
         self._accumulates_in_backward = False
         self.add_new_params(originals)
@@ -128,7 +128,7 @@ class MasterWeights:
                     forms.check(self.encoding, param.dtype)
                     value = (originals or {}).pop(param, param.detach()).float()
                     current = group["params"][index] = self._new_master(param, value)
-                    del value  # free it: the next one is large too
+                    del value  # free it before the next large allocation
                 self.param_index.setdefault(current, len(self.param_index))
         model_params = [self.model_param(param) for param in self.param_index]
         self.kernel, self.kernel_description = fused_step.choose_kernel(
@@ -155,7 +155,7 @@ class MasterWeights:
         return master
 
     def model_param(self, param: Tensor) -> Tensor:
-        """Return the model's parameter for one of the optimizer's."""
+        """Return the model's parameter for a parameter of the optimizer."""
         master_param = self.master_params.get(param)
         return param if master_param is None else master_param.weight
 
@@ -193,7 +193,7 @@ class MasterWeights:
             master_param.weight.copy_(weight)
             residual = master_param.residual
             if residual is not None and residual.dtype == torch.bfloat16:
-                # Two pairs may have one sum; a resumed run must get the same pair.
+                # Several pairs have this sum; a resumed run needs the saved one.
                 residual.copy_(value - master_param.weight)
         self.mark_synced()
 
@@ -208,10 +208,10 @@ class MasterWeights:
             _accumulate_(master_param)
 
     def accumulate_in_backward(self, *, on: bool = True) -> None:
-        """Accumulate each gradient in fp32 as soon as the backward pass made it.
+        """Accumulate each gradient in fp32 as soon as the backward pass produced it.
 
-        The 16-bit gradients of the whole model then never exist at once. Not under DDP,
-        which averages 16-bit gradients.
+        The 16-bit gradients of the whole model then never exist at once. Do not use it
+        under DDP, which averages the 16-bit gradients.
         """
         self._accumulates_in_backward = on
         for param in self.master_params.values() if on else ():
@@ -231,7 +231,7 @@ class MasterWeights:
         for param in params:
             master_param = self.master_params.get(param)
             if master_param is not None and master_param.master.grad is not None:
-                _accumulate_(master_param)  # what came later belongs to the same sum
+                _accumulate_(master_param)  # later passes belong to the sum
             gradient = param.grad if master_param is None else master_param.weight.grad
             if gradient is None:
                 gradient = param.grad
@@ -267,7 +267,7 @@ class MasterWeights:
             self._fused_step.update(
                 group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
             )
-        # As torch's own step does, for learning-rate schedules.
+        # Learning-rate schedulers check this flag, which torch's own step sets.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if only is None:
             optimizer_hooks.notify(self.optimizer)
@@ -275,7 +275,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step_param(self, param: Tensor) -> None:
-        """Step the optimizer for one parameter, whose gradient is unscaled."""
+        """Step the optimizer for one parameter, whose gradient is already unscaled."""
         master_param = self.master_params.get(param)
         if master_param is not None:
             _accumulate_(master_param)
@@ -288,7 +288,7 @@ class MasterWeights:
             master_param.weight.copy_(master_param.master)
 
     def describe(self) -> str:
-        """Say in one line how weights are updated."""
+        """Return one line about how weights are updated."""
         name = type(self.optimizer).__name__
         why = fused_step.why_not_fused(self.optimizer)
         if self.kernel is not None and not why:
@@ -297,7 +297,7 @@ class MasterWeights:
         return f"{name}'s own step, {way}: {why or self.kernel_description}"
 
     def note(self) -> str:
-        """Say in one line which encoding is used, and for how many numbers."""
+        """Return one line with the encoding and the number of master weights."""
         count = sum(param.weight.numel() for param in self.master_params.values())
         return f"master weights of {count} numbers: {self.encoding.description}"
 
@@ -311,8 +311,8 @@ class MasterWeights:
         self.add_new_params()
         master_params = self.master_params.values()
         if not self.encoding.is_compact:
-            # Weights that were loaded since. Without a warning: wrapping in DDP writes
-            # to weights too. Compact encodings are off by less than rounding.
+            # Weights may have been loaded since. No warning: DDP writes to weights too.
+            # Compact encodings need no reset: their error is below rounding.
             for param in self._externally_written():
                 param.reset_from_weight(self.encoding, self.rng)
         residuals = [p.residual for p in master_params if p.residual is not None]
@@ -340,7 +340,7 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def own_step(self) -> Iterator[None]:
-        """Mark a step as made by this class, not by the caller."""
+        """Mark a step as made by this class instead of by the caller."""
         self.stepping = True
         try:
             yield
@@ -356,18 +356,18 @@ class MasterWeights:
         self.advance_rng()
 
     def advance_rng(self) -> None:
-        """Advance the random numbers of stochastic rounding by one step."""
+        """Advance the RNG of stochastic rounding by one step."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
         self.mark_synced()
 
     def set_rng(self, seed: int, step: int) -> None:
-        """Set the random numbers of stochastic rounding to those of a saved run."""
+        """Set the RNG of stochastic rounding to the state of a saved run."""
         self.rng = RoundingRng(seed, step)
 
     def normalize_states(self) -> None:
-        """Copy loaded moments, and convert them to the encoding's dtype.
+        """Copy loaded optimizer state, and convert moments to the encoding's dtype.
 
-        Without the copy, a tensor would be shared with the optimizer it came from.
+        Without the copy, tensors would be shared with the state dict's optimizer.
         """
         for state in self.optimizer.state.values():
             tensors = [key for key, value in state.items() if torch.is_tensor(value)]
@@ -378,7 +378,7 @@ class MasterWeights:
             )
 
     def mark_synced(self) -> None:
-        """Record that model weights and master weights agree now."""
+        """Record that the model weights match the master weights now."""
         masters = self.master_params.values()
         self._versions = [param.weight._version for param in masters]  # noqa: SLF001
 
@@ -387,8 +387,8 @@ class MasterWeights:
         """Reset master weights whose model weights were changed outside the optimizer.
 
         `model.load_state_dict`, clamping or weight averaging change the model; without
-        this the next step would undo it. A write through `.data` is not noticed, since
-        torch does not count it.
+        the reset the next step would undo that. Writes through `.data` are not
+        detected, since they do not increment the version counter.
         """
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
@@ -407,13 +407,13 @@ class MasterWeights:
             warnings.warn(message, stacklevel=3)
 
     def _externally_written(self) -> list[MasterParam]:
-        """Return those whose weights were written to since `mark_synced`."""
+        """Return the parameters whose weights were written since `mark_synced`."""
         pairs = zip(self.master_params.values(), self._versions, strict=True)
         return [p for p, version in pairs if p.weight._version != version]  # noqa: SLF001
 
 
 class NoMasters(MasterWeights):
-    """The same where the optimizer updates the model's own parameters."""
+    """MasterWeights of an optimizer that updates the model's own parameters."""
 
     has_masters = False
 
@@ -423,17 +423,17 @@ class NoMasters(MasterWeights):
         """Do nothing."""
 
     def describe(self) -> str:
-        """Say in one line how weights are updated."""
+        """Return one line about how weights are updated."""
         return f"{type(self.optimizer).__name__}'s own step"
 
     def note(self) -> str:
-        """Say that there are none."""
+        """Return that there are no master weights."""
         return "master weights: none"
 
 
 @torch.no_grad()
 def _accumulate_(master_param: MasterParam) -> None:
-    """Add a 16-bit gradient to its master's, and free it."""
+    """Add a 16-bit gradient to the master's fp32 gradient, and free it."""
     gradient, master_param.weight.grad = master_param.weight.grad, None
     if gradient is None:
         return
@@ -441,7 +441,7 @@ def _accumulate_(master_param: MasterParam) -> None:
     if gradient.is_sparse or (total is not None and total.is_sparse):
         wide = gradient.float()
         if total is not None:
-            # torch adds sparse to dense, and not the other way round.
+            # torch supports sparse + dense only with the dense operand first.
             wide = wide + total if total.is_sparse else total + wide
         master_param.master.grad = wide
     elif total is None:
@@ -460,9 +460,9 @@ def _accumulate_(master_param: MasterParam) -> None:
 
 
 _SUM = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
-"""A step of SGD at a rate of -1 adds the gradient to the weight, in one pass."""
+"""SGD with lr=-1 adds the gradient to the weight, in one pass over memory."""
 _LARGE = 1 << 16
-"""Numbers from which it pays to call a kernel."""
+"""Elements from which calling the kernel is faster."""
 
 
 def _suits_kernel(total: Tensor, part: Tensor) -> bool:
@@ -476,7 +476,7 @@ def _suits_kernel(total: Tensor, part: Tensor) -> bool:
 
 
 def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:
-    """Let `optimizer.zero_grad` also clear the 16-bit gradients behind its masters."""
+    """Make `optimizer.zero_grad` also clear the model's 16-bit gradients."""
     own = optimizer.zero_grad
 
     @wraps(own)

@@ -1,4 +1,4 @@
-"""Updates inside the backward pass, so that gradients never exist all at once."""
+"""Steps the optimizer inside the backward pass, so that gradients never coexist."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def check(
     """Reject options that need all gradients of a step at once.
 
     Args:
-        rule: Of the loss scale.
+        rule: Rule of the loss scale.
         clip: Largest norm of all gradients.
-        accumulate: Micro-batches of a step.
+        accumulate: Micro-batches per step.
         needs_agreement: Ranks must agree on what is skipped.
         needs_all_gradients: Micro-batches may be dropped, or run again.
 
     Raises:
-        UserError: With what to leave out.
+        UserError: If an option is incompatible; the message says what to leave out.
     """
     why = ""
     if rule.scales:
@@ -56,7 +56,7 @@ def check(
 
 
 def check_norm(clip: float | None) -> None:
-    """Reject clipping.
+    """Reject gradient clipping.
 
     Raises:
         UserError: If a finite limit is given.
@@ -71,10 +71,10 @@ def check_norm(clip: float | None) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Reject an optimizer that cannot step over one parameter by itself.
+    """Reject an optimizer that cannot be stepped for one parameter at a time.
 
     Raises:
-        UserError: With the reason.
+        UserError: If it is not torch's own, or has step hooks.
     """
     if not optimizer_hooks.runs_only_torch_code(optimizer):
         message = (
@@ -86,25 +86,25 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 class OptimizerInBackward:
-    """Updates each parameter as soon as its gradient is there.
+    """Updates each parameter as soon as its gradient exists, and frees the gradient.
 
-    A gradient with inf or NaN leaves its own parameter alone; others are updated.
+    A gradient with inf or NaN skips the update of its own parameter only.
 
     Args:
-        masters: With a kernel, or over an optimizer that keeps its state by parameter.
-        norm: Sum up the squares of the gradients too.
+        masters: With a kernel, or over an optimizer that keeps its state per parameter.
+        norm: Whether to compute the norm of all gradients.
 
     Raises:
-        UserError: If the optimizer cannot step over one parameter by itself.
+        UserError: If the optimizer cannot be stepped for one parameter at a time.
     """
 
     def __init__(self, masters: MasterWeights, *, norm: bool) -> None:
         check_optimizer(masters.optimizer)
         self.masters = masters
         self.skipped_params: list[Tensor] = []
-        """Parameters of the optimizer whose gradients were not finite."""
+        """Parameters of the optimizer whose gradients were non-finite in this step."""
         self.stepped_params: set[Tensor] = set()
-        """Parameters of the optimizer whose gradients came since the last step."""
+        """Parameters of the optimizer with a gradient since the last step."""
         self._square_sum: Tensor | None = None
         self._needs_norm = norm
         self._kernel: Kernel | None = None
@@ -114,22 +114,22 @@ class OptimizerInBackward:
 
     @property
     def count(self) -> int:
-        """Gradients that came since the last step."""
+        """Number of gradients since the last step."""
         return len(self.stepped_params)
 
     def start(self, *, in_backward: bool) -> None:
-        """Install the hooks; update when gradients arrive, or in `step_all`."""
+        """Install the hooks; update as gradients arrive, or later in `step_all`."""
         self._is_active = in_backward
-        # A step hook may have come after `prepare`.
+        # A step hook may have been added after `prepare`.
         optimizer = self.masters.optimizer
         check_optimizer(optimizer)
         self.masters.add_new_params()
         is_unfused = bool(fused_step.why_not_fused(optimizer))
         self._kernel = None if is_unfused else self.masters.kernel
-        # Loading a state gives an optimizer groups of its own anew.
+        # `load_state_dict` replaces the optimizer's group dicts.
         self._group_of = {p: g for g in optimizer.param_groups for p in g["params"]}
         if not self.stepped_params:
-            # Otherwise the weights were changed by this step's own updates.
+            # After the first gradient, this step's own updates have changed weights.
             self.masters.sync_external_writes()
         for param in self._group_of:
             weight = self.masters.model_param(param)
@@ -139,7 +139,7 @@ class OptimizerInBackward:
                 weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Ignore gradients of other backward passes."""
+        """Ignore gradients until the next `start`."""
         self._is_active = False
 
     def discard(self) -> None:
@@ -147,7 +147,7 @@ class OptimizerInBackward:
         self.skipped_params, self._square_sum, self.stepped_params = [], None, set()
 
     def step_all(self) -> None:
-        """Update by the gradients of a backward pass, after ranks averaged them."""
+        """Update with the gradients of a backward pass, after ranks averaged them."""
         for param in self._group_of:
             weight = self.masters.model_param(param)
             if weight.grad is not None:
@@ -159,7 +159,7 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def _step_param(self, param: Tensor, weight: Tensor) -> None:
-        """Update a parameter by its gradient, and free the gradient."""
+        """Update a parameter with its gradient, and free the gradient."""
         gradient = weight.grad
         if gradient is None:
             return
@@ -191,7 +191,7 @@ class OptimizerInBackward:
         weight.grad = param.grad = None
 
     def finish_step(self) -> tuple[list[Tensor], Tensor | None]:
-        """End a step; return skipped parameters, and the norm of all gradients."""
+        """End a step; return the skipped parameters and the norm of all gradients."""
         skipped_params, squares = self.skipped_params, self._square_sum
         self.skipped_params, self.stepped_params, self._square_sum = [], set(), None
         self.masters.advance_rng()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import StepReport
 
 SAMPLE = 1 << 16
-"""Numbers compared in each group: the share is then known to some 0.4 points."""
+"""Elements sampled per group; the standard error of the share is about 0.2 points."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class RoundingLoss:
     step: int
     """Optimizer steps attempted so far."""
     group: int
-    """Its place in `optimizer.param_groups`."""
+    """Index in `optimizer.param_groups`."""
     counts: Tensor
-    """Sampled numbers whose gradient and learning rate are not 0; those of them that
-    did not change; those whose 16-bit weight did not. float64, shape (3,)."""
+    """float64, shape (3,): sampled elements with non-zero gradient and learning rate;
+    those whose fp32 value did not change; those whose 16-bit weight did not."""
     is_stochastic: bool
-    """Stochastic rounding, which loses nothing on average."""
+    """Whether rounding is stochastic: then no update is lost on average."""
 
     @property
     def share(self) -> float | None:
-        """Share of the updates that was lost, 0 to 1; None without updates.
+        """Share of the updates that were lost, 0 to 1; None without updates.
 
         May synchronize with the device.
         """
@@ -59,28 +59,28 @@ class RoundingLoss:
 
 
 class RoundingLossCounter:
-    """Counts updates lost to rounding every so many steps.
+    """Counts updates lost to rounding every `every` steps.
 
     Args:
-        masters: Over the optimizer; `NoMasters` too.
-        every: Steps from one count to the next, >= 1.
+        masters: Master weights of the optimizer, or `NoMasters`.
+        every: Steps between counts, >= 1.
     """
 
     def __init__(self, masters: MasterWeights, every: int) -> None:
         self.every = require_int("every", every, 1)
         self.last: tuple[RoundingLoss, ...] = ()
-        """One for each parameter group, from the last count."""
+        """Results of the last count, one per parameter group."""
         self._masters = masters
         self._sample_indices: dict[Tensor, Tensor] = {}
 
     @contextlib.contextmanager
     def measure(self, report: StepReport) -> Iterator[None]:
-        """Compare the weights just before an update and just after it, if it is due.
+        """Compare the weights before and after an update, if a count is due.
 
         Args:
-            report: Of the step; one that is skipped is not counted.
+            report: Report of the step; a skipped step is not counted.
         """
-        # The session's steps, so that one that was resumed counts where another would.
+        # The session's step count, so that a resumed run counts at the same steps.
         if report.step % self.every:
             yield
             return
@@ -118,7 +118,7 @@ class RoundingLossCounter:
                 yield RoundingLoss(step, group, total, random)
 
     def _sampled_params(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        """Return for each group its parameters, and which numbers to compare."""
+        """Return (parameter, sampled indices) pairs for each group."""
         samples = []
         for group in self._masters.optimizer.param_groups:
             model_param = self._masters.model_param
@@ -129,9 +129,9 @@ class RoundingLossCounter:
         return samples
 
     def _indices_of(self, param: Tensor, share: float) -> Tensor | None:
-        """Return which numbers of a parameter are compared, drawn once; None: all.
+        """Return random indices, the same at each count; None: all elements.
 
-        Why drawn: every hundredth number of a matrix may be one column of it.
+        Why random: every hundredth element of a matrix may be a single column.
         """
         if share >= 1 or not param.numel():
             return None
@@ -148,7 +148,7 @@ class RoundingLossCounter:
     def _sample_values(
         self, param: Tensor, indices: Tensor | None, lr: float | Tensor
     ) -> tuple[Tensor, ...]:
-        """Return fp32 value, weight, and whether it is to be updated, of a sample."""
+        """Return fp32 values, weights, and a mask of elements that get an update."""
         master_param = self._masters.master_params.get(param)
         weight = _take(param if master_param is None else master_param.weight, indices)
         fp32 = weight
@@ -164,7 +164,7 @@ class RoundingLossCounter:
             moves = torch.zeros_like(weight, dtype=torch.bool)
         else:
             moves = _take(gradient, indices) != 0
-        if torch.is_tensor(lr):  # without reading it on the host
+        if torch.is_tensor(lr):  # do not synchronize with the device
             moves = moves & (lr.reshape(()) != 0).to(moves.device)
         elif not lr:
             moves = torch.zeros_like(moves)
@@ -172,12 +172,12 @@ class RoundingLossCounter:
 
 
 def lr_of(group: dict[str, Any]) -> float | Tensor:
-    """Return the learning rate of a parameter group; 1 for an optimizer without any."""
+    """Return the learning rate of a parameter group; 1 if it has none."""
     rate: float | Tensor | None = group.get("lr")
     return 1.0 if rate is None else rate
 
 
 def _take(tensor: Tensor, indices: Tensor | None) -> Tensor:
-    """Return some numbers of a tensor, or all, copied."""
+    """Return a copy of some elements of a tensor, or of all."""
     flat = local_part(tensor).detach().reshape(-1)
     return flat.clone() if indices is None else flat[indices]

@@ -1,15 +1,16 @@
-"""Triton kernels: fused updates, and the check of gradients for inf and NaN.
+"""Triton kernels that update weights and check gradients for inf and NaN.
 
-A table is 64-bit words: a line of numbers, then one line a tensor. A program finds its
-line by the number of its block: a thousand tensors are one launch, whatever their
-sizes. The numbers are no arguments, so no learning rate makes a kernel of its own.
+One launch handles any number of tensors: a table of 64-bit words has a header row with
+the rule's numbers, then one row per tensor, and each program finds its row by binary
+search on its block index. The rule's numbers are in the table instead of in arguments,
+so that a new learning rate does not recompile a kernel.
 
-Launch with `enable_fp_fusion=False`: a product and a sum contracted into one rounding
-here and not there would make the forms differ from each other. bf16 is read and written
-as integers: the rounding is ours to the bit, on devices that know no bf16 too.
+Launch with `enable_fp_fusion=False`: multiply-adds that are fused in one kernel but not
+in another would make the encodings differ. bf16 is loaded and stored as integers, which
+makes rounding bit-exact, also on devices without bf16.
 
-Until `load` hands them to Triton these are plain functions that cannot be called, so
-that importing them needs no Triton.
+`load` passes these functions to `triton.jit`; until then they cannot be called, and
+importing this module does not need Triton.
 """
 
 from __future__ import annotations
@@ -23,45 +24,45 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Value: TypeAlias = Any
-"""A number or block on the device, or a pointer."""
+"""A scalar or block on the device, or a pointer."""
 constexpr: TypeAlias = Any  # noqa: PYI042 -- Triton looks for this word
-"""Known when the kernel is compiled."""
+"""A compile-time constant."""
 
 tl: Any = None
-"""`triton.language`, once it is loaded."""
+"""`triton.language`, after `load`."""
 
-# Words of the first line of a table: numbers of the rule, in double.
+# Columns of the header row: numbers of the rule, in double.
 LR: Any = 0
 DECAY: Any = 1
-"""Weight decay; for AdamW what is left of the weight."""
+"""Weight decay; for AdamW the factor 1 - lr * weight_decay."""
 KEEP: Any = 2
 """Momentum, or beta2."""
 TAKE: Any = 3
 """1 - dampening, or 1 - beta2."""
 MEAN_TAKE: Any = 4
-"""1 - beta1; beta1 where FAR."""
+"""1 - beta1; beta1 with FAR."""
 EPS: Any = 5
 MEAN_LOG: Any = 6
-"""Of beta1."""
+"""log(beta1)"""
 LOG: Any = 7
-"""Of beta2."""
+"""log(beta2)"""
 
-# Words of the lines below.
+# Columns of the tensors' rows.
 GRADIENT: Any = 0
 NUMEL: Any = 1
 BEFORE: Any = 2
-"""Blocks of the tensors above."""
+"""Number of blocks in the rows above."""
 CHECK_WIDTH: Any = 3
-"""Of a line of the check for inf and NaN."""
+"""Row width of `check_finite`."""
 WEIGHT: Any = 3
 RESIDUAL: Any = 4
 STATE: Any = 5
-"""And the two after it."""
+"""The first of three state tensors."""
 STEP: Any = 8
 FILLED: Any = 9
-"""Whether SGD's momentum buffer holds anything."""
+"""Whether SGD's momentum buffer is initialized."""
 KEY: Any = 10
-"""Two words for each of the two streams of random numbers."""
+"""Two words for each of the two streams of random bits."""
 WIDTH: Any = 14
 
 # Bits of `flags`.
@@ -71,12 +72,12 @@ NESTEROV: Any = 4
 AMSGRAD: Any = 8
 MAXIMIZE: Any = 16
 FAR: Any = 32
-"""Adam's mean lies nearer to the gradient than to the old mean."""
+"""beta1 <= 0.5: the new mean is computed starting from the gradient."""
 
-# Of floating-point formats.
+# Bit patterns of floating-point formats.
 INFINITE: Any = 0x7F800000
 HIGH: Any = 0x7F80
-"""The upper half of infinity, and infinity as bf16."""
+"""Upper half of fp32 infinity; bf16 infinity."""
 LARGEST: Any = 0x7F7F
 """The largest finite bf16."""
 
@@ -86,33 +87,32 @@ _lock = threading.Lock()
 
 
 def on_device(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Put a function on the list of those that are Triton's."""
+    """Register a function that `load` passes to `triton.jit`."""
     FUNCTIONS.append(function)
     return function
 
 
 def load() -> dict[str, Any]:
-    """Hand all functions to Triton, once; return them by name.
+    """Pass all functions to `triton.jit`, once; return them by name.
 
     Raises:
-        ImportError: If there is no Triton.
+        ImportError: If Triton is not installed.
     """
     namespace = globals()
     with _lock:
         if tl is None:
-            # It ships no types; named like this, nobody needs it to check ours.
+            # Any, so that type checking does not need Triton, which ships no types.
             triton: Any = import_module("triton")
             language: Any = import_module("triton.language")
             compiled = {n: language.constexpr(value) for n, value in CONSTANTS.items()}
             for function in FUNCTIONS:
                 params = inspect.signature(function).parameters.values()
-                # A single tensor, or a flag that happens to be aligned, must not make
-                # a kernel of its own.
+                # Do not compile variants for a single row or for an aligned integer.
                 unspecialized = [p.name for p in params if p.annotation != "constexpr"]
                 compiled[function.__name__] = triton.jit(
                     function, do_not_specialize=unspecialized
                 )
-            # It reads annotations as it reads code.
+            # Triton evaluates annotations when it compiles.
             compiled |= {"Value": language.tensor, "constexpr": language.constexpr}
             namespace.update(compiled, tl=language)
     return {function.__name__: namespace[function.__name__] for function in FUNCTIONS}
@@ -120,7 +120,7 @@ def load() -> dict[str, Any]:
 
 @on_device
 def row_of(table: Value, rows: Value, width: constexpr, program: Value) -> Value:
-    """Return the last row that has no more blocks before it than this program."""
+    """Return the row that a program's block belongs to, by binary search."""
     low = program * 0
     high = low + rows
     while high - low > 1:
@@ -133,7 +133,7 @@ def row_of(table: Value, rows: Value, width: constexpr, program: Value) -> Value
 
 @on_device
 def number(table: Value, column: constexpr) -> Value:
-    """Return a number of the rule, rounded once."""
+    """Return a number of the header row, as fp32."""
     return tl.load(table + column).to(tl.float64, bitcast=True).to(tl.float32)
 
 
@@ -155,7 +155,7 @@ def get(
     mask: Value,
     aligned: constexpr,
 ) -> Value:
-    """Read a block: fp32 as it is, fp16 as fp32, 16 bits as uint32."""
+    """Load a block: fp32 as it is, fp16 as fp32, other 16-bit data as uint32."""
     if kind == "fp32":
         value = tl.load(base(line, column, tl.float32, aligned) + at, mask=mask)
     elif kind == "fp16":
@@ -177,7 +177,7 @@ def put(
     mask: Value,
     aligned: constexpr,
 ) -> None:
-    """Write a block: fp32, fp32 as fp16, or 16 bits from uint32."""
+    """Store a block: fp32, fp32 as fp16, or 16 bits of uint32."""
     if kind == "fp32":
         tl.store(base(line, column, tl.float32, aligned) + at, value, mask=mask)
     elif kind == "fp16":
@@ -190,7 +190,7 @@ def put(
 
 @on_device
 def wide(value: Value, kind: constexpr) -> Value:
-    """Return what was read as fp32."""
+    """Convert a result of `get` to fp32."""
     if kind == "bf16":
         value = (value << 16).to(tl.float32, bitcast=True)
     return value
@@ -198,13 +198,13 @@ def wide(value: Value, kind: constexpr) -> Value:
 
 @on_device
 def keep_nan(bits: Value, rounded: Value) -> Value:
-    """Return the bits of bf16, with NaN where fp32 was NaN."""
+    """Return the rounded bf16 bits, with NaN where fp32 was NaN."""
     return tl.where((bits & 0x7FFFFFFF) > INFINITE, (bits >> 16) | 0x40, rounded)
 
 
 @on_device
 def nearest(value: Value) -> Value:
-    """Round fp32 to the bits of bf16, ties to even."""
+    """Round fp32 to bf16 bits, ties to even."""
     bits = value.to(tl.uint32, bitcast=True)
     high = bits >> 16
     round_up = ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
@@ -213,7 +213,7 @@ def nearest(value: Value) -> Value:
 
 @on_device
 def round_stochastic(value: Value, random_bits: Value) -> Value:
-    """Round fp32 to the bits of bf16 with 16 random bits; never to an infinity."""
+    """Round fp32 to bf16 bits with 16 random bits; never to infinity."""
     bits = value.to(tl.uint32, bitcast=True)
     high = bits >> 16
     round_up = ((bits & 0xFFFF) + random_bits) >> 16
@@ -222,7 +222,7 @@ def round_stochastic(value: Value, random_bits: Value) -> Value:
 
 @on_device
 def mix(word: Value) -> Value:
-    """Scramble 32-bit words."""
+    """Hash 32-bit words: see `bf16_codecs.mix`."""
     word = (word ^ (word >> 16)) * 0x21F0AAAD
     word = (word ^ (word >> 15)) * 0x735A2D97
     return word ^ (word >> 15)
@@ -230,7 +230,7 @@ def mix(word: Value) -> Value:
 
 @on_device
 def draw(line: Value, stream: constexpr, at: Value) -> Value:
-    """Return 32 random bits for each number of a block."""
+    """Return 32 random bits for each element of a block."""
     first = tl.load(line + (KEY + 2 * stream)).to(tl.uint32)
     second = tl.load(line + (KEY + 2 * stream + 1)).to(tl.uint32)
     return mix(mix(at.to(tl.uint32) + first) ^ second)
@@ -238,7 +238,7 @@ def draw(line: Value, stream: constexpr, at: Value) -> Value:
 
 @on_device
 def stored(value: Value, kind: constexpr, random_bits: Value) -> Value:
-    """Return a number of the optimizer's state as `put` takes it."""
+    """Convert optimizer state from fp32 to what `put` stores."""
     if kind == "bf16":
         value = round_stochastic(value, random_bits)
     return value
@@ -248,7 +248,7 @@ def stored(value: Value, kind: constexpr, random_bits: Value) -> Value:
 def read_fp32(
     line: Value, encoding: constexpr, at: Value, mask: Value, aligned: constexpr
 ) -> Value:
-    """Return the fp32 values of a block."""
+    """Decode the fp32 values of a block."""
     if encoding == "fp32":
         fp32 = get(line, RESIDUAL, "fp32", at, mask, aligned)
     elif encoding == "plain":
@@ -257,7 +257,7 @@ def read_fp32(
         high = get(line, WEIGHT, "bf16", at, mask, aligned)
         low = get(line, RESIDUAL, "bf16", at, mask, aligned)
         size = high & 0x7FFF
-        # Only these were ever carried into: not zero, and not NaN.
+        # Encoding can round up only to these: not to zero, and not to NaN.
         rounded_up = tl.where((size > 0) & (size <= HIGH), low >> 15, 0)
         fp32 = (((high - rounded_up) << 16) | low).to(tl.float32, bitcast=True)
     else:
@@ -311,13 +311,13 @@ def sgd(
     mask: Value,
     aligned: constexpr,
 ) -> Value:
-    """Return the weights after torch.optim.SGD; the buffer is written."""
+    """Return the weights after torch.optim.SGD; store the momentum buffer."""
     if DECAYS & flags:
         g = g + number(table, DECAY) * w
     if states != "none":
         momentum = number(table, KEEP)
         old = wide(get(line, STATE, states, at, mask, aligned), states)
-        # Where nothing was ever written there may be NaN; it is not touched.
+        # An uninitialized buffer may contain NaN; do not multiply it.
         filled = tl.load(line + FILLED) != 0
         buffer = tl.where(filled, momentum * old + number(table, TAKE) * g, g)
         new_state = stored(buffer, states, bits & 0xFFFF)
@@ -340,7 +340,7 @@ def adam(
     mask: Value,
     aligned: constexpr,
 ) -> Value:
-    """Return the weights after torch.optim.Adam or AdamW; the moments are written."""
+    """Return the weights after torch.optim.Adam or AdamW; store the moments."""
     if DECAYS & flags:
         if DECOUPLED & flags:
             w = w * number(table, DECAY)
@@ -348,7 +348,7 @@ def adam(
             g = g + number(table, DECAY) * w
     mean = wide(get(line, STATE, states, at, mask, aligned), states)
     square = wide(get(line, STATE + 1, states, at, mask, aligned), states)
-    # torch.lerp goes from the nearer end.
+    # torch.lerp starts from the nearer end point.
     if FAR & flags:
         mean = g - (g - mean) * number(table, MEAN_TAKE)
     else:
@@ -363,7 +363,7 @@ def adam(
     put(line, STATE + 1, states, new_state, at, mask, aligned)
     if AMSGRAD & flags:
         old = wide(get(line, STATE + 2, states, at, mask, aligned), states)
-        # NaN on either side wins, as in torch.
+        # NaN in either operand propagates, as in torch.maximum.
         square = tl.where((square > old) | (square != square), square, old)  # noqa: PLR0124
         new_state = stored(square, states, more & 0xFFFF)
         put(line, STATE + 2, states, new_state, at, mask, aligned)
@@ -418,7 +418,7 @@ def update(
     aligned: constexpr,
     block: constexpr,
 ) -> None:
-    """Update the tensors of a table, unless an overflow was found; one block each."""
+    """Update all tensors of a table, one block per program, unless `found_inf` is 1."""
     if tl.load(found_inf) == 0:
         program = tl.program_id(0)
         row = row_of(table, rows, WIDTH, program)
@@ -428,7 +428,7 @@ def update(
         start = (program - tl.load(line + BEFORE)) * block
         numel = tl.load(line + NUMEL)
         at = start + tl.arange(0, block)
-        # Without a mask memory is read and written in the widest pieces.
+        # Without a mask, loads and stores are vectorized to full width.
         if start + block <= numel:
             step(
                 table,
@@ -470,7 +470,7 @@ def correct(table: Value, rows: Value, corrections: Value, block: constexpr) -> 
     mask = row < rows
     pointer = tl.load(table + ((row + 1) * WIDTH + STEP), mask=mask, other=0)
     pointer = pointer.to(tl.pointer_type(tl.float32))
-    # In double: 1 - beta2**t loses ten bits of it at first.
+    # In double: at first, 1 - beta2**t in fp32 would lose ten bits.
     t = tl.load(pointer, mask=mask, other=1).to(tl.float64)
     lr = tl.load(table + LR).to(tl.float64, bitcast=True)
     mean_log = tl.load(table + MEAN_LOG).to(tl.float64, bitcast=True)
@@ -492,7 +492,7 @@ def check_finite(
     aligned: constexpr,
     block: constexpr,
 ) -> None:
-    """Flag what is not finite; with `norm`, write the sum of squares of each block."""
+    """Set `found_inf` if a value is not finite; with `norm`, store sums of squares."""
     program = tl.program_id(0)
     line = table + (row_of(table, rows, CHECK_WIDTH, program) + 1) * CHECK_WIDTH
     start = (program - tl.load(line + BEFORE)) * block
@@ -521,7 +521,7 @@ def check_block(
     if mask is not None:
         g = tl.where(mask, g, 0.0)
     if norm:
-        # In double no square of an fp32 number overflows or vanishes.
+        # In double, squares of fp32 values neither overflow nor underflow.
         double = g.to(tl.float64)
         total = tl.sum(double * double, axis=0)
         tl.store(sum_pointer, total)
@@ -530,5 +530,5 @@ def check_block(
         size = g.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         is_nonfinite = tl.max((size >= INFINITE).to(tl.int32), axis=0) != 0
     if is_nonfinite:
-        # Any program that finds one writes the same.
+        # A race is harmless: all programs store the same value.
         tl.store(found_inf, 1.0)

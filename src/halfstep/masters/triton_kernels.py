@@ -1,7 +1,7 @@
-"""Fused updates on CUDA devices: a whole group of tensors in one launch.
+"""Launches the Triton kernels of fused updates on CUDA devices.
 
-State, fp32 values and weights are updated in one pass over memory, or left alone where
-`found_inf` is set on the device, without synchronizing with the host.
+One launch updates a whole group of tensors in one pass over memory, or changes nothing
+if `found_inf` is set on the device, without host-device synchronization.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 1024
-"""Numbers that one program updates; 4 warps read bf16 in pieces of 16 bytes."""
+"""Elements per program; 4 warps then load bf16 in pieces of 16 bytes."""
 CHECK_BLOCK = 4096
-"""Numbers whose squares one program adds."""
+"""Elements per program of `check_finite`."""
 _CORRECTION_BLOCK = 128
-"""Tensors whose bias corrections one program works out."""
+"""Tensors per program of `correct`, which computes bias corrections."""
 _ALIGNED = 16
 _MIN_CAPABILITY = (7, 5)
-"""Compute capability from which Triton compiles."""
+"""Lowest compute capability that Triton supports."""
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 Kind = tuple[str, str, str, bool]
-"""Dtypes of weight, gradient and state, and whether all memory is aligned."""
+"""Dtypes of weight, gradient and state, and whether all addresses are aligned."""
 
 
 def available(device: torch.device) -> bool:
-    """Say whether the kernels can run on a device, without importing Triton."""
+    """Return whether the kernels can run on a device, without importing Triton."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     if find_spec("triton") is None:
@@ -62,7 +62,7 @@ def available(device: torch.device) -> bool:
 
 
 def describe() -> str:
-    """Return what the kernels are made with, for people."""
+    """Return a one-line description."""
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         try:
             return f"Triton {metadata.version(name)}, one launch for all tensors"
@@ -83,11 +83,11 @@ def update(
 ) -> None:
     """Update tensors unless `found_inf` is set: see `fused_step.Kernel`.
 
-    Where it was, momentum that was never filled stays so: an item is `first` until a
-    step was taken.
+    `is_first_step` must stay set until a step was applied: skipped steps do not fill
+    the momentum buffer.
     """
     device = inverse.device
-    # They must live until the kernels are launched.
+    # Keep the tensors alive until the kernels are launched.
     tensors = checked_tensors(items, rule, encoding, device)
     groups: dict[Kind, list[list[int]]] = {}
     for index, item in enumerate(items):
@@ -132,7 +132,7 @@ def update(
 def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Read all gradients, at least one, once: see `fused_step.Kernel`."""
+    """Check one or more gradients: see `fused_step.Kernel`."""
     if not gradients:
         message = "gradients=[] has nothing to look at; give at least one."
         raise UserError(message)
@@ -172,17 +172,18 @@ def check_finite(
 
 @cache
 def _code() -> dict[str, Any]:
-    """Return the kernels; Triton is imported here, where they are about to run."""
+    """Return the kernels; importing Triton is deferred to the first launch."""
     from halfstep.masters import triton_jit
 
     return triton_jit.load()
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Be on a device: Triton launches where the process stands, not where tensors are.
+    """Return a context that makes `device` current, where Triton launches its kernels.
 
-    Rejects launches that are being recorded: a recording would repeat one step's
-    addresses, numbers and random bits.
+    Raises:
+        UserError: During CUDA graph capture, because a graph would repeat one step's
+            addresses, numbers and random bits.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -196,7 +197,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _upload(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Send a table to the device, without waiting for it to arrive."""
+    """Copy a table to the device without synchronization."""
     pinned = device.type == "cuda"
     flat = list(chain.from_iterable(lines))
     table = torch.tensor(flat, dtype=torch.int64, pin_memory=pinned)
@@ -204,7 +205,7 @@ def _upload(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _count(lines: list[list[int]], block: int) -> int:
-    """Note in each line how many blocks there are before; return how many in all."""
+    """Write into each row the number of blocks before it; return the total."""
     before = 0
     for line in lines:
         line[2] = before
@@ -213,7 +214,7 @@ def _count(lines: list[list[int]], block: int) -> int:
 
 
 def _rule_words(rule: Rule) -> list[int]:
-    """Return the first line of a table: doubles by their bits."""
+    """Return the header row of a table, doubles as 64-bit words."""
     if isinstance(rule, Sgd):
         first_words = (rule.lr, rule.weight_decay, rule.momentum, 1 - rule.dampening)
         numbers = (*first_words, 0.0, 0.0, 0.0, 0.0)
@@ -241,7 +242,7 @@ def _far(rule: Adam) -> bool:
 
 
 def _flags(rule: Rule) -> int:
-    """Return what is compiled into the kernel, as bits that `triton_jit` names."""
+    """Return the compile-time flags of a rule, as bits defined in `triton_jit`."""
     flags = (rule.weight_decay != 0) | rule.maximize << 4
     if isinstance(rule, Sgd):
         return flags | rule.nesterov << 2
@@ -255,7 +256,7 @@ def _param_line(
     encoding: str,
     clock: tuple[int, int],
 ) -> tuple[Kind, list[int]]:
-    """Return what kernel an item needs, and its line of the table."""
+    """Return the kernel variant that an item needs, and its row of the table."""
     weight, gradient = tensors.weights[index], tensors.gradients[index]
     states = [column[index] for column in tensors.states]
     address = weight.data_ptr()

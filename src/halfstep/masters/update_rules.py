@@ -1,7 +1,6 @@
-"""The arithmetic of SGD, Adam and AdamW as plain numbers, and what it is applied to.
+"""Update rules of SGD, Adam and AdamW as plain numbers, and the tensors of an update.
 
-In: a parameter group of torch's optimizer. Out: a `Sgd` or `Adam`, or nothing where the
-optimizer does something else. Every fused kernel, compiled or not, takes these.
+Every fused kernel, compiled or not, takes an `Sgd` or `Adam` and `ParamUpdate`s.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of gradients that kernels read."""
+"""Dtypes of gradients that kernels can read."""
 
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """torch.optim.SGD, with its names."""
+    """Hyperparameters of torch.optim.SGD."""
 
     lr: float
     momentum: float
@@ -42,13 +41,13 @@ class Sgd:
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """Names of its state tensors in `optimizer.state`."""
+        """Keys of its state tensors in `optimizer.state`."""
         return ("momentum_buffer",) if self.momentum else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """torch.optim.Adam and AdamW, with their names."""
+    """Hyperparameters of torch.optim.Adam and AdamW."""
 
     lr: float
     beta1: float
@@ -56,13 +55,13 @@ class Adam:
     eps: float
     weight_decay: float
     decoupled: bool
-    """AdamW: decay shrinks the weight itself, and does not enter the moments."""
+    """AdamW: weight decay scales the weight and does not enter the moments."""
     amsgrad: bool
     maximize: bool
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """Names of its state tensors in `optimizer.state`."""
+        """Keys of its state tensors in `optimizer.state`."""
         keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return keys if self.amsgrad else keys[:2]
 
@@ -72,35 +71,35 @@ Rule = Sgd | Adam
 
 @dataclass(slots=True)
 class ParamUpdate:
-    """One parameter in an update. All tensors are contiguous and of one shape."""
+    """One parameter to update. All tensors are contiguous and have the same shape."""
 
     weight: Tensor
-    """What the model holds: bf16, fp16, or fp32."""
+    """The model's weight: bf16, fp16 or fp32."""
     gradient: Tensor
     """bf16, fp16 or fp32, still multiplied by the loss scale."""
     residual: Tensor | None = None
-    """What is kept beside the weight: see `MasterEncoding`."""
+    """What is stored beside the weight: see `MasterEncoding`."""
     states: tuple[Tensor, ...] = ()
     """SGD with momentum: (momentum_buffer,); Adam: (exp_avg, exp_avg_sq), and
-    max_exp_avg_sq with amsgrad. fp32, or bf16 where the encoding keeps them so."""
+    max_exp_avg_sq with amsgrad. fp32, or bf16 with "kahan" and "stochastic"."""
     step: Tensor | None = None
-    """Adam: torch's step counter, fp32, shape (), already counting this step."""
+    """Adam: torch's step counter, fp32, shape (), already incremented for this step."""
     is_first_step: bool = False
-    """SGD: the momentum buffer is not filled yet; it takes the gradient as it is."""
+    """SGD: the momentum buffer is uninitialized and is set to the gradient."""
     param_index: int = 0
-    """Number of the parameter; random numbers depend on it."""
+    """Index of the parameter, for random bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTensors:
-    """The tensors of some updates by what they are, each as long as the updates."""
+    """The tensors of some updates in columns, one entry per update."""
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor]
     residuals: Sequence[Tensor]
-    """Empty where the encoding has none."""
+    """Empty if the encoding has no residual."""
     states: Sequence[Sequence[Tensor]]
-    """For each of the rule's `state_keys`."""
+    """One column for each of the rule's `state_keys`."""
     steps: Sequence[Tensor]
     """Empty for SGD."""
     numels: list[int]
@@ -109,10 +108,10 @@ class UpdateTensors:
 def checked_tensors(
     items: Sequence[ParamUpdate], rule: Rule, encoding: str, device: torch.device
 ) -> UpdateTensors:
-    """Return the tensors of some updates, once a kernel may read their memory.
+    """Return the tensors of some updates after checking what kernels rely on.
 
     Raises:
-        UserError: If one is missing, has gaps, or is of another size, dtype or device.
+        UserError: If one is missing, has gaps, or has another size, dtype or device.
     """
     weights = [item.weight for item in items]
     check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
@@ -163,7 +162,7 @@ def checked_tensors(
 def readable_gradients(
     gradients: Sequence[Tensor], device: torch.device
 ) -> Sequence[Tensor]:
-    """Return checked gradients without gaps and lazy signs; autograd gives others, too.
+    """Return gradients made contiguous, without lazy negation, and checked.
 
     Raises:
         UserError: If one has another dtype or device.
@@ -181,12 +180,12 @@ def check_tensors(
     allowed: Collection[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Reject tensors that a kernel would read as something else.
+    """Reject tensors whose memory a kernel would misread.
 
     Raises:
-        UserError: If one has another dtype or device, gaps, or a lazy sign.
+        UserError: If one has another dtype or device, gaps, or lazy negation.
     """
-    # On a CPU `is_cpu` is read in a third of the time of `device`.
+    # Reading `is_cpu` takes a third of the time of `device`.
     on_device = all(map(_is_cpu, tensors))
     if device.type != "cpu":
         on_device = all(tensor.device == device for tensor in tensors)
