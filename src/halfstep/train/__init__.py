@@ -1,1 +1,1 @@
-"""The program that fine-tunes a text model: config, data, model, loop, evaluation."""
+"""The fine-tuning program for text models: config, data, model, loop, evaluation."""

@@ -1,10 +1,7 @@
-"""Checkpoints of a run: what is in them, who writes them, which is gone on from.
+"""Saves, validates and loads the checkpoints of a run.
 
-In: a session, how far the run has come, the run's folder. Out: checkpoints, and a
-session that stands where one of them stood.
-
-With DDP each process holds everything, and the first writes it. With FSDP2 each writes
-its own parts; any number of processes can read them.
+With DDP, the first rank writes a single file. With FSDP2, each rank writes its shard;
+any number of ranks can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ def save(
     folder: RunFolder,
     world: World,
 ) -> None:
-    """Write a checkpoint, and delete those not needed any more; all must call it."""
+    """Write a checkpoint and prune old ones; a collective call."""
     notes = _notes(session, train_state, job, world)
     if job.plan.config.parallel == FSDP2:
         path = folder.checkpoint_path(train_state.step)
@@ -65,7 +62,7 @@ def save(
 
 
 def load(session: Session, path: Path) -> None:
-    """Put a checkpoint into the session, in parts or whole, whoever wrote it."""
+    """Load a checkpoint, sharded or not, into the session."""
     if atomic_directory.read(path)["format"] == atomic_directory.PLAIN:
         checkpoint = single.load(path)
         session.load_state_dict(checkpoint.state | {"weights": checkpoint.weights})
@@ -76,7 +73,7 @@ def load(session: Session, path: Path) -> None:
 def _notes(
     session: Session, train_state: TrainState, job: TrainJob, world: World
 ) -> dict[str, Any]:
-    """Return what a checkpoint says of itself, for the run and for readers."""
+    """Return the metadata stored in a checkpoint's manifest."""
     choice = session.choice
     return {
         **asdict(train_state),
@@ -90,16 +87,17 @@ def _notes(
 
 
 def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
-    """Let the first process act while the others wait; where it fails, all fail.
+    """Call a function on the first rank; if it raises, raise on all ranks.
 
-    Why: to those that wait, one that leaves is lost, and they may not learn why.
+    Otherwise the other ranks would wait for a rank that is gone, without a reason.
 
     Returns:
-        What it returned, on the first; None on the others.
+        The result on the first rank; None on the others.
 
     Raises:
-        UserError: On all, if it raises that or, on the others, an `OSError`.
-        OSError: On the first, if it raises that.
+        UserError: On all ranks, if the call raises it; on the others, also if the call
+            raises an `OSError`.
+        OSError: On the first rank, if the call raises it.
     """
     result: T | None = None
     local_error: UserError | OSError | None = None
@@ -119,14 +117,14 @@ def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
 def find_resume_checkpoint(
     folder: RunFolder, world: World
 ) -> tuple[dict[str, Any], list[str]] | None:
-    """Find the newest checkpoint that is whole; the same on every process.
+    """Find the newest intact checkpoint; the same on every rank.
 
     Returns:
-        Its notes, and a line for each newer one that is damaged or not a run's. None
-        if there is none yet.
+        Its notes, and a line for each newer one that is damaged or not from a run. None
+        if there are no checkpoints.
 
     Raises:
-        UserError: If there are checkpoints, and none is whole.
+        UserError: If there are checkpoints but none is intact.
     """
 
     def find() -> tuple[dict[str, Any], list[str]] | None:
@@ -139,7 +137,7 @@ def find_resume_checkpoint(
 def _check_best(
     folder: RunFolder, notes: dict[str, Any], faults: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the same; where the best checkpoint is damaged, without it."""
+    """Return the arguments, without the best checkpoint if it is damaged."""
     best = notes["best_step"]
     if best in {0, notes["step"]}:
         return notes, faults
@@ -152,7 +150,7 @@ def _check_best(
 
 
 def checked_notes(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's notes, their shape and every byte of it checked."""
+    """Verify a checkpoint's checksums and the types of its notes; return the notes."""
     manifest = atomic_directory.read(path)
     atomic_directory.verify(path, manifest)
     notes: dict[str, Any] = manifest["notes"]
@@ -168,7 +166,7 @@ def checked_notes(path: Path) -> dict[str, Any]:
 
 
 def check_fingerprint(notes: Mapping[str, Any], fingerprint: str) -> None:
-    """Refuse to go on from a checkpoint of other data."""
+    """Raise UserError if a checkpoint was made from other data."""
     if notes.get("fingerprint") != fingerprint:
         message = (
             "--resume: the checkpoint was made from other data; resume with the data "
@@ -178,6 +176,6 @@ def check_fingerprint(notes: Mapping[str, Any], fingerprint: str) -> None:
 
 
 def train_state_from_notes(notes: Mapping[str, Any]) -> TrainState:
-    """Return how far a run had come."""
+    """Rebuild the progress of a run from a checkpoint's notes."""
     names = [field.name for field in fields(TrainState)]
     return TrainState(**{name: notes[name] for name in names})

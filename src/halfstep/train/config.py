@@ -1,4 +1,4 @@
-"""The settings of a training run: one dataclass, which makes flags and files."""
+"""The settings of a training run: one dataclass behind the flags and config files."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _TYPE_DESCRIPTIONS = {
     str: "text in quotes",
     bool: "true or false",
 }
-_SEED_LIMIT = 2**32  # torch takes 64 bits, and each step's own seed is a multiple
+_SEED_LIMIT = 2**32  # torch takes 64 bits, and each step's seed is a multiple of it
 _MAX_COUNT = 2**31 - 1
-_MIN_TOKENS = 3  # one between the two that begin and end a text
+_MIN_TOKENS = 3  # one besides the two special tokens
 _MAX_TOKENS = 2**20
 _MAX_WORKERS = 1024
 
 PROBES = ("off", "flags", "sampled", "full")
-"""What a probe looks at; all but the first are modes of `halfstep.Probe`."""
+"""What a probe records; all but the first are modes of `halfstep.Probe`."""
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
-"""Forms of masters, the default first; told here, as the room of them loads torch."""
+"""Master encodings, the default first; repeated here as masters imports torch."""
 
 BEST_BY = {
     "classify": ("macro_f1", "accuracy", "loss"),
     "ner": ("f1", "macro_f1", "loss"),
 }
-"""Task -> scores by which the best evaluation may be chosen, the default first."""
+"""Task -> scores that can select the best checkpoint, the default first."""
 BALANCED = "balanced"
 _CHANGEABLE_ON_RESUME = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
-"""What a resumed run may be told anew: none of it decides what is learned."""
+"""Settings that a resumed run may change, as none of them affects what is learned."""
 
 _Check = tuple[Callable[[Any], object], str]
-"""What a value must pass, and the same in words."""
+"""A predicate on the value, and its description."""
 
 
 def _split_list(text: str) -> list[str]:
@@ -63,7 +63,7 @@ def _in_range(least: int, most: int) -> _Check:
 
 
 def _is_name(text: str) -> bool:
-    return bool(text.strip()) and "\0" not in text  # no system takes NUL in a path
+    return bool(text.strip()) and "\0" not in text  # no OS allows NUL in a path
 
 
 _COUNT: _Check = _in_range(1, _MAX_COUNT)
@@ -102,9 +102,9 @@ def _setting(default: object, check: _Check | None = None) -> Any:  # noqa: ANN4
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a run is made of; `None` means: chosen from the data and the model.
+    """The settings of a run; `None` means: chosen from the data and the model.
 
-    Each is a flag, and may stand in a file of settings.
+    Each field is a command line flag and a key of a config file.
     """
 
     task: str = _setting("classify", _one_of(*BEST_BY))
@@ -119,7 +119,7 @@ class TrainConfig:
     dropout: float | None = _setting(None, _SHARE)
     mask_tokens: float | None = _setting(None, _SHARE)
     freeze: str | None = _setting(None, _PATTERNS)
-    level: str = _setting("auto")  # checked where it is understood, as the next two
+    level: str = _setting("auto")  # checked by the policy package, like the next two
     dtype: str = _setting("auto")
     loss_scale: str = _setting("auto")
     master: str = _setting(MASTERS[0], _one_of(*MASTERS))
@@ -191,7 +191,7 @@ class TrainConfig:
 
     @property
     def columns(self) -> Columns:
-        """The names in --text-column and --label-column, or what stands for them."""
+        """The columns of --text-column and --label-column, or their defaults."""
         return Columns(
             self.text_column or DEFAULT_COLUMNS.text,
             self.label_column or DEFAULT_COLUMNS.label,
@@ -199,29 +199,29 @@ class TrainConfig:
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
-        """The names in --labels, white space around them dropped."""
+        """The names in --labels, stripped."""
         return None if self.labels is None else tuple(_split_list(self.labels))
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The patterns in --freeze, white space around them dropped."""
+        """The patterns in --freeze, stripped."""
         return () if self.freeze is None else tuple(_split_list(self.freeze))
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """The numbers in --class-weights; None where there are none."""
+        """The numbers in --class-weights; None if unset or "balanced"."""
         if self.class_weights is None or self.class_weights.strip() == BALANCED:
             return None
         return tuple(map(float, _split_list(self.class_weights)))
 
     @property
     def balanced(self) -> bool:
-        """Whether the weights of classes follow from how rare they are."""
+        """Whether classes are weighted by their inverse frequency."""
         return (self.class_weights or "").strip() == BALANCED
 
     @property
     def best_score(self) -> str:
-        """The score that chooses the best evaluation; of all but "loss", the most."""
+        """The score that selects the best checkpoint: the highest, or lowest loss."""
         return self.best_by or BEST_BY[self.task][0]
 
     def data_dict(self) -> dict[str, Any]:
@@ -230,16 +230,16 @@ class TrainConfig:
 
 
 SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(TrainConfig)}
-"""Name -> the setting, in the order in which they are shown."""
+"""Name -> setting, in display order."""
 
 
 def type_of(setting: Field[Any]) -> type:
-    """Return the type of a setting's values, `None` aside."""
+    """Return the type of a setting's values other than `None`."""
     return _TYPES[str(setting.type).removesuffix(" | None")]
 
 
 def setting_fault(name: str, value: object) -> str:
-    """Return why a name and a value read from a file are no setting; "" if they are."""
+    """Return why a name and value from a file are not a valid setting; "" if valid."""
     if name not in SETTINGS:
         near = difflib.get_close_matches(name, SETTINGS, 1)
         advice = f"nearest: {near[0]}" if near else "see halfstep train --help"
@@ -247,7 +247,7 @@ def setting_fault(name: str, value: object) -> str:
     expected = type_of(SETTINGS[name])
     if value is None:
         is_valid = str(SETTINGS[name].type).endswith(" | None")
-    elif isinstance(value, bool) or expected is bool:  # to Python, True is a number
+    elif isinstance(value, bool) or expected is bool:  # bool is a subclass of int
         is_valid = expected is bool and isinstance(value, bool)
     else:
         is_valid = isinstance(value, (int, float) if expected is float else expected)
@@ -258,12 +258,12 @@ def setting_fault(name: str, value: object) -> str:
 
 
 def flag_of(setting: Field[Any]) -> str:
-    """Return the flag of a setting."""
+    """Return the command line flag of a setting."""
     return "--" + setting.name.replace("_", "-")
 
 
 def check(setting: Field[Any], value: object) -> None:
-    """Refuse a value of the right type that is out of a setting's range."""
+    """Raise UserError if a value of the right type is out of a setting's range."""
     check_and_description: _Check | None = setting.metadata["check"]
     if value is None or check_and_description is None:
         return
@@ -279,13 +279,13 @@ def resume_config(
     explicit: Mapping[str, Any],
     resolved: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """Return a saved run's settings, unless what was typed contradicts them.
+    """Return a saved run's settings; raise if a flag contradicts them.
 
-    What an older version did not know has its default. Where the saved run has a
-    default, what that came to, as `resolved` says, is no contradiction.
+    Settings that an older version lacked get their default. Where the saved run used a
+    default, giving the value in `resolved` is no contradiction.
 
     Raises:
-        UserError: If a typed setting differs, or the saved ones are not settings.
+        UserError: If an explicit setting differs, or a saved one is not valid.
     """
     for name, value in saved.items():
         if fault := setting_fault(name, value):

@@ -1,7 +1,6 @@
-"""Checks of a run's data, with what to do about each finding.
+"""Checks a run's data and says what to do about each finding.
 
-Findings about the training itself are the doctor's, and so are those about repeated
-texts, which are counted here.
+The doctor reports findings about training, and about the repeats counted here.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
     from halfstep.train.data.corpus import Corpus, Split
     from halfstep.train.loop import Trainer
 
-_MAX_LISTED = 20  # sentences left out that are named
-_MAX_TEXTS = 2_000_000  # texts that are compared: some 10 seconds
+_MAX_LISTED = 20  # omitted sentences listed in a finding
+_MAX_TEXTS = 2_000_000  # limit for comparing texts: about 10 seconds
 
 
 def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return what is worth knowing about the examples, before any step.
+    """Return findings about the examples, before any step.
 
-    Lines about checkpoints that could not be used, `faults`, come first.
+    `faults` are lines about damaged checkpoints; they come first.
     """
     corpus = trainer.job.corpus
     findings = [*faults, *left_out_findings(corpus)]
@@ -54,7 +53,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
 
 
 def left_out_findings(corpus: Corpus) -> list[str]:
-    """Return what to say of sentences whose tags were invalid."""
+    """Return a finding about sentences omitted for invalid tags."""
     faults = corpus.left_out
     if not faults:
         return []
@@ -68,11 +67,10 @@ def left_out_findings(corpus: Corpus) -> list[str]:
 def count_repeats(
     corpus: Corpus, max_texts: int = _MAX_TEXTS
 ) -> dict[str, dict[str, int]]:
-    """Return by split how many texts come more than once, for `data.json`.
+    """Count repeated texts in each split, for `data.json`.
 
-    Texts are compared by 64-bit hashes, so that a million of them takes 16 MB.
-
-    Beyond `max_texts` texts nothing is counted, and the result is empty.
+    Texts are compared by 64-bit hashes: 16 MB per million texts. Returns {} if there
+    are more than `max_texts` texts.
     """
     splits = {"train": corpus.train, "dev": corpus.dev, "test": corpus.test}
     if sum(map(len, splits.values())) > max_texts:
@@ -81,7 +79,7 @@ def count_repeats(
     counts = {}
     for name, split in splits.items():
         texts = train if name == "train" else _hashes(split)
-        # Row by row: a text, and the text with its label or its entities.
+        # One row per text: its hash, and the hash of its label or entities.
         both = np.stack([texts, _targets(split, texts, corpus.task)], axis=1)
         distinct = np.unique(both, axis=0)
         _, answers = np.unique(distinct[:, 0], return_counts=True)
@@ -96,13 +94,13 @@ def count_repeats(
 
 
 def _hashes(split: Split) -> np.ndarray:
-    """Return a number for each text, blanks at its ends left out. int64, shape (N,)."""
+    """Return a hash of each text without surrounding blanks: int64, shape (N,)."""
     numbers = (hash(text.strip()) for text in split.texts())
     return np.fromiter(numbers, np.int64, len(split))
 
 
 def _targets(split: Split, texts: np.ndarray, task: str) -> np.ndarray:
-    """Return a number for the label, or the entities, of each text. int64."""
+    """Return the label, or a hash of the entities, of each text: int64, shape (N,)."""
     if task == "classify":
         return np.asarray(split.labels(), np.int64)
     numbers = (hash(tuple(sorted(split.spans(i)))) for i in range(len(texts)))

@@ -1,4 +1,4 @@
-"""Which libraries training and predicting need; importing this needs none of them."""
+"""Checks that the packages for training or prediction are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TO_PREDICT = {
     "safetensors": "safetensors",
     "transformers": "transformers",
 }
-"""Package as it is installed -> module as it is imported."""
+"""Distribution name -> module name."""
 TO_TRAIN = TO_PREDICT | {
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
@@ -25,10 +25,10 @@ TO_TRAIN = TO_PREDICT | {
 
 
 def check(what: str, packages: Mapping[str, str]) -> None:
-    """Find every library that a command will need, before it begins.
+    """Raise UserError if a package is missing, before a command starts to work.
 
     Args:
-        what: Needs them.
+        what: The command, for the message.
         packages: `TO_TRAIN` or `TO_PREDICT`.
     """
     missing = [name for name, module in packages.items() if find_spec(module) is None]

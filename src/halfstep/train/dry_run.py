@@ -1,6 +1,6 @@
-"""`halfstep train --check`: a few steps of a run, and what the whole of it would be.
+"""`halfstep train --check`: runs a few steps and estimates the whole run.
 
-Nothing is written in --out; what was read and tokenised stays in the cache.
+Writes nothing to --out; the read and tokenized data stay in the cache.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from halfstep.train.result import PreparedRun
 
 _STEPS = 8
-_MAX_SECONDS = 15.0  # seconds after which fewer must do
+_MAX_SECONDS = 15.0  # after this, no further step is started
 _NUM_EVAL_TEXTS = 2 * EVAL_BATCH
 _WARM_UP = 3  # steps that also allocate, compile and fill caches
 _WEIGHT_BYTES = 4
-_TIMED = 3  # steps of each kind in the check: the dry run has timed those of the run
+_TIMED = 3  # timed steps per level in `check`; the run's own steps are timed above
 
 
 def dry_run(ready: PreparedRun) -> RunResult:
     """Train a few steps, evaluate some of the dev split, and estimate the run.
 
     Raises:
-        UserError: If the folder could not take a run.
+        UserError: If --out cannot hold the run.
     """
     trainer, network = ready.trainer, ready.network
     job, session, folder = trainer.job, trainer.session, trainer.folder
@@ -62,21 +62,21 @@ def dry_run(ready: PreparedRun) -> RunResult:
     for work in source:
         clock = Timers()
         with clock.time("input"):
-            pass  # a run prepares it ahead, or in a thousandth of the step
+            pass  # in a run, workers prefetch it, or it takes 0.1% of the step
         record = trainer.train_step(work, clock)
         times.append(1 / record["examples_per_s"] * work.size)
         skipped, loss = record["skipped_total"], record["loss"]
         if process_group.broadcast_object(time.perf_counter() - began > _MAX_SECONDS):
             break
     step = statistics.median(times[_WARM_UP:] or times)
-    # A large dev split takes minutes; the longest texts take the most memory.
+    # A whole dev split can take minutes; the longest texts need the most memory.
     eval_texts = job.encoded["dev"].longest(_NUM_EVAL_TEXTS)
     _, dev_loss = trainer.collect_outputs(eval_texts)
     num_params = sum(param.numel() for param in network.model.parameters())
     num_trainable = sum(
         p.numel() for p in network.model.parameters() if p.requires_grad
     )
-    # Weights in fp32, and two moments of each that learns.
+    # fp32 weights, and two moments of each trainable one.
     size = _WEIGHT_BYTES * (num_params + 2 * num_trainable)
     keep, free = config.keep, f"{free_bytes / 2**30:.1f} GiB are free"
     if (keep + 2) * size > free_bytes:
@@ -127,7 +127,7 @@ def dry_run(ready: PreparedRun) -> RunResult:
 
 
 def _free_bytes(folder: RunFolder) -> int:
-    """Return the bytes that are free where a run would write; refuse other places."""
+    """Return the free bytes where --out would be written; raise if it cannot be."""
     parents = itertools.chain([folder.path], folder.path.absolute().parents)
     existing = next(path for path in parents if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -147,10 +147,10 @@ def _duration(seconds: float) -> str:
 
 
 def check_first_batch(ready: PreparedRun) -> CheckReport | None:
-    """Check level and format of a run on its first batch; all processes must call it.
+    """Run `halfstep.check` on the first batch; a collective call.
 
-    The model is the run's, in fp32, with its frozen parameters and its activation
-    checkpoints, in one process and not compiled. The others get None.
+    The first rank checks the run's model in fp32, not compiled or sharded, with its
+    frozen parameters and activation checkpointing. The other ranks get None.
     """
     weights = ready.full_weights()
     return checkpointing.run_on_first_rank(
@@ -171,7 +171,7 @@ def _check(ready: PreparedRun, weights: Mapping[str, Tensor]) -> CheckReport:
         targets = inputs.pop("labels")
         return job.objective.loss_sum(model(**inputs).logits, targets) * share
 
-    # The run's model as it was before it was prepared, with its weights.
+    # A fresh copy of the run's model with its current weights.
     model: nn.Module = portable_model(ready.network, weights).to(world.device).train()
     param_groups.freeze(model, config.frozen)
     fast_dropout.use_fast_dropout(model)

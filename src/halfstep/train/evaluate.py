@@ -1,4 +1,4 @@
-"""Evaluates a split over all processes, each example once."""
+"""Evaluates a split on all ranks, each example once; and the simple baseline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from halfstep.train.tasks import Task
 
 EVAL_BATCH = 128
-"""Texts in a batch without gradients: about what four training batches hold."""
+"""Texts per batch: without gradients, about the memory of a training batch of 32."""
 
 _UNWEIGHTED = Objective(None, 0.0)
 
@@ -33,21 +33,21 @@ def collect_outputs(
     pad_id: int,
     multiple: int,
 ) -> tuple[torch.Tensor, float]:
-    """Return the outputs of every example, and the mean loss, on each process.
+    """Return the outputs of every example, and the mean loss, on each rank.
 
-    Ranks take batches in turn, write to the places of these among zeros, and the
-    places are summed.
+    Ranks take batches in turn and fill their rows of a zero tensor; an all-reduce sums
+    the tensors.
 
     Returns:
-        The filled `task.empty_outputs`, on the CPU; and the mean cross-entropy of
-        all targets in nats, without weights and smoothing.
+        The filled `task.empty_outputs`, on the CPU; and the mean cross-entropy over
+        all targets in nats, without class weights and label smoothing.
     """
     model: Any = ddp.unwrap(session.model)
     outputs = task.empty_outputs(encoded, model.config.num_labels)
     sums = torch.zeros(2, dtype=torch.float64)
     batches = ordered(encoded.lengths, EVAL_BATCH)
     model.eval()
-    # A sharded model is gathered by all ranks together: each runs as often as any.
+    # FSDP gathers the weights collectively, so all ranks run equally many batches.
     for start in range(0, len(batches), world.size):
         own_batch = start + world.rank
         counts = own_batch < len(batches)
@@ -65,13 +65,13 @@ def collect_outputs(
     model.train()
     all_outputs = process_group.all_reduce_sum(outputs.to(world.device)).cpu()
     summed, count = process_group.all_reduce_sum(sums.to(world.device)).tolist()
-    return all_outputs, summed / max(1.0, count)  # texts may be without any token
+    return all_outputs, summed / max(1.0, count)  # texts may have no tokens
 
 
 def baseline_accuracy(train: Split, test: Split) -> float:
     """Return the accuracy of a logistic regression on character 1- and 2-grams.
 
-    A yardstick that anybody can check: scikit-learn's defaults on counts.
+    A reproducible baseline: scikit-learn's defaults on counts.
     """
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.linear_model import LogisticRegression

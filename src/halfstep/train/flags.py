@@ -1,4 +1,4 @@
-"""The flags of `halfstep train`: the help of each setting, and what was typed."""
+"""Defines the command-line flags of `halfstep train`, their help and exit statuses."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ _METAVARS = {
     int: "N",
     float: "X",
 }
-"""Setting, or type of settings -> what stands for its value."""
+"""Setting, or type of a setting -> placeholder of its value in the help."""
 
 _CONFIG_HELP = """\
 A --config file is TOML: one setting per line, by its name; text is in quotes. \
@@ -158,9 +158,10 @@ continue with --resume
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a parser one flag for each setting, in groups, and --config.
+    """Add one flag per setting, in groups, and --config.
 
-    A flag that is not typed leaves no trace, so that resuming can tell.
+    A flag that is not typed sets no attribute, so that resuming can tell it apart from
+    one typed with its default.
     """
     for title, texts in HELP.items():
         group = parser.add_argument_group(title)
@@ -185,18 +186,18 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str) -> None:
 
 
 def epilog() -> str:
-    """Return what stands below the flags: files of settings, and exit statuses."""
+    """Return the help below the flags: config files and exit statuses."""
     return f"{_CONFIG_HELP}\n{_EXIT_STATUS_HELP}"
 
 
 def explicit_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings typed or in --config; a policy's file is read."""
+    """Return the settings given as flags or in --config, with a policy file inlined."""
     words = vars(arguments)
     settings = read_file(words["config"]) if "config" in words else {}
     settings |= {name: value for name, value in words.items() if name in SETTINGS}
     if settings.get("policy", "").endswith(".toml"):
-        from halfstep.policy.rules import Policy  # with torch, which no help needs
+        from halfstep.policy.rules import Policy  # loads torch, unlike --help
 
-        # The run must not depend on what becomes of the file.
+        # The run must not change if the file does.
         settings["policy"] = str(Policy.load(settings["policy"]))
     return settings

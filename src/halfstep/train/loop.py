@@ -1,7 +1,7 @@
-"""The training loop: the work of each step in, applied steps out.
+"""The training loop: steps, evaluations, checkpoints, logging.
 
-Every random number of a step is drawn from (seed, step, rank), so a resumed run needs
-no saved generators to continue to the bit.
+Random numbers of a step depend on (seed, step, rank) only, so a resumed run continues
+bit-exactly without saved generator states.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a session at a job.
+    """Trains a session on a job.
 
     Args:
-        session: Prepared, its model wrapped for data parallelism.
-        job: What to do.
-        world: This process among all.
-        folder: Where metrics and checkpoints go.
+        session: Prepared, with its model wrapped for data parallelism.
+        job: The inputs of training.
+        world: Rank, number of ranks and device.
+        folder: Metrics and checkpoints are written there.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class Trainer:
         self._probe: Probe | None = None
         self.state = TrainState()
         self.seconds = dict.fromkeys(("train", "input", "evaluate", "save"), 0.0)
-        """What this process spent, since it was started; input is a part of train."""
+        """Seconds spent by this process since its start; "train" includes "input"."""
         self.examples = 0
-        """Texts trained on by all processes since then, repeats counted."""
+        """Texts trained on by all ranks since the start, repeats counted."""
         self.tokens = 0
         self.padded_tokens = 0
-        """Tokens of this process since then, without and with padding."""
+        """Tokens of this rank since the start, without and with padding."""
         self._stop_signal = 0
         self._skip_watcher = replay_step.SkipWatcher()
         self._last_batch: StepBatch | None = None
 
     def open(self, *, tensorboard: bool, probe: str) -> None:
-        """Begin to write what TensorBoard reads, and to observe, where asked for."""
+        """Start TensorBoard logging and the probe, if enabled."""
         if tensorboard:
             folder = self.folder.path / "tensorboard"
             self._tensorboard = TensorBoardWriter(folder, self.state.step)
         if probe != "off":
-            mode: Any = probe  # a word that the settings have checked
+            mode: Any = probe  # checked by TrainConfig
             self._probe = Probe(
                 self.session.model,
                 mode,
@@ -93,22 +93,22 @@ class Trainer:
             )
 
     def close(self) -> None:
-        """End writing and observing."""
+        """Stop TensorBoard logging and the probe."""
         if self._probe is not None:
             self._probe.detach()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
     def _probe_paused(self) -> AbstractContextManager[None]:
-        """Return a context that pauses the probe, for passes without training."""
+        """Return a context that pauses the probe, for passes other than training."""
         return contextlib.nullcontext() if self._probe is None else self._probe.paused()
 
     def fit(self, progress: Progress) -> None:
-        """Train to the end of the plan, evaluating and saving on the way.
+        """Train to the end of the plan, with evaluations and checkpoints.
 
         Raises:
-            Stopped: If a signal asked for it; a checkpoint was saved before.
-            Diverged: If the loss is not a number.
+            Stopped: If a signal was received; a checkpoint has been saved.
+            Diverged: If the dev loss is non-finite.
         """
         plan, pin = self.job.plan, self.world.device.type == "cuda"
         if self._is_patience_exhausted():
@@ -117,12 +117,12 @@ class Trainer:
         source = iterate_steps(
             self.job.steps, first, last, workers=plan.workers, pin=pin
         )
-        # Workers heed no signal: one that is left would keep the program from ending.
+        # Workers ignore signals: one left running would keep the program from exiting.
         with contextlib.closing(source):
             self._fit(source, progress)
 
     def _fit(self, source: Iterator[StepBatch], progress: Progress) -> None:
-        """Take the steps that a source prepares."""
+        """Run the steps that a source yields."""
         plan = self.job.plan
         while True:
             clock = Timers()
@@ -149,7 +149,7 @@ class Trainer:
                 raise Stopped(self._stop_signal, number, plan.total_steps, out)
 
     def _step_with_replay(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
-        """Make one step; where it fails for good or without end, see why."""
+        """Run one step; replay it if it fails repeatedly or for good."""
         self._last_batch = batch
         try:
             record = self._step_with_profile(batch, clock)
@@ -166,7 +166,7 @@ class Trainer:
         return record
 
     def _replay(self, batch: StepBatch, scale: float, *, failed: bool) -> BadOp | None:
-        """Run a step again, and log the origin of its non-finite values."""
+        """Replay a step, and log the origin of its non-finite values."""
         origin = replay_step.replay(
             self.session,
             batch,
@@ -182,10 +182,10 @@ class Trainer:
         return origin
 
     def _seed(self, batch: StepBatch) -> None:
-        """Seed what a step draws from.
+        """Seed the random generators of a step.
 
-        Why not by `torch.manual_seed`: it notes a stack trace for each kind of device
-        that is not there, a thirtieth of a millisecond each.
+        Not with `torch.manual_seed`: it records a stack trace for each device type that
+        is not initialized, at 30 microseconds each.
         """
         number = self.job.steps.seed_of(batch.number)
         torch.default_generator.manual_seed(number)
@@ -193,7 +193,7 @@ class Trainer:
             torch.cuda.manual_seed(number)
 
     def _step_with_profile(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
-        """Make a step; of one early in the run, write down where its time went."""
+        """Run a step; profile one early in the run and write its profile."""
         total, device = self.job.plan.total_steps, self.world.device
         if not (
             self.world.is_first
@@ -208,7 +208,7 @@ class Trainer:
         return record
 
     def _is_patience_exhausted(self) -> bool:
-        """Say whether patience has run out."""
+        """Return whether the score has not improved for `patience` evaluations."""
         patience = self.job.plan.config.patience
         return patience is not None and self.state.waited >= patience
 
@@ -221,7 +221,7 @@ class Trainer:
         )
 
     def train_step(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
-        """Make one optimizer step on a global batch; return its record."""
+        """Run one optimizer step on a global batch; return its record."""
         began = time.perf_counter()
         session, world, plan = self.session, self.world, self.job.plan
         self._seed(batch)
@@ -229,8 +229,8 @@ class Trainer:
         rate = plan.lr * lr_factor(applied, plan.total_steps, plan.config.warmup)
         for group in session.optimizer.param_groups:
             group["lr"] = rate * group[LR_FACTOR]
-        # The mean is over the global batch: DDP divides by the processes, the
-        # session by the micro-batches.
+        # The mean over the global batch: DDP divides by the ranks, the session by the
+        # micro-batches.
         weight = world.size * session.accumulate / batch.weight
         summed = torch.zeros((), device=world.device)
         for part, real in zip(batch.parts, batch.is_real, strict=True):
@@ -276,7 +276,7 @@ class Trainer:
             return self.job.objective.loss_sum(logits, targets)
 
     def _reduce_loss_and_stop(self, summed: Tensor) -> float:
-        """Return a sum over all processes; learn on the way who is asked to stop."""
+        """Sum the loss over all ranks; the same all-reduce agrees on a stop signal."""
         asked = [float(self.stop.signal == number) for number in SIGNALS]
         values = torch.cat([summed[None], torch.tensor(asked, device=summed.device)])
         total, *votes = process_group.all_reduce_sum(values).tolist()
@@ -286,7 +286,7 @@ class Trainer:
         return float(total)
 
     def _agree_to_stop(self) -> None:
-        """Ask all processes once more: an evaluation may take long."""
+        """Check for a stop signal on any rank again, as an evaluation can take long."""
         self._reduce_loss_and_stop(torch.zeros((), device=self.world.device))
 
     def _log(self, record: Mapping[str, Any]) -> None:
@@ -296,7 +296,7 @@ class Trainer:
                 self._tensorboard.write(record)
 
     def _evaluate_and_save(self) -> str:
-        """Evaluate the dev split, write a checkpoint; return a line for the console."""
+        """Evaluate the dev split, save a checkpoint; return a line for the console."""
         began = time.perf_counter()
         with self._probe_paused():
             dev = self.job.encoded["dev"]
@@ -304,7 +304,7 @@ class Trainer:
         self.seconds["evaluate"] += time.perf_counter() - began
         number, name = self.state.step, self.job.plan.config.best_score
         if not math.isfinite(metrics.loss):
-            # The weights are those after its update, so it need not fail again.
+            # The last batch has updated the weights since, so it may not fail again.
             batch = self._last_batch
             origin = batch and self._replay(batch, 1.0, failed=False)
             raise Diverged(self._divergence_message(metrics.loss), origin)
@@ -314,7 +314,7 @@ class Trainer:
         if better:
             self.state.best_step, self.state.best_score = number, score
         self.state.waited = 0 if better else self.state.waited + 1
-        # Processors of several kinds may differ in a last digit, and so in a decision.
+        # Scores may differ in the last digit between CPU types, so rank 0 decides.
         self.state = process_group.broadcast_object(self.state)
         better = self.state.best_step == number
         scores = {f"dev_{key}": value for key, value in metrics.scores.items()}
@@ -328,7 +328,7 @@ class Trainer:
         return f"step {number}: dev {words}{star}"
 
     def _log_lost_updates(self) -> None:
-        """Log the updates lost to rounding, where they were counted."""
+        """Log the updates lost to rounding in this step, if counted."""
         step = self.state.step
         groups = [
             {"group": lost.group, "share": lost.share}
@@ -350,19 +350,19 @@ class Trainer:
         )
 
     def compute_metrics(self, split: str, outputs: Tensor, loss: float) -> EvalMetrics:
-        """Return the metrics of a split from its stored outputs."""
+        """Compute the metrics of a split from its stored outputs."""
         job = self.job
         rows, labels = getattr(job.corpus, split), job.corpus.labels
         return job.task.compute_metrics(outputs, job.encoded[split], rows, labels, loss)
 
     def worst_examples(self, split: str, outputs: Tensor) -> Table:
-        """Return the errors on a split that are worth reading."""
+        """Return the table of the worst errors on a split."""
         job = self.job
         rows, labels = getattr(job.corpus, split), job.corpus.labels
         return job.task.worst_examples(outputs, job.encoded[split], rows, labels)
 
     def collect_outputs(self, encoded: EncodedTexts) -> tuple[Tensor, float]:
-        """Return the stored outputs of some examples, and the loss."""
+        """Return the stored outputs of some examples, and the mean loss."""
         job = self.job
         return collect_outputs(
             self.session,
@@ -379,7 +379,7 @@ class Trainer:
         self.seconds["save"] += time.perf_counter() - began
 
     def load_best(self) -> None:
-        """Put the weights of the best checkpoint into the model."""
+        """Load the weights of the best checkpoint into the model."""
         best = self.state.best_step
         if best not in {0, self.state.step}:
             checkpointing.load(self.session, self.folder.checkpoint_path(best))

@@ -1,4 +1,4 @@
-"""Tokenizers and models: built from scratch, or loaded with transformers."""
+"""Builds a tokenizer and model from scratch, or loads them with transformers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     CharacterCounter = Callable[[Callable[[str], str]], Counter[str]]
-    """Counts the characters of the training texts, each text cleaned first."""
+    """Counts the characters of the training texts after applying a function to each."""
 
 DROPOUT = 0.1
-"""Share of activations dropped in a network from scratch, as in BERT."""
+"""Dropout probability of a model from scratch, as in BERT."""
 
 PAD_MULTIPLE = 8
-"""Tokens to whose multiple a batch is padded on a GPU: what its matrix units need to
-run at full speed. A CPU's do not ask for it, and rounding up costs time."""
+"""A batch is padded to a multiple of this many tokens on a GPU, whose tensor cores need
+it for full speed. CPUs do not, and padding further costs time."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1536,
     },
 }
-"""Name -> shape of the BERT models that are built from scratch."""
+"""Name -> shape of a BERT model built from scratch."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _DROPOUTS = (
@@ -51,13 +51,13 @@ _DROPOUTS = (
     "dropout",
     "attention_dropout",
 )
-_LEAST_COUNT = 2  # so that characters seen once train the embedding of unknown ones
-_INIT_STD = 0.05  # BERT's 0.02 leaves few steps' worth of signal in a narrow model
+_LEAST_COUNT = 2  # characters seen once become [UNK], which trains its embedding
+_INIT_STD = 0.05  # with BERT's 0.02, a narrow model barely learns in few steps
 
 
 @dataclass(frozen=True)
 class Network:
-    """A tokenizer and a model that fit each other."""
+    """A tokenizer and a model that belong together."""
 
     tokenizer: Any
     model: nn.Module
@@ -73,20 +73,20 @@ def build(
     max_length: int,
     dropout: float | None,
 ) -> Network:
-    """Return the network that a name stands for.
+    """Build a network from scratch, or load a pretrained one.
 
     Args:
-        name: "tiny", "small", or what transformers' `from_pretrained` takes.
+        name: "tiny", "small", or an argument of transformers' `from_pretrained`.
         count: Counts the characters of the training texts, which become the
-            vocabulary of a network from scratch; not called for any other.
+            vocabulary of a network from scratch; otherwise not called.
         outputs: Names of the model's outputs: classes, or tags.
-        head: End of the model's class name in transformers:
+        head: Suffix of the model's class name in transformers:
             "SequenceClassification" or "TokenClassification".
-        max_length: Tokens after which a text is cut.
-        dropout: None: 0.1 from scratch, otherwise the model's own.
+        max_length: Texts are truncated to this many tokens.
+        dropout: Dropout probability. None: 0.1 from scratch, otherwise the model's.
 
     Raises:
-        UserError: If transformers cannot load the name.
+        UserError: If transformers cannot load the model.
     """
     words: dict[str, Any] = {
         "id2label": dict(enumerate(outputs)),
@@ -141,21 +141,21 @@ def _pretrained(
     if tokenizer.pad_token_id is None:
         message = f"--model {name}: its tokenizer has no padding token."
         raise UserError(message)
-    # Decoders find the last token of a text by it.
+    # Decoder classifiers locate the last token of a text by pad_token_id.
     model.config.pad_token_id = tokenizer.pad_token_id
     lengths = [tokenizer.model_max_length, max_length]
     positions = _positions(model)
     if positions:
-        # Padding may fill a row up to the multiple; it needs positions too.
+        # Padding may fill a row up to the multiple, and padding needs positions too.
         lengths.append(positions - positions % PAD_MULTIPLE)
     tokenizer.model_max_length = min(lengths)
     return Network(tokenizer, model, from_scratch=False)
 
 
 def _positions(model: Any) -> int | None:  # noqa: ANN401
-    """Return how many tokens a model has positions for, None for any number.
+    """Return the longest input that the model has positions for, None if unlimited.
 
-    RoBERTa and its kin count them from behind the one that padding has.
+    RoBERTa-like models start their positions after padding_idx.
     """
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
@@ -166,7 +166,7 @@ def _positions(model: Any) -> int | None:  # noqa: ANN401
 
 
 def load_config(name: str | Path, **words: Any) -> Any:  # noqa: ANN401
-    """Return the configuration that transformers finds under a name."""
+    """Load a model's configuration with transformers."""
     from transformers import AutoConfig
 
     with _as_user_error(name):
@@ -175,15 +175,15 @@ def load_config(name: str | Path, **words: Any) -> Any:  # noqa: ANN401
 
 
 class CodeError(UserError):
-    """A model that cannot be loaded without running Python code that it brings."""
+    """A model cannot be loaded without running Python code from its repository."""
 
 
 def _refuse_code(name: str | Path) -> None:
-    """Refuse a model or a tokenizer that brings Python code of its own.
+    """Reject a model or a tokenizer that comes with its own Python code.
 
-    Why: left to itself, transformers asks on standard input whether to run it, which
-    takes the first line of what `predict RUN -` is to read. And where it has a class
-    of the same type it takes that instead, which need not compute the same.
+    Without this check, transformers asks on standard input whether to run the code and
+    reads the answer from the first line meant for `predict RUN -`. If it has a built-in
+    class for the model type it uses that instead, which may compute something else.
     """
     from transformers import PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -205,20 +205,19 @@ def load(
     head: str,
     **words: Any,  # noqa: ANN401
 ) -> tuple[Any, Any, list[str]]:
-    """Return the tokenizer and the model that transformers finds under a name.
+    """Load a tokenizer and a model with transformers.
 
     Args:
-        name: What transformers' `from_pretrained` takes.
+        name: An argument of transformers' `from_pretrained`.
         head: End of the model's class name, as in `build`.
         words: Passed on to the model's `from_pretrained`.
 
     Returns:
-        The tokenizer, the model, and the names of weights that were not found there
-        and begin at random.
+        The tokenizer, the model, and the names of weights that were not in the
+        checkpoint and are randomly initialized.
 
     Raises:
-        UserError: If transformers cannot load them, or not without running code of
-            theirs.
+        UserError: If transformers cannot load them, or only by running their code.
     """
     import transformers
 
@@ -239,15 +238,15 @@ def load(
 
 @contextlib.contextmanager
 def _as_user_error(name: str | Path) -> Iterator[None]:
-    """Say in one line what transformers could not load."""
+    """Turn any error of transformers into a one-line UserError."""
     try:
         yield
     except CodeError:
         raise
-    except Exception as error:  # a damaged folder can raise anything in there
+    except Exception as error:  # a damaged folder can raise any exception
         where = "that folder" if Path(name).exists() else "that folder or hub name"
         first = str(error).strip().partition("\n")[0].rstrip(" .:")
-        if isinstance(error, pickle.UnpicklingError):  # torch tells how to run it
+        if isinstance(error, pickle.UnpicklingError):  # torch says how to run it
             first = "its weights are a pickle of more than tensors; use safetensors"
         message = f"transformers cannot load {where}: {first}."
         raise UserError(message) from error
@@ -255,7 +254,7 @@ def _as_user_error(name: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars over work that takes no time."""
+    """Disable transformers' progress bars, for work that takes no time."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -268,10 +267,10 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def character_tokenizer(count: CharacterCounter, max_length: int) -> Any:  # noqa: ANN401
-    """Return a tokenizer whose tokens are the characters of some texts.
+    """Return a tokenizer with one token per character.
 
-    Text is normalised (NFKC, lower case) and loses its white space, so that the same
-    sentence reads the same with and without word boundaries.
+    Text is normalized (NFKC, lower case) and stripped of white space, so that a
+    sentence has the same tokens with and without word boundaries.
     """
     from tokenizers import (
         Regex,

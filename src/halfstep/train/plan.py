@@ -1,4 +1,4 @@
-"""What a run will do, every default resolved."""
+"""Resolves the defaults of a run for its data, model and device."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ FEW_EXAMPLES = 5000
 EPOCHS_FEW, EPOCHS_MANY = 20, 3
 LR_SCRATCH = {"classify": 5e-4, "ner": 1e-3}
 LR_TUNE = 3e-5
-MASK_SCRATCH = {"classify": 0.3, "ner": 0.1}  # a tag hangs on its own token
-WORKERS_GPU = 2  # a GPU's step is short enough for the making of a batch to show
+MASK_SCRATCH = {"classify": 0.3, "ner": 0.1}  # a tag depends on its own token
+WORKERS_GPU = 2  # a GPU step is short enough for batch preparation to matter
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do: its settings, and what those left open come to."""
+    """The settings of a run and their resolved defaults."""
 
     config: TrainConfig
     order: Order
     lr: float
     dropout: float | None
-    """None: a fine-tuned model's own."""
+    """None: the pretrained model's own."""
     mask_tokens: float
     eval_every: int
     total_steps: int
@@ -43,7 +43,7 @@ class Plan:
 def resolve_plan(
     config: TrainConfig, corpus: Corpus, world: World, *, scratch: bool
 ) -> Plan:
-    """Return the plan that settings come to for this data and model."""
+    """Resolve the settings for this data, model and device."""
     count = len(corpus.train)
     few = scratch and count < FEW_EXAMPLES
     steps = math.ceil(count / config.batch_size)
@@ -74,10 +74,10 @@ def resolve_plan(
 
 
 def lost_updates_interval(plan: Plan, level: Level) -> int | None:
-    """Return how often updates that rounding swallows are counted; None: never.
+    """Return every how many steps updates lost to rounding are counted; None: never.
 
-    They are counted where nothing keeps what 16-bit weights cannot hold, in the step
-    of each evaluation.
+    They are counted in the step before each evaluation, if 16-bit weights have no
+    master weights or residual.
     """
     config = plan.config
     has_master_weights = level.masters and config.master != "none"
@@ -87,10 +87,10 @@ def lost_updates_interval(plan: Plan, level: Level) -> int | None:
 
 
 def resolve_config(plan: Plan, level: str, dtype: str) -> TrainConfig:
-    """Return the settings with every default filled in, as the run understood them.
+    """Return the settings with every default filled in.
 
-    What stays None has no value to give: no limit, no labels but the data's own, and
-    for dropout the rates that a fine-tuned model brings along, which may be many.
+    None remains where there is no value: no limit, labels from the data, and dropout
+    rates of a pretrained model, which may have several.
     """
     config = plan.config
     scale = config.loss_scale
@@ -113,10 +113,10 @@ def resolve_config(plan: Plan, level: str, dtype: str) -> TrainConfig:
 
 
 def lr_factor(applied: int, total: int, warmup: float) -> float:
-    """Return the share of the peak learning rate after some applied steps.
+    """Return the learning rate after `applied` steps, as a share of its peak.
 
-    Formula: rises linearly over the first `warmup * total` steps, then falls linearly
-    and would reach zero after the last.
+    Rises linearly over the first `warmup * total` steps, then falls linearly to zero at
+    step `total`.
 
     Example:
         >>> [round(lr_factor(step, 10, 0.2), 3) for step in (0, 1, 2, 9)]

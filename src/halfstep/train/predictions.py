@@ -1,4 +1,4 @@
-"""Output of predictions: tables to read, and files of JSON lines."""
+"""Writes predictions as tables or JSON lines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from halfstep.train.predict import Entities
 
-_EVERY = 2.0  # seconds between signs of progress
+_EVERY = 2.0  # seconds between progress lines
 
 
 def lines(source: BinaryIO) -> Iterator[str]:
-    """Yield the texts of a stream, one a line, blank ones left out."""
+    """Yield the non-blank lines of a stream, stripped."""
     empty = True
     for line in decode_lines("standard input", source):
         if text := line.strip():
@@ -36,7 +36,7 @@ def lines(source: BinaryIO) -> Iterator[str]:
 
 
 def drop_blank(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the texts typed that are not blank, and a note on the others."""
+    """Return the texts that are not blank, and a note about the blank ones."""
     blank = [str(n) for n, text in enumerate(texts, 1) if not text.strip()]
     if len(blank) == len(texts):
         message = f"text {', '.join(blank)} is blank; give at least one character."
@@ -51,7 +51,7 @@ def tables(
     outputs: Sequence[str],
     notes: tuple[str, ...] = (),
 ) -> list[Table]:
-    """Return predictions as tables to read."""
+    """Return predictions as tables."""
     rows: list[tuple[Cell, ...]] = []
     columns: tuple[str, ...] = ("text", "kind", "entity", "start", "end")
     title = "Entities"
@@ -75,7 +75,7 @@ def tables(
 
 
 def _cut_note(count: int) -> tuple[str, ...]:
-    """Return what is to be said of texts that were too long, if any was."""
+    """Return a note on the number of truncated texts, if any."""
     texts = "1 text was" if count == 1 else f"{count} texts were"
     note = f"{texts} cut at --max-length of the run; what follows was not read."
     return (note,) if count else ()
@@ -86,14 +86,13 @@ def write(
     path: Path | None,
     notes: tuple[str, ...] = (),
 ) -> None:
-    """Write one JSON object a text to a file, and say on standard error how far it is.
+    """Write one JSON object per text, and progress to standard error.
 
     Args:
         predictions: The predictions.
-        path: File to write, or to replace once the last prediction is there: whatever
-            fails before leaves it as it was. A terminal or a pipe is written directly.
-            None: standard output.
-        notes: What else is to be said on standard error.
+        path: Output file, replaced atomically after the last prediction; a terminal
+            or a pipe is written directly. None: standard output.
+        notes: Further lines for standard error.
 
     Raises:
         UserError: If the file cannot be written.

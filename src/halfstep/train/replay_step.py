@@ -1,8 +1,4 @@
-"""A step of the training program that failed, run again to see why.
-
-In: the records of steps, and the batch of the failing one. Out: a `BadOp` for the
-metrics and the error that ends the run.
-"""
+"""Replays a failed training step to find the op that made the first inf or NaN."""
 
 from __future__ import annotations
 
@@ -27,32 +23,33 @@ if TYPE_CHECKING:
     from halfstep.train.step_dataset import StepBatch
 
 SKIPS_BEFORE_REPLAY = 5
-"""In a row, after which even a scale that still falls is looked into. From 2**16, a
-usual start loses about two; five are a factor of 32."""
+"""Consecutive skips after which a step is replayed although the scale can still fall.
+From 2**16, a normal start skips about two steps; five are a factor of 32."""
 
 MAX_REPLAYS = 10
-"""Replays of a run: each takes as long as tens of steps, and the first ones tell."""
+"""Replays per run: each takes as long as tens of steps, and the first ones suffice."""
 
 
 @dataclass
 class SkipWatcher:
-    """Says when a step is worth running again."""
+    """Decides when a skipped step should be replayed."""
 
     losses: LossHistory = field(default_factory=LossHistory)
-    """Of the steps applied."""
+    """Losses of the applied steps."""
     consecutive_skips: int = 0
-    """Steps skipped since the last one applied."""
+    """Steps skipped since the last applied one."""
     replays_left: int = MAX_REPLAYS
 
     def should_replay(self, record: Mapping[str, Any], *, is_dynamic: bool) -> bool:
-        """Take in the record of a step; say whether it should be run again.
+        """Take the record of a step; return whether to replay that step.
 
-        Once in a row of skips: at the first where no scale can mend it, since the loss
-        is not finite or the scale is fixed; otherwise after `SKIPS_BEFORE_REPLAY`.
+        True once per run of consecutive skips: at the first skip if no smaller scale
+        can help, because the loss is non-finite or the scale is fixed; otherwise at the
+        `SKIPS_BEFORE_REPLAY`-th.
 
         Args:
-            record: Of the step.
-            is_dynamic: The loss scale falls when steps are skipped.
+            record: The record of the step.
+            is_dynamic: Whether the loss scale falls when steps are skipped.
         """
         if not record["skipped"]:
             if math.isfinite(record["loss"]):
@@ -69,10 +66,10 @@ class SkipWatcher:
         return is_due
 
     def history(self, applied: int) -> LossHistory:
-        """Return the losses of a run that has applied so many steps.
+        """Return the losses of a run that has applied this many steps.
 
-        Of one that was resumed the first loss is not known: one from its middle is as
-        likely to be half of the next as twice that, and says nothing.
+        For a resumed run, `first` is NaN: a loss from the middle of training is no
+        reference for detecting divergence.
         """
         begun = applied == self.losses.applied
         first = self.losses.first if begun else math.nan
@@ -89,22 +86,22 @@ def replay(
     losses: LossHistory,
     failed: bool,
 ) -> BadOp | None:
-    """Run the micro-batches of a step again; return the first fault on any process.
+    """Replay the micro-batches of a step; return the first BadOp of any rank.
 
-    That of their sum, where each is finite. All processes must call it. A step that
-    cannot be run again, for want of memory perhaps, ends nothing: that is a warning.
+    If each micro-batch is finite, their summed gradients are checked. A collective
+    call. A step that cannot be replayed, for lack of memory perhaps, only warns.
 
     Args:
-        session: Its weights are those of the failing step.
-        batch: Of the step.
+        session: Holds the weights of the failed step.
+        batch: The batch of the step.
         loss_of: Computes the summed loss of a micro-batch.
-        seed: Seeds what the step drew from.
+        seed: Seeds the random generators as in the step.
         scale: Loss scale of the step.
-        losses: Of the steps applied before.
-        failed: The step was seen to fail, from these very weights.
+        losses: Losses of the steps applied before.
+        failed: The step failed with exactly these weights.
     """
     world = process_group.world_size()
-    weight = world / batch.weight  # as the session divides by the micro-batches
+    weight = world / batch.weight  # the session divides by the number of micro-batches
     failures: list[str] = []
 
     def of(place: int) -> Callable[[], Tensor]:
@@ -123,11 +120,11 @@ def replay(
                 scale=scale,
                 number=batch.number,
                 losses=losses,
-                # Masters add gradients up in float32; without, they stay as they are.
+                # Master weights accumulate gradients in float32, others do not.
                 summed_in=torch.float32 if session.choice.level.masters else None,
             )
         except Exception as error:  # noqa: BLE001
-            # Not to know the cause must not end a run that may yet go on.
+            # A failed replay must not end a run that may recover.
             failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
             return None
 

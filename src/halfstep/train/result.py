@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: summary, report, and a model to predict with."""
+"""Finishes a run: evaluates the best checkpoint, writes summary, report and model."""
 
 from __future__ import annotations
 
@@ -33,30 +33,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to begin or to resume."""
+    """A run that is ready to start or resume."""
 
     trainer: Trainer
     network: Network
-    """The bare model and its tokenizer."""
+    """The unwrapped model and its tokenizer."""
     originals: Mapping[str, torch.Tensor]
-    """Values of parameters that do not learn, where storing rounds them."""
+    """Original values of frozen parameters that 16-bit storage rounds."""
     weights: Mapping[str, str]
-    """Parameter -> format that it was in before it was prepared."""
+    """Parameter -> its dtype before `prepare`."""
     tokenise_seconds: float
-    """What it took to tokenise every split, or to find that done."""
+    """Seconds to tokenize all splits, or to load them from the cache."""
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """Return all weights by name; all processes must call it.
-
-        Of a sharded model each process holds a part.
-        """
+        """Return all weights by name, gathered if sharded; a collective call."""
         weights = self.trainer.session.weights()
         return {**fsdp_checkpoint.full_tensors(weights), **self.originals}
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run has to show."""
+    """The outcome of a run or a dry run."""
 
     summary: dict[str, Any]
     tables: tuple[Table, ...]
@@ -66,7 +63,7 @@ class RunResult:
 
 
 def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
-    """Judge the best checkpoint and write what the run leaves behind.
+    """Evaluate the best checkpoint; write summary, report and final model.
 
     `faults` are lines about damaged checkpoints that were not used.
     """
@@ -76,7 +73,7 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
     config = resolve_config(plan, choice.level.name, choice.format.name)
     precision = session.explain()
     summary = _summary(config, trainer, ready.tokenise_seconds)
-    # From here on the session's counters are those of the best step.
+    # After this, the session's counters are those of the best step.
     trainer.load_best()
     encoded = trainer.job.encoded
     splits = [name for name in ("dev", "test") if len(encoded[name])]
@@ -96,7 +93,7 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
         summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
         model = portable_model(ready.network, weights)
         if ready.network.tokenizer.is_fast:
-            # Its last call left its truncation there; what was cached made no call.
+            # Its last call left truncation on; with cached splits there was no call.
             ready.network.tokenizer.backend_tokenizer.no_truncation()
         folder.save_model(model, ready.network.tokenizer)
         report = html_report.ReportData(
@@ -124,7 +121,7 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
 def _summary(
     config: TrainConfig, trainer: Trainer, tokenise_seconds: float
 ) -> dict[str, Any]:
-    """Return what the run came to, as plain values."""
+    """Return the summary of a run, as plain values."""
     session, seconds = trainer.session, trainer.seconds
     spent = seconds["train"]
     return {
@@ -155,7 +152,7 @@ def _summary(
 
 
 def _chosen(config: TrainConfig, requested: TrainConfig) -> frozenset[str]:
-    """Return the settings that were left to the run, and that it chose."""
+    """Return the settings left open by the user and chosen by the run."""
     before = requested.data_dict()
     return frozenset(
         name
@@ -181,7 +178,7 @@ def _lead(
 def _baseline_table(
     trainer: Trainer, metrics: EvalMetrics, summary: dict[str, Any]
 ) -> Table:
-    """Return the model compared with a simple classifier, on the built-in data."""
+    """Compare the model with a simple classifier, on the built-in data."""
     corpus = trainer.job.corpus
     baseline = baseline_accuracy(corpus.train, corpus.test)
     summary["baseline_accuracy"] = baseline
@@ -197,10 +194,10 @@ def _baseline_table(
 
 @torch.no_grad()
 def portable_model(network: Network, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return a model in fp32, with master weights in place of 16-bit weights."""
+    """Build an unsharded fp32 model from master weights."""
     import transformers
 
-    # The trained one may be split over processes; a new one is whole.
+    # The trained one may be sharded.
     model: Any = network.model
     kind = getattr(transformers, _name_of(model))
     fp32_model = kind(model.config)
@@ -209,7 +206,7 @@ def portable_model(network: Network, weights: Mapping[str, torch.Tensor]) -> Any
 
 
 def _name_of(model: Any) -> str:  # noqa: ANN401
-    """Return the class that transformers knows; FSDP2 puts its own in front."""
+    """Return the name of a model's transformers class, below FSDP2's subclass."""
     return next(
         kind.__name__
         for kind in type(model).__mro__

@@ -1,4 +1,4 @@
-"""Ends before the end: a signal stops after the step under way, and saves before."""
+"""Stops a run after the current step on SIGTERM and SIGINT; errors that end runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REPEAT_SECONDS = 1.0  # seconds
-_EXIT_STATUS_BASE = (
-    128  # what a shell adds to the number of the signal that ended a program
-)
+_EXIT_STATUS_BASE = 128  # what shells add to the signal number in the exit status
 
 
 class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
-    """The weights give a loss that is not a number."""
+    """Training has diverged: the model's loss is non-finite."""
 
     def __init__(self, message: str, bad_op: BadOp | None = None) -> None:
         more = "" if bad_op is None else f" The last batch, run again: {bad_op}"
@@ -31,7 +29,7 @@ class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse 
 
 
 class Stopped(Exception):  # noqa: N818 -- likewise
-    """A run that was asked to stop, and saved before it did."""
+    """A run stopped by a signal, after saving a checkpoint."""
 
     def __init__(self, number: int, step: int, total: int, out: object) -> None:
         name = signal.Signals(number).name
@@ -40,7 +38,7 @@ class Stopped(Exception):  # noqa: N818 -- likewise
             f"saved: go on with --resume --out {out}"
         )
         self.status = _EXIT_STATUS_BASE + number
-        """The exit status: 128 and the signal's number, 130 or 143."""
+        """The exit status: 128 + signal number, so 130 or 143."""
 
 
 class StopRequest:
@@ -48,14 +46,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal = 0
-        """The number of the first signal; 0 for none yet."""
+        """Number of the first signal; 0 if none."""
         self._requested_at = 0.0
 
     def request(self, number: int, frame: FrameType | None = None) -> None:
-        """Remember a signal; a second one ends the program as it always did.
+        """Record a signal; a second one gets its default handling.
 
-        A scheduler may signal a launcher and its processes, and the launcher pass it
-        on: what comes within a second is the same wish.
+        A scheduler may signal a launcher and its processes, and the launcher forwards
+        it: a repeat within `_REPEAT_SECONDS` is the same request.
         """
         del frame
         now = time.monotonic()
@@ -70,11 +68,11 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """Take signals as a request to stop, until the context ends.
+    """Handle signals as a request to stop, until the context ends.
 
-    In a thread that is not the main one, signals cannot be taken: they do what they
-    did before. So do those that are ignored, as a shell's background has it, and those
-    that are handled outside Python, for these handlers could not be put back.
+    Python can set handlers in the main thread only; elsewhere this does nothing. It
+    leaves signals alone that are ignored, as shells do for background jobs, or handled
+    outside Python, because such handlers could not be restored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

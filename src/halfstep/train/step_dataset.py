@@ -1,10 +1,7 @@
-"""The batch of each step, and this process's part of it, as tensors.
+"""Builds this rank's micro-batches of each optimizer step, as tensors.
 
-In: encoded examples and the order of batches. Out: `StepBatch`, one a step, made in
-this process or ahead of time by others.
-
-Why: a step is known by its number alone. So a resumed run begins in the middle of an
-epoch without reading what came before, and any number of workers makes the same.
+A step depends on its number alone, so a resumed run can start in the middle of an epoch
+without iterating over what came before, and the number of workers changes nothing.
 """
 
 from __future__ import annotations
@@ -30,52 +27,52 @@ if TYPE_CHECKING:
     from halfstep.train.tasks import Objective
 
 _MASKING_SEED = 0x9E3779B9
-"""Separates the seed of masking from that of dropout, in the 32 bits that count."""
+"""XORed into the step's seed, so that masking and dropout draw different numbers."""
 
 _PREFETCH = 4
-"""Steps that each worker prepares ahead: enough to bridge an evaluation's start."""
+"""Steps that each worker prefetches: enough to cover the start of an evaluation."""
 
 
 class StepBatch(NamedTuple):
-    """What one process trains on in one step."""
+    """The examples that one process trains on in one optimizer step."""
 
     number: int
-    """Of the step, counted from 1."""
+    """Number of the step, counted from 1."""
     epoch: int
     """Counted from 0."""
     parts: list[dict[str, Tensor]]
     """Its micro-batches: `input_ids`, `attention_mask`, `labels`."""
     is_real: list[bool]
-    """Whether each counts; one that does not stands in where texts ran out."""
+    """Whether a micro-batch counts; False for the filler of a rank without texts."""
     size: int
-    """Texts of the whole batch, over all processes and micro-batches."""
+    """Texts in the batch, over all ranks and micro-batches."""
     weight: float
-    """Sum of the weights of the whole batch's targets."""
+    """Sum of the target weights, over all ranks and micro-batches."""
     tokens: int
-    """Tokens of this process's part, without padding."""
+    """Tokens of this rank, without padding."""
     padded_tokens: int
-    """The same with padding."""
+    """Tokens of this rank, with padding."""
 
 
 @dataclass(frozen=True)
 class TokenMasking:
-    """Replaces random input tokens by the mask token, against memorizing."""
+    """Replaces random input tokens by the mask token, against overfitting."""
 
     share: float
-    """Of the tokens, 0 <= share < 1."""
+    """Share of the tokens, 0 <= share < 1."""
     mask_id: int
     special: Tensor
-    """Ids of the tokens that are never masked."""
+    """Ids of tokens that are never masked."""
 
     def mask(self, ids: Tensor, draw: torch.Generator) -> Tensor:
-        """Return the ids with a random share replaced by the mask."""
+        """Return token ids with a random share replaced by `mask_id`."""
         chosen = torch.rand(ids.shape, generator=draw) < self.share
         return ids.masked_fill(chosen & ~torch.isin(ids, self.special), self.mask_id)
 
 
 @dataclass(frozen=True)
 class Order:
-    """How the examples are cut into steps; the same on every process."""
+    """How the examples are split into steps; the same on every rank."""
 
     batch_size: int
     epochs: int
@@ -84,7 +81,7 @@ class Order:
 
 
 class StepDataset(Dataset[StepBatch]):
-    """The work of each step, by its number."""
+    """The StepBatch of each step, by its number."""
 
     def __init__(
         self,
@@ -108,14 +105,14 @@ class StepDataset(Dataset[StepBatch]):
         self.per_epoch = -(-len(encoded) // order.batch_size)
 
     def __getitem__(self, number: int) -> StepBatch:
-        """Return the work of a step, counted from 1."""
+        """Return the batch of a step, counted from 1."""
         at, place = divmod(number - 1, self.per_epoch)
         batch = self._batches(at)[place]
         mine = share(batch, self._encoded.lengths, self._rank, self._size)
         micro = self._order.accumulate
         pieces = [mine[start::micro] for start in range(micro)]
         is_real = [len(piece) > 0 for piece in pieces]
-        # Without examples left, a process still takes part: the others wait for it.
+        # A rank without examples still runs: the others wait for its collectives.
         pieces = [piece if len(piece) else batch[:1] for piece in pieces]
         parts = [
             self._encoded.collate(piece, self._pad_id, self._multiple)
@@ -138,12 +135,12 @@ class StepDataset(Dataset[StepBatch]):
         )
 
     def seed_of(self, number: int) -> int:
-        """Return the seed of all that a step draws on this process."""
+        """Return the seed of a step's random numbers on this rank."""
         total = self.per_epoch * self._order.epochs
         return (self._order.seed * total + number) * self._size + self._rank
 
     def _batches(self, number: int) -> list[Indices]:
-        """Return the batches of an epoch; those of the last one asked for are kept."""
+        """Return the batches of an epoch; the last epoch's are cached."""
         if self._epoch is None or self._epoch[0] != number:
             order = self._order
             lengths = self._encoded.lengths
@@ -155,13 +152,13 @@ class StepDataset(Dataset[StepBatch]):
 def iterate_steps(
     steps: StepDataset, first: int, last: int, *, workers: int, pin: bool
 ) -> Generator[StepBatch]:
-    """Yield the work of each step from `first` to `last`, both counted from 1.
+    """Yield the StepBatch of each step from `first` to `last`, both counted from 1.
 
-    `workers` processes prepare it ahead; `pin` keeps it in memory that a GPU reads by
-    itself. Closing ends the workers, which must be done: they outlive an error else.
+    `workers` processes prefetch, `pin` copies to pinned memory. Close the generator:
+    after an error in the loop, its workers would go on running.
     """
     more: dict[str, Any] = {"prefetch_factor": _PREFETCH} if workers else {}
-    numbers: Any = range(first, last + 1)  # an iterable will do, says torch's manual
+    numbers: Any = range(first, last + 1)  # torch documents any iterable
     yield from DataLoader(
         steps,
         batch_size=None,
@@ -174,10 +171,10 @@ def iterate_steps(
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave signals to the process that trains, which ends its workers itself.
+    """Ignore SIGTERM and SIGINT in a worker; the main process ends its workers.
 
-    Schedulers and terminals signal all processes of a group, and a worker that dies
-    takes the step under way with it.
+    Schedulers and terminals signal the whole process group, and a worker that dies
+    aborts the current step.
     """
     del worker
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -185,7 +182,7 @@ def _ignore_signals(worker: int) -> None:
 
 
 def padding_fraction(lengths: np.ndarray, order: Order) -> float:
-    """Return the share of a first epoch's places that hold padding."""
+    """Return the padding fraction of the first epoch."""
     batches = epoch(lengths, order.batch_size, seed=order.seed, number=0)
     padded_tokens = sum(int(lengths[batch].max()) * len(batch) for batch in batches)
     return 1 - float(lengths.sum()) / max(1, padded_tokens)

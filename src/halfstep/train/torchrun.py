@@ -1,4 +1,4 @@
-"""Whether torchrun has restarted the processes of a launch, from its environment."""
+"""Detects from the environment whether torchrun restarted this launch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ if TYPE_CHECKING:
 
 
 def is_restart_of(saved: dict[str, Any] | None) -> bool:
-    """Say whether torchrun has started again the launch that a file names.
+    """Return whether torchrun restarted the launch whose identity was saved.
 
-    Why: an agent counts failures of its own processes alone. It restarts them as well
-    where those of another machine fail, and does not say so. But what the same agent
-    has begun before, it has started before.
+    TORCHELASTIC_RESTART_COUNT is not enough: an agent counts failures of its own
+    processes only, but also restarts them when those on another machine fail. The same
+    agent and run id as saved mean that it has started them before.
     """
     current = identity()
     if saved is None or saved["run_id"] != current["run_id"]:
         return False
     named, same_agent = current["run_id"] is not None, saved == current
     if _env_int("TORCHELASTIC_RESTART_COUNT") > 0:
-        # A name alone may be used again by a later launch, but not on two machines.
+        # A later launch may reuse a run id, but not across two machines.
         hosts = {str(one["agent"]).rpartition(" ")[0] for one in (saved, current)}
         return same_agent or (named and len(hosts) > 1)
     return same_agent and named and _env_int("GROUP_WORLD_SIZE") > 1
 
 
 def _env_int(name: str) -> int:
-    """Return a number that torchrun sets; 0 where it did not."""
+    """Return an integer that torchrun sets; 0 if unset."""
     return int(os.environ.get(name, "0"))
 
 
 def identity() -> dict[str, str | None]:
-    """Return what distinguishes this launch from others, for a file.
+    """Return what identifies this launch, for `read_identity`.
 
-    That is the run id, where torchrun was given one or made one up; the machine, and
-    the process there that started this one and would restart it.
+    That is the run id, if torchrun was given or generated one, and the agent: the
+    machine and the parent process, which would restart this one.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return {
@@ -48,7 +48,7 @@ def identity() -> dict[str, str | None]:
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
-    """Return the identity that a file holds; None if it holds none."""
+    """Return the identity saved in a file; None if it holds none."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

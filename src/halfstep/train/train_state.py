@@ -1,4 +1,4 @@
-"""What is trained, from what, how far that has come, and where the time went."""
+"""The training job, its progress, and timers for the parts of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What is trained, from what, and how."""
+    """The inputs of the training loop."""
 
     task: Task
     corpus: Corpus
@@ -30,37 +30,37 @@ class TrainJob:
     plan: Plan
     pad_id: int
     multiple: int
-    """Of tokens, to which a batch is padded."""
+    """Batches are padded to a multiple of this many tokens."""
     longest: int
-    """Tokens after which a text is cut."""
+    """Texts are truncated to this many tokens."""
 
 
 @dataclass
 class TrainState:
-    """How far a run has come; saved in every checkpoint."""
+    """Progress of a run; saved in every checkpoint."""
 
     step: int = 0
     best_step: int = 0
-    """The step of the best checkpoint; 0 where there is none, or it is damaged."""
+    """Step of the best checkpoint; 0 if there is none or it is damaged."""
     best_score: float | None = None
-    """Its score; a loss counts as its negative. None before the first evaluation."""
+    """Its score, negated for a loss. None before the first evaluation."""
     waited: int = 0
-    """Evaluations since then."""
+    """Evaluations since the best one."""
 
 
 @dataclass
 class Timers:
-    """Seconds by what they went to.
+    """Seconds spent in each part of a step.
 
-    On a GPU these are the host's: work goes on after the part that began it, and the
-    part that waits for it is charged.
+    These are host times. On a GPU, work continues after the part that launched it, and
+    the next part that synchronizes is charged for it.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
-        """Add the time that the context lasts to a part."""
+        """Add the duration of the context to a part."""
         began = time.perf_counter()
         yield
         spent = time.perf_counter() - began

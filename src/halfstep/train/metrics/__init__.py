@@ -1,1 +1,1 @@
-"""Metrics of a model's outputs."""
+"""Metrics of the model's outputs, per task."""

@@ -1,4 +1,4 @@
-"""Metrics of predicted entities: scores, confusion matrix, and the worst examples."""
+"""Computes metrics of predicted entities, their confusion, and the worst examples."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from halfstep.train.metrics.result import Counts
 
 Entity = tuple[int, int, int]
-"""First character, the one after the last, and the index of the kind."""
+"""(start, end, index of the entity type); character offsets, end exclusive."""
 
-_MAX_KINDS = 30  # of a confusion matrix that a person can read
-_MAX_ENTITY_CHARACTERS = 40  # of an entity there
-_MAX_ENTITIES = 6  # of the entities of one text there
+_MAX_KINDS = 30  # rows of a confusion matrix
+_MAX_ENTITY_CHARACTERS = 40  # characters of an entity in a table
+_MAX_ENTITIES = 6  # entities of one text in a table
 
 
 def compute_metrics(
@@ -36,12 +36,11 @@ def compute_metrics(
     kinds: Sequence[str],
     loss: float,
 ) -> EvalMetrics:
-    """Return how well guessed entities agree with the true ones.
+    """Compute exact-match precision, recall and F1 of predicted entities.
 
-    An entity is found if one of the same kind over the same characters was guessed:
-    half an entity is a mistake, and so is another kind. What is given twice counts
-    once. A share of nothing is 0, and a kind that is neither there nor guessed takes
-    part in the mean over kinds.
+    A predicted entity is correct if a true one has the same type and offsets;
+    duplicates count once. A ratio with a zero denominator is 0, and so is the F1 of a
+    type with neither true nor predicted entities, which counts in the macro mean.
     """
     true_sets = list(map(set, true_entities))
     predicted_sets = list(map(set, predicted_entities))
@@ -77,9 +76,9 @@ def worst_examples(
     kinds: Sequence[str],
     limit: int = 20,
 ) -> Table:
-    """Return the texts with the most mistakes, and the entities that are mistaken.
+    """Return the texts with the most errors, and the missed and spurious entities.
 
-    Why: these show wrong labels in the data, and what the model has not understood.
+    They show wrong labels in the data, and what the model has not learned.
     """
     num_errors = [
         len(set(true) ^ set(guessed))
@@ -111,8 +110,8 @@ def _confusion(
     predicted_entities: Sequence[set[Entity]],
     kinds: tuple[str, ...],
 ) -> Table:
-    """Return which kinds were guessed for which, over the same characters."""
-    # The last row is for guesses without a true entity, the last column the reverse.
+    """Return the confusion matrix of entity types, matched by identical offsets."""
+    # Last row: predictions without a true entity; last column: the reverse.
     nothing = len(kinds)
     counts: Counts = np.zeros((nothing + 1, nothing + 1), dtype=np.int64)
     for true, guessed in zip(true_entities, predicted_entities, strict=True):
@@ -131,7 +130,7 @@ def _confusion(
 
 
 def _named(text: str, entities: set[Entity], kinds: Sequence[str]) -> str:
-    """Return entities as words: kind, letters and place of each."""
+    """Format entities as type, text and offset."""
     words = []
     for start, end, kind in sorted(entities)[:_MAX_ENTITIES]:
         letters = text[start:end]

@@ -1,4 +1,4 @@
-"""Metrics of a classifier: scores, confusion matrix, and the worst examples."""
+"""Computes metrics of a classifier, its confusion matrix, and the worst examples."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_MAX_CLASSES = 25  # of a confusion matrix that a person can read
+_MAX_CLASSES = 25  # rows of a confusion matrix
 
 
 def compute_metrics(
     logits: Tensor, targets: Tensor, labels: Sequence[str]
 ) -> EvalMetrics:
-    """Return how well guesses, the largest logits, agree with the truth.
+    """Compute the metrics of the predictions, which are the largest logits.
 
     Means over classes are unweighted, so that rare classes count; a class that is
-    neither there nor guessed counts as zero. `logits` are float32 of shape (N, C),
+    neither true nor predicted counts as 0. `logits` are float32 of shape (N, C),
     `targets` int64 of shape (N,), both on the CPU.
     """
     true, predictions = targets.numpy(), logits.argmax(-1).numpy()
@@ -38,7 +38,7 @@ def compute_metrics(
         for i, label in enumerate(labels)
     )
     _, precision, recall, f1, _ = zip(*per, strict=True)
-    # Gorodkin's coefficient: the correlation of truth and guess as 0-1 vectors.
+    # Gorodkin's multiclass MCC: correlation of true and predicted one-hot vectors.
     total, correct = len(true), int(counts.trace())
     spread = float(total**2 - rows @ rows) * float(total**2 - columns @ columns)
     both = float(total * correct - rows @ columns)
@@ -62,10 +62,10 @@ def worst_examples(
     labels: Sequence[str],
     limit: int = 20,
 ) -> Table:
-    """Return the wrong guesses that were made with the most confidence.
+    """Return the wrong predictions with the highest probability.
 
-    Why: these show wrong labels in the data, and what the model has not understood,
-    sooner than guesses that were close.
+    They show wrong labels in the data, and what the model has not learned, better than
+    wrong predictions with a low probability.
     """
     predictions = logits.argmax(-1)
     wrong = (predictions != targets).nonzero().squeeze(-1)

@@ -1,4 +1,4 @@
-"""Metrics of predictions, whatever the task."""
+"""Evaluation metrics as tables and JSON, for any task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _MAX_CHARACTERS = 200  # of a text in a table of mistakes
-_BEFORE = 40  # of them before the first mistake
+_BEFORE = 40  # context shown before the first mistake
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class EvalMetrics:
     loss: float
     """Mean cross-entropy in nats."""
     scores: Mapping[str, float]
-    """Name to value, the greater the better, in the order to show."""
+    """Name -> value, higher is better, in display order."""
     per_class: tuple[tuple[str, float, float, float, int], ...]
-    """(label or kind of entity, precision, recall, F1, how many are true)."""
+    """(label or entity type, precision, recall, F1, number of true ones)."""
     confusion: Table | None = None
-    """Counts: the first column names the truth, the others are guesses."""
+    """Counts: rows are true, columns are predicted."""
     predicted: Mapping[str, int] = field(default_factory=dict)
-    """Label or kind of entity -> how often it is guessed."""
+    """Label or entity type -> number of predictions."""
 
     def table(self, title: str) -> Table:
-        """Return what was found of each label as a table; averages come last."""
+        """Return the metrics of each label as a table; averages come last."""
         rows: tuple[tuple[Cell, ...], ...] = self.per_class
         if self.per_class:
             _, *shares, counts = zip(*self.per_class, strict=True)
@@ -53,23 +53,23 @@ class EvalMetrics:
         return Table(title, columns, rows, (", ".join(words),))
 
     def classes(self) -> dict[str, dict[str, int]]:
-        """Return of each label how often it is there, and how often it is guessed."""
+        """Return how often each label is true and how often it is predicted."""
         return {
             label: {"true": true, "predicted": self.predicted.get(label, 0)}
             for label, *_, true in self.per_class
         }
 
     def weighted(self) -> tuple[float, ...]:
-        """Return precision, recall and F1, each label weighted by how many are true.
+        """Return precision, recall and F1, weighted by each label's true count.
 
-        Where none is true at all, all weigh the same.
+        Unweighted if all true counts are 0.
         """
         _, *shares, support = zip(*self.per_class, strict=True)
         weights = support if any(support) else [1] * len(support)
         return tuple(statistics.fmean(share, weights) for share in shares)
 
     def data(self) -> dict[str, object]:
-        """Return all but the confusion, for `json.dumps`; scores by their names."""
+        """Return the metrics without the confusion matrix, for `json.dumps`."""
         return {
             "loss": self.loss,
             **self.scores,
@@ -79,20 +79,20 @@ class EvalMetrics:
 
 
 def score_title(score: str) -> str:
-    """Return the name of a score as people write it: `macro_f1` is "macro F1"."""
+    """Return the display name of a score: "macro F1" for `macro_f1`."""
     words = score.split("_")
     return " ".join({"f1": "F1", "mcc": "MCC"}.get(word, word) for word in words)
 
 
 def shares(correct: int, predicted: int, true: int) -> tuple[float, float, float, int]:
-    """Return precision, recall, F1 and how many are true; a share of nothing is 0."""
+    """Return precision, recall, F1 and the true count; a ratio of 0 to 0 is 0."""
     precision, recall = correct / (predicted or 1), correct / (true or 1)
     f1 = 2 * (precision * recall) / (precision + recall) if correct else 0.0
     return precision, recall, f1, true
 
 
 def excerpt(text: str, place: int = 0) -> str:
-    """Return a text, or the part of a long one that begins a little before a place."""
+    """Return a text, or of a long one an excerpt that starts shortly before `place`."""
     begin = max(0, min(place - _BEFORE, len(text) - _MAX_CHARACTERS))
     end = begin + _MAX_CHARACTERS
     before, after = "..." if begin else "", "..." if end < len(text) else ""
@@ -100,9 +100,9 @@ def excerpt(text: str, place: int = 0) -> str:
 
 
 def unique_name(name: str, names: tuple[str, ...]) -> str:
-    """Return a name that none of `names` is, with a prime for each that was.
+    """Append primes to a name until it is not in `names`.
 
-    Why: columns of a table differ, and a label may be any word.
+    Table columns need distinct names, and a label can be any word.
     """
     while name in names:
         name += "'"
@@ -112,17 +112,15 @@ def unique_name(name: str, names: tuple[str, ...]) -> str:
 def confusion_table(
     counts: Counts, names: tuple[str, ...], limit: int, *, notes: tuple[str, ...] = ()
 ) -> Table:
-    """Return a confusion as a table; of many names those with the most errors.
-
-    Why: a table of a hundred labels is not read, and the errors are in few of them.
+    """Return a confusion matrix as a table; beyond `limit`, merge the best labels.
 
     Args:
-        counts: Truth by prediction, shape (R, R) for R names. With one row and one
+        counts: True by predicted, shape (R, R) for R names. With one row and one
             column more, these are for predictions without a true entity, and for
             entities without a prediction.
-        names: Of labels or entity types.
-        limit: How many rows the names may have, 2 or more; one is for all the others.
-        notes: What else is to be said below the table.
+        names: Labels or entity types.
+        limit: Maximum number of rows for names, at least 2; one is for the merged rest.
+        notes: Notes below the table.
     """
     beyond = len(counts) - len(names)
     if len(names) > limit:

@@ -1,1 +1,1 @@
-"""What a run writes and shows."""
+"""Files and console output of a run."""

@@ -1,4 +1,4 @@
-"""The report of a training run, as one page of HTML."""
+"""Renders the report of a training run as one HTML page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_HOST = (
 
 
 def machine_table() -> Table:
-    """Return what this machine is."""
+    """Return the machine's hardware and versions as a table."""
     facts = hardware.capabilities()
     rows = [
         ("processor", facts.cpu),
@@ -49,29 +49,29 @@ def machine_table() -> Table:
 
 @dataclass(frozen=True)
 class ReportData:
-    """The data of a report."""
+    """The content of a report."""
 
     title: str
     lead: str
-    """A sentence or two: how it went."""
+    """One or two sentences: the result."""
     settings: Mapping[str, object]
-    """As the run used them."""
+    """The resolved settings."""
     chosen: frozenset[str]
-    """Names of the settings that the run chose itself."""
+    """Names of settings whose values the run chose."""
     metrics: Mapping[str, EvalMetrics]
-    """By split; the last is the one that counts."""
+    """By split; the last one is the final result."""
     worst_examples: tuple[Table, ...]
     baseline: Table | None
-    """The model compared with a baseline."""
+    """Comparison of the model with a baseline."""
     precision: Table
     records: Sequence[Mapping[str, Any]]
-    """Steps and evaluations as in metrics.jsonl."""
+    """Steps and evaluations, as in metrics.jsonl."""
     summary: Mapping[str, Any]
-    """As in summary.json; what is missing in it is not shown."""
+    """As in summary.json; rows of missing keys are left out."""
     findings: tuple[str, ...]
-    """What a reader should know about its data."""
+    """Findings about the data."""
     cards: tuple[Card, ...] = ()
-    """What the doctor found."""
+    """Findings of the doctor."""
 
 
 def page(report: ReportData) -> str:
@@ -103,7 +103,7 @@ def page(report: ReportData) -> str:
 
 
 def _quality(metrics: Mapping[str, EvalMetrics]) -> list[Table]:
-    """Return the scores of every split, then what the last one is made of."""
+    """Return the scores of every split, then the per-label metrics of the last one."""
     if not metrics:
         return []
     split, final = list(metrics.items())[-1]
@@ -126,14 +126,14 @@ def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[ConfusionMatrix, ...
 def _charts(
     steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
 ) -> tuple[Chart, ...]:
-    """Return the curves of a run; those of which nothing is known are left out."""
+    """Return the curves of a run; charts without finite values are left out."""
 
     def curve(name: str, records: Iterable[Mapping[str, Any]], key: str) -> Curve:
         x, y = [], []
         for record in records:
             if key in record:
                 x.append(float(record["step"]))
-                # What was not finite is null in JSON: a gap.
+                # Non-finite values are null in JSON; they become gaps.
                 y.append(float("nan" if record[key] is None else record[key]))
         return Curve(name, tuple(x), tuple(y))
 
@@ -159,7 +159,7 @@ def _charts(
 
 
 def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
-    """Return where the time of a step went, if the records say so."""
+    """Return the time per part of a step, if recorded."""
     heading = "Where the time of a step went"
     timed = [record["seconds"] for record in steps if "seconds" in record]
     if not timed:
@@ -219,7 +219,7 @@ def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
 
 
 def _skips(steps: Sequence[Mapping[str, Any]]) -> Section:
-    """Return which steps were skipped, and where the gradients were not finite."""
+    """Return the skipped steps, and the parameters with non-finite gradients."""
     skipped = [record for record in steps if record.get("skipped")]
     if not skipped:
         return Section("Skipped steps", "No step was skipped." if steps else "")

@@ -1,4 +1,4 @@
-"""JSON objects, one a line, in a file of which only the last line can be torn."""
+"""Reads and writes JSON lines; tolerates a last line torn by a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return a value for JSON, which has no inf and no NaN: they become null."""
+    """Replace inf and NaN, which JSON lacks, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -25,20 +25,20 @@ def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
 
 
 def to_lines(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return the lines of some records."""
+    """Return the records as JSON lines."""
     return "".join(
         json.dumps(finite(record), allow_nan=False) + "\n" for record in records
     )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records; a last line torn by a crash is left out."""
+    """Return the records of a file, without a last line torn by a crash."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
     records = []
-    # What follows the last line end is empty, or torn.
+    # After the last newline comes nothing, or a torn line.
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line, or plain lines on a pipe."""
+"""Shows progress on the console: a progress bar on a terminal, lines on a pipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LINES = 20
-"""Plain lines in a whole run."""
+"""Number of lines per run."""
 
 
 def progress(total: int, done: int, *, leads: bool) -> Progress:
-    """Return what suits this process and its standard output."""
+    """Return the progress display for this rank and standard output."""
     if leads and sys.stdout.isatty():
         return _Live(total, done)
     return _Plain(total, done, leads=leads)
@@ -33,7 +33,7 @@ def _numbers(record: Mapping[str, Any]) -> str:
 
 
 class _Plain:
-    """Lines on a pipe; none where the process does not lead."""
+    """Lines on a pipe; none on ranks that do not lead."""
 
     def __init__(self, total: int, done: int, *, leads: bool) -> None:
         self._leads = leads
@@ -54,7 +54,7 @@ class _Plain:
     def print_line(self, line: str) -> None:
         if not self._leads:
             return
-        # A reader that left (`| head`) must not end the training.
+        # A closed pipe (`| head`) must not end the training.
         with contextlib.suppress(BrokenPipeError):
             print(*wrap(line, terminal_width()), sep="\n", flush=True)
 
@@ -63,7 +63,7 @@ class _Plain:
 
 
 class _Live:
-    """A line that changes on a terminal."""
+    """A tqdm bar on a terminal."""
 
     def __init__(self, total: int, done: int) -> None:
         from tqdm import tqdm
@@ -87,4 +87,4 @@ class _Live:
 
 
 Progress = _Plain | _Live
-"""Shows a run: a step, a line that stays; closed, the terminal is as it was."""
+"""Progress display: `step` per step, `print_line` for lines that stay, `close`."""

@@ -1,8 +1,8 @@
-"""The folder of a run: settings, metrics, checkpoints, and what may be written there.
+"""The folder of a run: settings, metrics, checkpoints, model; and its locking.
 
-In: settings and records. Out: `config.json`, `launch.json`, `metrics.jsonl`, and
-`checkpoints/step-00000012`, whose names and manifests alone tell which is the newest
-and which the best. Only the first process writes.
+It holds `config.json`, `launch.json`, `metrics.jsonl`, and checkpoints such as
+`checkpoints/step-00000012`. Names and manifests of these suffice to find the newest and
+the best one. Only the first rank writes, except for shards of checkpoints.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _OWN_FOLDERS = ("checkpoints", "model", "tensorboard")
 _OWN = (
     *("metrics.jsonl", "summary.json", "report.html"),
     *("environment.json", "profile.json", "data.json"),
-    # What tells that the others are a run's goes last.
+    # The files that identify the folder as a run's are deleted last.
     *("launch.json", "resolved.toml", "config.json"),
 )
 _SET_ASIDE = "damaged-"
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
-"""What `write_text` calls a file that is not whole yet."""
+"""Names of the temporary files of `write_text`."""
 
 
 class RunFolder:
-    """Where a run lives.
+    """The folder of a run.
 
     Attributes:
-        model: The finished model, as transformers loads it.
-        metrics: One JSON object a line.
+        model: Folder of the final model, in the format of transformers.
+        metrics: File of JSON lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,11 +63,11 @@ class RunFolder:
         self._checkpoints = path / "checkpoints"
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Make the folder and write the settings, and who has begun the run.
+        """Create the folder; write the settings and the identity of this launch.
 
         Raises:
-            UserError: If it holds a run already and `overwrite` is not asked for, or
-                other files and no run, or cannot be written.
+            UserError: If it holds a run and `overwrite` is False, or holds files but no
+                run, or cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -86,20 +86,20 @@ class RunFolder:
             self._sweep()
             for name in (*_OWN_FOLDERS, *_OWN):
                 atomic_directory.remove(self.path / name)
-            # In this order some flag accepts what a kill leaves, wherever it comes.
+            # In this order, a kill at any point leaves a folder that some flag accepts.
             write_text(self.path / "launch.json", json.dumps(torchrun.identity()))
             write_text(self._config, json.dumps(dict(settings), indent=1))
             self._checkpoints.mkdir(parents=True)
             atomic_directory.flush(self.path)
-            with contextlib.suppress(PermissionError):  # it may be another user's
+            with contextlib.suppress(PermissionError):  # its owner may be another user
                 atomic_directory.flush(self.path.parent)
         except OSError as error:
             raise self._unwritable(error) from error
 
     def check_no_foreign_files(self) -> None:
-        """Refuse a folder that holds files of another program.
+        """Raise UserError if the folder holds files of another program.
 
-        Hidden files do not count, nor what a file system puts on a new disk.
+        Hidden files and lost+found do not count.
         """
         ours = {*_OWN, *_OWN_FOLDERS, "lost+found"}
         names = sorted(path.name for path in self.path.iterdir())
@@ -118,7 +118,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other programs out of the folder, which is made if need be."""
+        """Lock the folder against other processes; create it if needed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = file_lock.acquire(self.path / ".lock", timeout=0)
@@ -136,25 +136,24 @@ class RunFolder:
                 lock.release()
 
     def _holds(self, name: str) -> bool:
-        """Say whether something of a run is there: not its launch, no empty folder."""
+        """Return whether part of a run exists; not launch.json or an empty folder."""
         path = self.path / name
         if path.is_dir() and name in _OWN_FOLDERS:
             return any(path.iterdir())
         return os.path.lexists(path) and name != "launch.json"
 
     def resumes_after_restart(self) -> bool:
-        """Say whether torchrun has restarted the processes that began this run.
+        """Return whether torchrun restarted the launch that began this run.
 
-        Why: after a failure torchrun starts the same command again, without --resume.
-        What this very launch has begun it must go on with; whatever else is in the
-        folder it must not.
+        After a failure torchrun runs the same command again, without --resume. A run
+        begun by the same launch must be continued, any other run must not.
         """
         if not self._config.exists():
             return False
         return torchrun.is_restart_of(torchrun.read_identity(self.path / "launch.json"))
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the run that is there."""
+        """Return the settings of the run in the folder."""
         try:
             content = json.loads(self._config.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -168,7 +167,7 @@ class RunFolder:
         return content
 
     def _check_is_run(self) -> None:
-        """Refuse to replace what no run of ours has written."""
+        """Raise UserError rather than replace files that no run has written."""
         try:
             ours = {"model", "level", "dtype", "out"} <= self.settings().keys()
         except UserError:
@@ -181,19 +180,19 @@ class RunFolder:
             raise UserError(message)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line to the metrics, whole or, if the disk is full, torn at its end."""
+        """Append a line to the metrics; if the disk is full, its end may be missing."""
         with self.writing(self.metrics), self.metrics.open("a") as file:
             file.write(jsonl.to_lines([record]))
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the metrics; a last line torn by a crash is left out."""
+        """Return the metrics, without a last line torn by a crash."""
         return jsonl.read(self.metrics)
 
     def rewind(self, step: int) -> None:
         """Go back to a checkpoint: drop metrics after it, which will be written again.
 
-        Checkpoints after it are those that were not whole. They are set aside, under a
-        name beside theirs, so that none counts as the newest or stands in the way.
+        Later checkpoints are damaged ones. They are renamed, so that none counts as the
+        newest or blocks a new one.
         """
         records = [record for record in self.records() if record["step"] <= step]
         with self.writing(self.path):
@@ -206,7 +205,7 @@ class RunFolder:
                 path.rename(aside)
 
     def _sweep(self) -> None:
-        """Remove what processes left that were killed while they wrote."""
+        """Remove temporary files of processes that were killed while writing."""
         for path in self.path.iterdir():
             if _TEMPORARY.fullmatch(path.name):
                 atomic_directory.remove(path)
@@ -214,16 +213,16 @@ class RunFolder:
         atomic_directory.remove_leftovers(self._checkpoints)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the folder, in one piece."""
+        """Write a file of the folder atomically."""
         with self.writing(self.path / name):
             write_text(self.path / name, text)
 
     def checkpoint_path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, or will be."""
+        """Return the path of the checkpoint of a step."""
         return self._checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, whole or not, the newest first."""
+        """Return the steps of all checkpoints, intact or not, newest first."""
         try:
             names = [each.name for each in self._checkpoints.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -238,21 +237,21 @@ class RunFolder:
         state: Mapping[str, Any],
         notes: Mapping[str, Any],
     ) -> None:
-        """Write the checkpoint of a step; one that is there already is replaced."""
+        """Write or replace the checkpoint of a step."""
         path = self.checkpoint_path(step)
         with self.writing(path):
             single.save(path, weights, state, notes, replace=True)
 
     def newest(self, load: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-        """Load the newest checkpoint that is whole.
+        """Load the newest intact checkpoint.
 
         Returns:
-            What was loaded, and a line for each newer checkpoint that is damaged. None
-            if no checkpoint was ever finished.
+            The loaded value, and a line for each newer, damaged checkpoint. None if no
+            checkpoint was ever completed.
 
         Raises:
-            UserError: If there are checkpoints, and none is whole; or whatever else
-                `load` raises.
+            UserError: If there are checkpoints but none is intact. Other errors of
+                `load` are passed on.
         """
         with self.writing(self._checkpoints):
             atomic_directory.restore_replaced(self._checkpoints)
@@ -273,10 +272,10 @@ class RunFolder:
         raise UserError(message)
 
     def has_checkpoint(self) -> bool:
-        """Say whether a checkpoint was ever finished, damaged since or not."""
+        """Return whether a checkpoint was ever completed, even if damaged since."""
         if self.steps():
             return True
-        # A run killed while it saved for the first time has logged one evaluation.
+        # A run killed during its first save has logged one evaluation.
         evaluated = [r["step"] for r in self.records() if r.get("event") == "eval"]
         if len(evaluated) > 1:
             message = (
@@ -288,10 +287,10 @@ class RunFolder:
         return False
 
     def prune(self, keep: int) -> None:
-        """Delete checkpoints but the newest, and the best that each of these names.
+        """Delete all but the newest `keep` checkpoints and the best ones they name.
 
-        One with a manifest that cannot be read is neither counted nor deleted: why it
-        is damaged may be of interest.
+        Checkpoints with an unreadable manifest are neither counted nor deleted, so that
+        the damage can be examined.
         """
         intact: list[int] = []
         wanted: set[int] = set()
@@ -309,7 +308,7 @@ class RunFolder:
                 atomic_directory.discard(self.checkpoint_path(step))
 
     def save_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
-        """Write the finished model for transformers, sealed; whole or not at all."""
+        """Write the final model for transformers, with checksums, atomically."""
 
         def fill(part: Path) -> dict[str, Any]:
             with without_progress_bars():
@@ -324,7 +323,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Report what the disk refuses as a `UserError`, and how to go on."""
+        """Turn errors of the file system into a UserError that says how to go on."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The run's numbers for TensorBoard, beside `metrics.jsonl`."""
+"""Writes a run's metrics for TensorBoard, besides `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class TensorBoardWriter:
     """Writes records as scalars.
 
     Args:
-        folder: For the event files.
-        step: The last step that counts; what an earlier run wrote after it is hidden.
+        folder: Holds the event files.
+        step: Last valid step; TensorBoard hides what an earlier run wrote after it.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's own
+            warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's
             from torch.utils.tensorboard import SummaryWriter
 
             first = step + 1 if step else None
             self._writer: Any = SummaryWriter(str(folder), purge_step=first)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write what a record holds."""
+        """Write the scalars of a record."""
         if record.get("event") == "eval":
             names = {k: k.replace("_", "/", 1) for k in record if k.startswith("dev_")}
         else:
@@ -42,12 +42,12 @@ class TensorBoardWriter:
                 self._writer.add_scalar(name, record[key], record["step"])
 
     def close(self) -> None:
-        """Write what is left to the disk."""
+        """Flush and close the event file."""
         self._writer.close()
 
 
 def check_installed() -> None:
-    """Find TensorBoard's library before a run begins."""
+    """Raise UserError if the package tensorboard is missing."""
     if find_spec("tensorboard") is None:
         message = (
             "--tensorboard needs the package tensorboard: install with pip install "
