@@ -1,4 +1,4 @@
-"""Precision planned once for a whole graph: capture, plan, rewrite, check."""
+"""Graph plans: capture a model, choose each operation's precision, rewrite it."""
 
 from halfstep.graph.plan import Plan
 from halfstep.graph.plan_file import load_plan

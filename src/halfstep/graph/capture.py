@@ -1,8 +1,8 @@
-"""A model as a graph of aten operations, before autograd, and what its policy says.
+"""Captures a model as a graph of aten operations, and asks the policy about each node.
 
-In: a model and example inputs, or a graph that Dynamo traced. Out: a `GraphModule` that
-shares the model's parameters and can be trained, and for each of its nodes whether its
-format may be chosen, and why not.
+In: a model and example inputs, or a graph that Dynamo traced. Out: a trainable
+`GraphModule` that shares the model's parameters, and for each node its class and reason
+(`NodeFacts`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CLEAR_OPS = """
     where
 """
 CLEAR_OPS = frozenset(_CLEAR_OPS.split())
-"""Aten operations that pass values on, choose among them or move them."""
+"""Aten operations that pass values on unchanged, select them, or move them."""
 
 FP32_ARGUMENTS = {
     "batch_norm": (1, 2, 3, 4),
@@ -58,49 +58,49 @@ FP32_ARGUMENTS = {
     "layer_norm": (2, 3),
     "group_norm": (2, 3),
 }
-"""Operation -> places of arguments that stay fp32 beside a 16-bit input: weights and
+"""Operation -> indices of arguments that stay fp32 with a 16-bit input: weights and
 statistics of norms."""
 _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
-"""Their CUDA kernels want all arguments in one format."""
+"""On CUDA their kernels require all arguments in one dtype."""
 
 
 NO_AUTOCAST = "halfstep_no_autocast"
-"""Key of a node's `meta["custom"]`: it lies in `torch.autocast(enabled=False)`."""
+"""Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
 _INHERITED = object()
 _MAX_BREAKS = 3
-"""Breaks of a graph that an error names."""
+"""Graph breaks listed in an error message."""
 _TORCH_MODULES = "/torch/nn/"
-"""In the path of a file: the line of a torch module says less than who called it."""
+"""Part of the path of torch's modules; a line of the user's code is more useful."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a plan knows of one operation of a graph."""
+    """What a plan needs to know about one operation of a graph."""
 
     kind: str
     """One of `problem.KINDS`."""
     reason: str
-    """Why: a rule's or a row's reason."""
+    """Reason of the rule or table entry behind `kind`."""
     op: str
-    """aten's name, with the overload where it is not the default."""
+    """aten name, with the overload unless it is the default."""
     module: str
     """Path of the module that ran it; "" is the model itself."""
     source: str
     """File and line of the user's code, or ""."""
     fixed: bool
-    """It must run as captured, whatever a policy says."""
+    """Whether it must run as captured, whatever the policy is."""
 
 
 def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """Return a model as a graph of aten operations with its own parameters.
+    """Capture a model as a graph of aten operations that shares the model's parameters.
 
     Args:
         model: In the mode, training or evaluation, that the graph is for.
-        example_inputs: A batch's positional arguments; shapes are taken from it.
+        example_inputs: Positional arguments of one batch; the graph gets their shapes.
 
     Raises:
         UserError: If its weights are in 16 bits, or torch.export cannot capture it; the
-            text says where and why.
+            message says where and why.
     """
     require_type("model", model, isinstance(model, nn.Module), "an nn.Module")
     is_sequence = isinstance(example_inputs, list | tuple)
@@ -114,7 +114,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
             _quiet_errors(),
             warnings.catch_warnings(),
         ):
-            # Of every LSTM: a list of its weights is made anew.
+            # Every LSTM triggers it: export rebuilds its list of weights.
             warnings.filterwarnings("ignore", ".*_flat_weights", UserWarning)
             graph_module = torch.export.export(model, tuple(example_inputs)).module()
     except UserError:
@@ -128,7 +128,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         raise UserError(message) from error
     assert isinstance(graph_module, fx.GraphModule)  # noqa: S101
     for node in list(graph_module.graph.nodes):
-        # A check of the inputs' shapes, which takes them in fp32.
+        # A check of the inputs' shapes, which assumes fp32 inputs.
         if node.op == "call_module" and node.target == "_guards_fn":
             graph_module.graph.erase_node(node)
     make_functional(graph_module)
@@ -138,7 +138,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Switch off contexts around: what is captured and planned is fp32."""
+    """Disable surrounding autocast contexts: capture and measurements run in fp32."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -148,7 +148,7 @@ def without_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_state(state: Iterable[Tensor]) -> Iterator[None]:
-    """Let parameters and buffers be as they were before, afterwards."""
+    """Restore the values of parameters and buffers afterwards."""
     copies = {tensor: tensor.detach().clone() for tensor in state}
     try:
         yield
@@ -159,7 +159,7 @@ def preserve_state(state: Iterable[Tensor]) -> Iterator[None]:
 
 
 def own_copies(inputs: Sequence[Any]) -> list[Any]:
-    """Return inputs of a model with copies of the tensors, which it may write to."""
+    """Return a model's inputs with copied tensors; the model may write to them."""
     copies: list[Any] = pytree.tree_map_only(
         Tensor,
         lambda value: value.detach().clone().requires_grad_(value.requires_grad),
@@ -169,7 +169,7 @@ def own_copies(inputs: Sequence[Any]) -> list[Any]:
 
 
 def modules_of(model: nn.Module) -> dict[str, tuple[str, bool]]:
-    """Return path -> class and mode of a model's modules, which a graph is made for."""
+    """Return path -> (class name, training mode) of a model's modules."""
     return {
         path: (type(module).__qualname__, module.training)
         for path, module in model.named_modules()
@@ -178,11 +178,11 @@ def modules_of(model: nn.Module) -> dict[str, tuple[str, bool]]:
 
 @contextlib.contextmanager
 def _refusing_lost_backwards() -> Iterator[None]:
-    """Refuse what a graph of forward operations would lose while a model is captured.
+    """Reject what the captured graph would lose, while a model is captured.
 
     Why: torch.export traces through a custom `autograd.Function`, a hook on a tensor,
-    inference mode and activation checkpointing, and what trains afterwards has other
-    gradients, or needs more memory.
+    inference mode and activation checkpointing. The graph would then train with other
+    gradients, or need more memory.
     """
     thread, apply_of_torch = (
         threading.get_ident(),
@@ -199,7 +199,7 @@ def _refusing_lost_backwards() -> Iterator[None]:
             raise UserError(message)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        # Operators registered with a backward pass are nodes, which keep it.
+        # Operators with a registered backward pass stay nodes, which keep it.
         if not cls.__module__.startswith(_OPERATORS):
             is_checkpoint = cls.__module__ == _CHECKPOINT
             name = f"the custom autograd.Function {cls.__name__}"
@@ -208,7 +208,7 @@ def _refusing_lost_backwards() -> Iterator[None]:
 
     def refused(original: Any, what: str) -> Any:  # noqa: ANN401
         def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            # Capturing does such things, too.
+            # torch.export itself makes such calls too.
             caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001
             if caller == _CHECKPOINT or not caller.startswith("torch."):
                 refuse(what)
@@ -229,17 +229,17 @@ def _refusing_lost_backwards() -> Iterator[None]:
 _CHECKPOINT = "torch.utils.checkpoint"
 _OPERATORS = ("torch._library.", "torch._higher_order_ops.")
 _LOST_CALLS: tuple[tuple[Any, str, str], ...] = (
-    # Of each call without reentry.
+    # Called by each non-reentrant checkpoint.
     (torch.utils.checkpoint, "_CheckpointFrame", "activation checkpointing"),
     (Tensor, "register_hook", "a hook on a tensor (register_hook)"),
     (torch.inference_mode, "__enter__", "torch.inference_mode"),
 )
-"""Where what a graph would lose begins, and what that is."""
+"""(owner, attribute, description) of calls that a captured graph would lose."""
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
-    """Give a class or module another attribute, for a while."""
+    """Replace an attribute of a class or module temporarily."""
     own = vars(owner).get(name, _INHERITED)
     setattr(owner, name, value)
     try:
@@ -252,7 +252,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: 
 
 
 def _refuse_low_weights(model: nn.Module) -> None:
-    """Refuse a model whose weights are in 16 bits: its fp32 twin is what is planned."""
+    """Reject a model with 16-bit weights; plans are made for its fp32 version."""
     for name, param in model.named_parameters():
         if formats.is_low(param.dtype):
             message = (
@@ -264,7 +264,7 @@ def _refuse_low_weights(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet_errors() -> Iterator[None]:
-    """Drop what torch logs and prints of an exception: it is told in one line."""
+    """Drop what torch logs and prints about an exception; the caller reports it."""
     thread = threading.get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -285,9 +285,9 @@ def _quiet_errors() -> Iterator[None]:
 
 
 def _advice(model: nn.Module, example_inputs: Sequence[Any]) -> str:
-    """Return where Dynamo breaks the graph of a model, and why.
+    """Return where and why Dynamo breaks the graph of a model.
 
-    "" if it cannot say: then torch.compile cannot run the model, either.
+    "" if that fails: then torch.compile cannot run the model either.
     """
     try:
         with _quiet_errors():
@@ -306,10 +306,9 @@ def _advice(model: nn.Module, example_inputs: Sequence[Any]) -> str:
 
 
 def make_functional(graph_module: fx.GraphModule) -> None:
-    """Replace `x.add_(y)` by `x.add(y)`, and the like, where nothing else can tell.
+    """Replace `x.add_(y)` by `x.add(y)` unless a view or an input sees the write.
 
-    Why: what is written to in place must stay fp32, and `out += x` is common. Nobody
-    can tell where x is a result of the graph's own of which there is no view.
+    Why: tensors that are written in place must stay fp32, and `out += x` is common.
     """
     order = {node: number for number, node in enumerate(graph_module.graph.nodes)}
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -329,14 +328,14 @@ def make_functional(graph_module: fx.GraphModule) -> None:
 
 
 def _functional_overload(node: fx.Node) -> Any:  # noqa: ANN401
-    """Return the operation that computes what an in-place one writes, if any."""
+    """Return the out-of-place overload of an in-place operation, or None."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.name.endswith("_") or len(schema.returns) != 1:
         return None
     name = schema.name.removeprefix("aten::")[:-1]
     dtypes = {v.dtype for v in tensors([*node.all_input_nodes, node])}
     is_promoted = len({d for d in dtypes if d.is_floating_point or d.is_complex}) > 1
-    if name == "copy" or is_promoted:  # it has no derivative; the result would differ
+    if name == "copy" or is_promoted:  # copy has no derivative; promotion: other dtype
         return None
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
@@ -359,16 +358,16 @@ def facts(
     low: torch.dtype,
     kinds: Mapping[str, str],
 ) -> dict[fx.Node, NodeFacts]:
-    """Return what may be decided of each node that computes fp32 tensors.
+    """Return `NodeFacts` for each node that computes fp32 tensors.
 
-    Nodes that are not among them run as captured: they compute no fp32.
+    All other nodes run as captured.
 
     Args:
-        graph: As `capture` returns it; nodes have `meta["val"]`.
+        graph: From `capture`; nodes have `meta["val"]`.
         device: Device type of its tensors.
-        policy: Whose rules and table are asked.
+        policy: Policy that classifies the operations.
         low: The 16-bit dtype.
-        kinds: Operation -> kind, in place of the policy's.
+        kinds: Operation -> kind, overrides the policy.
     """
     in_place = changed_in_place(graph)
     node_facts = {}
@@ -399,11 +398,11 @@ def facts(
 def differentiable(
     graph_module: fx.GraphModule, inputs: Sequence[Any] = ()
 ) -> set[fx.Node]:
-    """Return the nodes whose floating results need gradients.
+    """Return the nodes whose floating-point results need gradients.
 
     Args:
-        graph_module: As captured.
-        inputs: Of the graph, where parameters are among them.
+        graph_module: A captured graph.
+        inputs: Inputs of the graph, if they include its parameters.
     """
     nodes: set[fx.Node] = set()
     values = iter(inputs)
@@ -468,7 +467,7 @@ def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str], low: torch.dtype)
 
 
 def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the nodes whose memory an operation writes to, with the reason."""
+    """Return the nodes whose memory is written in place, with the reason."""
     roots = _alias_roots(graph)
     written = {
         roots[value] for node in graph.nodes for value in _aliased(node, written=True)
@@ -478,7 +477,7 @@ def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _alias_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return for each node the one whose memory its result is, perhaps itself."""
+    """Return node -> the node that owns its memory, often itself."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         aliased = _aliased(node) or _returned(node)
@@ -487,17 +486,17 @@ def _alias_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _returned(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that an operation returns although its schema does not say so.
+    """Return the inputs that an operation may return although its schema has no alias.
 
-    Dropout in evaluation does, and einsum. What is composed of others is asked, with
-    tensors that have no numbers.
+    Examples are dropout in evaluation mode and einsum. Composite operations are run on
+    meta tensors to find out.
     """
     can_decompose = getattr(node.target, "_can_decompose", None)
     inputs = [each for each in node.all_input_nodes if [*tensors(each)]]
     if can_decompose is None or not can_decompose() or not inputs:
         return []
     if not has_static_shapes([node, *inputs]):
-        return inputs[:1]  # not known, so taken to
+        return inputs[:1]  # unknown, so assume an alias
     owners: dict[object, fx.Node] = {}
 
     def without_numbers(value: fx.Node) -> Any:  # noqa: ANN401
@@ -528,7 +527,7 @@ def _storage(value: Tensor) -> StorageWeakRef:
 
 
 def _aliased(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
-    """Return the arguments whose memory the result may be, or that are written to."""
+    """Return the arguments that the result may alias, or that are written."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [node.args[0]] if _is_getitem(node) and not written else []  # type: ignore[list-item]
@@ -542,7 +541,7 @@ def _aliased(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
 
 
 def op_name(node: fx.Node) -> str:
-    """Return aten's name of a node's operation, its overload unless it is default."""
+    """Return the aten name of a node's operation, with a non-default overload."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return getattr(node.target, "__name__", str(node.target))
@@ -551,7 +550,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def fp32_arguments(node: fx.Node, device: str) -> tuple[int, ...]:
-    """Return the places of arguments that stay fp32 where the node runs in 16 bits."""
+    """Return the indices of arguments that stay fp32 if the node runs in 16 bits."""
     op = op_name(node).partition(".")[0]
     if op in _FP32_ONLY_ON_CPU and device != "cpu":
         return ()
@@ -559,7 +558,7 @@ def fp32_arguments(node: fx.Node, device: str) -> tuple[int, ...]:
 
 
 def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
-    """Return the inputs of a node that come in its own format."""
+    """Return the inputs of a node that are cast to the node's own format."""
     keep = fp32_arguments(node, device)
     fp32_inputs = [node.args[index] for index in keep if index < len(node.args)]
     arguments = [a for i, a in enumerate(node.args) if i not in keep]
@@ -569,18 +568,18 @@ def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
 
 
 def nodes_of(graph: fx.Graph, params: Collection[str]) -> frozenset[str]:
-    """Return the names of the nodes that read some parameters."""
+    """Return the names of the nodes that read the given parameters."""
     names = (n.name for n in graph.nodes if n.op == "get_attr" and n.target in params)
     return frozenset(names)
 
 
 def has_fp32(node: fx.Node) -> bool:
-    """Say whether a node computes an fp32 tensor."""
+    """Return whether a node computes an fp32 tensor."""
     return any(v.dtype == torch.float32 for v in tensors(node.meta.get("val")))
 
 
 def has_static_shapes(nodes: Iterable[fx.Node]) -> bool:
-    """Say whether all sizes of some nodes are numbers, and none depends on data."""
+    """Return whether no size or stride of the nodes depends on data."""
     sizes = [
         size for n in nodes for v in tensors(n) for size in (*v.shape, *v.stride())
     ]
@@ -608,12 +607,12 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 def _module(node: fx.Node) -> tuple[str, Sequence[str]]:
-    """Return a node's module path, and the class names of the modules around it."""
+    """Return a node's module path, and its modules' class names, innermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
     names: list[str] = []
     for module_path, kind in stack.values():
-        path = re.sub(r"^L\['\w+'\]\.?", "", module_path)  # as Dynamo writes it
+        path = re.sub(r"^L\['\w+'\]\.?", "", module_path)  # Dynamo's notation
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
         names.insert(0, name.rpartition(".")[2])
     return path, names

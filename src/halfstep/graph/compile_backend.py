@@ -1,7 +1,7 @@
-"""`torch.compile(model, backend="halfstep")`: each graph that Dynamo traces is planned.
+"""`torch.compile(model, backend="halfstep")`: plans each graph that Dynamo traces.
 
-In: a graph of torch functions, and its inputs. Out: the function that runs it with its
-casts: as it is on a CPU, through Inductor on a GPU.
+In: a graph of torch functions, and its inputs. Out: a function that runs it with the
+plan's casts, eagerly on a CPU, through Inductor on a GPU.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def compile_graph(
     """Plan and rewrite one graph: the backend "halfstep" of torch.compile.
 
     Args:
-        graph_module: As Dynamo traced it; parameters are inputs.
-        example_inputs: Their values, perhaps fake.
-        options: Of `torch.compile`: `dtype` ("bf16"), `policy` ("lean"), `method`
-            ("min-cut"), `kinds`, as for `plan`; `on_plan`: called with each graph's
-            `Plan`. No calibration: what is traced has no values yet.
+        graph_module: From Dynamo; its parameters are inputs.
+        example_inputs: Inputs, possibly fake tensors.
+        options: `options` of `torch.compile`: `dtype` ("bf16"), `policy` ("lean"),
+            `method` ("min-cut"), `kinds`, as for `plan`; `on_plan`: called with each
+            graph's `Plan`. There is no calibration, because traced tensors have no
+            values.
 
     Raises:
         UserError: If an option is unknown or wrong.
@@ -85,7 +86,7 @@ def compile_graph(
         chosen["on_plan"](plan)
     rewritten = rewrite_graph(aten, plan.low, format_.dtype, device.type)
     if device.type == "cpu":
-        # Inductor's step takes as long on a CPU, after a minute of compilation:
+        # On a CPU, Inductor's step takes as long, after a minute of compilation:
         # docs/decisions/0022-plans-of-graphs.md
         return without_autocast_around(rewritten.forward)
     inductor = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
@@ -94,7 +95,7 @@ def compile_graph(
 
 
 def without_autocast_around(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a planned graph that no context around it casts once more."""
+    """Return a function that runs a planned graph with autocast disabled."""
 
     def call(*args: Any) -> Any:  # noqa: ANN401
         with capture.without_autocast():
@@ -113,12 +114,12 @@ _LOST = {
     "_grad_increment_nesting": "torch.func.grad",
     "_jvp_increment_nesting": "torch.func.jvp",
 }
-"""Name of a function in a graph -> what it was in the model."""
+"""Name of a function in a graph -> what it stands for in the model."""
 _ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast  # noqa: SLF001
 
 
 def _lost_in(graph_module: fx.GraphModule) -> str:
-    """Return what of a graph is more than its forward operations; "" if nothing is."""
+    """Return what a graph of forward operations would lose; "" if nothing."""
     nodes = [
         node
         for part in graph_module.modules()
@@ -133,7 +134,7 @@ def _lost_in(graph_module: fx.GraphModule) -> str:
 
 
 def _mark_regions(graph: fx.Graph) -> None:
-    """Mark what lies in `torch.autocast(enabled=False)`, which tracing drops."""
+    """Mark nodes in `torch.autocast(enabled=False)`, which tracing to aten drops."""
     regions: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.target is _ENTER_AUTOCAST:
@@ -148,7 +149,7 @@ def _mark_regions(graph: fx.Graph) -> None:
 def _aten_graph(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> fx.GraphModule:
-    """Return the same graph in aten operations, before autograd."""
+    """Return the graph in aten operations, before autograd."""
     _mark_regions(graph_module.graph)
 
     def run(*inputs: Any) -> Any:  # noqa: ANN401

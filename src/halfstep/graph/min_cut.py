@@ -1,8 +1,7 @@
-"""The cheapest assignment of two formats, exactly: a minimum cut.
+"""Finds the assignment of formats with the least predicted time: a minimum s-t cut.
 
-Each operation lies on the side of 16 bits (the source's) or of fp32 (the sink's); what
-is cut is what the assignment costs. A tensor that some consumers need in the other
-format is cast once, whatever their number.
+The source side runs in 16 bits, the sink side in fp32; the capacity of the cut is the
+assignment's cost. A tensor is cast once for all consumers in the other format.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LOW, _FP32 = ("low",), ("fp32",)
 
 
 def cheapest(problem: Problem) -> frozenset[str]:
-    """Return the operations in 16 bits of an assignment that none costs less than.
+    """Return the operations in 16 bits of an assignment of least cost.
 
     Example:
         >>> from halfstep.graph.problem import ALLOW, Operation, Problem, TensorUse
@@ -27,13 +26,13 @@ def cheapest(problem: Problem) -> frozenset[str]:
         >>> cheapest(problem), problem.cost(())  # a cast would cost more than it gains
         (frozenset(), 30)
     """
-    import networkx as nx  # torch depends on it
+    import networkx as nx  # a dependency of torch
 
     graph = nx.DiGraph()
     graph.add_nodes_from([_LOW, _FP32])
     for name, operation in problem.operations.items():
         if name in problem.low_weights:
-            graph.add_edge(_LOW, name)  # without a capacity: it is never cut
+            graph.add_edge(_LOW, name)  # infinite capacity: it is never cut
             continue
         graph.add_edge(_LOW, name, capacity=operation.fp32_cost)
         if operation.kind == DENY:

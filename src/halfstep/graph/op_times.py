@@ -1,7 +1,7 @@
-"""How long an operation, forward and backward, takes on this machine in a format.
+"""Measures how long an operation takes on this machine, forward and backward.
 
-In: a node of a captured graph. Out: nanoseconds, measured once for each operation,
-shapes and format, and kept on disk for processes under the same conditions.
+In: a node of a captured graph and a dtype. Out: nanoseconds, measured once per
+operation, shapes and dtype, and cached on disk for processes under the same conditions.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 _CACHE = "op-times"
-"""Kind of file, for `rate_cache`."""
+"""Name of the cache file, for `rate_cache`."""
 _REPEATS = 5
 _LEAST_S, _MOST_S = 0.02, 0.2
-"""Seconds for which an operation is repeated: for the least of them more than
-`_REPEATS` times, since another program may take a processor away for milliseconds; for
-the most of them less often."""
+"""Time limits in seconds: an operation is repeated `_REPEATS` times and for at least
+`_LEAST_S`, since another process may take the CPU for milliseconds, but for at most
+`_MOST_S`."""
 _LEAST_PASSES, _PASSES_S = 3, 0.2
-"""How often a whole model is run at least, and seconds after which that is enough."""
+"""A whole model is run at least `_LEAST_PASSES` times, and for `_PASSES_S` seconds."""
 
 
 class OpTimes:
-    """Times of operations, by what they are called with.
+    """Times of operations, cached by their arguments' layouts and dtypes.
 
     Args:
-        device: Where they run.
+        device: Device to measure on.
         low: The 16-bit dtype.
         differentiable: Nodes whose results need gradients: `capture.differentiable`.
-        refresh: Measure again although times are kept.
+        refresh: Whether to ignore cached times.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class OpTimes:
         self._num_cached = len(self._times)
         self._waited = gemm.count_waiting()
         self.doubt = ""
-        """What speaks against the times; "" after `save` if nothing does."""
+        """Why the times may be wrong; "" if nothing was observed, set by `save`."""
 
     def save(self) -> None:
-        """Keep new times for other processes, unless the machine was busy."""
+        """Cache new times for other processes, unless the machine was busy."""
         if len(self._times) == self._num_cached:
             return
         if (waited := self._waited()) > gemm.WAITED:
@@ -73,16 +73,15 @@ class OpTimes:
                 "CPU"
             )
             return
-        with contextlib.suppress(OSError):  # no folder: measured again next time
+        with contextlib.suppress(OSError):  # if it fails, measure again next time
             entry = {"time": self._since, "times": self._times}
             rate_cache.write(_CACHE, self._conditions, entry)
 
     def operation(self, node: fx.Node, *, low: bool) -> int | None:
-        """Return a node's nanoseconds in one format; None if it cannot run by itself.
+        """Return a node's nanoseconds in one format; None if it cannot run alone.
 
-        Why it may not: it has no kernel for the format, or it is a part of the graph,
-        as what runs under `no_grad` is. Where shapes depend on data, the time is not
-        known, and counts as 0.
+        It cannot if there is no kernel for the format, or if it takes a subgraph, as
+        for code under `no_grad`. 0 if shapes depend on data.
         """
         if any("val" not in each.meta for each in node.all_input_nodes):
             return None
@@ -98,7 +97,7 @@ class OpTimes:
         return self._times[key]
 
     def cast(self, node: fx.Node) -> int:
-        """Return the nanoseconds of a cast of a result, and of its gradient's back.
+        """Return the nanoseconds of casting a result, forward and backward.
 
         0 if the shape depends on data.
         """
@@ -107,7 +106,7 @@ class OpTimes:
         return self.cast_of_shape([int(size) for size in node.meta["val"].shape])
 
     def cast_of_shape(self, shape: Sequence[int]) -> int:
-        """Return the same for a tensor of some shape."""
+        """Return the nanoseconds of casting a tensor of this shape."""
         key = f"cast {tuple(shape)!r} {self.low}"
         if key not in self._times:
             value = torch.ones(shape, device=self.device, requires_grad=True)
@@ -117,7 +116,7 @@ class OpTimes:
     def time_pass(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Return the nanoseconds of a forward and a backward pass of a whole graph.
 
-        Parameters, their gradients, buffers and random numbers stay as they are.
+        Parameters, gradients, buffers and the random state are unchanged afterwards.
         """
         inputs = capture.own_copies(inputs)
         tensors = [*graph_module.parameters(), *capture.tensors(inputs)]
@@ -190,7 +189,7 @@ class OpTimes:
         return value.requires_grad_(needs_grad)
 
     def _time(self, call: Callable[[], Any], leaves: list[Tensor]) -> int:
-        """Return the least of some times of a call and its backward pass."""
+        """Return the shortest time of several calls, each with its backward pass."""
         self._time_once(call, leaves)
         times: list[int] = []
         start = time.perf_counter()
@@ -203,7 +202,7 @@ class OpTimes:
     def _time_passes(
         self, run: Callable[..., Any], inputs: Sequence[Any], leaves: list[Tensor]
     ) -> int:
-        """Return the median time of some passes: what training will take."""
+        """Return the median time of several passes, as training would take."""
         self._time_once(lambda: run(*inputs), leaves)
         times: list[int] = []
         while len(times) < _LEAST_PASSES or sum(times) < _PASSES_S * 1e9:
@@ -227,13 +226,13 @@ class OpTimes:
 
 
 def preserve_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Leave torch's random numbers as they are: what is timed may use some."""
+    """Return a context that restores torch's random state."""
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices)
 
 
 def _fresh_times(cached: dict[str, Any]) -> dict[str, int | None]:
-    """Return times that were read; {} if they are old, or no times."""
+    """Return cached times after validation; {} if they are invalid or too old."""
     times, written = cached.get("times"), cached.get("time")
     if not (isinstance(times, dict) and isinstance(written, int)):
         return {}

@@ -1,9 +1,10 @@
-"""Colouring a graph as TensorFlow's automatic mixed precision does: without costs.
+"""Chooses formats like TensorFlow's automatic mixed precision, without costs.
 
-Allowed operations are low. Denied ones are fp32, and what follows them through inferred
-ones. What lies between allowed operations is low, and so is what only moves their
-values. Source: TensorFlow, core/grappler/optimizers/auto_mixed_precision.cc. Parameters
-stored in 16 bits, which TensorFlow has not, count as allowed.
+"allow" operations run in 16 bits. "deny" operations run in fp32, and so does what
+follows them through "infer" operations. Operations between "allow" operations run in 16
+bits, and so do adjacent "clear" ones. Source: TensorFlow,
+core/grappler/optimizers/auto_mixed_precision.cc. Parameters stored in 16 bits, which
+TensorFlow does not have, count as "allow".
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def _denied(
     after: Mapping[str, set[str]],
     before: Mapping[str, set[str]],
 ) -> set[str]:
-    """Return what is fp32 because a denied operation comes before it.
+    """Return the operations that are fp32 because a denied operation precedes them.
 
-    Parameters and inputs deny nothing: they are cast where they are used.
+    Parameters and inputs do not deny their consumers: they are cast when used.
     """
     sources = {n for n, kind in kinds.items() if kind == DENY and before.get(n)}
     passing = {name for name, kind in kinds.items() if kind in (INFER, CLEAR)}
     reached = reachable(sources, after, passing)
     inferred = {name for name in reached if kinds[name] == INFER}
-    # What only moves values is denied if a denied operation still follows it.
+    # "clear" operations are denied only if a denied one follows them, too.
     followed = reachable(sources | inferred, before, passing)
     return sources | inferred | (reached & followed)

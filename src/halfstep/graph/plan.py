@@ -1,6 +1,6 @@
 """`Plan`: the format of each operation of a graph, with its reason, time and casts.
 
-In: what `planner` decided. Out: tables to print, and a file that a person can edit.
+A plan prints as a table and saves as a TOML file that can be edited.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class PlannedNode:
     kind: str
     """"allow", "infer", "clear" or "deny"."""
     reason: str
-    """Why it has this kind."""
+    """Why it is of this kind."""
     low_ms: float
     """Predicted milliseconds in 16 bits, forward and backward; 0.0 if denied."""
     fp32_ms: float
-    """The same in fp32."""
+    """Predicted milliseconds in fp32, forward and backward."""
 
     @property
     def ms(self) -> float:
-        """Predicted milliseconds in the format chosen."""
+        """Predicted milliseconds in the chosen format."""
         return self.low_ms if self.low else self.fp32_ms
 
 
@@ -55,11 +55,11 @@ class PlannedCast:
     """One cast of a plan, shared by all its consumers."""
 
     tensor: str
-    """Name of the node that makes the tensor."""
+    """Name of the node that computes the tensor."""
     to: str
-    """Name of a format."""
+    """Name of the format to cast to."""
     bytes: int
-    """Read and written."""
+    """Bytes read plus bytes written."""
     ms: float
 
 
@@ -67,17 +67,17 @@ class PlannedCast:
 class Slowdown:
     """Time of operations in a pass of the whole model, relative to each run alone.
 
-    Alone, an operation finds its operands in the processor's cache; in a model they
-    come from memory, and Python and autograd run in between. On a GPU it is the other
-    way round: alone, each operation waits for its launch.
+    Alone, an operation finds its operands in the CPU's cache; in a model they come from
+    memory, with Python and autograd overhead in between. On a GPU it is the opposite:
+    alone, each operation waits for its launch.
     """
 
     fp32: float = 1.0
     low: float = 1.0
-    """Of operations in 16 bits, and of casts."""
+    """Factor on operations in 16 bits, and on casts."""
 
     def text(self, dtype: str) -> str:
-        """Return both as a sentence.
+        """Return both factors as a sentence.
 
         Args:
             dtype: Name of the 16-bit format.
@@ -88,7 +88,7 @@ class Slowdown:
         )
 
     def of(self, problem: Problem) -> Problem:
-        """Return a problem with the costs that it has in the model."""
+        """Return a problem with the costs multiplied by the factors."""
         operations = {
             name: replace(
                 each,
@@ -114,13 +114,13 @@ class Plan:
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
     graph_module: fx.GraphModule = field(repr=False, compare=False)
-    """As captured; it shares the parameters of the model."""
+    """The captured graph; it shares the parameters of the model."""
     low_weights: tuple[str, ...] = ()
     """Names of the parameters that are stored in 16 bits when the plan runs."""
     doubt: str = ""
     """Why the times may be wrong: the machine was busy, or had too little memory."""
     slowdown: Slowdown = Slowdown()
-    """Correction of the times for the whole model."""
+    """Correction of the predicted times for a pass of the whole model."""
 
     @property
     def ms(self) -> float:
@@ -138,7 +138,7 @@ class Plan:
         return frozenset(node.name for node in self.nodes if node.low)
 
     def table(self) -> Table:
-        """Return a table with a line for each operation."""
+        """Return a table with one row per operation."""
         rows = tuple(
             (
                 node.name,
@@ -206,7 +206,7 @@ class Plan:
             raise UserError(message) from error
 
     def _inline(self, row: PlannedNode | PlannedCast | Slowdown) -> str:
-        """Return an inline table of TOML, whose strings are those of JSON."""
+        """Return a dataclass as an inline TOML table; TOML strings are JSON strings."""
         fields = asdict(row)
         if isinstance(row, PlannedNode):
             fields["low"] = self.dtype if fields["low"] else "fp32"

@@ -1,7 +1,7 @@
-"""Plans read from files: `load_plan`.
+"""`load_plan`: reads a plan from a file.
 
-In: a file that `Plan.save` wrote and a person may have edited, and the model. Out: the
-`Plan`, once its operations are those of the model, one by one.
+In: a file that `Plan.save` wrote and that may have been edited, and the model. Out: the
+`Plan`, after checking that its operations match the model's, one by one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def load_plan(
                 message = f"{path}: {node.name} must run in fp32: {why}."
                 raise UserError(message)
             low.add(node.name)
-            if not row["low_ms"]:  # it was denied
+            if not row["low_ms"]:  # "deny"
                 row["low_ms"] = low_time * slowdown.low / 1e6
         facts[node] = replace(fact, kind=row["kind"], reason=row["reason"])
         times = round(row["low_ms"] * 1e6), round(row["fp32_ms"] * 1e6)
@@ -122,10 +122,10 @@ def load_plan(
 def _low_weights(
     path: str | PathLike[str], content: dict[str, Any], graph_module: fx.GraphModule
 ) -> list[str]:
-    """Return the parameters that a file says are stored in 16 bits.
+    """Return the parameters that a file lists as stored in 16 bits.
 
     Raises:
-        UserError: If one is none of the model's.
+        UserError: If the model has no such parameter.
     """
     content_names = content.get("low_weights", [])
     names: list[Any] = (
@@ -140,10 +140,10 @@ def _low_weights(
 
 
 def _slowdown(path: str | PathLike[str], content: dict[str, Any]) -> Slowdown:
-    """Return what a file says that times owe to passes of the model.
+    """Return the `Slowdown` in a file.
 
     Raises:
-        UserError: If it is no pair of factors.
+        UserError: If it is not a pair of factors.
     """
     factors = content.get("slowdown", {})
     if (
@@ -158,10 +158,10 @@ def _slowdown(path: str | PathLike[str], content: dict[str, Any]) -> Slowdown:
 
 
 def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the nodes of a file, checked.
+    """Return the node rows of a file, validated.
 
     Raises:
-        UserError: If something is missing, or not of its kind.
+        UserError: If a field is missing or has the wrong type.
     """
     dtype, rows = content.get("dtype"), content.get("nodes")
     if dtype not in ("bf16", "fp16"):
@@ -196,7 +196,7 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
 def _refuse_unknown(
     path: str | PathLike[str], given: dict[str, Any], allowed: Sequence[str]
 ) -> None:
-    """Refuse an unknown key."""
+    """Reject unknown keys."""
     for name in given:
         if name not in allowed:
             message = f"{path}: {name!r} must be one of {', '.join(allowed)}."

@@ -130,10 +130,10 @@ def plan(
 
 
 def check_kinds(kinds: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return what `plan` is given as kinds.
+    """Return the `kinds` argument of `plan`, validated.
 
     Raises:
-        UserError: If torch has no such operation, or a kind is none.
+        UserError: If torch has no such operation, or a kind is unknown.
     """
     is_mapping = kinds is None or isinstance(kinds, Mapping)
     require_type("kinds", kinds, is_mapping, "a dictionary of operations")
@@ -159,23 +159,23 @@ def plan_graph(
     low_weights: Sequence[str] = (),
     batch: Sequence[Any] | None = None,
 ) -> Plan:
-    """Do the same for a graph of aten operations whose nodes have `meta["val"]`.
+    """Plan a graph of aten operations whose nodes have `meta["val"]`.
 
     Args:
         graph_module: The graph.
-        device: Of its tensors.
+        device: Device of its tensors.
         format_: The 16-bit format.
         policy: As for `plan`.
         method: As for `plan`.
-        inputs: Of the graph, where parameters are among them.
+        inputs: Inputs of the graph, if they include its parameters.
         kinds: As for `plan`.
-        fp32_ranges: What nodes reach in fp32; empty if it was not measured.
+        fp32_ranges: Largest magnitudes of nodes in fp32; empty if not measured.
         refresh: As for `plan`.
-        fused: A compiler will run the graph, which makes a cast part of the operation
-            before it where that works number by number.
+        fused: A compiler will run the graph, which fuses casts into pointwise
+            operations, so that these casts cost nothing.
         low_weights: Names of the parameters that will be stored in 16 bits.
-        batch: What the graph is called with, for passes of the whole graph that are
-            timed, too; None: what operations take by themselves is what they take.
+        batch: Inputs with which passes of the whole graph are timed, to correct the
+            operations' times. None: no correction.
     """
     low = format_.dtype
     facts = capture.facts(
@@ -234,7 +234,7 @@ def measure_slowdown(
     times: OpTimes,
     batch: Sequence[Any],
 ) -> Slowdown:
-    """Measure a pass of the model in fp32, and one as painted for fp32 weights."""
+    """Time a pass of the model in fp32, and a painted one with fp32 weights."""
     problem = replace(problem, low_weights=frozenset())
     low = painting.paint(problem)
     try:
@@ -260,9 +260,9 @@ def weigh(
     fused: bool = False,
     low_weights: Collection[str] = (),
 ) -> Problem:
-    """Return a graph's operations with the tensors between them, and their casts."""
+    """Return the problem of a graph: operations, tensors between them, casts."""
     tied = tuple(
-        # The parts of a result, and the result.
+        # A tuple result and its parts.
         frozenset((node.name, node.args[0].name))
         for node in graph.nodes
         if getattr(node.target, "__name__", "") == "getitem"
@@ -277,11 +277,11 @@ _EXACT = "none of its inputs was computed in 16 bits"
 
 
 def _exact(problem: Problem) -> set[str]:
-    """Return the operations that only fp32 inputs and their results reach.
+    """Return the "infer" and "clear" operations reached only by fp32 values.
 
-    Why: angles of rotary embeddings or masks lose digits that no product of 16-bit
-    numbers ever had; what gains nothing by 16 bits must not be the first to round.
-    What only moves values on to such as gain by 16 bits may round before them.
+    Why: angles of rotary embeddings, or masks, would lose digits before any 16-bit
+    matmul does; an operation that is not faster in 16 bits must not be the first to
+    round. "clear" operations that only feed 16-bit ones may round before them.
     """
     kinds = {name: operation.kind for name, operation in problem.operations.items()}
     after, _ = problem.neighbours()
@@ -305,7 +305,7 @@ def assemble(
     low_weights: Sequence[str],
     slowdown: Slowdown,
 ) -> Plan:
-    """Return the plan in which some nodes of a problem run in 16 bits."""
+    """Return the plan in which the nodes in `low` run in 16 bits."""
     nodes = tuple(
         PlannedNode(
             node.name,
@@ -343,7 +343,7 @@ def assemble(
 
 
 def _why(fact: NodeFacts, *, low: bool) -> str:
-    """Return the reason of a decision: of the kind, and of the choice it left."""
+    """Return the reason of a decision: of the kind, and of the choice within it."""
     if fact.kind == ALLOW and not low:
         return f"{fact.reason}; here its casts would cost more than it gains"
     if fact.kind in (INFER, CLEAR) and low:
@@ -352,12 +352,12 @@ def _why(fact: NodeFacts, *, low: bool) -> str:
 
 
 def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:
-    """Return the fp32 tensors that a plan may cast, with who needs them."""
+    """Return the fp32 tensors that a plan may cast, with their consumers."""
     uses = []
     for node in graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
-            continue  # the parts of a tuple are nodes of their own
+            continue  # the parts of a tuple are nodes themselves
         consumers = tuple(
             user.name
             for user in node.users
@@ -371,10 +371,10 @@ def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:
 
 
 def device_of(model: nn.Module, example_inputs: Sequence[Any]) -> torch.device:
-    """Return where a model runs.
+    """Return the device of a model.
 
     Raises:
-        UserError: If there is no tensor.
+        UserError: If there are no parameters and no input tensors.
     """
     tensors = [*model.parameters(), *capture.tensors(list(example_inputs))]
     if not tensors:

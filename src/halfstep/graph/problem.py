@@ -1,8 +1,7 @@
-"""The precision of a graph as a problem of two colours: operations, tensors, costs.
+"""Formats of a graph's operations as a two-color problem with costs.
 
-In: operations with what each costs in either format, and the tensors between them. Out:
-`Problem`, which knows what an assignment costs and which casts it needs. `painting` and
-`min_cut` solve it; nothing here knows torch.
+`Problem` computes what an assignment costs and which casts it needs. `painting` and
+`min_cut` solve it. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 ALLOW = "allow"
-"""Gains by 16 bits: matrix products and convolutions."""
+"""Faster in 16 bits: matmuls and convolutions."""
 INFER = "infer"
-"""Safe in 16 bits, and gains nothing by itself: it goes with its neighbours."""
+"""Safe in 16 bits but not faster by itself: it runs as its neighbors do."""
 CLEAR = "clear"
-"""Passes values on or moves them: any format does."""
+"""Passes values on or moves them: any format will do."""
 DENY = "deny"
 """Stays fp32."""
 KINDS = (ALLOW, INFER, CLEAR, DENY)
-"""TensorFlow's words."""
+"""TensorFlow's names."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What is known of one operation; costs are nanoseconds, forward and backward."""
+    """Kind and costs of one operation, in nanoseconds, forward and backward."""
 
     kind: str
     """One of `KINDS`."""
@@ -38,10 +37,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class TensorUse:
-    """One tensor, and the operations that would need it in their own format."""
+    """One tensor, and the operations that need it in their own format."""
 
     producer: str
-    """An operation; parameters and inputs of the graph are operations of kind DENY."""
+    """Name of an operation; parameters and inputs are operations of kind DENY."""
     consumers: tuple[str, ...]
     cast_cost: int
     """Nanoseconds of one cast in either direction, forward and backward."""
@@ -59,15 +58,13 @@ class Cast:
 
 @dataclass(frozen=True)
 class Problem:
-    """Operations to be coloured low or fp32.
+    """Operations that are to run in 16 bits or fp32.
 
     Attributes:
-        operations: By name, in the order in which they run.
-        tensors: One for each tensor that a plan may cast.
-        tied: Groups of operations that have one format: parts of one result, and what
-            is changed in place.
-        low_weights: Parameters stored in 16 bits; they are no choice, so no assignment
-            names them.
+        operations: Name -> operation, in the order in which they run.
+        tensors: One entry for each tensor that a plan may cast.
+        tied: Groups of operations that must have one format: a tuple and its parts.
+        low_weights: Parameters stored in 16 bits; assignments do not list them.
     """
 
     operations: Mapping[str, Operation]
@@ -76,21 +73,21 @@ class Problem:
     low_weights: frozenset[str] = frozenset()
 
     def neighbours(self) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-        """Return what uses each operation's result, and whose results it uses."""
+        """Return name -> consumers, and name -> producers."""
         after: dict[str, set[str]] = defaultdict(set)
         before: dict[str, set[str]] = defaultdict(set)
         for use in self.tensors:
             for consumer in use.consumers:
                 after[use.producer].add(consumer)
                 before[consumer].add(use.producer)
-        for group in self.tied:  # a result and its parts, which no tensor links
+        for group in self.tied:  # a tuple and its parts have no TensorUse
             for name in group:
                 after[name] |= group - {name}
                 before[name] |= group - {name}
         return after, before
 
     def casts(self, low: Collection[str]) -> list[Cast]:
-        """Return the casts that an assignment needs, one a tensor.
+        """Return the casts that an assignment needs, at most one per tensor.
 
         Args:
             low: Names of the operations in 16 bits.
@@ -103,7 +100,7 @@ class Problem:
         ]
 
     def cost(self, low: Collection[str]) -> int:
-        """Return the nanoseconds of an assignment, casts included."""
+        """Return the nanoseconds of an assignment, including casts."""
         low = frozenset(low)
         own = (
             operation.low_cost if name in low else operation.fp32_cost
@@ -112,7 +109,7 @@ class Problem:
         return sum(own) + sum(cast.cost for cast in self.casts(low))
 
     def is_valid(self, low: Collection[str]) -> bool:
-        """Say whether no operation of kind DENY is low, and no tied group is split."""
+        """Return whether no DENY operation is low and no tied group is split."""
         low = frozenset(low)
         denied = any(self.operations[name].kind == DENY for name in low)
         split = any(group & low and group - low for group in self.tied)
@@ -122,7 +119,7 @@ class Problem:
 def reachable(
     starts: Collection[str], edges: Mapping[str, set[str]], through: Collection[str]
 ) -> set[str]:
-    """Return what is reached from some names by edges between names in `through`."""
+    """Return the names reachable from `starts` through names in `through`."""
     reached: set[str] = set()
     to_visit = list(starts)
     while to_visit:

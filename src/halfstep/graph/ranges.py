@@ -1,7 +1,7 @@
-"""Which operations fp16 cannot hold, by the values and gradients of fp32 steps.
+"""Finds operations whose values or gradients would overflow fp16.
 
-In: a captured graph and a function that runs training steps with it. Out: for each node
-the largest value and the largest gradient it had, and the reason to keep it in fp32.
+In: a captured graph and a function that runs training steps with it. Out: each node's
+largest value and gradient in fp32, and the reason to keep it in fp32.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 HEADROOM = 4
-"""How far below fp16's largest number what was seen must stay: other batches, and the
-steps to come, reach further than a few batches did."""
+"""Safety factor below fp16's largest number, because other batches and later steps
+reach larger values."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The largest magnitudes seen of a node's fp32 results."""
+    """Largest magnitudes of a node's fp32 results."""
 
     value: float
     gradient: float
-    """With respect to the unscaled loss; 0.0 if no backward pass reached it."""
+    """Of the unscaled loss; 0.0 if no backward pass reached the node."""
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph in fp32 and keeps the largest magnitudes on the device."""
+    """Runs a graph in fp32 and tracks the largest magnitudes on the device."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
         self.values: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.hooks: list[Any] = []
-        """Of parameters and inputs, which outlive the steps."""
+        """Handles on parameters and inputs, which outlive the steps."""
 
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
         result = super().run_node(n)
@@ -59,7 +59,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _raise_to(maxima: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    # Infinities are masks, which fp16 holds; an overflow of fp32 makes NaN of them.
+    # inf is ignored: in a mask fp16 can hold it, and an fp32 overflow leads to NaN.
     magnitude = tensor.detach().abs()
     largest = magnitude.masked_fill(magnitude == torch.inf, 0.0).amax()
     if name in maxima:
@@ -68,28 +68,28 @@ def _raise_to(maxima: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 
 
 class _Recorded(nn.Module):
-    """A captured model that records while it runs."""
+    """A captured model that records magnitudes while it runs."""
 
     def __init__(self, graph_module: fx.GraphModule, recorder: _Recorder) -> None:
         super().__init__()
         self.graph_module = graph_module
-        self._recorder = [recorder]  # no submodule of this
+        self._recorder = [recorder]  # in a list, so that it is not a submodule
 
     def forward(self, *args: Any) -> Any:  # noqa: ANN401
-        """Run the graph on the inputs of the model."""
+        """Run the graph on the model's inputs."""
         return self._recorder[0].run(*args)
 
 
 def measure(
     graph_module: fx.GraphModule, step: Callable[[nn.Module], object]
 ) -> dict[str, Range]:
-    """Return what some steps in fp32 reach, by node.
+    """Return the largest magnitudes of each node in some fp32 steps.
 
     Args:
-        graph_module: As captured. Parameters, gradients and buffers are left as they
-            were.
-        step: Is given the model, calls it on batches of the shapes it was captured
-            with, and runs backward passes.
+        graph_module: A captured graph. Its parameters, gradients and buffers are
+            restored.
+        step: Is called with the model; calls it on batches of the captured shapes, and
+            runs backward passes.
 
     Raises:
         UserError: If it never calls the model, or meets NaN.
@@ -128,8 +128,8 @@ def why_fp32(nodes: Iterable[fx.Node], ranges: Mapping[str, Range]) -> str:
     """Return why an operation cannot run in fp16; "" if it can.
 
     Args:
-        nodes: Its inputs that would be fp16, and itself.
-        ranges: Of `measure`.
+        nodes: The operation and its inputs that would be fp16.
+        ranges: Result of `measure`.
     """
     limit = FP16.max / HEADROOM
     for node in nodes:

@@ -1,8 +1,8 @@
-"""A captured graph with a plan's casts in it, and the check that it keeps its promises.
+"""Inserts a plan's casts into a captured graph, and verifies the result.
 
-In: a graph and the nodes that run in 16 bits. Out: a copy with one cast for each tensor
-and direction. The check was written apart from the rewriting, runs after each, and
-computes every dtype anew.
+In: a graph and the nodes that run in 16 bits. Out: a copy with at most one cast per
+tensor and direction. `verify` runs after each rewrite; it shares no code with the
+rewriting and recomputes every dtype.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CAST = torch.ops.aten.to.dtype
 
 
 class PlannedModule(fx.GraphModule):
-    """A rewritten model: for one mode, and inputs of the shapes it was planned for."""
+    """A rewritten model, for one mode and inputs of the planned shapes."""
 
     def train(self, mode: bool = True) -> PlannedModule:
-        """Accept only the mode that was planned.
+        """Accept only the planned mode.
 
         Raises:
             UserError: In the other mode: dropout and batch norms are part of the graph.
@@ -140,7 +140,7 @@ def _kind_and_mode(module: tuple[str, bool] | None) -> str:
 
 @dataclass(frozen=True)
 class _InputCheck:
-    """Forward pre-hook: what a graph was made for is what it is called with."""
+    """Forward pre-hook that rejects inputs for which the graph was not made."""
 
     planned: tuple[str, ...]
     """`_facts` of each input, in order."""
@@ -148,7 +148,7 @@ class _InputCheck:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        # By name or place, as `forward` takes them; a wrong number it refuses itself.
+        # Accept positional and keyword arguments; bind rejects a wrong number.
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         given = pytree.tree_leaves(list(bound.arguments.values()))
         for number, (value, planned) in enumerate(
@@ -164,34 +164,34 @@ class _InputCheck:
 
 
 class _AutocastOff:
-    """Forward hooks: no context around a planned model casts once more."""
+    """Forward hooks that disable autocast while a planned model runs."""
 
     def __init__(self) -> None:
         self._open: dict[int, list[AbstractContextManager[None]]] = {}
-        """Thread -> of its calls, one in another."""
+        """Thread -> contexts of its nested calls."""
 
     def enter(self, *_: object) -> None:
-        """Before the forward pass."""
+        """Disable autocast before the forward pass."""
         context = capture.without_autocast()
         context.__enter__()
         self._open.setdefault(threading.get_ident(), []).append(context)
 
     def leave(self, *_: object) -> None:
-        """After it, and after an error."""
+        """Restore it after the forward pass, also after an error."""
         contexts = self._open.get(threading.get_ident())
-        if contexts:  # the check of the inputs may have raised before
+        if contexts:  # the input check may have raised before `enter`
             contexts.pop().__exit__(None, None, None)
 
 
 def _facts(value: Any) -> str:  # noqa: ANN401
-    """Return what of an input is part of a graph."""
+    """Return a string with what the graph depends on in an input."""
     if isinstance(value, Tensor):
         return f"{formats.word(value.dtype)} of shape {tuple(map(int, value.shape))}"
     return repr(value)
 
 
 def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
-    """Refuse a parameter that is not stored as it was planned."""
+    """Reject a parameter that is not stored as planned."""
     stored = formats.word(param.dtype)
     if name in plan.low_weights and stored != plan.dtype:
         message = (
@@ -219,7 +219,7 @@ def rewrite_graph(
 
     Args:
         graph_module: Nodes have `meta["val"]`.
-        low: Names of the nodes in 16 bits; of parameters, those stored so.
+        low: Names of the nodes in 16 bits, and of parameters stored in 16 bits.
         dtype: The 16-bit dtype.
         device: Device type of its tensors.
     """
@@ -229,14 +229,14 @@ def rewrite_graph(
     changing = capture.changed_in_place(graph_module.graph)
 
     def in_format(source: fx.Node, to: torch.dtype) -> fx.Node:
-        """Return a copied tensor in a format, cast once."""
+        """Return the copied tensor in a format; insert at most one cast for it."""
         value = source.meta.get("val")
         has_fp32 = isinstance(value, Tensor) and value.dtype == torch.float32
         now = dtype if source.name in low else torch.float32
         if not has_fp32 or now == to:
             return copies[source]
         if source in changing:
-            return graph.call_function(_CAST, (copies[source], to))  # as it is now
+            return graph.call_function(_CAST, (copies[source], to))  # memory changes
         if (source, to) not in casts:
             last = copies[source]
             with graph.inserting_after(copies[read[-1]] if source in read else last):
@@ -244,7 +244,7 @@ def rewrite_graph(
         return casts[source, to]
 
     nodes = list(graph_module.graph.nodes)
-    # First what is read: a cast of it must not lie in a `no_grad` of its first use.
+    # Cast inputs first: a cast must not be inside the `no_grad` of its first use.
     is_read = [node.op in ("placeholder", "get_attr") for node in nodes]
     read = [node for node, is_one in zip(nodes, is_read, strict=True) if is_one]
     rest = [node for node, is_one in zip(nodes, is_read, strict=True) if not is_one]
@@ -286,22 +286,22 @@ def verify(
     device: str,
     shared: Collection[fx.Node],
 ) -> None:
-    """Check a rewritten graph against what a plan promises.
+    """Verify a rewritten graph.
 
-    No fp32 operation takes 16 bits and no 16-bit operation takes fp32 but where it
-    must, outputs have the dtypes they had, no cast is undone by the next, and no tensor
-    is cast twice to one dtype.
+    Checks that fp32 operations get no 16-bit inputs and 16-bit ones no fp32 inputs
+    except where required, that outputs keep their dtypes, that no cast is undone by the
+    next, and that no tensor is cast twice to one dtype.
 
     Args:
-        rewritten: To be checked.
-        original: What it was.
-        low: For each node that is not a cast, whether it is to run in 16 bits.
+        rewritten: Graph to verify.
+        original: Graph before the rewrite.
+        low: Node that is not a cast -> whether it must run in 16 bits.
         dtype: The 16-bit dtype.
         device: Device type of its tensors.
-        shared: Nodes of which one cast serves all; the others' memory changes.
+        shared: Nodes whose memory does not change, so that one cast serves all uses.
 
     Raises:
-        AssertionError: If a promise is broken; it is a defect of the rewriting.
+        AssertionError: If a check fails, which is a bug in the rewriting.
     """
     dtypes = _dtypes(rewritten)
     cast_to = set()
@@ -323,7 +323,7 @@ def verify(
             continue
         wrong = torch.float32 if low[node] else dtype
         for source in capture.castable_inputs(node, device):
-            # A model may have 16-bit tensors of its own.
+            # Models may contain 16-bit tensors of their own.
             own = [] if low[node] else _captured(source)
             wanted = wrong not in dtypes[source] or wrong in own
             _promise(wanted, f"{node} takes {wrong} of {source}")
@@ -334,7 +334,7 @@ def verify(
 
 
 def _captured(node: fx.Node) -> list[torch.dtype]:
-    """Return the dtypes a node had before the plan; [] of a cast."""
+    """Return the dtypes that a node had before the plan; [] for a cast."""
     return [value.dtype for value in capture.tensors(node)]
 
 
@@ -349,8 +349,8 @@ def _leaves(value: Any) -> list[tuple[str, fx.Node]]:  # noqa: ANN401
 
 
 def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
-    """Return the dtypes of each node's tensors, computed anew without memory."""
-    # With symbols for sizes that depend on data.
+    """Return node -> dtypes of its tensors, recomputed with fake tensors."""
+    # A ShapeEnv gives symbols to data-dependent sizes.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     dtypes: dict[fx.Node, list[torch.dtype]] = {}
 
