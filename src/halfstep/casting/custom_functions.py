@@ -1,8 +1,7 @@
-"""What a user's own functions and operators do under autocast.
+"""Decorators that make custom functions and operators follow autocast.
 
-In: an autograd.Function's methods, a Python function, or a registered operator. Out:
-the same, which follows the region that it is called in: `custom_fwd` and `custom_bwd`
-for the first, `low_precision`, `full_precision` and `promote` for the others.
+`custom_fwd` and `custom_bwd` are for the methods of an autograd.Function,
+`low_precision`, `full_precision` and `promote` for Python functions and operators.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ _Operator: TypeAlias = (
 )
 
 _REGISTERED: dict[str, Library] = {}
-"""Operator -> what holds its casting kernels; torch drops them with the object."""
+"""Operator -> Library with its casting kernels; they live as long as this object."""
 
 
-# An autograd.Function's methods
+# Methods of an autograd.Function
 
 
 @dataclass
 class _Box:
-    """What torch's code marks in place of a ctx, or passes on without a cast."""
+    """Stand-in for a ctx, or holder of a value that torch's decorator must not cast."""
 
     output: object = None
-    """Of forward."""
+    """Output of forward."""
     recording: bool = False
-    """Whether autograd records around `setup_context`."""
+    """Whether grad mode was on when `setup_context` was called."""
 
 
 @overload
@@ -129,7 +128,7 @@ def custom_fwd(
     ctxless = decorate(without_ctx)
 
     def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        # Duck-typed: who tests a forward alone hands in a stand-in for the ctx.
+        # Duck-typed: tests of a forward may pass a stand-in for the ctx.
         if args and hasattr(args[0], "save_for_backward"):
             args[0]._restored_policy = recompute.capture()  # noqa: SLF001
             return classic(*args, **kwargs)
@@ -142,7 +141,7 @@ def custom_fwd(
     boxed = decorate(unboxed)
 
     def setup_context(ctx: Any, inputs: object, output: object) -> Any:  # noqa: ANN401
-        # torch's code casts what it can look into; the output is not to be cast.
+        # Boxed, since torch's decorator casts all arguments and output must stay.
         box = _Box(output, recording=torch.is_grad_enabled())
         ctx._restored_policy = recompute.capture()  # noqa: SLF001
         with torch.enable_grad():
@@ -187,7 +186,7 @@ def custom_bwd(
 
 
 def _check_marked(ctx: object) -> None:
-    """Raise if `setup_context` was not decorated; torch checks a classic forward."""
+    """Raise if `setup_context` was not decorated; torch checks only `forward(ctx)`."""
     if hasattr(ctx, "_fwd_used_autocast"):
         return
     function = getattr(ctx, "_forward_cls", torch.autograd.Function)
@@ -348,7 +347,7 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
         )
         raise UserError(message)
     for operator in castable:
-        # The old kernels must go first: torch warns of a kernel that hides another.
+        # Remove the old kernels first: torch warns if a kernel replaces another.
         _REGISTERED.pop(str(operator), None)
         library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
         for device in _devices():
@@ -360,12 +359,12 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
 
 def _devices() -> list[str]:
     """Return the device types that have autocast."""
-    # Without a backend, its key is where policies cast.
+    # Policies use the key of that backend while none is registered.
     return [d for d in _autocast_supported_devices() if d != active_context.NO_BACKEND]
 
 
 def _takes_copies(operator: OpOverload[..., Any]) -> bool:
-    """Say whether an overload neither writes into an argument nor returns a view."""
+    """Return whether an overload writes to no argument and returns no view."""
     arguments = operator._schema.arguments  # noqa: SLF001
     return all(argument.alias_info is None for argument in arguments)
 
@@ -415,8 +414,8 @@ def _floating(value: object) -> list[Tensor]:
 def _cast_on(value: Any, device: str, dtype: torch.dtype) -> Any:  # noqa: ANN401
     """Return `value` with the floating tensors on a device in `dtype`.
 
-    What holds no floating tensor stays the same object, for a function may write into
-    it; so do dataclasses: one may be the `self` of a method.
+    Containers without floating tensors are not copied, since a function may write into
+    them; nor are dataclasses, which may be the `self` of a method.
     """
     if isinstance(value, Tensor):
         return cast_floating(value, dtype) if value.device.type == device else value
@@ -426,7 +425,7 @@ def _cast_on(value: Any, device: str, dtype: torch.dtype) -> Any:  # noqa: ANN40
         items = [_cast_on(item, device, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     copied = copy.copy(value)
-    # One by one: transformers' ModelOutput refuses `update`.
+    # One by one: transformers' ModelOutput raises on `update`.
     for key, item in value.items():
         copied[key] = _cast_on(item, device, dtype)
     return copied

@@ -1,15 +1,14 @@
-"""Python kernels for the operations that a policy decides about.
+"""Python kernels that cast the operands of operations as the active policy says.
 
-In: operations. Out: inside a context with a policy, torch's dispatcher asks the frame
-in force how each of them runs, wherever it is called: in C++ composites, in other
-threads that the context was carried to, in a recomputation.
+Inside a context with a policy, torch's dispatcher calls them wherever the operation is
+called: in C++ composites, in other threads that the context was passed to, and in
+recomputed segments.
 
-They stand at a dispatch key of their own, in front of torch's autocast keys, which a
-thread includes only while such a context is open in it (`active_context.push`).
-Nothing else reaches them: neither plain `torch.autocast` nor another thread pays for
-them or waits for them. None of them calls torch's cast or takes its lock; what a policy
-leaves to torch is handed on by the dispatcher, which lets go of the interpreter's lock
-first.
+They are registered at a dispatch key of their own that precedes torch's autocast keys.
+A thread includes it only while it has such a context (`active_context.push`), so plain
+`torch.autocast` and other threads have no overhead. No kernel calls torch's cast or
+takes its lock; operations that a policy leaves to torch are redispatched, and the
+dispatcher releases the GIL first.
 """
 
 from __future__ import annotations
@@ -47,37 +46,37 @@ KEYS = {
     "mps": "AutocastMPS",
     "xpu": "AutocastXPU",
 }
-"""Device type -> the dispatch key at which torch casts."""
+"""Device type -> torch's autocast dispatch key."""
 _KEY_NAME = active_context.KEY.name
-"""The dispatch key at which these kernels stand."""
+"""The dispatch key of these kernels."""
 
 _DEVICE_ORDER = ("cuda", "mps", "xpu", "cpu")
-"""Device types as the dispatcher comes to their autocast keys."""
+"""Device types in the order in which the dispatcher visits their autocast keys."""
 
 _WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
     "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (False,)),
 }
-"""Reductions without a dtype argument -> the overload that has one, and the last
-arguments where they are left out, for it has no defaults."""
+"""Reduction without a dtype argument -> (the overload that has one, values of its last
+arguments, which have no defaults there)."""
 
 _WIDE_WEIGHTS = {("cpu", "layer_norm"), ("cpu", "native_layer_norm")}
-"""Device, operation -> torch's kernel takes 16-bit data beside weights of fp32, from
-the third argument on: casting those costs time, and digits of the result."""
+"""(device, operation) whose kernels accept 16-bit data with fp32 weights (arguments 3
+and 4). Casting the weights would cost time and digits of the result."""
 
 _lock = threading.Lock()
 _installed: dict[str, Library] = {}
-"""Operation -> what holds its kernel."""
+"""Operation -> Library with its kernel."""
 _installed_tables: dict[int, Mapping[str, OpCast]] = {}
-"""Identity -> rows that all have a kernel: contexts ask at each entry."""
+"""id -> table whose operations all have kernels, since every context entry asks."""
 
 
 def install(names: Iterable[str]) -> None:
-    """Give operations a kernel, once for the process.
+    """Register kernels for operations, once per process.
 
     Args:
-        names: aten's ("softmax.int") or other libraries' ("ns::name"); or rows that
-            never change.
+        names: Names of aten ("softmax.int") or of other libraries ("ns::name"); or a
+            table with such keys that never changes.
     """
     if _installed_tables.get(id(names)) is names:
         return
@@ -90,7 +89,7 @@ def install(names: Iterable[str]) -> None:
 
 
 def overload_of(name: str) -> torch._ops.OpOverload:
-    """Return the operation that a name means."""
+    """Return the operation with a name; without overload, the default one."""
     namespace, _, rest = name.rpartition("::")
     packet, _, overload = rest.partition(".")
     op: torch._ops.OpOverload = getattr(
@@ -100,7 +99,7 @@ def overload_of(name: str) -> torch._ops.OpOverload:
 
 
 def _register(name: str) -> Library:
-    """Put a kernel for an operation at our key."""
+    """Register a kernel for an operation at our key."""
     op = overload_of(name)
     redispatch = make_redispatch(op)
     takes_tensor = _tensor_arguments(op, numbers=False)
@@ -138,7 +137,7 @@ def _register(name: str) -> Library:
 
     library = Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # Where torch registers a kernel of its own at the key, ours is the one to run.
+        # torch warns if ours replaces a kernel that it has registered at the key.
         warnings.simplefilter("ignore", UserWarning)
         op_name = name.rpartition("::")[2]
         registrar: Any = library.m
@@ -147,9 +146,10 @@ def _register(name: str) -> Library:
 
 
 def _skip_dynamo(kernel: Call) -> Call:
-    """Keep torch.compile from compiling a function of ours, and what that calls.
+    """Make torch.compile skip a kernel and the functions that it calls.
 
-    Why: what it leaves to eager code calls our kernels, and it would try them next.
+    Why: after a graph break, eager code calls our kernels, and torch.compile would try
+    to compile them.
     """
     frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
     skip = frames._FrameAction.SKIP  # noqa: SLF001
@@ -161,13 +161,13 @@ def _skip_dynamo(kernel: Call) -> Call:
 def _contexts_of(
     args: tuple[Any, ...], contexts: list[tuple[str, CastContext]]
 ) -> list[tuple[str, CastContext]]:
-    """Return the contexts that operands concern; that of the highest key is first."""
+    """Return the contexts of the operands' devices, highest dispatch key first."""
     matching = [each for each in contexts if _is_any_on(args, each[0])]
     return sorted(matching, key=lambda each: _DEVICE_ORDER.index(each[0]))
 
 
 def _is_any_on(values: Iterable[Any], device: str) -> bool:
-    """Say whether a tensor among arguments is on a device."""
+    """Return whether any tensor among arguments is on a device."""
     return any(
         value.device.type == device
         if isinstance(value, Tensor)
@@ -177,9 +177,9 @@ def _is_any_on(values: Iterable[Any], device: str) -> bool:
 
 
 def make_redispatch(op: torch._ops.OpOverload) -> Call:
-    """Return the function that hands an operation on to the keys below ours.
+    """Return a function that redispatches an operation to the keys below ours.
 
-    What it calls inside is still cast, unlike under `make_cast_and_call`.
+    Operations called inside are still cast, unlike with `make_cast_and_call`.
     """
     below = torch._C._dispatch_keyset_full_after(active_context.KEY)  # noqa: SLF001
     excluded = DispatchKeySet(active_context.KEY)
@@ -188,7 +188,7 @@ def make_redispatch(op: torch._ops.OpOverload) -> Call:
 
     def run_below(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if not _NUMBERS.isdisjoint(map(type, compress(args, takes_tensor))):
-            # `x.add_(1)`: only a call from the top takes a number for a tensor.
+            # `x.add_(1)`: a call accepts a number for a tensor, redispatch does not.
             with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
                 return op(*args, **kwargs)
         return redispatch(keyset & below, *args, **kwargs)
@@ -198,14 +198,14 @@ def make_redispatch(op: torch._ops.OpOverload) -> Call:
 
 _NUMBERS = frozenset((float, int, bool, complex))
 _PLAIN = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView)
-"""The dispatch keys that a thread includes in no context and no mode."""
+"""The dispatch keys that a thread includes outside of all contexts and modes."""
 _NO_KEYS = _PLAIN - _PLAIN
 
 
 def _tensor_arguments(op: torch._ops.OpOverload, *, numbers: bool) -> tuple[bool, ...]:
-    """Say of each argument whether it is a tensor.
+    """Return for each argument whether it is a tensor.
 
-    None is said to be where that operation does, or does not, take numbers for tensors.
+    Returns () unless the operation's acceptance of numbers as tensors is `numbers`.
     """
     name = op._schema.name.rpartition("::")[2]  # noqa: SLF001
     if torch._C._should_allow_numbers_as_tensors(name) != numbers:  # noqa: SLF001
@@ -214,11 +214,11 @@ def _tensor_arguments(op: torch._ops.OpOverload, *, numbers: bool) -> tuple[bool
 
 
 def _with_tensors(value: Any, is_tensor: bool) -> Any:  # noqa: ANN401
-    """Return an argument with tensors where torch has put numbers for them.
+    """Return an argument with wrapped-number tensors in place of Python numbers.
 
-    To a kernel in Python torch gives a tensor that stands for a number, such as what
-    `x * 2.5` saves, as that number, and most operations do not take it back. Such a
-    tensor has less say than others in the dtype of a result; only torch makes them.
+    torch passes a wrapped-number tensor, such as the one that `x * 2.5` saves, to
+    Python kernels as a number, which most operations then reject. Wrapped numbers rank
+    lower in type promotion, and only torch can create them: here, by a multiplication.
     """
     if not is_tensor:
         return value
@@ -234,9 +234,9 @@ def _with_tensors(value: Any, is_tensor: bool) -> Any:  # noqa: ANN401
 
 
 def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Call:
-    """Return the function that casts an operation's operands and runs it.
+    """Return a function that casts an operation's operands and runs it.
 
-    It takes a frame, a row, positional and keyword arguments.
+    Its arguments: context, `OpCast`, positional and keyword arguments.
     """
     excluded = DispatchKeySet(DispatchKey.__members__[KEYS[device]]).add(
         active_context.KEY
@@ -254,9 +254,9 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401
-        # As in torch: what an operation calls inside is not cast again.
+        # As in torch: operations called inside are not cast again.
         with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
-            # Most calls: after a large product little of this code is in the caches.
+            # Fast path: after a large matmul, little of this code is in CPU caches.
             is_plain_low = op_cast.category == op_tables.LOW and not (
                 has_wide_weights or kwargs
             )
@@ -308,17 +308,17 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
 
 _ELIGIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _ANY_DTYPE = [torch.float32]
-"""Stands for operands whose dtypes do not matter to a category."""
+"""Operand dtypes for categories that do not depend on them."""
 _BY_OPERANDS = frozenset((op_tables.PROMOTE, op_tables.FOLLOW))
 
 IsOnDevice: TypeAlias = "Callable[[Tensor], bool]"
-"""Says whether a tensor is on the device."""
+"""Returns whether a tensor is on the device."""
 
 
 def _are_fp32(weights: Sequence[Tensor | None]) -> bool:
-    """Say whether a weight, and a bias if there is one, are of fp32.
+    """Return whether the weight, and the bias if there is one, are fp32.
 
-    Of a bias alone torch's kernel expects the format of the data.
+    False for a bias without a weight: torch's kernel expects it in the data's dtype.
     """
     if not weights or weights[0] is None:
         return False
@@ -326,7 +326,7 @@ def _are_fp32(weights: Sequence[Tensor | None]) -> bool:
 
 
 def _is_eligible(value: object, is_on_device: IsOnDevice) -> bool:
-    """Say whether torch would cast a value at the device's key."""
+    """Return whether torch would cast a value at the device's autocast key."""
     return (
         isinstance(value, Tensor) and value.dtype in _ELIGIBLE and is_on_device(value)
     )
@@ -350,7 +350,7 @@ def _cast(
     is_on_device: IsOnDevice,
     cache: CastCache | None,
 ) -> list[Any]:
-    """Return arguments with their eligible tensors in a dtype."""
+    """Return arguments with their eligible tensors cast to a dtype."""
     cast_values: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -373,7 +373,7 @@ def _cast(
 def _has_dtype(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Say whether the caller has asked for a dtype himself."""
+    """Return whether the caller has passed `dtype`."""
     if kwargs.get("dtype") is not None:
         return True
     names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001

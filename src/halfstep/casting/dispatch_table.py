@@ -1,7 +1,7 @@
-"""Which operations a policy takes out of torch's hands, and how they run instead.
+"""Computes which operations a policy casts differently from torch, and how.
 
-In: a policy, a device, perhaps a module that a rule speaks of. Out: the rows that the
-kernels look up.
+In: a policy, a device, optionally a module with a rule. Out: operation -> `OpCast`, for
+the dispatch kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from halfstep.policy.rules import Policy
 
 _NO_WEIGHTS = {"scaled_dot_product_attention", "_scaled_dot_product_flash_attention"}
-"""Matrix products of activations alone: no cast of theirs is worth keeping."""
+"""Matmuls of activations only: their casts are not cached."""
 
 
 def op_casts_for(
@@ -35,15 +35,15 @@ def op_casts_for(
     cache_weights: bool = False,
     record_all: bool = False,
 ) -> Mapping[str, OpCast]:
-    """Return how operations run, for those that torch's own kernels do not serve.
+    """Return operation -> cast, for operations that torch's own kernels do not cover.
 
     Args:
-        policy: The policy in force.
+        policy: The active policy.
         device: "cpu", "cuda", ...
-        module: Path of the module that they run in, if a rule speaks of it.
-        types: Class names of that module and of those around it.
-        cache_weights: Take in all that multiply by weights, for a cache of their casts.
-        record_all: Take in all that have a row, to observe them.
+        module: Path of the module that they run in, if a rule matches it.
+        types: Class names of that module and of the enclosing ones.
+        cache_weights: Include all operations with weights, to cache their casts.
+        record_all: Include all operations of the tables, to record them.
     """
     rule_index = deciding_rule(policy, module, types)
     module_rule = None if rule_index is None else (rule_index, module, tuple(types))
@@ -80,7 +80,7 @@ def _op_casts(
         decision = decide(name, (), device, policy=policy, module=module, types=types)
         index = rule_texts.index(decision.row) if decision.row in rule_texts else None
         category = decision.category
-        # A rule's "keep" holds for what the operation calls inside, torch's does not.
+        # A rule's "keep" also applies to operations called inside; torch's does not.
         same_as_torch = (
             category
             == _category(torch_table, name)
@@ -97,8 +97,8 @@ def _is_same(
     policy_table: Mapping[str, op_tables.Row],
     op: str,
 ) -> bool:
-    """Say whether torch's kernel does what a table asks for."""
-    # torch's refuses to promote a mix of the two 16-bit formats.
+    """Return whether torch's kernel casts an operation as a table says."""
+    # torch's kernel raises on a mix of bf16 and fp16.
     promotes_mix = (
         policy_table is not torch_table
         and _category(policy_table, op) == op_tables.PROMOTE
@@ -116,7 +116,7 @@ _matched_rules: defaultdict[Policy, set[int]] = defaultdict(set)
 
 
 def matched_rules(policy: Policy) -> set[int]:
-    """Return the indices of the rules that have decided something, anywhere."""
+    """Return the indices of a policy's rules that have applied in any context."""
     return _matched_rules[policy]
 
 
@@ -124,12 +124,12 @@ _warned: set[tuple[Policy, int]] = set()
 
 
 def unmatched_rule_warning(policy: Policy, matched: set[int] | None = None) -> str:
-    """Return what to tell of rules that have matched nothing so far; "" of none.
+    """Return a warning about rules that have matched nothing so far, or "".
 
     Args:
-        policy: The policy in force.
-        matched: Indices of its rules that have; None: those of all regions, and each
-            rule is told of once.
+        policy: The active policy.
+        matched: Indices of its rules that have matched. None: in any context of the
+            process; each rule is then reported once.
     """
     matched_indices = matched_rules(policy) if matched is None else matched
     missing = [
@@ -148,11 +148,11 @@ def unmatched_rule_warning(policy: Policy, matched: set[int] | None = None) -> s
 
 
 def check_policy(policy: Policy, device: str, model: nn.Module | None) -> None:
-    """Refuse a policy that a context without model cannot apply.
+    """Raise if a context cannot apply a policy.
 
     Raises:
-        UserError: If an operation's name is unknown, the device has no table, or rules
-            speak of modules and there is no model.
+        UserError: If an operation's name is unknown, the device has no table, or there
+            are module or type rules and no model.
     """
     _check_ops(policy)
     check_device(policy, device)
@@ -167,12 +167,12 @@ def check_policy(policy: Policy, device: str, model: nn.Module | None) -> None:
 
 @cache
 def _check_ops(policy: Policy) -> None:
-    """Check a policy's operations once: it takes milliseconds a rule."""
+    """Check a policy's operation names; cached, as it takes milliseconds per rule."""
     rules.check_ops(policy)
 
 
 def check_device(policy: Policy, device: str) -> None:
-    """Refuse a policy on a device without a table.
+    """Raise if a device has no op table.
 
     Raises:
         UserError: With the devices that have one.

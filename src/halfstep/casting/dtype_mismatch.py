@@ -1,10 +1,10 @@
-"""Why an operation refused the dtypes of its operands, and which rule mends it.
+"""Explains torch's errors about mixed dtypes and names a policy rule that fixes them.
 
-In: an exception on its way out of a region. Out: a `DtypeMismatch` that says which
-operation, in which module, with which dtypes; None if it is about something else.
+In: an exception raised inside an autocast context. Out: a `DtypeMismatch` with
+operation, module and dtypes; None if the error has another cause.
 
-A post-mortem: it reads torch's text and the frames of the traceback. Nothing of the
-user's runs, neither property nor `__getattr__`, and no frame or tensor is kept.
+It reads torch's message and the frames of the traceback. It never runs user code (no
+property, no `__getattr__`) and keeps no reference to frames or tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from halfstep.casting.failed_call import (
 from halfstep.policy.op_tables import FP32, LEAN, LOW, PROMOTE, TABLES
 
 if TYPE_CHECKING:
-    Got = dict[torch.dtype, list[str]]  # with the names of its operands
+    Got = dict[torch.dtype, list[str]]  # dtype -> names of operands
 
 
 class DtypeMismatch(RuntimeError):  # noqa: N818 -- a public name of the API
@@ -66,14 +66,13 @@ class DtypeMismatch(RuntimeError):  # noqa: N818 -- a public name of the API
 
 
 def explain(error: BaseException) -> DtypeMismatch | None:
-    """Return what to raise from an error about mismatching dtypes, else None.
+    """Return the exception to raise from an error about mixed dtypes, else None.
 
-    Why: torch says "expected m1 and m2 to have the same dtype", and leaves it to the
-    user to find which of a hundred layers that was, and what would have cast it.
+    Why: torch says "expected m1 and m2 to have the same dtype", but neither which of a
+    hundred layers that was nor how to have the operands cast.
 
     Args:
-        error: Any exception, its traceback still attached. What has been explained is
-            not explained again.
+        error: Any exception, with its traceback. A `DtypeMismatch` gives None.
     """
     text, text_dtypes = _mismatch_in(error)
     if text_dtypes is None:
@@ -98,13 +97,13 @@ def explain(error: BaseException) -> DtypeMismatch | None:
 
 
 def _where(path: str, module: nn.Module | None) -> str:
-    """Return in which module it happened, "" if that is unknown."""
+    """Return the module as text, "" if unknown."""
     name = f"module '{path}'" if path else "the model"
     return "" if module is None else f" in {name} ({type(module).__name__})"
 
 
 def _advice_for_function(function: str, method: str, call: FailedCall) -> str:
-    """Say how a custom function gets one dtype."""
+    """Return how to decorate a custom function so that its operands have one dtype."""
     devices = [tensor.device.type for _, tensor in call.operands]
     device = f"device_type={next(iter(devices), 'cpu')!r}"
     forward = f"halfstep.custom_fwd({device}, cast_inputs=torch.float32)"
@@ -117,7 +116,7 @@ def _advice_for_function(function: str, method: str, call: FailedCall) -> str:
 
 
 def _unsupported(error: BaseException) -> DtypeMismatch | None:
-    """Return what to raise where one 16-bit dtype will not do, else None."""
+    """Return the exception to raise if one 16-bit dtype is not supported, else None."""
     text = _text_of(error)
     line = next((one for one in text.splitlines() if _UNSUPPORTED.search(one)), "")
     low = [dtype for dtype in _dtypes_in(line) if dtype.itemsize == 2]  # noqa: PLR2004
@@ -148,7 +147,7 @@ def _unsupported(error: BaseException) -> DtypeMismatch | None:
 
 
 def add_cure(error: BaseException) -> None:
-    """Add a note to an error of 16 bits that no mix of dtypes has caused."""
+    """Add a note to an error that 16 bits, but not mixed dtypes, have caused."""
     text = str(error)
     for words, cure in _CURES.items():
         if words in text and cure not in getattr(error, "__notes__", ()):
@@ -165,26 +164,26 @@ _CURES = {
 
 
 def is_about_dtypes(error: BaseException) -> bool:
-    """Say whether torch refused a mix of dtypes, and nobody has explained it yet.
+    """Return whether an error of torch's, not a `DtypeMismatch`, is about mixed dtypes.
 
-    Its recurrent layers do so with a ValueError.
+    torch's recurrent layers raise a ValueError.
     """
     if type(error) is ValueError:
         error = RuntimeError(*error.args)
     return _mismatch_in(error)[1] is not None
 
 
-# What torch says
+# torch's messages
 
 
 def _mismatch_in(error: BaseException) -> tuple[str, tuple[torch.dtype, ...] | None]:
-    """Return torch's text, and the dtypes in it if it is about mismatching ones."""
+    """Return torch's message, and its dtypes if it is about mixed dtypes, else None."""
     text = _text_of(error)
     return text, _mismatched_dtypes(text)
 
 
 def _text_of(error: BaseException) -> str:
-    """Return torch's text; of a class of the user's own, which must arrive, nothing."""
+    """Return torch's message; "" for classes of others, which are never replaced."""
     package = type(error).__module__.partition(".")[0]
     if not isinstance(error, RuntimeError) or package not in {"builtins", "torch"}:
         return ""
@@ -195,8 +194,7 @@ _UNSUPPORTED = re.compile(
     r"not implemented for '(BFloat16|Half)'|Low precision dtypes not supported"
     r"|to be Half, Float or Double tensors but got|without overflow"
 )
-"""What marks a text about one dtype that an operation has no kernel for, or that does
-not hold a number."""
+"""Matches messages about a dtype that has no kernel or cannot represent a number."""
 
 
 _PROMOTE_ERROR = "at::autocast::prioritize"
@@ -211,8 +209,8 @@ _MISMATCH = re.compile(
     r"|[Ff]ound dtype|out tensor to have dtype|gradient with dtype"
     r"|[Ee]xpected (object of )?(scalar type|dtype) (?!Long|Int|Byte|(torch\.)?u?int)"
 )
-"""What marks a text about mismatching dtypes. It must name two, but for the bare ones.
-Where an integer type is expected, an index or a target is wrong, not a precision."""
+"""Matches messages about mixed dtypes; they must name two, except the group `bare`.
+Messages that expect an integer type are excluded: there an index or target is wrong."""
 
 _NAMES = {
     torch.bfloat16: "BFloat16 bfloat16",
@@ -224,11 +222,11 @@ _NAMES = {
     torch.int64: "Long int64 long",
     torch.int32: "Int int32 int",
 }
-"""Dtype -> its names in texts: scalar type, Python's and C++'s."""
+"""Dtype -> its names in messages: scalar type, Python's and C++'s."""
 
 _DTYPE_OF = {name: dtype for dtype, names in _NAMES.items() for name in names.split()}
 
-# "CPUBFloat16Type", "torch.cuda.HalfTensor", and a text that lacks a space: "gotHalf".
+# "CPUBFloat16Type", "torch.cuda.HalfTensor", and one without a space: "gotHalf".
 _WORD = re.compile(
     r"((?:Complex)?(?:BFloat16|Half|Float|Double)|Long|Int)(?=Type\b|Tensor\b|\b)"
     r"|\b(complex<[\w:]+>|[a-z]+\d*\b)"
@@ -238,14 +236,14 @@ _ON = re.compile(r"torch\.(?:(\w+)\.)?\w+Tensor|\b(CPU|CUDA|MPS|XPU)\w+Type")
 
 
 def _mismatched_dtypes(text: str) -> tuple[torch.dtype, ...] | None:
-    """Return the dtypes in a text about mismatching ones; None: no such text."""
+    """Return the dtypes in a message about mixed dtypes; None: not such a message."""
     match = next(filter(None, map(_MISMATCH.search, text.splitlines())), None)
     if match is None:
         return None
     line = match.string
     if len({(on[1] or on[2] or "CPU").upper() for on in _ON.finditer(line)}) > 1:
-        return None  # they are on two devices: no cast would mend that
-    # What was got counts: what was expected may be a list of all that is allowed.
+        return None  # on two devices: a cast does not fix that
+    # Only those after "got": "expected" may list all dtypes that are allowed.
     dtypes = _dtypes_in(re.split(r"\b[Gg]ot|\b[Ff]ound", line)[-1])
     dtypes = dtypes if len(dtypes) > 1 else _dtypes_in(line)
     is_mixed = len(dtypes) > 1 and any(
@@ -260,18 +258,18 @@ def _dtypes_in(text: str) -> tuple[torch.dtype, ...]:
     return tuple(dict.fromkeys(dtype for dtype in dtypes if dtype))
 
 
-# What mends it
+# The fix
 
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
-"""What autocast casts: neither float64 nor complex nor integers."""
+"""Dtypes that autocast casts; not float64, complex or integers."""
 
 _DTYPE = inspect.getattr_static(Tensor, "dtype")
 
 
 def _names_by_dtype(call: FailedCall, text_dtypes: tuple[torch.dtype, ...]) -> Got:
-    """Return dtype -> names of operands; torch's text tells what the frame does not."""
+    """Return dtype -> names of operands, from the frame, or else from the message."""
     names_by_dtype: Got = {}
-    # Subclasses of Tensor, and modes, may otherwise answer for it.
+    # Otherwise subclasses of Tensor and modes could intercept the attribute.
     with torch._C.DisableTorchFunction():  # noqa: SLF001 -- documented, and not public
         for name, tensor in call.operands:
             dtype = _DTYPE.__get__(tensor)
@@ -309,7 +307,7 @@ def _fix_for(
     text_dtypes: tuple[torch.dtype, ...],
     text: str,
 ) -> tuple[str, str]:
-    """Return the rule that mends it, "" if none does, and what to do as a sentence."""
+    """Return (the rule that fixes it or "", the advice as a sentence)."""
     name = call.operation
     unsupported = next(
         (dtype for dtype in names_by_dtype if dtype not in _CASTABLE), None
@@ -332,7 +330,7 @@ def _fix_for(
         {row.category for op, row in table.items() if op.partition(".")[0] == name}
         for table in (*TABLES.values(), *LEAN.values())
     ]
-    # No cast by any table leaves fp32 in a mix, or just what the operands were.
+    # If the tables cast it, fp32 or unchanged dtypes in the mix mean it was not cast.
     as_called = torch.float32 in text_dtypes or (
         all(names_by_dtype.values()) and names_by_dtype.keys() >= {*text_dtypes}
     )

@@ -1,7 +1,7 @@
-"""Which call of the user's code failed: read from the frames of a traceback.
+"""Finds the call in the user's code that failed, from the frames of a traceback.
 
-Nothing of the user's runs, neither property nor `__getattr__`, and no frame or tensor
-is kept.
+It never runs user code (no property, no `__getattr__`) and keeps no reference to frames
+or tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import FrameType
 
-    Frames = list[tuple[FrameType, int]]  # with the instruction each stopped at
+    Frames = list[tuple[FrameType, int]]  # (frame, byte offset of the instruction)
     Scope = Mapping[str, object]
 
 T = TypeVar("T")
 
 _METHODS = ("forward", "backward", "vjp")
 
-# In which module it happened
+# The module
 
 
 def frames_of(error: BaseException) -> tuple[Frames, bool]:
-    """Return the frames, outermost first, of the last backward pass if there is one."""
+    """Return (frames, in_backward), outermost first, of the last backward if any."""
     frames: Frames = []
     in_backward = False
     step = error.__traceback__
@@ -48,7 +48,7 @@ def frames_of(error: BaseException) -> tuple[Frames, bool]:
 
 
 def innermost_module(frames: Frames) -> tuple[str, nn.Module | None]:
-    """Return path and module of the innermost `self` that belongs to the model."""
+    """Return (path, module) of the innermost `self` that is a module of the model."""
     owners = (
         f.f_locals.get("self") for f, _ in frames if "self" in f.f_code.co_varnames
     )
@@ -62,11 +62,11 @@ def innermost_module(frames: Frames) -> tuple[str, nn.Module | None]:
 
 
 def custom_function(frames: Frames) -> tuple[str, str]:
-    """Return name and method of the innermost custom autograd function, "" for none."""
+    """Return (name, method) of the innermost autograd.Function; ("", "") if none."""
     for frame, _ in reversed(frames):
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if is_instance(first, nn.Module):  # which a function of torch's may run
+        if is_instance(first, nn.Module):  # run inside a Function, as checkpoints do
             break
         if is_instance(first, BackwardCFunction) and code.co_name in _METHODS:
             return cast("Any", type(first))._forward_cls.__name__, code.co_name  # noqa: SLF001
@@ -74,12 +74,12 @@ def custom_function(frames: Frames) -> tuple[str, str]:
 
 
 def is_instance(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Say so by the class: a property of the value's may pose as its `__class__`."""
+    """Return isinstance by `type(value)`: reading `__class__` may run a property."""
     return issubclass(type(value), kind)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside data parallelism's and torch.compile's wrappers."""
+    """Return the model inside wrappers of data parallelism and torch.compile."""
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     name = "module" if issubclass(type(module), parallel) else "_orig_mod"
     inner = _raw_table(module, "_modules").get(name)
@@ -87,7 +87,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _paths(model: nn.Module) -> dict[int, str]:
-    """Return id -> path of every module, as `named_modules` gives them."""
+    """Return id -> path of every module, as in `named_modules`."""
     paths: dict[int, str] = {}
     to_visit = [("", model)]
     while to_visit:
@@ -101,38 +101,38 @@ def _paths(model: nn.Module) -> dict[int, str]:
 
 
 def _raw_table(module: nn.Module, table: str) -> dict[str, object]:
-    """Return a module's parameters, buffers or modules, whatever its class makes."""
+    """Return a module's parameters, buffers or submodules, bypassing its class."""
     contents = object.__getattribute__(module, "__dict__").get(table)
     return dict(dict.items(contents)) if is_instance(contents, dict) else {}
 
 
-# Which call it was
+# The call
 
 
 @dataclass(frozen=True)
 class FailedCall:
-    """An operation, as the source calls it; empty where that cannot be read."""
+    """A call of an operation in the source; fields are empty if unknown."""
 
     operation: str = ""
     operands: tuple[tuple[str, Tensor], ...] = ()
-    """Names in the source, and what they name."""
+    """(name in the source, tensor)."""
     writes: bool = False
-    """In place, or to out=: no rule reaches those."""
+    """Whether it writes in place or to `out=`; rules do not apply to such calls."""
     numbers: tuple[float, ...] = ()
-    """Among the arguments."""
+    """Numbers among the arguments."""
 
 
 _VIEWS = (
     *("T", "mT", "H", "mH", "data", "t", "transpose", "permute", "view", "view_as"),
     *("reshape", "flatten", "squeeze", "unsqueeze", "expand", "contiguous", "detach"),
 )
-"""Attributes and methods of a tensor whose value has the tensor's dtype."""
+"""Attributes and methods of a tensor that preserve its dtype."""
 
 
 def failed_call(frames: Frames) -> FailedCall:
     """Return the call that failed, read from the source of the innermost frame."""
     for frame, instruction in reversed(frames):
-        # Where names are no function's own, a mapping of the user's may hold them.
+        # Outside of functions, f_locals may be a mapping of the user's own class.
         own = frame.f_locals if frame.f_code.co_flags & inspect.CO_OPTIMIZED else {}
         scope = ChainMap(own, frame.f_globals)
         match _expression(frame, instruction):
@@ -142,14 +142,14 @@ def failed_call(frames: Frames) -> FailedCall:
                 return FailedCall("index_put_", _operands([target], scope), writes=True)
             case ast.Call(callee, args, keywords):
                 if name := _operation(callee, frame, scope):
-                    # x of x.addmv(...) is an operand; F of F.linear(...) is no tensor.
+                    # x in x.addmv(...) is an operand; F in F.linear(...) is no tensor.
                     owner = [callee.value] if isinstance(callee, ast.Attribute) else []
                     nodes = [*owner, *args, *(keyword.value for keyword in keywords)]
                     out = any(keyword.arg == "out" for keyword in keywords)
                     writes = out or name.endswith("_")
                     numbers = tuple(_numbers(nodes, scope))
                     return FailedCall(name, _operands(nodes, scope), writes, numbers)
-                # `func(*args)` or `run(op, args)`: whoever calls that knows more.
+                # `func(*args)` or `run(op, args)`: the caller's frame says more.
                 names = [getattr(arg, "id", type(arg)) for arg in args]
                 if "args" in names or ast.Starred in names:
                     continue
@@ -158,28 +158,28 @@ def failed_call(frames: Frames) -> FailedCall:
 
 
 def _expression(frame: FrameType, instruction: int) -> ast.expr | None:
-    """Return the expression that an instruction belongs to, None without source."""
+    """Return the expression of an instruction; None if there is no source."""
     positions = dict(enumerate(frame.f_code.co_positions()))
     line, last, start, end = positions.get(instruction // 2, (None,) * 4)
     if line is None or last is None or start is None or end is None:
         return None
     try:
         lines = linecache.getlines(frame.f_code.co_filename)[line - 1 : last]
-        source = [text.encode() for text in lines]  # columns are counted in bytes
+        source = [text.encode() for text in lines]  # columns are byte offsets
         source[-1] = source[-1][:end]
         source[0] = source[0][start:]
-        text = b"".join(source).decode()[:1000]  # a longer one might nest too deeply
+        text = b"".join(source).decode()[:1000]  # longer ones might nest too deeply
         return ast.parse(f"({text})", mode="eval").body
     except (IndexError, SyntaxError, ValueError):
-        return None  # no file, or not the one that was imported
+        return None  # no file, or it has changed since it was imported
 
 
 def _operation(callee: ast.expr, frame: FrameType, scope: Scope) -> str:
-    """Return aten's name for what a call calls, "" if that is no operation."""
+    """Return the aten name of a call's operation, "" if it calls something else."""
     names = [getattr(callee, "attr", getattr(callee, "id", ""))]
     value, code = _static_value(callee, scope)[1], frame.f_code
     if names[0] not in (*code.co_names, *code.co_varnames, *code.co_freevars):
-        return ""  # the file was edited since
+        return ""  # the file has changed since it was imported
     if type(value) in (BuiltinFunctionType, MethodDescriptorType):
         names.insert(0, cast("Any", value).__name__)  # linalg_solve, called as solve
     elif is_instance(value, OpOverload) and isinstance(callee, ast.Attribute):
@@ -191,7 +191,7 @@ def _operation(callee: ast.expr, frame: FrameType, scope: Scope) -> str:
 def _operands(
     nodes: Iterable[ast.expr], scope: Scope
 ) -> tuple[tuple[str, Tensor], ...]:
-    """Return the tensors that expressions name, those in their lists included."""
+    """Return (name, tensor) of expressions, tensors in lists included."""
     named_values: list[tuple[str, object]] = []
     for node in nodes:
         if isinstance(node, ast.List | ast.Tuple):
@@ -208,7 +208,7 @@ def _operands(
 
 
 def _numbers(nodes: Iterable[ast.expr], scope: Scope) -> Iterator[float]:
-    """Yield the numbers that expressions name."""
+    """Yield the numbers among expressions, literals and variables."""
     for node in nodes:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             yield from (-each for each in _numbers([node.operand], scope))
@@ -221,7 +221,7 @@ def _numbers(nodes: Iterable[ast.expr], scope: Scope) -> Iterator[float]:
 
 
 def _static_value(node: ast.expr, scope: Scope) -> tuple[str, object]:
-    """Return name and value of an expression, None if only running it would tell."""
+    """Return (name, value) of an expression; None if that needs running code."""
     match node:
         case ast.Name(name):
             return name, scope.get(name)
@@ -233,7 +233,7 @@ def _static_value(node: ast.expr, scope: Scope) -> tuple[str, object]:
                 for table in ("_parameters", "_buffers", "_modules"):
                     if name in (contents := _raw_table(owner, table)):
                         return name, contents[name]
-            # A property comes as the property.
+            # For a property, this returns the property object.
             return name, inspect.getattr_static(owner, name, None)
         case ast.Subscript(inner) | ast.Call(ast.Attribute() as inner):
             label, owner = _static_value(inner, scope)

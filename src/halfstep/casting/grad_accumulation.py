@@ -1,8 +1,4 @@
-"""16-bit gradients added up in fp32, without fresh memory.
-
-In: a weight and a 16-bit gradient. Out: the weight's `.grad` in fp32; on a CPU in a
-buffer that serves every step again.
-"""
+"""Accumulates 16-bit gradients in the fp32 `.grad` of weights, reusing buffers."""
 
 from __future__ import annotations
 
@@ -22,15 +18,15 @@ if TYPE_CHECKING:
 
 
 _OWN_REFS = 2
-"""Holders of a buffer's memory that are no others': the buffer, and who counts."""
+"""Use count of an unshared storage: the buffer, and the caller that counts."""
 
 
 class Fp32GradAccumulator:
-    """Adds 16-bit gradients to those of fp32 weights, in one backward pass.
+    """Adds 16-bit gradients to the fp32 `.grad` of weights during one backward pass.
 
-    Why: autograd casts each one to fp32 in fresh memory and adds it in a second pass.
-    It may do so only in a backward pass whose gradients all go to `.grad`. What DDP
-    has attached to a weight still runs, after the gradient is in its place.
+    Why: autograd casts each gradient to fp32 in new memory, then adds it in a second
+    pass. Use it only for backward passes whose gradients all go to `.grad`. DDP's
+    hooks on a weight still run, after the gradient has been added.
     """
 
     def __init__(self) -> None:
@@ -39,7 +35,7 @@ class Fp32GradAccumulator:
         self._buffers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     def start(self, loss: Tensor) -> None:
-        """Take in the gradients of a loss, of whose backward pass this is the first."""
+        """Accumulate the gradients of a loss, in its next backward pass."""
 
         def record_task(_: Tensor) -> None:
             self._graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
@@ -49,16 +45,16 @@ class Fp32GradAccumulator:
             self._hook = loss.register_hook(record_task)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Take in no more."""
+        """Stop accumulating."""
         self._graph_task = None
         if self._hook is not None:
             self._hook.remove()
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> bool:
-        """Add a gradient to `weight.grad`; say no where autograd must do it.
+        """Add a gradient to `weight.grad`; return False if autograd must do it.
 
-        Hooks on the weight must see its gradient, and a graph of the backward pass
-        needs one.
+        It must if the weight has hooks, which need the gradient, or if the backward
+        pass itself is recorded (`create_graph=True`).
         """
         hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # noqa: SLF001
         if (
@@ -75,7 +71,7 @@ class Fp32GradAccumulator:
             add_(weight.grad, gradient)
             return True
         if weight.device.type != "cpu":
-            # There fresh memory costs nothing, and kept memory is missed elsewhere.
+            # The caching allocator makes new memory cheap; a buffer would occupy it.
             weight.grad = gradient.to(weight.dtype)
             return True
         buffer = self._buffers.get(weight)
@@ -86,6 +82,6 @@ class Fp32GradAccumulator:
 
 
 def _is_shared(buffer: Tensor) -> bool:
-    """Say whether anything else has the memory: a gradient that somebody has kept."""
+    """Return whether another tensor uses the memory: a gradient that the user keeps."""
     storage = buffer.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFS  # noqa: SLF001

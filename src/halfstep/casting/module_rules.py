@@ -1,7 +1,7 @@
-"""Rules on modules: what runs inside them runs as the rule says.
+"""Applies module and type rules of a policy by forward hooks.
 
-In: a model and a policy. Out: hooks on the modules that a rule speaks of. They act in
-regions under that policy, in recomputations and replicas too, and nowhere else.
+The hooks are active only in contexts with that policy, also in recomputed segments and
+in replicas of `nn.DataParallel`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ _attached: weakref.WeakKeyDictionary[nn.Module, dict[Policy, set[int]]] = (
 
 
 def attach(model: nn.Module, policy: Policy) -> None:
-    """Let a model's modules obey a policy's rules, in regions under that policy.
+    """Register hooks on a model's modules for the module and type rules of a policy.
 
-    Once is enough: more calls with the same model and policy do nothing, but for
-    modules that are new in it.
+    Further calls with the same model and policy only handle modules added since.
 
     Raises:
-        UserError: If a rule on modules or types matches none.
+        UserError: If a module or type rule matches no module.
     """
     model = ddp.unwrap(model)
     attached = _attached.setdefault(model, {})
@@ -66,7 +65,7 @@ def attach(model: nn.Module, policy: Policy) -> None:
 
 @contextlib.contextmanager
 def restore_registry() -> Iterator[None]:
-    """Forget at the end what is attached meanwhile, as somebody takes the hooks off."""
+    """Restore the registry on exit, for a caller that removes hooks added inside."""
     before = {model: dict(done) for model, done in _attached.items()}
     try:
         yield
@@ -78,15 +77,15 @@ def restore_registry() -> Iterator[None]:
 def hooks_for(
     model: nn.Module, policy: Policy, implied: tuple[Rule, ...] = ()
 ) -> list[ModuleRuleHook]:
-    """Return the modules where a rule begins to decide, and which.
+    """Return a hook for each module where another rule applies than in its parent.
 
     Args:
-        model: Bare, as it was built.
+        model: The model, unwrapped.
         policy: The policy.
-        implied: Those of its rules that need not match.
+        implied: Those of its rules that need not match a module.
 
     Raises:
-        UserError: If another rule on modules or types matches no module.
+        UserError: If another module or type rule matches no module.
     """
     types = dict(_class_names(model))
     for rule in policy.rules:
@@ -102,7 +101,7 @@ def hooks_for(
     rule_indices = {
         p: decision.deciding_rule(policy, p, names) for p, names in types.items()
     }
-    # A list of modules is never called: its rule begins at each module in it.
+    # An nn.ModuleList is never called, so its rule is attached to each of its modules.
     lists = {p for p, m in model.named_modules() if _is_list(m)}
     rule_starts = {
         path: index
@@ -124,14 +123,14 @@ def hooks_for(
 
 
 def _has_no_inner_rules(policy: Policy, path: str, rule_starts: dict[str, int]) -> bool:
-    """Say whether no other rule decides anything inside a scope."""
+    """Return whether no other rule applies to anything inside a module."""
     earlier = policy.rules[: rule_starts[path]]
     inside = (path in decision.around(_parent(other)) for other in rule_starts if other)
     return not any(rule.kind == "op" for rule in earlier) and not any(inside)
 
 
 def _is_list(module: nn.Module) -> bool:
-    # Of a scripted class, to read `forward` raises.
+    # Static lookup: reading `forward` of a scripted class raises.
     forward = inspect.getattr_static(type(module), "forward", None)
     return forward is nn.Module.forward
 
@@ -141,7 +140,7 @@ def _parent(path: str) -> str:
 
 
 def _class_names(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each module's path, and its class names with those of all around it."""
+    """Yield (path, class names of the module and of all enclosing modules)."""
     names_of: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules():
         around = names_of[_parent(path)] if path else ()
@@ -150,15 +149,15 @@ def _class_names(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 class _Entry(NamedTuple):
-    """What a call of the module has entered."""
+    """What one call of the module has to undo."""
 
     leave: Callable[[], object]
     forget: Callable[[], object]
-    """Takes it from the list of what the context around has to leave."""
+    """Removes the entry from `CastContext.abandoned`."""
 
 
 class ModuleRuleHook:
-    """A module and all inside it, for which one rule decides."""
+    """Forward hooks that apply one rule to a module and its submodules."""
 
     def __init__(
         self,
@@ -169,14 +168,14 @@ class ModuleRuleHook:
         *,
         has_no_inner_rules: bool,
     ) -> None:
-        """Name the scope.
+        """Store the rule and the module's path.
 
         Args:
             policy: The policy.
-            rule_index: Index of the rule that decides.
-            path: The module's.
-            types: Class names of the module and of those around it.
-            has_no_inner_rules: No other rule decides anything inside.
+            rule_index: Index of the rule.
+            path: Path of the module.
+            types: Class names of the module and of the enclosing ones.
+            has_no_inner_rules: Whether no other rule applies inside.
         """
         self.policy = policy
         self.rule_index = rule_index
@@ -192,7 +191,7 @@ class ModuleRuleHook:
 
     @property
     def category(self) -> str:
-        """How the module runs: "low", "fp32", "promote", "keep" or "banned"."""
+        """Category of the rule: "low", "fp32", "promote", "keep" or "banned"."""
         return self.policy.rules[self.rule_index].category
 
     def register(
@@ -202,18 +201,17 @@ class ModuleRuleHook:
         always_fp32: bool = False,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        """Let a module obey the rule from now on.
+        """Register the hooks on a module.
 
         Args:
-            module: The one at the scope's path.
-            always_fp32: In fp32 inside and outside of every region, as the dtype of
-                its weights demands.
-            output_dtype: Its output is cast to this; None: it stays as autocast
-                leaves it. Without autocast, the next layer takes no other
-                dtype than that of its weights.
+            module: The module at `path`.
+            always_fp32: Run in fp32 inside and outside of autocast, since its weights
+                are fp32.
+            output_dtype: Dtype to cast the output to, needed without autocast, where
+                the next layer accepts only the dtype of its weights. None: no cast.
         """
         self._always_fp32, self._output_dtype = always_fp32, output_dtype
-        # Before all other hooks, which may raise: then it must be open to be closed.
+        # First, since another pre-hook may raise: `post_forward` needs the entry.
         module.register_forward_pre_hook(
             self.pre_forward, with_kwargs=True, prepend=True
         )
@@ -223,7 +221,7 @@ class ModuleRuleHook:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook; torch.compile does not look into it."""
+        """Forward pre-hook; torch.compile does not trace it."""
         device, context = self._active_context()
         if context is not None:
             context.matched_rules.add(self.rule_index)
@@ -237,8 +235,8 @@ class ModuleRuleHook:
                 f"'{self.policy.rules[self.rule_index]}', and was called."
             )
             raise RuntimeError(message)
-        # Where nothing else has a say and nobody observes, autocast off says the same
-        # as a kernel for each operation, costs less, and third-party code asks for it.
+        # Without inner rules and recorder, disabling autocast has the same effect as a
+        # kernel per operation, costs less, and is visible to third-party code.
         is_all_or_nothing = self._has_no_inner_rules and self.category in {
             op_tables.FP32,
             KEEP,
@@ -248,7 +246,7 @@ class ModuleRuleHook:
         ):
             self._push_rule(device, context)
         else:
-            # torch's own, not one of ours: no user code runs that could edit weights.
+            # torch's own context suffices: no user code runs here that edits weights.
             device = device or next(_tensors(module, args, kwargs)).device.type
             autocast_off = torch_autocast(device, enabled=False)
             autocast_off.__enter__()  # type: ignore[no-untyped-call]
@@ -260,7 +258,7 @@ class ModuleRuleHook:
         return None
 
     def _active_context(self) -> tuple[str, CastContext | None]:
-        """Return the region that is open under this policy, and its device."""
+        """Return (device, active context with this policy), or ("", None)."""
         for device in dispatch_kernels.KEYS:
             context = active_context.active(device)
             is_ours = context is not None and context.policy == self.policy
@@ -269,7 +267,7 @@ class ModuleRuleHook:
         return "", None
 
     def _push_rule(self, device: str, context: CastContext) -> None:
-        """Put the rule in force for every operation that has a row."""
+        """Push a context in which the rule applies to every operation of the tables."""
         op_casts = dispatch_table.op_casts_for(
             self.policy,
             device,
@@ -298,7 +296,7 @@ class ModuleRuleHook:
         self._enter(leave, context)
 
     def _enter(self, leave: Callable[[], object], context: CastContext | None) -> None:
-        """Take note of what `close` must leave, and the context if no hook runs."""
+        """Store `leave` for the forward hook, and for the context if no hook runs."""
         if context is None:
             self._entries.push(_Entry(leave, _no_op))
             return
@@ -316,7 +314,7 @@ class ModuleRuleHook:
     def post_forward(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
         entry = self._entries.pop_own()
-        if entry is not None:  # else a hook of somebody's raised before ours ran
+        if entry is not None:  # else another hook raised before `pre_forward` ran
             entry.forget()
             entry.leave()
         return (
@@ -327,7 +325,7 @@ class ModuleRuleHook:
 
 
 def _no_op() -> None:
-    """Leave nothing: the scope was not in force."""
+    """Do nothing: the rule was not active."""
 
 
 def _tensors(

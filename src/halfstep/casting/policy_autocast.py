@@ -1,8 +1,4 @@
-"""Regions with a policy, a cache of their own, or an observer.
-
-In: a region under torch's table. Out: the same region, in which the policy's kernels,
-rules on modules and recorder are in force.
-"""
+"""Autocast contexts with a policy, a `CastCache` or a recorder."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ R = TypeVar("R")
 
 
 class _Entry(NamedTuple):
-    """One entry of a region, and what it has to restore."""
+    """One entry of a context, with the state to restore."""
 
     context: CastContext
     guard: int
@@ -52,7 +48,7 @@ class _Entry(NamedTuple):
 
 
 def _restore(guard: int, setting: Any) -> None:  # noqa: ANN401
-    """Restore what compiled code goes by; contexts may close in any order."""
+    """Restore the state that torch.compile reads; contexts may close in any order."""
     compile_guard.restore_policy_guard(guard if active_context.is_open() else 0)
     compile_guard.restore_backward_autocast(setting)
 
@@ -85,17 +81,17 @@ class PolicyAutocast:
         record: bool,
         matched_rules: set[int] | None = None,
     ) -> None:
-        """Take a region and what steers it.
+        """Store the settings.
 
         Args:
-            torch_context: Sets torch's state.
-            policy: Checked, and attached to the model if it speaks of modules. None:
-                that of the region around, else torch's.
-            cache: None: one for each entry.
-            cache_weights: Let every cast of a weight come from the cache.
-            record: Observe each operation.
-            matched_rules: Collects the rules that decided something; None: one set
-                for all regions with this policy.
+            torch_context: Sets torch's autocast state.
+            policy: Already checked, and attached to the model if it has module rules.
+                None: that of the enclosing context, else torch's.
+            cache: None: a new one for each entry.
+            cache_weights: Whether the cache serves all casts of weights.
+            record: Record each operation.
+            matched_rules: Collects the rules that have applied. None: the set shared
+                by all contexts with this policy.
         """
         active_context.check_key()
         self.device = torch_context.device
@@ -110,7 +106,7 @@ class PolicyAutocast:
 
     @dynamo_disable
     def __enter__(self) -> Self:
-        """Open a region."""
+        """Enter the context; it may be entered several times."""
         outer = active_context.active(self.device)
         policy = self.policy or (outer.policy if outer else TORCH)
         op_casts = dispatch_table.op_casts_for(
@@ -159,7 +155,7 @@ class PolicyAutocast:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> str:
-        """Close a region; return what to warn of, "" of nothing."""
+        """Leave the context entered last; return a warning, or ""."""
         context, guard, pushed, setting = self._entries.pop()
         for thread, leave in reversed(context.abandoned):
             if thread == threading.get_ident():

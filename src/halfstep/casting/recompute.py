@@ -1,12 +1,11 @@
-"""Parts of a forward pass that are computed again, under the policy of the first time.
+"""Makes activation checkpointing recompute segments under their original policy.
 
-In: activation checkpointing that is about to run a segment (`torch.utils.checkpoint`
-and all that builds on it, in both of its ways). Out: when the backward pass runs the
-segment again, the frames of its forward pass are in force, and no others.
+It patches `torch.utils.checkpoint`, reentrant and non-reentrant: when the backward pass
+recomputes a segment, exactly the contexts of its forward pass are active. torch itself
+restores only whether autocast is on, and its dtype.
 
-Why: torch restores whether autocast is on and in which dtype; of a policy it knows
-nothing. Code with a recomputation of its own restores no more than it does itself;
-`halfstep.custom_fwd` and `custom_bwd` carry the policy there.
+Code with its own way of recomputing is not covered; there, `halfstep.custom_fwd` and
+`custom_bwd` restore the policy.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ R = TypeVar("R")
 
 
 def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return what puts the frames that are in force now in force again later.
+    """Return a context manager factory that restores the contexts active now.
 
-    With them comes what compiled code goes by: the sign of the policy, and that
-    backward passes are compiled without autocast.
+    It also restores the state that torch.compile reads: the policy guard, and the
+    setting that backward passes are compiled without autocast.
     """
     contexts = {device: active_context.active(device) for device in KEYS}
     guard = compile_guard.current_policy_guard()
@@ -64,11 +63,7 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 def under_current_policy(run: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that runs under the frames in force now, whenever it is called.
-
-    Args:
-        run: Called with what the returned function is called with.
-    """
+    """Return a wrapper of `run` that runs it under the contexts active now."""
     restored = capture()
 
     @functools.wraps(run)
@@ -113,7 +108,7 @@ def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
 _patches = SharedPatches(
     attribute_patch(checkpoint.CheckpointFunction, "forward", _reentrant),
     attribute_patch(checkpoint._CheckpointFrame, "__init__", _non_reentrant),  # noqa: SLF001
-    # Higher-order operators ask for a kernel at each key that a thread includes.
+    # Higher-order operators require a kernel at each key that a thread includes.
     attribute_patch(torch._ops, "key_extractor", _without_key),  # noqa: SLF001
 )
 
@@ -121,7 +116,7 @@ _patches = SharedPatches(
 def push(
     device: str, context: active_context.CastContext | None
 ) -> active_context.Pushed:
-    """Put a frame in force, as `active_context.push` does, recomputation included."""
+    """Push a context as `active_context.push`, and patch activation checkpointing."""
     pushed = active_context.push(device, context)
     _patches.acquire()
     return pushed

@@ -1,7 +1,7 @@
-"""What ran how: the operations of a region, observed.
+"""Records the operations of an autocast context for `report()`.
 
-In: operations as they run. Out: a `Table` with a row for each kind of call: operation,
-module, formats in and out, the rule that decided and why, calls, casts and their size.
+In: operations as they run. Out: a `Table` with operation, module, dtypes in and out,
+the rule that decided, its reason, and numbers of calls, casts and bytes cast.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CAST = torch.ops.aten._to_copy.default  # noqa: SLF001
 
 @dataclass(slots=True)
 class _CallCounts:
-    """How often something ran, and what was cast for it."""
+    """Number of calls, and of the casts made for them."""
 
     calls: int = 0
     casts: int = 0
@@ -55,7 +55,7 @@ class _CallCounts:
 
 
 class _Thread(threading.local):
-    """Where one thread is: modules entered, operation under way."""
+    """State of one thread: modules entered, operation that is running."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -65,10 +65,10 @@ class _Thread(threading.local):
 
 
 class Recorder:
-    """Observes regions on one device; costs some tens of microseconds a call."""
+    """Records operations on one device; costs some tens of microseconds per call."""
 
     def __init__(self, device: str) -> None:
-        """Start with nothing seen."""
+        """Start empty."""
         self._device = device
         self._counts: dict[tuple[str, ...], _CallCounts] = {}
         self._thread = _Thread()
@@ -76,11 +76,11 @@ class Recorder:
         self._open = 0
 
     def __reduce__(self) -> tuple[type[Recorder], tuple[str]]:
-        """Let what holds a recorder be copied and pickled; a copy has seen nothing."""
+        """Make objects with a recorder copyable and picklable; a copy is empty."""
         return Recorder, (self._device,)
 
     def start(self) -> None:
-        """Begin to observe the operations and modules of this thread."""
+        """Start to record the operations and modules of this thread."""
         if not self._open:
             self._hooks = [
                 register_module_forward_pre_hook(self._enter),
@@ -92,7 +92,7 @@ class Recorder:
         self._thread.modes.append(mode)
 
     def stop(self) -> None:
-        """Observe no more, as often as it was started."""
+        """Stop recording; must be called once per `start`."""
         thread = self._thread
         thread.modes.pop().__exit__(None, None, None)
         if not thread.modes:
@@ -110,7 +110,7 @@ class Recorder:
         thread.modules.append(module)
 
     def _leave(self, module: nn.Module, _args: object, _output: object) -> None:
-        # One that began before the recording was never entered.
+        # A module that was called before the recording started was not entered.
         modules = self._thread.modules
         if modules and modules[-1] is module:
             modules.pop()
@@ -122,9 +122,9 @@ class Recorder:
         run: Callable[[], Any],
         arguments: object,
     ) -> Any:  # noqa: ANN401
-        """Run an operation, and take down how it ran."""
+        """Run an operation and record it."""
         if not self._open:
-            return run()  # computed again, in a backward pass
+            return run()  # recomputed in a backward pass
         thread = self._thread
         outer, thread.counts = thread.counts, _CallCounts(calls=1)
         cache = context.cache
@@ -153,7 +153,7 @@ class Recorder:
     def observe_below_autograd(
         self, func: torch._ops.OpOverload, args: object, output: object
     ) -> None:
-        """Take down an operation below autograd, unless it is part of a larger one."""
+        """Record an operation below autograd, unless it is part of a larger one."""
         dtypes, out_dtypes = _dtypes(args), _dtypes(output)
         is_cast = func is _CAST and dtypes and out_dtypes and dtypes != out_dtypes
         size = _bytes(output) if is_cast else 0
@@ -197,11 +197,11 @@ class Recorder:
 
     @property
     def has_records(self) -> bool:
-        """Something was observed."""
+        """Whether any operation was recorded."""
         return bool(self._counts)
 
     def table(self) -> Table:
-        """Return what was observed, in the order in which it first ran."""
+        """Return the records, in the order of first calls."""
         rows: tuple[tuple[Cell, ...], ...] = tuple(
             (*key, counts.calls, counts.casts, counts.bytes)
             for key, counts in self._counts.items()
@@ -213,7 +213,7 @@ class Recorder:
 
 
 class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
-    """Hands each operation of a thread to a recorder."""
+    """Passes each operation of a thread to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -245,5 +245,5 @@ def _bytes(value: object) -> int:
 
 
 def _words(dtypes: list[torch.dtype]) -> str:
-    """Return formats in words, each once."""
+    """Return the names of dtypes, without duplicates."""
     return ", ".join(dict.fromkeys(map(formats.word, dtypes)))

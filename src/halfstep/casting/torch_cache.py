@@ -1,14 +1,11 @@
-"""torch's own cache of casts, kept from serving what is no longer true.
+"""Clears torch's autocast cache when a weight or the dtype may have changed.
 
-In: contexts that open and close. Out: that cache forgets all when a weight may have
-changed inside a context, or when a context asks for another dtype.
-
-Why: its key is the weight alone. It serves the value that a weight had before it was
-changed, and the dtype of the context around. To ask at each operation would cost more
-than the operation; but a weight that learns is as a rule written into only where grad
-mode is off, or by an optimizer: when either ends, the cache starts anew. Between two
-operations under one `no_grad`, and for an edit of `weight.data` or `weight.detach()`,
-there is no such moment; a `CastCache` sees all but the edit of `weight.data`.
+Why: torch's cache is keyed by the weight alone, so that it returns the value from
+before a change, and the dtype of the enclosing context. A check at each operation would
+cost more than the operation. Trainable weights are normally written to only by an
+optimizer or with grad mode off, so the cache is cleared after either. Writes between
+two operations under one `no_grad`, or through `weight.data` or `weight.detach()`, are
+not detected; a `CastCache` detects all but writes through `weight.data`.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _entered: set[EnteredContext] = set()
-"""The contexts open in all threads: torch's cache is shared."""
+"""The contexts open in all threads, since torch's cache is shared by them."""
 
 
 class _Thread(threading.local):
-    """The dtypes of the contexts that a thread is in, by device, outermost first."""
+    """Device -> dtypes of the contexts that a thread is in, outermost first."""
 
     def __init__(self) -> None:
         self.dtypes: defaultdict[str, list[torch.dtype]] = defaultdict(list)
@@ -46,18 +43,18 @@ _thread = _Thread()
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EnteredContext:
-    """A context that casts; `closed` needs it."""
+    """Return value of `on_enter`, argument of `on_exit`."""
 
     device: str
     dtype: torch.dtype
     dtypes: list[torch.dtype]
-    """Of the thread that opened it: another one may close it."""
+    """The list of the thread that entered; another thread may exit."""
 
 
 _NO_WRITERS = frozenset(("torch.autograd.grad_mode", "torch.utils.checkpoint"))
-"""Modules that change the grad mode and write no weights. The first does so to begin a
-mode and to end one, which is seen itself; the second whenever a tensor is saved, in the
-middle of an operation that may use a cast many times."""
+"""Modules that set the grad mode but write no weights. The exits of the first are
+patched themselves; the second sets it whenever a tensor is saved, in the middle of an
+operation that may use a cast many times."""
 
 
 def _clearing(run: Callable[..., None]) -> Callable[..., None]:
@@ -71,16 +68,16 @@ def _clearing(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _clear(*_: object) -> None:
-    # Whatever thread writes, it may write into what a context in another has cast.
+    # In any thread: it may write to a weight that another thread's context has cast.
     if _entered and not _handles_an_operation():
         torch.clear_autocast_cache()
 
 
 def _handles_an_operation() -> bool:
-    """Say whether this thread runs a `__torch_dispatch__`, below autocast.
+    """Return whether this thread runs a `__torch_dispatch__`, below autocast.
 
-    There torch may be in the middle of a cast, and hold the lock of its cache, which
-    this thread would wait for forever. Who handles an operation changes no weight.
+    torch may then be inside a cast and hold the lock of its cache: clearing it would
+    deadlock. A dispatch handler does not change weights.
     """
     if all(torch.is_autocast_enabled(entered.device) for entered in list(_entered)):
         return False  # while torch casts, autocast is off: no need to walk the stack
@@ -96,19 +93,19 @@ PATCHES = (
     attribute_patch(grad_mode.no_grad, "__exit__", _clearing),
     attribute_patch(grad_mode.set_grad_enabled, "__exit__", _clearing),
     attribute_patch(grad_mode.inference_mode, "__exit__", _clearing),
-    # As a function it needs no end: `torch.set_grad_enabled(True)`.
+    # As a function call, it has no exit: `torch.set_grad_enabled(True)`.
     attribute_patch(grad_mode.set_grad_enabled, "__init__", _clearing),
 )
-"""They start the cache anew, inside contexts, whenever a weight may have changed."""
+"""They clear the cache, inside contexts, whenever a weight may have changed."""
 
 
 def in_context() -> bool:
-    """Say whether this thread is in a context of ours that casts."""
+    """Return whether this thread is in an enabled halfstep context."""
     return any(_thread.dtypes.values())
 
 
 def on_enter(device: str, dtype: torch.dtype) -> EnteredContext:
-    """Take note of a context that casts; call it when the context is open."""
+    """Record an enabled context; call it after torch's `__enter__`."""
     dtypes = _thread.dtypes[device]
     entered = EnteredContext(device, dtype, dtypes)
     if dtypes[-1:] != [dtype]:
@@ -117,7 +114,7 @@ def on_enter(device: str, dtype: torch.dtype) -> EnteredContext:
         other.device == device and other.dtype != dtype and other.dtypes is not dtypes
         for other in list(_entered)
     ):
-        # Another thread's context has another dtype, and the cache is one for both.
+        # Another thread's context has another dtype, and both share the cache.
         torch.set_autocast_cache_enabled(False)
     dtypes.append(dtype)
     _entered.add(entered)
@@ -125,9 +122,9 @@ def on_enter(device: str, dtype: torch.dtype) -> EnteredContext:
 
 
 def on_exit(entered: EnteredContext) -> None:
-    """Take note that a context that casts is about to close."""
+    """Remove an enabled context; call it before torch's `__exit__`."""
     dtypes = entered.dtypes
-    # The last of them: an outer context with the same dtype is still open.
+    # The last occurrence: an outer context with the same dtype is still open.
     del dtypes[len(dtypes) - 1 - dtypes[::-1].index(entered.dtype)]
     _entered.discard(entered)
     if dtypes[-1:] != [entered.dtype]:

@@ -1,8 +1,4 @@
-"""Weights cast once, and never served stale.
-
-In: a weight and a 16-bit dtype. Out: the weight in that dtype, cast when it was first
-asked for, or when the weight has changed since.
-"""
+"""Caches 16-bit casts of weights, and casts again when a weight has changed."""
 
 from __future__ import annotations
 
@@ -29,15 +25,15 @@ _LOW = (torch.bfloat16, torch.float16)
 _NO_VERSION = -1
 """A version that no weight has."""
 SMALL = 4096
-"""Numbers of a weight up to which torch's own cast, made once more for its history,
-costs less than a function of autograd in Python."""
+"""Weight size in elements up to which casting again with torch, for the autograd
+history, costs less than a Python autograd.Function."""
 
 
 def _without_modes() -> AbstractContextManager[object]:
     """Hide casts from dispatch modes.
 
-    Why: selective checkpointing counts operations; it must not see a cast here that
-    the recomputation finds made.
+    Why: selective checkpointing counts operations, and the recomputation finds the cast
+    in the cache.
     """
     before_dispatch: Any = torch._ops.mode_stack_state_for_pre_dispatch()  # type: ignore[no-untyped-call]  # noqa: SLF001
     if torch._C._len_torch_dispatch_stack() or before_dispatch.count():  # noqa: SLF001
@@ -63,23 +59,23 @@ class _Entry:
         self, weight: Tensor, data: Tensor, epoch: int, on_freed: Callable[[Any], None]
     ) -> None:
         self.context = 0
-        """Number of the context that it was cast in."""
+        """Number of the context in which it was cast."""
         self.in_grad_mode = True
         self.weight_ref = weakref.ref(weight, on_freed)
         self.data = data
-        """Without history: history would hold the weight, which then never dies."""
+        """Without autograd history, which would keep the weight alive."""
         self.differentiable: Tensor | None = None
-        """The same numbers with history, while a region is open."""
+        """The same values with autograd history, while a context is open."""
         self.update(weight, epoch)
 
     def update(self, weight: Tensor, epoch: int) -> None:
-        """Take down what the weight is like now."""
+        """Store the weight's version, address and epoch."""
         self.version = weight._version  # noqa: SLF001
         self.address = weight.data_ptr()
         self.epoch = epoch
 
     def is_current(self, weight: Tensor, epoch: int) -> bool:
-        """Say whether this is that weight as it is now."""
+        """Return whether this is a cast of the weight's current value."""
         return (
             self.weight_ref() is weight
             and self.epoch == epoch
@@ -88,7 +84,7 @@ class _Entry:
         )
 
     def can_reuse_memory(self, weight: Tensor, epoch: int) -> bool:
-        """Say whether the cast's memory may serve the weight's new value."""
+        """Return whether the weight's new value can be cast into the same memory."""
         return (
             self.weight_ref() is weight
             and self.epoch != epoch
@@ -156,7 +152,7 @@ class CastCache:
         weakref.finalize(self, optimizer_hooks.STEP_PATCH.release).atexit = False
 
     def __reduce__(self) -> tuple[type[CastCache], tuple[()]]:
-        """Let what holds a cache be copied and pickled; a copy starts empty."""
+        """Make objects with a cache copyable and picklable; a copy is empty."""
         return CastCache, ()
 
     @property
@@ -185,7 +181,7 @@ class CastCache:
     def __call__(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a tensor in a dtype, from the cache if it is a weight."""
         if torch._C._are_functorch_transforms_active():  # noqa: SLF001
-            # They look through `Tensor.to`, not through a function of ours.
+            # They support `Tensor.to`, but not our autograd.Function.
             return tensor.to(dtype)
         entry = self._entries.get((id(tensor), dtype))
         if entry is not None and self._is_current(entry, tensor):
@@ -197,8 +193,8 @@ class CastCache:
         """Return a weight in a 16-bit dtype; its gradient flows to the weight.
 
         Args:
-            weight: One of which `is_weight` is true.
-            dtype: What to cast it to.
+            weight: A tensor for which `is_weight` is true.
+            dtype: Dtype to cast it to.
         """
         key = id(weight), dtype
         with self._lock:
@@ -241,7 +237,7 @@ class CastCache:
         return cached
 
     def _with_grad(self, entry: _Entry, weight: Tensor) -> Tensor:
-        """Return a cast, with history where a gradient may ask for it."""
+        """Return a cast, with autograd history if a gradient may need it."""
         if not weight.requires_grad or not torch.is_grad_enabled():
             return entry.data
         result = entry.differentiable
@@ -277,11 +273,10 @@ class CastCache:
                 entry.version = _NO_VERSION
 
     def refresh(self) -> None:
-        """Cast each weight again when it is next asked for, into the same memory.
+        """Cast each weight again on next use, into the same memory.
 
-        For the moment after an optimizer step: no graph needs the old casts then.
-        A backward pass that still does raises torch's error on a tensor changed in
-        place.
+        Call it after an optimizer step, when no graph needs the old casts. A backward
+        pass that still does raises torch's error about a tensor modified in place.
         """
         self._epoch += 1
 
@@ -305,7 +300,7 @@ optimizer_hooks.register_post_step_callback(_invalidate_stepped)
 
 
 class _CachedCast(torch.autograd.Function):
-    """`weight.to(dtype)`, made before, whose backward may add to `.grad` itself."""
+    """`weight.to(dtype)` with a cached result; backward may add to `.grad` itself."""
 
     @staticmethod
     def forward(
@@ -315,10 +310,10 @@ class _CachedCast(torch.autograd.Function):
         gradients: Fp32GradAccumulator | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients = weight, gradients
-        # A trial of the loss scale runs it once more; outside of a session's own
-        # backward pass `gradients` takes nothing in.
+        # A trial of the loss scale runs backward again; outside of a session's own
+        # backward pass `gradients` accumulates nothing.
         ctx.repeatable = True
-        # Not itself: it must stay without history. The version counter is shared.
+        # `data` itself must stay without history. The version counter is shared.
         return data.detach()
 
     @staticmethod
