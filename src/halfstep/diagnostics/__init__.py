@@ -1,1 +1,1 @@
-"""What is wrong with a model, a step or a run: observed, never acted on."""
+"""Finds problems of a model, a training step or a run; changes none of them."""

@@ -1,8 +1,8 @@
-"""Sums and averages in 16 bits that stand still: what is added is rounded away.
+"""Finds 16-bit sums and averages that stop changing because addends are rounded away.
 
-In: what a program writes in place between an update of weights and its next pass, seen
-by a mode over torch's functions; what it computes of gradients; gradients of several
-passes. Out: findings.
+Observes the in-place operations between an optimizer update and the next pass (by a
+`TorchFunctionMode`), what the program computes from gradients before the update, and
+gradients accumulated over several backward passes.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
 RULE = "16-bit sum"
 
 _STILL = 0.9
-"""Share of the numbers that should have changed and did not, from which it counts."""
+"""Smallest share of unchanged among the values that fp32 changes, to be reported."""
 _LOST_GRADS = 0.05
-"""Relative error of gradients that several passes add up. Our choice: many times what
-rounding to bf16 costs where nothing is lost."""
+"""Largest relative error of accumulated gradients that is not reported. Our choice:
+many times the error of rounding a sum to bf16 once."""
 _FP32_NOISE = 2.0**-20
-"""Relative change that fp32's own rounding may make."""
+"""Relative changes up to this may come from rounding in fp32."""
 
 
 @dataclass
 class _LowPrecisionSum:
-    """A tensor in 16 bits that is written in place, and what fp32 would have made."""
+    """A 16-bit tensor written in place, and the same operations done in fp32."""
 
     target: Tensor
     before: Tensor
-    """Its numbers before this update."""
+    """Copy of `target` from before this update."""
     exact: Tensor
-    """The same, in fp32, with the same operations applied."""
+    """fp32 copy of `before` with the same operations applied."""
     num_updates: int = 0
     num_due: int = 0
-    """Numbers that fp32 would have changed, over all updates."""
+    """Values that change in fp32, summed over all updates."""
     num_changed: int = 0
-    """Of these, how many changed."""
+    """How many of these changed in `target` too."""
 
     def restart(self) -> None:
-        """Take down how it is before an update."""
+        """Copy `target` before an update."""
         self.before, self.exact = self.target.clone(), self.target.float()
 
     def close(self) -> None:
-        """Count what an update has changed."""
+        """Count the values that an update changed."""
         before = self.before.float()
         due = (self.exact - before).abs() > _FP32_NOISE * before.abs()
         self.num_updates += 1
@@ -63,7 +63,7 @@ class _LowPrecisionSum:
 
     @property
     def stands_still(self) -> bool:
-        """Whether all but a few of its numbers stay, though fp32 would move them."""
+        """Whether nearly all values that change in fp32 do not change in 16 bits."""
         lost = self.num_due - self.num_changed
         return self.num_updates > 1 and lost > 0 and lost >= _STILL * self.num_due
 
@@ -78,28 +78,28 @@ _IN_PLACE = {
 
 
 class LowPrecisionSums(TorchFunctionMode):
-    """Sees what a program writes in place between an update and the next pass.
+    """Observes in-place writes between an update and the next pass.
 
-    And what overflows float16 between a backward pass and the update.
+    Between a backward pass and the update it looks for results that overflow float16.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_after_backward = False
         self._overflow = ""
-        """The function that made inf of finite numbers in float16."""
+        """Name of the function whose float16 result overflowed, or ""."""
         self._sums: dict[tuple[int, torch.Size], _LowPrecisionSum] = {}
         self._open: set[tuple[int, torch.Size]] = set()
         self._is_on = False
         self._outer: object = None
-        """The mode that was open when the step began."""
+        """The innermost function mode when the step began."""
 
     def on_step(self) -> None:
-        """Take down what is open."""
+        """Record which function mode is active at the start of a step."""
         self._outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
 
     def begin(self, *, after_backward: bool = False) -> None:
-        """Look at what is computed from now on, unless the step has a mode open."""
+        """Start observing, unless the step itself has entered a function mode."""
         outer = _get_current_function_mode()  # type: ignore[no-untyped-call]
         if not self._is_on and outer is self._outer:
             self._is_after_backward = after_backward
@@ -107,9 +107,9 @@ class LowPrecisionSums(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Look no longer, and compare."""
+        """Stop observing, and count what changed."""
         is_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
-        if self._is_on and is_top:  # else the program has a mode of its own open
+        if self._is_on and is_top:  # else the program entered a mode of its own
             self._is_on = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             for key in self._open:
@@ -117,7 +117,7 @@ class LowPrecisionSums(TorchFunctionMode):
             self._open.clear()
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return what is wrong with sums and averages that stand still."""
+        """Return a finding of an overflow, or of values that stopped changing."""
         still = [each for each in self._sums.values() if each.stands_still]
         if self._overflow:
             return (self._overflow_finding(),)
@@ -154,7 +154,7 @@ class LowPrecisionSums(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Call a function; apply it in fp32, too, where it writes to 16 bits."""
+        """Call a function, and repeat in fp32 what it writes to a 16-bit tensor."""
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", "")).removeprefix("_foreach_")
         if self._is_after_backward:
@@ -193,7 +193,7 @@ class LowPrecisionSums(TorchFunctionMode):
 
 
 def _overflows(args: object, result: object) -> bool:
-    """Return whether float16 holds inf of what was finite."""
+    """Return whether a float16 result has inf although all arguments are finite."""
     half = [each for each in floats(result) if each.dtype == torch.float16]
     return any(bool(each.isinf().any()) for each in half) and all(
         bool(each.isfinite().all()) for each in floats(args)
@@ -202,23 +202,23 @@ def _overflows(args: object, result: object) -> bool:
 
 @dataclass
 class _GradSum:
-    """What the gradients of some passes add up to in fp32."""
+    """The fp32 sum of the gradients of some backward passes."""
 
     exact: Tensor
     num_passes: int = 1
 
 
 class LowPrecisionGrads:
-    """Sees gradients in 16 bits that several backward passes add up."""
+    """Compares 16-bit gradients accumulated over backward passes with fp32 sums."""
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, _GradSum] = {}
         self._worst = 0.0, 0, torch.bfloat16
-        """Largest error of a sum, of how many passes, in which dtype."""
+        """Largest relative error of a sum, its number of passes, and its dtype."""
 
     @contextlib.contextmanager
     def backward_pass(self, params: Iterable[Tensor]) -> Iterator[None]:
-        """Add in fp32, too, what a backward pass adds to gradients here."""
+        """Accumulate 16-bit gradients in fp32 too while a backward pass runs inside."""
         low = [p for p in params if p.requires_grad and formats.is_low(p.dtype)]
         hooks = [p.register_hook(partial(self._add, p)) for p in low]  # type: ignore[no-untyped-call]
         try:
@@ -249,7 +249,7 @@ class LowPrecisionGrads:
         )
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return what is wrong with gradients that were added up."""
+        """Return a finding if accumulation in 16 bits lost too much, else none."""
         error, num_passes, dtype = self._worst
         if not _LOST_GRADS < error < float("inf"):
             return ()
@@ -267,7 +267,7 @@ class LowPrecisionGrads:
 
 
 def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return the calls that a call over lists stands for."""
+    """Return the arguments of each single call that a `_foreach_` call stands for."""
     count = len(args[0])
     columns = [
         each if isinstance(each, list | tuple) else [each] * count for each in args

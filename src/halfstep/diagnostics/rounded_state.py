@@ -1,7 +1,7 @@
-"""Weights and moments that went through 16 bits: seen by the numbers they hold.
+"""Finds fp32 weights and optimizer moments that were rounded to a 16-bit format.
 
-In: an optimizer about to update. Out: findings. A number that 16 bits hold exactly is
-one in 8,192 among numbers of fp32 that were never rounded.
+If every value of a weight is exactly representable in 16 bits, the weight was rounded:
+of fp32 values that never were, about one in 8,192 is representable in fp16.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 RULE = "rounded state"
 _FEW = 8
-"""Numbers that may hold 16 bits by chance."""
+"""Tensors with fewer values are ignored: they may be representable by chance."""
 _LOST_MOMENTS = 0.01
-"""Share of second moments that may be 0 where the first are not."""
+"""Share of second moments that may be 0 where the first moment is not."""
 
 
 def _finding(where: str, measured: str, advice: str) -> Finding:
@@ -34,20 +34,20 @@ def _finding(where: str, measured: str, advice: str) -> Finding:
 
 
 class RoundedState:
-    """Looks at optimizers before each of their updates.
+    """Checks the weights and the state of optimizers before each update.
 
     Args:
-        say: Takes each finding.
+        say: Called with each finding.
     """
 
     def __init__(self, say: Callable[[Finding], None]) -> None:
         self._say = say
         self._before: dict[Optimizer, list[Tensor]] = {}
-        """Weights before the first update that was seen."""
+        """Copies of each optimizer's weights before its first observed update."""
 
     @torch.no_grad()
     def on_update(self, optimizer: Optimizer) -> None:
-        """Look at what an update begins with."""
+        """Check weights, moments, eps and weight decay before an update."""
         named = [each for each in named_parameters(optimizer) if _is_full(each[1])]
         now = [param.detach().clone() for _, param in named]
         before = self._before.setdefault(optimizer, now)
@@ -81,10 +81,10 @@ class RoundedState:
         self._check_decay(optimizer)
 
     def _check_decay(self, optimizer: Optimizer) -> None:
-        """Find weight decay that 16-bit weights do not feel."""
+        """Report weight decay whose factor rounds to 1 in the dtype of the weights."""
         for number, group in enumerate(optimizer.param_groups):
             decay = float(group.get("lr", 0.0)) * group.get("weight_decay", 0.0)
-            # Fused kernels decay and update in fp32, and round once.
+            # Fused kernels apply decay and update in fp32 and round once.
             if not group.get("decoupled_weight_decay") or group.get("fused"):
                 continue
             for dtype in filter(formats.is_low, {p.dtype for p in group["params"]}):
@@ -98,7 +98,7 @@ class RoundedState:
                     self._say(replace(finding, severity="note"))
 
     def _check_moments(self, optimizer: Optimizer) -> None:
-        """Find second moments that became 0: the next update is lr * m / eps."""
+        """Report second moments that became 0: the next update is lr * m / eps."""
         num_lost, count, first = 0, 0, ""
         for name, param in named_parameters(optimizer):
             state = optimizer.state.get(param, {})
@@ -130,7 +130,10 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _dtype_of(weights: list[Tensor]) -> torch.dtype | None:
-    """Return the 16-bit dtype that holds all weights, but for those of one number."""
+    """Return the 16-bit dtype that represents all weights exactly, or None.
+
+    Constant weights, such as a norm's ones, are ignored.
+    """
     varied = [each for each in weights if bool((each != each.flatten()[0]).any())]
     for dtype in (torch.bfloat16, torch.float16):
         if varied and all(torch.equal(each, each.to(dtype).float()) for each in varied):

@@ -1,6 +1,7 @@
-"""Does the loss scale reach every gradient, once? A walk over the graphs of losses.
+"""Checks that every gradient is multiplied by the loss scale exactly once.
 
-In: what a program gives to `GradScaler.scale`, and to backward passes. Out: findings.
+Walks the autograd graphs of the losses that a program passes to `GradScaler.scale` and
+to backward passes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 RULE = "loss scale"
 _PROPORTIONAL = 0.1
-"""Relative difference of two norms from which a backward pass is not linear; float16
-rounds the gradients of one at half the scale by less."""
+"""Largest relative difference of two gradient norms that should be equal: rounding of
+float16 gradients at half the scale differs by less."""
 
 
 def _finding(measured: str, advice: str) -> Finding:
@@ -51,55 +52,55 @@ _SCALED_TWICE = _finding(
     "a gradient of a scaled loss is part of a loss that is scaled again, and "
     "scaler.get_scale() was not asked: the penalty is taken of gradients times the "
     "scale",
-    UNSCALE,  # as of the watch over the calls: said once
+    UNSCALE,  # same advice as CallOrderWatch's: findings are deduplicated by it
 )
 
 
 class ScaledLosses:
-    """Knows which losses were scaled, by which scaler, and whose gradients wait.
+    """Tracks which scaler scaled which loss, and the gradients not yet used by a step.
 
     Args:
-        say: Takes each finding.
+        say: Called with each finding.
     """
 
     def __init__(self, say: Callable[[Finding], None]) -> None:
         self._say = say
         self._scaled: dict[Any, int] = {}
-        """By node of the graph that multiplied a loss: identity of its scaler."""
+        """Graph node of a scaled loss -> id() of its scaler."""
         self._waiting: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """By identity of a parameter with a gradient: that of its scaler, or 0."""
+        """id() of a parameter with a gradient -> id() of its scaler, 0 for none."""
         self._is_nested = self._asked = False
         self._has_checked_functions = False
         self.is_in_backward = False
-        """Whether the gradients that flow are those of a backward pass."""
+        """Whether a backward pass runs, as opposed to `torch.autograd.grad`."""
 
     def begin_step(self) -> None:
-        """Forget the graphs of the last step."""
+        """Drop the graphs of the last step."""
         self._scaled.clear()
         self._is_nested = self._asked = False
 
     def end_step(self) -> None:
-        """See whether a penalty was taken of gradients that were never divided."""
+        """Report a gradient penalty computed from gradients that are still scaled."""
         if self._is_nested and not self._asked:
             self._say(_SCALED_TWICE)
         self._scaled.clear()
 
     def on_get_scale(self) -> None:
-        """Take down that the program asks for the scale."""
+        """Record that the program read the scale."""
         self._asked = True
 
     def on_scale(self, scaler: object, scaled: Tensor) -> None:
-        """Take down a loss that was scaled."""
+        """Record a scaled loss."""
         if scaled.grad_fn is not None:
             self._scaled[scaled.grad_fn] = id(scaler)
             scaled.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, _: Tensor) -> None:
-        """See whether a gradient of a scaled loss is taken with its own graph."""
+        """Record whether a gradient of a scaled loss is taken with create_graph."""
         self._is_nested |= torch.is_grad_enabled() and not self.is_in_backward
 
     def on_backward(self, loss: object) -> None:
-        """Look at which gradients a backward pass adds to."""
+        """Check the scalers of all gradients that a backward pass adds to."""
         node = loss.grad_fn if isinstance(loss, Tensor) else None
         if node is None or not (self._scaled or self._waiting):
             return
@@ -120,7 +121,7 @@ class ScaledLosses:
             self._check_functions(loss)
 
     def on_step(self, optimizer: Optimizer) -> None:
-        """Forget gradients that were used."""
+        """Drop the gradients that an optimizer step used."""
         for group in optimizer.param_groups:
             for param in group["params"]:
                 self._waiting.pop(id(param), None)
@@ -132,20 +133,20 @@ class ScaledLosses:
         self._say(_unscaled(name) if 0 in {scaler, *others} else _two_scalers(name))
 
     def _check_functions(self, loss: Tensor) -> None:
-        """See whether custom functions hand half a gradient on as half."""
+        """Check that the backward of custom functions is linear in its gradient."""
         kinds = {
             type(node)._forward_cls  # type: ignore[attr-defined] # noqa: SLF001
             for node in walk([loss.grad_fn])
             if isinstance(node, BackwardCFunction)
         }
         theirs = [each for each in kinds if each.__module__.split(".")[0] != "torch"]
-        recomputes = len(theirs) < len(kinds)  # torch's own may run but once
+        recomputes = len(theirs) < len(kinds)  # checkpointing may run only once
         if not theirs or recomputes or self._has_checked_functions:
             return
         self._has_checked_functions = True
         params = [each for each in _leaves(walk([loss.grad_fn])) if each.numel()]
         norms = []
-        with contextlib.suppress(RuntimeError):  # the program's own pass will raise it
+        with contextlib.suppress(RuntimeError):  # the program's own pass raises it
             for factor in (1.0, 0.5):
                 start = torch.full_like(loss, factor)
                 grads = torch.autograd.grad(
@@ -166,7 +167,7 @@ class ScaledLosses:
 
 
 def _same(one: float, other: float) -> bool:
-    """Say whether two norms agree; of what is not finite nothing is known."""
+    """Return whether two norms agree; True also if one is non-finite."""
     difference = abs(one - other)
     return not difference > _PROPORTIONAL * max(one, other)
 
@@ -181,7 +182,7 @@ def _following(node: Any) -> Iterator[Any]:  # noqa: ANN401 -- torch has no type
 
 
 def walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterator[Any]:
-    """Yield the nodes of a graph, but for what is below some."""
+    """Yield the nodes of a graph; do not descend below the nodes in `without`."""
     to_visit = list(nodes)
     seen = set(to_visit)
     while to_visit:
@@ -196,5 +197,5 @@ def walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterato
 
 
 def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
-    """Return the parameters at the ends of a graph."""
+    """Return the leaf tensors of a graph's nodes."""
     return [node.variable for node in nodes if hasattr(node, "variable")]

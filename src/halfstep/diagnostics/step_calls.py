@@ -1,8 +1,7 @@
-"""What the steps of a program call: its scalers, in which order, and its averages.
+"""Checks the calls of training steps: loss scalers, autocast, schedule, 16-bit sums.
 
-In: some steps of any loop, torch's scalers or ours. Out: findings that no number alone
-shows. Methods of the scaler and autocast classes are patched meanwhile, and call the
-originals; other threads are unaffected.
+Methods of the scaler and autocast classes are patched while the steps run. The
+originals are called; other threads are unaffected.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ CHECKED = {
     rounded_state.RULE: "what 16 bits have left of weights and moments",
     low_precision_sums.RULE: "averages and sums in 16 bits",
 }
-"""Rules of the findings here, and what each looks at."""
+"""Rule of a finding -> what it checks."""
 
 _SCALER_PER_STEP = (
     "a step makes a GradScaler of its own, which begins to look for a loss scale anew",
@@ -63,9 +62,9 @@ _BESIDES = (
     "Remove optimizer.step().",
 )
 _LEAST_SCALE = 8.0
-"""A number below it, as a loss is multiplied by, is the weight of a loss."""
+"""Smaller factors of a loss are taken as weights of losses, not as loss scales."""
 _NEW_SCALER_STEPS = 20
-"""Of an optimizer, from which a scaler that was never used was not loaded."""
+"""If an optimizer has made this many steps, an unused GradScaler was not restored."""
 
 
 def _finding(rule: str, where: str, measured: str, advice: str) -> Finding:
@@ -94,17 +93,18 @@ def _log_probabilities(dtype: torch.dtype) -> Finding:
 
 
 class StepCalls:
-    """Watches the calls of a program's steps.
+    """Observes the calls of a program's steps.
 
-    `scalers` are those that were called, each with the scale it had before; `dtypes`
-    those of the autocast contexts that were entered.
+    Attributes:
+        scalers: Scaler that was called -> its scale before.
+        dtypes: Dtypes of the autocast contexts that were entered.
     """
 
     def __init__(self) -> None:
         self.scalers: dict[Any, float] = {}
         self.dtypes: set[torch.dtype] = set()
         self.scale_by_hand = 1.0
-        """The largest that the program multiplied a loss by, where it has no scaler."""
+        """Largest power of two that a program without scaler multiplied a loss by."""
         self._is_watching = self._meets = False
         self._num_meetings = 0
         """Steps that used a scaler for the first time."""
@@ -112,19 +112,20 @@ class StepCalls:
         self._findings: dict[str, Finding] = {}
         self._watches: dict[Any, call_order.CallOrderWatch] = {}
         self._own_watches: dict[Any, object] = {}
-        """Of our scalers, which warn by themselves where nobody diagnoses."""
+        """The `call_order_watch` of halfstep's scalers, switched off meanwhile."""
         self._new: set[int] = set()
-        """Identities of scalers that were not used before, nor loaded."""
+        """id() of scalers that were neither used before nor restored."""
         self._skipped: dict[Optimizer, list[float]] = {}
-        """Whose last step was skipped, with the learning rates then."""
+        """Optimizer whose last step was skipped -> its learning rates then."""
         self._stale: dict[Optimizer, bool] = {}
-        """Whose last step was skipped, and whether a pass has begun with its inf."""
+        """Optimizer whose last step was skipped -> whether a backward pass began with
+        its non-finite gradients."""
         self._why_no_effect: set[str] = set()
-        """Why autocast may have none."""
+        """Reasons why autocast may have no effect."""
         self._has_run_inside = self._is_outside = False
-        """Whether a forward pass ran inside autocast, and the last one outside."""
+        """Whether any forward pass ran in autocast; whether the last did not."""
         self._stepped: set[Optimizer] = set()
-        """That a scaler has stepped since the last backward pass."""
+        """Optimizers stepped by a scaler since the last backward pass."""
         self._losses = scaled_losses.ScaledLosses(self._add)
         self._rounded = rounded_state.RoundedState(self._add)
         self._sums = low_precision_sums.LowPrecisionSums()
@@ -132,13 +133,13 @@ class StepCalls:
         self._before_pass: RemovableHandle | None = None
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return what was found, in the order of the calls."""
+        """Return the findings, those of calls first, in the order of the calls."""
         sums = *self._sums.findings(), *self._grads.findings()
         return (*self._findings.values(), *sums)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at the calls of scalers, and at what follows an update."""
+        """Patch scaler and autocast methods for all steps that run inside."""
         methods: dict[str, Callable[..., None]] = {
             "scale": self._scale,
             "unscale_": self._unscale,
@@ -169,7 +170,7 @@ class StepCalls:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at what is called in here: one step."""
+        """Check the calls of the one step that runs inside."""
         self._is_watching, self._meets = True, False
         self._sums.on_step()
         self._losses.begin_step()
@@ -188,7 +189,7 @@ class StepCalls:
     def backward_pass(
         self, loss: object, params: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Look at a backward pass, which runs in here, and at gradients of `params`."""
+        """Check the backward pass that runs inside, and the gradients of `params`."""
         self.end_update()
         if self._is_watching:
             self._on_backward(loss)
@@ -203,7 +204,7 @@ class StepCalls:
             self._look(after_backward=True)
 
     def on_forward(self, module: nn.Module) -> None:
-        """See whether a model runs where no context is open, beside one that is."""
+        """Record whether a model runs inside or outside autocast."""
         device = next((param.device.type for param in module.parameters()), "cpu")
         is_inside = torch.is_autocast_enabled(device)
         self._has_run_inside = self._has_run_inside or is_inside
@@ -212,7 +213,7 @@ class StepCalls:
             self._why_no_effect.add(f"{type(module).__name__} runs in another thread")
 
     def explain(self, error: Exception) -> DtypeMismatch | None:
-        """Return what to raise from an error of the step, if it is about dtypes."""
+        """Return the DtypeMismatch to raise for an error of the step, or None."""
         dtype_mismatch.add_cure(error)
         mismatch = dtype_mismatch.explain(error)
         if mismatch is not None and self._is_outside:
@@ -221,7 +222,7 @@ class StepCalls:
         return mismatch
 
     def on_fp32_products(self) -> None:
-        """Take down that no product ran in 16 bits."""
+        """Report why autocast had no effect, given that no matmul ran in 16 bits."""
         if not self._has_run_inside:
             for why in sorted(self._why_no_effect):
                 self._add(_without_effect(why))
@@ -244,7 +245,7 @@ class StepCalls:
                 self._stale[optimizer] = True
 
     def _check_log_softmax(self, loss: Tensor) -> None:
-        """Find log-probabilities in 16 bits, but those of a cross entropy."""
+        """Report 16-bit log-probabilities, except those inside a cross entropy."""
         for node in scaled_losses.walk([loss.grad_fn] if loss.grad_fn else []):
             for argument, _ in node.next_functions:
                 name = "" if argument is None else argument.name()
@@ -256,7 +257,7 @@ class StepCalls:
     def _patched(
         self, original: Callable[..., Any], watch: Callable[..., None]
     ) -> Callable[..., Any]:
-        """Return a scaler's method that is watched; of nested calls, the outermost."""
+        """Wrap a scaler's method so that `watch` gets the outermost of nested calls."""
 
         def method(scaler: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             elsewhere = threading.get_ident() != self._thread
@@ -269,7 +270,7 @@ class StepCalls:
             try:
                 if scaler not in self.scalers:
                     self._meet(scaler)
-                # Where all checked steps overflowed, later ones are watched, too.
+                # If all checked steps overflowed, later ones are checked too.
                 watches = self._is_watching or bool(self._watches)
                 if watch != self._scale and watches:
                     watch(scaler, *given)
@@ -285,7 +286,7 @@ class StepCalls:
         return method
 
     def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the entrance of a context that takes its dtype down."""
+        """Wrap autocast's `__enter__` so that it records the dtype."""
 
         def enter(context: Any) -> Any:  # noqa: ANN401 -- torch's, or a subclass
             if context._enabled and threading.get_ident() == self._thread:  # noqa: SLF001
@@ -299,7 +300,7 @@ class StepCalls:
         return enter
 
     def _meet(self, scaler: Any) -> None:  # noqa: ANN401 -- torch's, or a subclass
-        """Take a scaler down that was not seen before."""
+        """Record a scaler at its first call."""
         if scaler._scale is None and not scaler._init_growth_tracker:  # noqa: SLF001
             self._new.add(id(scaler))
         self.scalers[scaler] = float(scaler.get_scale())
@@ -312,7 +313,7 @@ class StepCalls:
     def _add(self, finding: Finding) -> None:
         self._findings.setdefault(finding.advice, finding)
 
-    # What a scaler is called for
+    # Calls of a scaler's methods
 
     def _get_scale(self, _: object) -> None:
         self._losses.on_get_scale()
@@ -334,13 +335,13 @@ class StepCalls:
         if self._is_watching:
             self._check_rates()
         if any(map(callable, _pytree.tree_leaves(given))):
-            self._watches.pop(scaler, None)  # a closure scales and steps by itself
+            self._watches.pop(scaler, None)  # a closure calls the scaler itself
             return
         stage = scaler._per_optimizer_states[id(optimizer)]["stage"]  # noqa: SLF001
         unscaled = stage is OptState.UNSCALED
         if not unscaled:
             self._unscale(scaler, optimizer)
-        for watch in self._watches.values():  # gradients of another one are used, too
+        for watch in self._watches.values():  # another scaler may have scaled some
             watch.on_step(scaler, optimizer, unscaled=unscaled, is_new=False)
         if self._stale.pop(optimizer, False):
             self._add(
@@ -384,7 +385,7 @@ class StepCalls:
                 del self._watches[scaler]
 
     def _check_rates(self) -> None:
-        """See whether the rates have moved though the last step was skipped."""
+        """Report learning rates that changed although the last step was skipped."""
         for optimizer, rates in self._skipped.items():
             now = _rates(optimizer)
             if now != rates:
@@ -400,10 +401,10 @@ class StepCalls:
                 self._add(replace(moved, severity="warning"))
                 self._skipped[optimizer] = now
 
-    # Updates, and what follows them
+    # Updates, and the code after them
 
     def _is_observed(self) -> bool:
-        """Whether this call is one of the step's own."""
+        """Whether a checked step makes this call, in its own thread."""
         elsewhere = threading.get_ident() != self._thread
         return self._is_watching and not elsewhere and not torch.compiler.is_compiling()
 
@@ -422,15 +423,15 @@ class StepCalls:
             self._look()
 
     def _look(self, *, after_backward: bool = False) -> None:
-        """Look at what is written or computed, up to the next pass or update."""
+        """Observe what is computed until the next pass or update."""
         self._sums.begin(after_backward=after_backward)
-        if self._before_pass is None:  # while it is there, compiled modules warn
+        if self._before_pass is None:  # short-lived: compiled modules warn of the hook
             self._before_pass = register_module_forward_pre_hook(
                 lambda *_: self.end_update()
             )
 
     def end_update(self) -> None:
-        """Look no longer at what is written: the next pass begins."""
+        """Stop observing, because the next pass or update begins."""
         if threading.get_ident() == self._thread:
             self._sums.end()
             if self._before_pass is not None:
@@ -443,7 +444,7 @@ def _rates(optimizer: Optimizer) -> list[float]:
 
 
 def _scale_of(loss: Tensor) -> float:
-    """Return the power of two that a program has multiplied a loss by; 1 for none."""
+    """Return the power of two that a loss was multiplied by, or 1."""
     node = loss.grad_fn
     if type(node).__name__ != "MulBackward0":
         return 1.0
@@ -454,7 +455,7 @@ def _scale_of(loss: Tensor) -> float:
 
 
 def _num_steps(optimizer: Optimizer) -> int:
-    """Return how often an optimizer has stepped, if its state tells."""
+    """Return the optimizer's step count, 0 if its state has none."""
     steps = (state.get("step", 0) for state in optimizer.state.values())
     return max((int(each) for each in steps), default=0)
 
@@ -468,7 +469,7 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
-    """Give an object an attribute of its own for a while."""
+    """Set an attribute on the object itself; restore or delete it on exit."""
     own = vars(owner)
     before = own.get(name, replaced)
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""What is wrong with this training step: are its numbers finite, and is it fast?"""
+"""Runs a few training steps of a program and checks their values and their speed."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ _HINTS = {
     "weights": "the weights are not known (model=)",
     "lost updates": "updates were not counted (optimizer=)",
 }
-"""What is unknown, and the argument that would tell. A few steps have none of a run's
-records, and no probe looks at them."""
+"""Missing fact -> why, and the argument that provides it. Facts of a run's records and
+of a probe have no hint: a few steps have neither."""
 _SESSION_HINTS = {
     "lost updates": "updates were not counted (session.count_rounding_loss(every=1))"
 }
 
 
 class Scaler(Protocol):
-    """What is asked of a scaler: torch's and ours have it."""
+    """The interface that `diagnose` needs; scalers of torch and halfstep have it."""
 
     def is_enabled(self) -> bool:
-        """Say whether it scales at all."""
+        """Return whether the scaler scales."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Diagnosis:
 
     @property
     def _calls_in_order(self) -> tuple[str, ...]:
-        """A line of what was looked at besides the numbers, and is as it should be."""
+        """One line that lists the checked rules without a finding, or none."""
         wrong = {each.rule for each in self.calls}
         right = [words for rule, words in CHECKED.items() if rule not in wrong]
         line = f"Checked in the first {self.numerics.checked} steps, and in order: "
@@ -112,7 +112,7 @@ class Diagnosis:
 
     @property
     def _flagged(self) -> bool:
-        """Whether some advice names a flag of the command line."""
+        """Whether any advice names a command line flag."""
         return any("--" in finding.advice for finding in self.findings)
 
     def data(self) -> dict[str, Any]:
@@ -192,9 +192,9 @@ def diagnose(
     if session is not None:
         model, choice = session.model, session.choice
         level, word = level or choice.level.name, word or choice.format.name
-        optimizer = None  # the session has counted what it loses, if it was asked to
+        optimizer = None  # count_rounding_loss of the session counts instead
     where = device if device is not None else _place(model)
-    checked = warmup if isinstance(warmup, int) else 0  # `profile` will refuse others
+    checked = warmup if isinstance(warmup, int) else 0  # `profile` raises for others
     checked_steps = CheckedSteps(
         step,
         checked,
@@ -271,13 +271,13 @@ def _require_kinds(
 
 
 def _place(model: nn.Module | None) -> torch.device | None:
-    """Return where a model is."""
+    """Return the device of the model's first parameter."""
     params = () if model is None else model.parameters()
     return next((param.device for param in params), None)
 
 
 def _scaling(checked_steps: CheckedSteps) -> str:
-    """Say how the steps scale their losses, if no session does it."""
+    """Return the loss scale setting of steps without a session."""
     scaler, by_hand = checked_steps.scaler, checked_steps.calls.scale_by_hand
     if scaler is not None and scaler.is_enabled():
         return "dynamic"
@@ -285,7 +285,7 @@ def _scaling(checked_steps: CheckedSteps) -> str:
 
 
 def _config(session: Session, config: Config) -> Config:
-    """Return the settings of a session."""
+    """Return `config` with the settings of a session."""
     rule, level = session.scaler.rule, session.choice.level
     scaling = "dynamic" if rule.strategy == "backoff" else rule.strategy
     if rule.backoff_factor == 1:
@@ -306,7 +306,7 @@ def _lost_in(session: Session) -> list[LostUpdates]:
 
 @contextlib.contextmanager
 def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
-    """Count the updates of 16-bit weights that the next step loses to rounding."""
+    """Count updates of 16-bit weights lost to rounding, in the first step inside."""
     lost_updates: list[LostUpdates] = []
     if optimizer is None:
         yield lost_updates
@@ -316,8 +316,8 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
     measuring = contextlib.ExitStack()
 
     def before(each: Optimizer, *_: object) -> None:
-        # A rate of 0, as at the first step of a warm-up, moves nothing, and neither
-        # does a fused update at an overflow: torch's scaler hands it `found_inf`.
+        # With a learning rate of 0 (first step of a warm-up) nothing changes, nor in
+        # a fused update at an overflow: torch's scaler passes it `found_inf`.
         moves = any(float(lr_of(group)) for group in groups)
         skips = float(getattr(each, "found_inf", None) or 0.0)
         if moves and not skips and not counter.last:

@@ -1,7 +1,7 @@
-"""Checks losses, gradients and weights of a program's steps, and replays the first bad.
+"""Checks losses, gradients and weights of training steps; replays the first non-finite.
 
-`torch.autograd.backward` is patched meanwhile: it is the only place where the loss of a
-user's code is visible. The original is called, and other threads are unaffected.
+`torch.autograd.backward` is patched while the steps run: it is the only place where the
+loss of a user's code is visible. The original is called; other threads are unaffected.
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ _RULE = "non-finite numbers"
 
 @dataclass(frozen=True)
 class Numerics:
-    """What was not finite in some steps; numbers of steps begin at 1."""
+    """Which values of some training steps were non-finite; step numbers start at 1."""
 
     steps: int
-    """That were made."""
+    """Steps that ran."""
     checked: int
-    """The first of them, whose gradients and updates were checked, too."""
+    """How many of them, from the first, had gradients and updates checked too."""
     losses: tuple[int, ...] = ()
-    """Steps with a loss that was not finite."""
+    """Steps with a non-finite loss."""
     gradients: tuple[int, ...] = ()
-    """Checked steps with a gradient that was not."""
+    """Checked steps with a non-finite gradient."""
     skipped: int = 0
-    """Steps that changed no weight for that; without a session at least so many."""
+    """Steps skipped because of it; without a session a lower bound."""
     weights: tuple[str, ...] = ()
-    """Parameters that are not finite now."""
+    """Parameters that are non-finite after the last step."""
     buffers: tuple[str, ...] = ()
-    """Buffers that hold NaN or inf now; a mask may hold -inf."""
+    """Buffers with NaN or +inf after the last step; -inf is usual in masks."""
     buffers_dtype: str = ""
-    """Of the first of them."""
+    """Dtype of the first of `buffers`."""
     buffers_since: int = 0
-    """The first checked step after which one did; 0 if that was later."""
+    """First checked step after which a buffer was non-finite; 0 if none was."""
     scales: tuple[float, float] | None = None
     """Loss scale before the first step and after the last; None without a scaler."""
     bad_op: BadOp | None = None
-    """What `find_nonfinite` has found in the first of these steps."""
+    """Result of `find_nonfinite` for the first failed step."""
     unreplayed: str = ""
-    """Why it has found nothing."""
+    """Why there is no `bad_op`."""
 
     @property
     def failed(self) -> tuple[int, ...]:
-        """Steps in which something was not finite."""
+        """Steps with a non-finite loss or gradient."""
         return tuple(sorted({*self.losses, *self.gradients}))
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return what is wrong, and why; nothing where all was finite."""
+        """Return a finding of what is non-finite and one of its cause, or none."""
         measured = self._measured()
         if not measured:
             return ()
@@ -111,7 +111,7 @@ class Numerics:
 
     @property
     def _fixed(self) -> bool:
-        """Whether the loss scale has not moved, though steps were skipped."""
+        """Whether the loss scale is the same after the steps as before."""
         return self.scales is not None and self.scales[0] == self.scales[1]
 
     def _measured(self) -> str:
@@ -153,7 +153,7 @@ class Numerics:
         )
 
     def _advice_on_buffers(self) -> str:
-        """Say what brings a spoilt buffer back: a skipped step restores none."""
+        """Return how to fix a non-finite buffer; skipping a step restores no buffer."""
         module, _, name = self.buffers[0].rpartition(".")
         if self.buffers_dtype == "fp16" and not self.skipped:
             return (
@@ -169,7 +169,7 @@ class Numerics:
         )
 
     def __str__(self) -> str:
-        """Return what was checked, in a sentence."""
+        """Return what was checked, and what is non-finite, in a sentence."""
         if self._measured():
             return f"Not finite: {self._measured()}."
         if not self.checked:
@@ -189,19 +189,20 @@ class Numerics:
 
 
 class _BackwardReached(BaseException):
-    """The backward pass asked for is reached; no `except Exception` sees it."""
+    """Ends a replayed step at its backward pass; `except Exception` lets it pass."""
 
 
 class CheckedSteps:
-    """Makes the steps of a program, and checks their numbers.
+    """Runs training steps of a program and checks that their values are finite.
 
     Args:
-        step: Makes one.
-        checked: Steps whose gradients are checked, which waits for the device.
-        same_batch: A step is given its batch, so a replay has the same.
-        session: That the steps use.
-        model: That they train; None: what the first step runs.
-        scaler: torch's or ours.
+        step: Runs one step.
+        checked: Number of steps whose gradients are checked; synchronizes with the
+            device.
+        same_batch: Whether `step` takes its batch, so that a replay gets the same one.
+        session: The session that the steps use.
+        model: The model that they train. None: the models that the first step runs.
+        scaler: The GradScaler of the steps, of torch, halfstep or another.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class CheckedSteps:
         self.calls = StepCalls()
         self._outermost: list[nn.Module] = []
         self._infinite_at_first: set[int] = set()
-        """Identities of buffers, such as a range that nothing was seen in yet."""
+        """id() of buffers that start with inf by design, such as observed ranges."""
         if model is not None:
             self._take_down_buffers(model)
         self._inside = 0
@@ -238,10 +239,10 @@ class CheckedSteps:
         self._scale_before = self._scale()
         self._skips = 0 if session is None else session.steps_skipped
 
-    # A step of the program
+    # Running a step
 
     def __call__(self, *batch: object) -> None:
-        """Make one step."""
+        """Run one step, and replay it if it is the first with a non-finite value."""
         self._number += 1
         self._part = self._applied = 0
         if self._number > self._checked:
@@ -274,7 +275,7 @@ class CheckedSteps:
         self._weights = []
 
     def numerics(self) -> Numerics:
-        """Return what was observed. Waits for the device."""
+        """Return the results of all steps. Synchronizes with the device."""
         lost = {number for number, loss in self._losses if not self._good(loss)}
         after = self._scale()
         scales = (
@@ -328,7 +329,7 @@ class CheckedSteps:
 
     @property
     def scaler(self) -> Any:  # noqa: ANN401 -- torch's, ours or another; or None
-        """The scaler of the steps: that was given, or the first that was seen."""
+        """The scaler given by the caller, or else the first that a step called."""
         return self._given_scaler or next(iter(self.calls.scalers), None)
 
     def _scale(self) -> float | None:
@@ -358,11 +359,11 @@ class CheckedSteps:
             return nn.ModuleList(self._outermost) if many else self._outermost[0]
         return self._model
 
-    # What is checked meanwhile
+    # Checks during a step
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[CheckedSteps]:
-        """Look at backward passes and updates, here and in what is called here."""
+        """Check the backward passes and updates that run inside this context."""
         hooks = (
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -379,12 +380,15 @@ class CheckedSteps:
                 hook.remove()
 
     def _entries(self) -> list[tuple[Any, str]]:
-        """Return what runs a backward pass: the outermost is given the loss."""
+        """Return (owner, name) of each function that runs a backward pass.
+
+        The calls nest; the loss is an argument of the outermost.
+        """
         own = [] if self._session is None else [(self._session, "backward")]
         return [*own, (GradScaler, "backward"), (torch.autograd, "backward")]
 
     def _passes(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a backward pass that is checked."""
+        """Wrap a function that runs a backward pass with the checks."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if self._depth or threading.get_ident() != self._thread:
@@ -413,7 +417,7 @@ class CheckedSteps:
         return backward
 
     def _check_loss(self, loss: object) -> None:
-        """Look at a loss before its backward pass."""
+        """Check a loss before its backward pass, or record it for `numerics`."""
         tensors = loss if isinstance(loss, list | tuple) else [loss]
         for one in tensors:
             if not isinstance(one, Tensor):
@@ -425,25 +429,28 @@ class CheckedSteps:
                 self._nonfinite_loss_steps.add(self._number)
 
     def _good(self, loss: Tensor) -> bool:
-        """Say whether a loss is finite; scaling one in 16 bits may make inf of it."""
+        """Return whether a loss is finite.
+
+        A 16-bit loss times the loss scale may overflow, so inf is accepted there.
+        """
         scaled = self._session is None and self._before is not None
         if scaled and loss.itemsize < torch.float32.itemsize:
             return not bool(loss.isnan().any())
         return _finite([loss])
 
     def _check_grads(self) -> None:
-        """Look at gradients after a backward pass."""
+        """Check gradients after a backward pass of a checked step."""
         close = self._number <= self._checked and self._session is None
         if close and not _finite(param.grad for param in self._params()):
             self._nonfinite_grad_steps.add(self._number)
 
     def _before_update(self, optimizer: Optimizer, *given: object) -> None:
-        """Keep the weights that an update will make inf or NaN of, for the replay."""
+        """Copy the weights before an update that makes them non-finite, to replay."""
         if threading.get_ident() != self._thread:
             return
         closure = any(map(callable, _pytree.tree_leaves(given)))
         if self._target is not None:
-            # A closure runs the backward pass, and what comes first does no update.
+            # The optimizer calls the closure, whose backward pass comes before updates.
             if self._target == 0 and closure:
                 return
             message = "step() of diagnose updates weights before a backward pass"
@@ -471,18 +478,18 @@ class CheckedSteps:
 
     @staticmethod
     def _changes_weights(optimizer: Optimizer) -> bool:
-        """Say whether a step changes weights: a fused one skips at `found_inf`."""
+        """Return whether a step changes weights; a fused one skips by `found_inf`."""
         return not float(getattr(optimizer, "found_inf", None) or 0.0)
 
     @contextlib.contextmanager
     def _discovering(self) -> Iterator[None]:
-        """Find the models that the first step runs, where none was given."""
+        """Record the outermost models that the first step runs, if none was given."""
         if self._model is not None or self._outermost:
             yield
             return
 
         def enter(module: nn.Module, *_: object) -> None:
-            if torch.compiler.is_compiling():  # inside of what was seen already
+            if torch.compiler.is_compiling():  # inside a module already recorded
                 return
             is_recorded = any(module is one for one in self._outermost)
             learns = any(param.requires_grad for param in module.parameters())
@@ -501,7 +508,7 @@ class CheckedSteps:
             register_module_forward_hook(leave, always_call=True),
         )
         try:
-            with warnings.catch_warnings():  # of hooks that the program did not make
+            with warnings.catch_warnings():  # torch warns of these two hooks
                 warnings.filterwarnings("ignore", "Using `torch.compile")
                 yield
         finally:
@@ -513,12 +520,12 @@ class CheckedSteps:
         infinite = (id(buffer) for buffer in model.buffers() if _holds_inf(buffer))
         self._infinite_at_first.update(infinite)
 
-    # The replay of a step that failed
+    # Replay of a failed step
 
     def _replay_step(
         self, batch: tuple[object, ...], scale: float | None, random: RandomState
     ) -> None:
-        """Run the step again, up to the backward pass that failed."""
+        """Run the step again under `find_nonfinite`, up to each backward pass."""
         model = self._root()
         if model is None:
             self._unreplayed = "the model is not known (model=)."
@@ -565,7 +572,7 @@ class CheckedSteps:
             )
 
     def _loss_of(self, part: int, batch: tuple[object, ...]) -> Tensor:
-        """Return the loss of one backward pass of the step; the others do not run."""
+        """Return the loss of the step's backward pass number `part`; run none."""
         self._target = part
         self._captured.clear()
         try:
@@ -581,7 +588,7 @@ class CheckedSteps:
         return loss if self._session is None else loss / self._session.accumulate
 
     def _capture(self, loss: object) -> None:
-        """Take the loss that is asked for, and end the step there."""
+        """Record the loss of the requested backward pass and end the step there."""
         if self._target:
             self._target -= 1
             return
@@ -594,7 +601,7 @@ class CheckedSteps:
 
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:
-        """Let neither a scaler nor a session take note of what runs."""
+        """Replace methods of scaler and session, so that a replay changes neither."""
 
         def nothing(*_: object, **__: object) -> None:
             return None
@@ -614,7 +621,7 @@ class CheckedSteps:
 
 
 def _why_finite(model: nn.Module) -> str:
-    """Say why a replay may have been finite, where the step was not."""
+    """Return why a replay may be finite although the step was not."""
     hooks = [hook.__name__ for hook, _ in getattr(model, "_comm_hooks", ())]
     if hooks:
         return (
@@ -629,7 +636,7 @@ def _same(outputs: object) -> object:
 
 
 def _holds_inf(buffer: Tensor) -> bool:
-    """Say whether a buffer holds NaN or inf; -inf is what masks hold."""
+    """Return whether a buffer has NaN or +inf; -inf is usual in masks."""
     if buffer.is_meta or not buffer.is_floating_point():
         return False
     return not bool((local_data(buffer) < torch.inf).all())
@@ -637,7 +644,7 @@ def _holds_inf(buffer: Tensor) -> bool:
 
 @torch.no_grad()
 def _finite(tensors: Iterable[Tensor | None]) -> bool:
-    """Say whether all numbers here are finite. Waits for the device."""
+    """Return whether all tensors are finite. Synchronizes with the device."""
     flags = [
         local_data(tensor.detach()).isfinite().all()
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""Derives cause, evidence and advice from what a replay recorded."""
+"""Derives cause, evidence and advice from the events of a replay."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ class ReplayContext:
     scale: float
     losses: LossHistory
     parts: int = 1
-    """Micro-batches that were run."""
+    """Number of micro-batches."""
     part: int | None = None
-    """Index of the one that failed; None for their sum."""
+    """Index of the micro-batch that failed; None if the sum of gradients did."""
     low: NonFiniteEvent | None = None
-    """The event at scale 1; None if all was finite there."""
+    """The event at loss scale 1; None if everything was finite there."""
     boundary: float | None = None
-    """Largest gradient that the loss passes to the model at scale 1."""
+    """Largest gradient that the loss function passes to the model at scale 1."""
     root: nn.Module | None = None
     """The model, without wrappers."""
     grad_scale: float = 1.0
     """Loss scale that gradients in the loss were not divided by."""
     processes: int = 1
-    """That average gradients: inf or NaN made by one is seen by all."""
+    """Number of processes that average gradients: inf or NaN of one reaches all."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def not_reproduced(context: ReplayContext) -> BadOp:
 
 
 def unobserved(context: ReplayContext, nonfinite_kind: str, num_ops: int) -> BadOp:
-    """Return the report where no traced operation made it."""
+    """Return the report if no traced operation made the inf or NaN."""
     evidence = f"none of the {num_ops} traced operations of torch made it"
     advice = "Check custom kernels and what is computed outside of torch."
     explanation = _Explanation("loss function", evidence, advice, "forward")
@@ -158,7 +158,7 @@ def _report(
     reproduced: bool = True,
     **fields: Any,  # noqa: ANN401
 ) -> BadOp:
-    """Return an explanation as a report, with other fields of that."""
+    """Return an explanation as a report; `fields` are further fields of BadOp."""
     return BadOp(
         phase=explanation.phase,
         step=context.step,
@@ -174,17 +174,17 @@ def _report(
 
 
 def _which(context: ReplayContext) -> str:
-    """Return which micro-batch it was, if there are several."""
+    """Return which micro-batch failed, if there are several."""
     if context.part is None or context.parts == 1:
         return ""
     return f" (micro-batch {context.part + 1} of {context.parts})"
 
 
 def _origin(event: NonFiniteEvent) -> NonFiniteEvent:
-    """Return the softmax over a fully masked row, if an event is a result of one.
+    """Return the softmax over a fully masked row that an event results from, if any.
 
-    A softmax makes NaN of such a row; a logsumexp -inf, of which the next product
-    makes NaN.
+    A softmax returns NaN for such a row; logsumexp returns -inf, and the next multiply
+    returns NaN.
     """
     softmaxes = [one for one in event.parents if one.op in _SOFTMAXES and one.parents]
     return min(softmaxes, key=lambda one: one.number, default=event)
@@ -227,12 +227,12 @@ def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
 
 
 def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Check for inf or NaN that no operation made."""
+    """Check for inf or NaN in a parameter, buffer, input or target."""
     values = event.nonfinite.kind + _places(event)
     if event.source_kind in {"weight", "buffer"}:
         return _stored(event, context, values)
     if event.source_kind == "outside" and event.aten_name.startswith("nll_loss"):
-        # Its labels are whole numbers.
+        # Labels are integers, so the float argument is the class weights.
         evidence = f"the class weights hold {values}"
         return _Explanation("loss function", evidence, "Use finite ones.", "input")
     if event.source_kind:
@@ -262,7 +262,7 @@ def _stored(event: NonFiniteEvent, context: ReplayContext, values: str) -> _Expl
     evidence = f"{what} {event.source} held {values} before the step"
     advice, rule = CHECKPOINT, ""
     if event.dtype == torch.float16 and not event.nonfinite.nan:
-        # Training skips a step that would make one; a conversion does not.
+        # Training skips steps that would make inf; a conversion to fp16 does not.
         rule = module_rule(path) if path else ""
         advice = _CONVERTED.format(rule=f" (rule '{rule}')" if rule else "")
     elif name.startswith("running_"):
@@ -275,7 +275,7 @@ def _stored(event: NonFiniteEvent, context: ReplayContext, values: str) -> _Expl
 
 
 def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Check for NaN made of an intended infinity, as by softmax of a masked row."""
+    """Check for NaN computed from an intended infinity (softmax of a masked row)."""
     del context
     if not event.parents:
         return None
@@ -318,7 +318,7 @@ def _constant(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
 
 
 def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Check for arguments at which it, or its slope, is infinite or undefined."""
+    """Check for arguments where the op or its derivative is undefined or infinite."""
     del context
     error = event.domain_error
     if error is None or event.fp32_result[0] == "finite":
@@ -331,7 +331,7 @@ def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | 
 
 
 def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Check for NaN made of numbers too small to overflow, in fp32 too."""
+    """Check for NaN, in fp32 too, from inputs too small to overflow."""
     del context
     inputs = event.inputs or 0.0
     small = inputs * inputs <= torch.finfo(torch.float32).max
@@ -348,7 +348,7 @@ def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation
 def _scaled_penalty(
     event: NonFiniteEvent, context: ReplayContext
 ) -> _Explanation | None:
-    """Check for a loss of gradients that were taken of a scaled loss."""
+    """Check for a penalty computed from gradients that are still scaled."""
     if context.grad_scale == 1:
         return None
     evidence = (
@@ -441,7 +441,7 @@ def _fp32_advice(place: Place, op: str) -> tuple[str, str]:
 
 
 def _evidence(event: NonFiniteEvent) -> str:
-    """Return what was too large for which dtype."""
+    """Return the magnitudes of inputs or result, and the largest value of the dtype."""
     inputs = 0.0 if event.inputs is None else event.inputs
     kind, reach = event.fp32_result
     name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
@@ -463,7 +463,7 @@ def _too_large(event: NonFiniteEvent) -> str:
 
 
 def _places(event: NonFiniteEvent) -> str:
-    """Return at how many places it is non-finite."""
+    """Return how many elements are non-finite, of how many."""
     bad, of = event.count
     return f" at {bad} of {of} places" if of > 1 else ""
 

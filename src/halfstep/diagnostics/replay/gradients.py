@@ -1,6 +1,6 @@
-"""Gradients of a loss that a replay takes, and their sum over micro-batches.
+"""Computes the gradients of a replayed loss, and their sum over micro-batches.
 
-The gradients that the model holds stay, and no hook that waits for one runs.
+The model's own `.grad` is restored, and no post-accumulate-grad hook runs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 SUM = "sum"
-"""Source of the event of a sum of gradients."""
+"""`source_kind` of an event of a sum of gradients."""
 
 
 def gradients(
     model: nn.Module, loss: Tensor, scale: float, shards: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of the scaled loss; those in the model may be lost.
+    """Return the gradients of the scaled loss.
 
-    `shards` are the model's parameters, as they were before the forward pass.
+    `shards` are the model's parameters as they were before the forward pass.
     """
     params = [p for p in ddp.unwrap(model).parameters() if p.requires_grad]
     if not params or not loss.requires_grad:
@@ -38,14 +38,13 @@ def gradients(
     scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
     assert scaled.grad_fn is not None  # noqa: S101 -- the loss requires a gradient
     nodes = nodes_of(scaled.grad_fn)
-    # Only `backward` gives gradients through reentrant checkpoints, or to FSDP2's
-    # shards.
+    # Reentrant checkpoints and FSDP2's shards support only `backward`.
     reentrant = any(n.name() == "CheckpointFunctionBackward" for n in nodes)
     if not (reentrant or is_sharded(model)):
         return list(torch.autograd.grad(scaled, params, allow_unused=True))
     last = "torch::autograd::AccumulateGrad"
     leaves = [n.variable for n in nodes if n.name() == last]  # type: ignore[attr-defined]
-    # Shards are other parameters than what was gathered of them for the forward pass.
+    # Shards and the parameters gathered from them for forward are different tensors.
     with _fresh_grads(leaves), _fresh_grads([*params, *shards]):
         torch.autograd.backward(scaled)
         return [param.grad for param in (*params, *shards)]
@@ -53,7 +52,10 @@ def gradients(
 
 @contextlib.contextmanager
 def _fresh_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Remove gradients of leaves, and the hooks that use them, as an optimizer may."""
+    """Remove, inside, gradients of leaves and the hooks that use them.
+
+    Such a hook may step an optimizer.
+    """
     saved = []
     for leaf in leaves:
         hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001
@@ -69,21 +71,21 @@ def _fresh_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards it over processes."""
+    """Return whether FSDP2 shards the model over processes."""
     return any(hasattr(m, "set_requires_gradient_sync") for m in model.modules())
 
 
 def exchanges(model: nn.Module) -> bool:
-    """Return whether its passes communicate, as shards and synchronized norms do.
+    """Return whether passes communicate in a replay, as FSDP2 and SyncBatchNorm do.
 
-    DDP does not: a replay switches its communication off.
+    DDP does not: a replay disables its communication.
     """
     norms = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return norms or is_sharded(model)
 
 
 class GradSums:
-    """Sums gradients of a model over micro-batches, in a dtype or in their own."""
+    """Sums gradients of a model over micro-batches, in `dtype` or else their own."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._root = ddp.unwrap(model)
@@ -94,9 +96,9 @@ class GradSums:
         self._absmax = 0.0
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch, as `gradients` returns them.
+        """Add the gradients of one micro-batch, in the order of `gradients`.
 
-        Those of shards follow those of parameters, in the same order.
+        Gradients of shards follow those of parameters, in the same order.
         """
         for index, gradient in enumerate(grads):
             if gradient is None:

@@ -1,6 +1,6 @@
 """Restores a model after a replay: parameters, gradients, buffers, flags, hooks.
 
-And whatever else its modules hold, and the state of the random generators.
+Also restores plain containers in its modules and the state of the random generators.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PLAIN = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
 def restored_after(
     model: nn.Module, generator_state: Tensor | None
 ) -> Iterator[ModelSnapshot]:
-    """Restore the model at the end; meanwhile DDP, torch.compile and probes are off.
+    """Restore the model on exit; inside, DDP, torch.compile and probes are disabled.
 
-    The `save` of the snapshot must see each tensor that is about to be written. Replays
-    begin with `generator_state`, or torch's current one.
+    Call the snapshot's `save` with each tensor that is about to be written. The random
+    state inside starts as `generator_state`, or torch's current one.
     """
     leaves = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     with contextlib.ExitStack() as stack:
@@ -55,7 +55,7 @@ def restored_after(
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 stack.enter_context(ddp.bypassed(module))
         stack.enter_context(warnings.catch_warnings())
-        # Its hooks are called for a compiled wrapper too, which ours handle.
+        # torch warns of global module hooks on compiled wrappers; ours handle them.
         warnings.filterwarnings(
             "ignore", "Using `torch.compile\\(module\\)` when there"
         )
@@ -72,8 +72,8 @@ def restored_after(
 class ModelSnapshot:
     """A snapshot of the containers of a model's modules, and of the tensors in them.
 
-    Why containers: buffers, hooks, flags and caches of a module are all in a few
-    dictionaries; a cache and its size are restored together.
+    Buffers, hooks, flags and caches of a module are all in its dictionaries, so copying
+    these restores them consistently (a cache with its size).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,19 +82,19 @@ class ModelSnapshot:
         self._numbers: list[tuple[Tensor, Tensor]] = []
         self._data: list[tuple[Tensor, Tensor]] = []
         buffers = [*model.buffers()]
-        # Batch norms write to theirs, and no operation shows it.
+        # Batch norm kernels write to running statistics without declaring it.
         for buffer in buffers:
             self._numbers.append((buffer, buffer.detach().clone()))
         seen = {id(buffer) for buffer in buffers}
         sharded = is_sharded(model)
         for module in ddp.unwrap(model).modules():
             own = vars(module)
-            # FSDP2 replaces shards there, and keeps state of that elsewhere.
+            # FSDP2 replaces parameters in this dict and tracks that elsewhere.
             self._scan(own, seen, *([own.get("_parameters")] * sharded))
         for param in model.parameters():
             self._save_on_write(param, seen)
             self._save_on_write(param.grad, seen)
-            # No operation shows that `.data` was set.
+            # Setting `.data` dispatches no operation.
             if not sharded and type(param.data) is Tensor and _is_strided(param):
                 self._data.append((param, param.data))
 
@@ -112,7 +112,7 @@ class ModelSnapshot:
                 self._save_on_write(value, seen)
 
     def _save_on_write(self, tensor: Tensor | None, seen: set[int]) -> None:
-        """Save a tensor as soon as it is written."""
+        """Register a tensor to be saved before its first write."""
         if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             self._tensors.setdefault(_memory(tensor), []).append(tensor)
@@ -123,7 +123,7 @@ class ModelSnapshot:
             self._numbers.append((tensor, tensor.detach().clone()))
 
     def restore(self) -> None:
-        """Restore the contents, and remove what was added."""
+        """Restore the contents, and remove items added since."""
         for container, before in self._containers:
             _restore_container(container, before)
         for param, data in self._data:
@@ -134,7 +134,7 @@ class ModelSnapshot:
             for tensor, numbers in self._numbers:
                 if tensor.shape != numbers.shape:
                     tensor.resize_(numbers.shape)
-                # Only if needed: a graph may depend on its version.
+                # Only if changed: writing bumps the version that a graph may check.
                 values, before = local_data(tensor), local_data(numbers)
                 if not tensor.is_meta and not torch.equal(values, before):
                     tensor.copy_(numbers)
@@ -149,7 +149,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _restore_container(container: Any, before: Any) -> None:  # noqa: ANN401
-    """Restore a container from its copy, unless it still has the same items."""
+    """Restore a container from its copy unless its items are unchanged."""
     now, then = [*map(id, _items(container))], [*map(id, _items(before))]
     if now == then and [*container] == [*before]:
         return

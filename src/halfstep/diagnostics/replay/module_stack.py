@@ -1,8 +1,7 @@
-"""Tracks in which module, and which pass, the current operation runs.
+"""Tracks the module, and the pass, in which the current operation runs.
 
-Why by sequence numbers: autograd numbers each node before its operation runs. So the
-first operation that sees a number made the node, and its module is known when the node
-runs in the backward pass.
+Nodes of the backward pass are mapped to modules by sequence number: autograd numbers a
+node before its operation runs, so the first operation at a number made that node.
 """
 
 from __future__ import annotations
@@ -30,50 +29,50 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 ROOT, LOSS, INPUT = "model", "loss", "input"
-"""The model itself, what runs after its forward pass, and what runs before it."""
+"""The model itself; operations after its forward pass; operations before it."""
 
 _POSITIONAL = {
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 }
 _LOSS_NAMES = ("Loss", "Criterion")
-"""Ends of class names."""
+"""Suffixes of class names of losses."""
 
 
 @dataclass(eq=False)
 class Place:
-    """A module, and the class that runs there, in one forward pass."""
+    """One call of a module."""
 
     module: str
     """Path; or one of `ROOT`, `LOSS`, `INPUT`."""
     kind: str
     """Class name; "" outside of the model."""
     caller: Place | None = None
-    """Where the module was called."""
+    """The module call that made this one."""
     computes_loss: bool = False
-    """A module in the model that computes a loss: known once it has run."""
+    """Whether a module inside the model computes a loss; set after it has run."""
 
     @property
     def is_module(self) -> bool:
-        """A module rule can match it."""
+        """Whether a module rule can match it."""
         return self.module not in {ROOT, LOSS, INPUT}
 
     def is_inside(self, other: Place) -> bool:
-        """Return whether a rule for another's module matches this one, too."""
+        """Return whether a rule for the other module matches this one too."""
         return other.is_module and f"{self.module}.".startswith(f"{other.module}.")
 
     @property
     def is_loss(self) -> bool:
-        """It is part of the loss function, wherever that is called."""
+        """Whether it is part of the loss function, inside the model or not."""
         inside = self.caller is not None and self.caller.is_loss
         return self.module == LOSS or self.computes_loss or inside
 
 
 class ModuleStack:
-    """Tracks modules and nodes while it is entered.
+    """Tracks modules and nodes inside its `with` block.
 
     Args:
-        model: Bare or wrapped.
+        model: The model, wrapped or not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -95,20 +94,20 @@ class ModuleStack:
         """Storage of an argument of the model -> its name."""
 
     def __enter__(self) -> Self:
-        """Attach hooks."""
+        """Register the hooks."""
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave_outer, always_call=True),
             self.root.register_forward_pre_hook(self._called, with_kwargs=True),
         ]
-        # After other hooks on it, whose operations are part of the module.
+        # Registered last: operations of other hooks are part of the module.
         for module in self.root.modules():
             hook = module.register_forward_hook(self._leave, always_call=True)
             self._hooks.append(hook)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove them."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._stack.clear()
@@ -142,11 +141,11 @@ class ModuleStack:
         caller = self._stack[-1][1] if self._stack else None
         self._ran = self._ran or path is not None
         if path is None and caller is not None:
-            path = caller.module  # a loss that each forward pass makes
+            path = caller.module  # a module made in forward, such as a loss
         place = None if path is None else Place(path, kind, caller)
         inner = id(module) in self._paths and self._running() is None
         if inner and any(True for _ in module.parameters(recurse=False)):
-            # What a module with weights uses is no loss.
+            # A scalar that a module with weights uses afterwards is not the loss.
             for one in self._sums:
                 one.computes_loss = False
             self._sums.clear()
@@ -167,9 +166,9 @@ class ModuleStack:
     def _detect_loss(self, module: nn.Module, place: Place, output: object) -> None:
         """Determine whether a module in the model is a loss function.
 
-        It is if it returns one number for the whole batch that no module with weights
-        uses; or has the name of a loss. With that name and a larger result, as of a
-        layer, it is none, unless it is torch's own.
+        It is one if it returns a scalar that no module with weights uses afterwards, or
+        if its class name ends like a loss and its result is not larger than a scalar.
+        torch's own losses always are.
         """
         sizes = [part.dim() for part in tensor_facts.floats(output)]
         named = place.kind.endswith(_LOSS_NAMES) and (
@@ -193,7 +192,7 @@ class ModuleStack:
         return torch._C._current_autograd_node()  # noqa: SLF001
 
     def current(self) -> Place:
-        """Return where the current operation runs."""
+        """Return the module call in which the current operation runs."""
         node = self.node()
         if node is not None:
             return self._origin_of(node)[0]
@@ -206,15 +205,15 @@ class ModuleStack:
         return Place(LOSS if self._done or self._ran else INPUT, "")
 
     def forward_op(self) -> str:
-        """Return the operation whose slope is computed; "" if it is not torch's."""
+        """Return the op whose derivative is computed; "" in a custom Function."""
         node = self.node()
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         return "" if node is None or custom else self._origin_of(node)[1]
 
     def receiver(self, node: Node, dtype: torch.dtype) -> tuple[Place, str] | None:
-        """Return the operation to whose result a node's gradient in a dtype belongs.
+        """Return the operation whose result gets a gradient of `dtype` from `node`.
 
-        None if that is a leaf.
+        None if a leaf gets it.
         """
         for maker, output in node.next_functions:
             if maker is not None and _dtype_of(maker, output) == dtype:
@@ -222,7 +221,7 @@ class ModuleStack:
         return None
 
     def note(self, op: str) -> None:
-        """Record that an operation runs, which may have made a node."""
+        """Record an operation that may have made an autograd node."""
         if self.node() is None:
             node_number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
             self._nodes.setdefault(node_number, (self.current(), op))

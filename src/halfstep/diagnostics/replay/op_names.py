@@ -1,8 +1,8 @@
-"""What users call an operation, where a program calls it, and rules that match it.
+"""Names operations as users call them, and finds the casts in a program's code.
 
-Why calls are followed: the same `mm` runs below `x @ w`, `linear` and `einsum`, and a
-rule of a policy matches what was called. A cast by autocast runs within the call of
-something else; one by the program is a call of its own.
+The same aten `mm` runs for `x @ w`, `linear` and `einsum`, and policy rules match the
+function called, so calls are tracked. A cast by autocast happens inside the call of
+another function; a cast by the program is a call itself.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _USER_NAMES = {
 _AFFIXES = re.compile(r"^_*(native_|cudnn_|miopen_|mkldnn_|safe_|fused_)?|_forward$|_$")
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"}
 _TRANSPOSED = 6
-"""Index of that argument of aten's convolution."""
+"""Index of the argument `transposed` of aten's convolution."""
 _FUNCTION_NAMES = {"rmatmul": "matmul", "imatmul": "matmul", "setitem": "copy"}
 _CASTS = {"to", "half", "bfloat16", "type", "type_as", "copy", "cast"}
 
 
 def aten_name(func: torch._ops.OpOverload) -> str:
-    """Return aten's name of an operation, without library, overload and "in place"."""
+    """Return the aten name of an operation, without overload and trailing "_"."""
     name: str = func._schema.name.partition("::")[2]  # noqa: SLF001
     return name.rstrip("_") if not name.startswith("__") else name
 
 
 def is_matmul(name: str) -> bool:
-    """Return whether an operation is what matmuls and convolutions become."""
+    """Return whether an aten operation is a matmul or a convolution."""
     return name in _MATMULS or name.endswith("convolution")
 
 
 def user_name(name: str, rank: int, args: Sequence[object], *, weighted: bool) -> str:
-    """Return what a user calls aten's operation `name`, whose result has this rank."""
+    """Return the user's name of aten operation `name`; its result has `rank` dims."""
     if "scaled_dot_product" in name:
         return "scaled_dot_product_attention"
     if name.endswith("convolution"):
@@ -68,41 +68,41 @@ def user_name(name: str, rank: int, args: Sequence[object], *, weighted: bool) -
 
 
 def node_name(name: str) -> str:
-    """Return what a user calls the operation behind a node such as "SqrtBackward0"."""
+    """Return the user's name of the operation of a node such as "SqrtBackward0"."""
     return re.sub(
         r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", name)
     ).lower()
 
 
 def op_rule(name: str) -> str:
-    """Return a rule that keeps an operation in fp32; "" if no policy can."""
+    """Return a rule that keeps an operation in fp32; "" if no rule can match it."""
     rule = Rule("op", name, "fp32")
     return str(rule) if matching_ops(rule) else ""
 
 
 class Cast(NamedTuple):
-    """A cast by the program itself."""
+    """A cast in the program's code."""
 
     where: str
-    """Such as "net.py:31"."""
+    """File and line, such as "net.py:31"."""
     fixed: bool
-    """Its dtype is a constant, so no rule and no other level changes it."""
+    """Whether its dtype is a constant, which no rule or level changes."""
 
 
 class TorchCalls(TorchFunctionMode):
-    """Tracks which function of torch the program is calling, while it is entered.
+    """Tracks which function of torch the program is calling, inside its `with` block.
 
-    `on_cast` is called with the result of each cast by the program; it may be the
-    argument itself, if that had the dtype already.
+    `on_cast` is called with the result of each cast by the program, which is the
+    argument itself if that already had the dtype.
     """
 
     def __init__(self, on_cast: Callable[[object, Cast], None]) -> None:
         super().__init__()
         self._on_cast = on_cast
         self._function = ""
-        """Its name; "" outside of a call."""
+        """Name of the current function; "" outside of a call."""
         self.grad_scale = 1.0
-        """Loss scale of a loss whose gradients were taken with `create_graph=True`."""
+        """Largest scale of a loss differentiated with `create_graph=True`."""
 
     def __torch_function__(
         self,
@@ -111,7 +111,7 @@ class TorchCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Call it; keep its name meanwhile."""
+        """Call a function and track its name."""
         del types
         before = self._function
         name = getattr(func, "__name__", "").partition(".")[0].strip("_")
@@ -130,13 +130,13 @@ class TorchCalls(TorchFunctionMode):
 
     @property
     def op(self) -> str:
-        """The call as an operation of aten; "" if it is none, or a cast."""
+        """The current function if it is an aten operation and no cast, else ""."""
         name = self._function
         is_op = name and name not in _CASTS and hasattr(torch.ops.aten, name)
         return name if is_op else ""
 
     def cast(self) -> Cast | None:
-        """Return the cast that the program is calling, if it is one."""
+        """Return the current call if it is a cast by the program, else None."""
         if self._function not in _CASTS:
             return None
         frame: FrameType | None = inspect.currentframe()
@@ -148,7 +148,7 @@ class TorchCalls(TorchFunctionMode):
             return None
         path, number = frame.f_code.co_filename, frame.f_lineno
         line = linecache.getline(path, number)
-        # Whether the line names the dtype, or takes that of another tensor.
+        # The source line shows if the dtype is a literal or another tensor's.
         follows = self._function == "copy" or "dtype" in line or "type_as" in line
         fixed = not follows or "half" in line or "float16" in line
         return Cast(f"{Path(path).name}:{number}", fixed)

@@ -1,10 +1,10 @@
 """Traces every operation of a replay: which makes inf or NaN, and which passes it on.
 
-Each operation with finite inputs and a non-finite result gives an event; and for any
-tensor, the events behind its values are known.
+Each operation with finite inputs and a non-finite result is recorded as an event, and
+each storage maps to the events that its non-finite values result from.
 
-An intended infinity, as in a mask of -inf, is an event like another. It is reported
-only if it reaches a result; an operation that makes NaN of it is an event of its own.
+An intended infinity, such as the -inf of a mask, is an event too. It is reported only
+if it reaches the loss or a gradient. Making NaN from it is an event of its own.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class NonFiniteEvent:
-    """An inf or NaN that an operation made, or that came in."""
+    """An inf or NaN that an operation made or that was in an input."""
 
     number: int
-    """Of all events, in order."""
+    """Index in the order of all events."""
     place: Place
     phase: str
     """"forward" or "backward"."""
     op: str
-    """By its user's name; in backward, the operation whose slope is computed."""
+    """User's name of the op; in backward, of the op whose derivative is computed."""
     aten_name: str
-    """Of the operation that ran."""
+    """aten name of the operation that ran."""
     nonfinite: NonFiniteKinds
     dtype: torch.dtype
     inputs: float | None = None
@@ -49,32 +49,32 @@ class NonFiniteEvent:
     fp32_result: tuple[str, float] = ("not run", 0.0)
     domain_error: domains.DomainError | None = None
     constant: bool = False
-    """The program passed a non-finite number to the operation."""
+    """Whether the program passed a non-finite scalar to the operation."""
     is_intended: bool = False
-    """Such a number only fills elements, like the -inf of a mask."""
+    """Whether such a scalar only fills elements, like the -inf of a mask."""
     is_selected: bool = False
-    """A label selected it: a loss looked it up by its labels."""
+    """Whether a loss read the value at the position that a label gives."""
     is_executed_op: bool = False
-    """In backward: `op` is the operation that ran, as the slope is not torch's own."""
+    """In backward of a custom Function: `op` is the operation that ran."""
     count: tuple[int, int] = (0, 0)
-    """Non-finite elements, of all; parameters, where gradients were summed."""
+    """Non-finite elements, and all; for a sum of gradients, parameters."""
     source_kind: str = ""
-    """No operation made it: "weight", "buffer", "input" (of the model), "outside";
-    "exchange": another process made it; "sum": gradients were summed."""
+    """Origin if no operation made it: "weight", "buffer", "input" (of the model),
+    "outside", "exchange" (another process), "sum" (of gradients)."""
     source: str = ""
-    """Name of the parameter, buffer or argument that it is, or is a cast of."""
+    """Name of that parameter, buffer or argument, or of the one it is a cast of."""
     raw_input: str = ""
-    """Argument of the model that was an input of the operation; "" for none."""
+    """Name of a model argument that is an input of the operation; "" for none."""
     parents: frozenset[NonFiniteEvent] = field(default_factory=frozenset)
-    """Intended infinities, of which it made NaN."""
+    """Intended infinities from which it made NaN."""
     casts: bool = False
-    """It is a cast to a narrower format."""
+    """Whether it is a cast to a narrower format."""
     written: Cast | None = None
-    """The cast by the program that it is, or that made its inputs."""
+    """The cast in the program's code that it is, or that made its inputs."""
     consumer: tuple[Place, str] | None = None
     """The first operation that used the result of a cast."""
     receiver: tuple[Place, str] | None = None
-    """The operation to whose gradient a cast in backward belongs."""
+    """For a cast in backward: the operation whose result has this gradient."""
 
 
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -84,16 +84,16 @@ _OVERWRITE |= {"exponential", "log_normal", "cauchy", "geometric", "set"}
 _FILLS = {"full", "full_like", "new_full", "scalar_tensor", "fill", "masked_fill"}
 _FILLS |= {"index_fill", "constant_pad_nd", "where", "clamp", "scatter"}
 _EXCHANGES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
-"""Libraries whose results may not be complete when their operations return."""
+"""Namespaces of collectives: results may be incomplete when the operation returns."""
 _CASTS = {"_to_copy", "to", "copy"}
 _PICKS = {"nll_loss_forward", "nll_loss2d_forward", "gather"}
 _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
-"""They make +inf of -inf only by an overflow of their own."""
+"""They return +inf for inputs with -inf only if they overflow themselves."""
 
 
 @dataclass
 class _Call:
-    """One operation, with its arguments from before it ran."""
+    """One operation with copies of its arguments from before it ran."""
 
     func: torch._ops.OpOverload
     aten_name: str
@@ -102,15 +102,15 @@ class _Call:
     kwargs: dict[str, Any]
     inputs: list[Tensor]
     keys: Sequence[int]
-    """Storages of the inputs."""
+    """Storage keys of the inputs."""
     nonfinite: dict[int, NonFiniteKinds]
-    """Index of an input -> what it holds, if that is not finite."""
+    """Index of a non-finite input -> its kinds."""
     outs: list[Tensor]
     written: Cast | None
 
 
 class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
-    """Traces operations while it is entered; synchronizes at each.
+    """Traces operations inside its `with` block; synchronizes at each.
 
     `before_write` is called with each tensor that is about to be written.
     """
@@ -124,25 +124,25 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         self.num_ops = 0
         self._num_events = 0
         self.boundary: float | None = None
-        """Largest gradient that the loss passes to the model."""
+        """Largest gradient that the loss function passes to the model."""
         self.rejected: set[NonFiniteEvent] = set()
-        """Events behind non-finite values that an operation raised for."""
+        """Events that the inputs of an operation that raised result from."""
         self.in_backward = False
-        """The forward pass has ended, and the loss is known."""
+        """Whether the forward pass has ended and the loss is computed."""
         self.sent: set[NonFiniteEvent] = set()
-        """Events behind non-finite values that went to other processes."""
+        """Events that values sent to other processes result from."""
         self.overflow: NonFiniteEvent | None = None
         """The first event of the forward pass that is finite in fp32."""
         self._exchanged = False
         self._origins: dict[int, frozenset[NonFiniteEvent]] = {}
-        """Storage -> events behind the non-finite values there."""
-        # A storage that is freed and allocated again would pass for the old one.
+        """Storage key -> events that the non-finite values there result from."""
+        # Weak references: the key of a freed storage could otherwise be reused.
         self._refs: dict[int, object] = {}
         self._casts: dict[int, NonFiniteEvent] = {}
-        """Storage of the result of a cast that no operation has used yet."""
+        """Storage key of a cast's result that no operation has used yet -> event."""
         self.calls = TorchCalls(self._cast_by_program)
         self._written: dict[int, tuple[Place, Cast]] = {}
-        """Storage -> cast by the program that made its format."""
+        """Storage key -> the cast in the program's code that its dtype is due to."""
         self._stored_tensors = {
             storage_key(part): (kind, name)
             for kind, named in (
@@ -161,7 +161,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run an operation; read its inputs and outputs."""
+        """Run an operation and trace its inputs and outputs."""
         del types
         kwargs = kwargs or {}
         name = op_names.aten_name(func)
@@ -188,7 +188,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Any:  # noqa: ANN401
-        """Run an operation, which writes to `written`; record its events."""
+        """Run an operation that writes to `written`, and record its events."""
         old_args, old_kwargs = _pytree.tree_map(
             lambda v: v.detach().clone() if any(v is w for w in written) else v,
             (args, kwargs),
@@ -201,7 +201,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         try:
             output = func(*args, **kwargs)
         except Exception:
-            # Some raise for non-finite inputs, as losses of probabilities do.
+            # Some raise for non-finite inputs, such as binary_cross_entropy.
             self.rejected = self.sources(inputs)
             raise
         outs = tensor_facts.floats(output) or tensor_facts.floats(written)
@@ -234,7 +234,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         if kinds:
             self._origins[key] = self._sources_of(call, kinds, out)
             self._refs[key] = tensor_facts.storage_ref(out)
-        # Some operations that split return views, without saying so.
+        # Some split operations return views that their schema does not declare.
         elif is_new and key not in call.keys:
             self._origins.pop(key, None)
 
@@ -253,7 +253,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         self._refs[storage_key(out)] = tensor_facts.storage_ref(out)
 
     def _cast_by_program(self, result: object, cast: Cast) -> None:
-        """Record what the program has cast to a 16-bit format."""
+        """Record results of a cast by the program to a 16-bit format."""
         for out in tensor_facts.floats(result):
             if out.itemsize < torch.float32.itemsize:
                 self._set_written(out, (self.modules.current(), cast))
@@ -267,8 +267,8 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Cast | None:
         """Return the cast by the program that an operation is, or that made its inputs.
 
-        Results of such casts alone are in that format whatever a rule says; but a rule
-        for a module casts what comes into it.
+        If all inputs come from such casts, so does the dtype of the result: no op rule
+        changes it. A rule for a module does, as it casts what enters the module.
         """
         current = self.modules.current()
         low = [out for out in outs if out.itemsize < torch.float32.itemsize]
@@ -289,7 +289,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
     def _sources_of(
         self, call: _Call, kinds: NonFiniteKinds, out: Tensor
     ) -> frozenset[NonFiniteEvent]:
-        """Return the events behind a non-finite result."""
+        """Return the events that a non-finite result results from."""
         if not call.nonfinite:
             return frozenset({self._event(call, kinds, out)})
         sources: set[NonFiniteEvent] = set()
@@ -345,9 +345,9 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         event.op, event.is_executed_op = forward_op or call.op, not forward_op
         values = domains.arguments(call.func, call.args, call.kwargs, call.outs)
         event.domain_error = domains.find_domain_error(name, values, "forward")
-        # Last: an operation in place writes to these arguments.
+        # After the other uses of these arguments: an in-place operation writes to them.
         event.fp32_result = tensor_facts.run_in_fp32(call.func, call.args, call.kwargs)
-        # A mask of -inf is meant.
+        # -inf alone is a mask.
         overflows = (kinds.posinf or kinds.nan) and event.fp32_result[0] == "finite"
         if self.overflow is None and node is None and overflows:
             self.overflow = event
@@ -370,7 +370,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
     def _outside_event(
         self, call: _Call, tensor: Tensor, key: int, kinds: NonFiniteKinds
     ) -> NonFiniteEvent:
-        """Return the event of an inf or NaN that no traced operation has made."""
+        """Return the event of an inf or NaN that no traced operation made."""
         kind, source = self._stored_tensors.get(key, ("", ""))
         if not kind and key in self.modules.arguments:
             kind, source = "input", self.modules.arguments[key]
@@ -378,13 +378,13 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
             kind = "exchange"
         weight = "" if kind else self._cast_weight(tensor)
         event = self._new_event(call, kinds, tensor)
-        # A number in the program is turned into such a tensor by torch.
+        # torch wraps a Python scalar of the program into a 0-dim tensor.
         is_number = not tensor.dim() and not self.modules.node()
         event.constant = not kind and not weight and is_number
         event.source_kind = "" if weight or event.constant else kind or "outside"
         event.source = weight or source
-        # A mask holds -inf alone. For `y[:, 0] = inf`, torch before 2.15 fills
-        # with a tensor of that number: the same as with the number.
+        # A mask has -inf only. For `y[:, 0] = inf`, torch before 2.15 fills with a
+        # tensor of that scalar, so treat it like the scalar.
         event.is_intended = (event.constant and call.aten_name in _FILLS) or not (
             kinds.nan or kinds.posinf or kind == "weight" or weight
         )
@@ -400,7 +400,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         return event
 
     def _cast_weight(self, tensor: Tensor) -> str:
-        """Return the parameter that a tensor is a cast of, made before the replay."""
+        """Return the parameter of which a tensor is a cast made before the replay."""
         if tensor.itemsize >= torch.float32.itemsize:
             return ""
         for name, parameter in self.modules.root.named_parameters():
@@ -415,7 +415,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         return ""
 
     def sources(self, tensors: Iterable[Tensor | None]) -> set[NonFiniteEvent]:
-        """Return the events behind the non-finite values of some tensors."""
+        """Return the events that the non-finite values of some tensors result from."""
         events: set[NonFiniteEvent] = set()
         for part in tensor_facts.floats([*tensors]):
             if tensor_facts.nonfinite_kinds(part):
@@ -443,7 +443,7 @@ _TABLES = {
 
 
 class OutOfRange(RuntimeError):  # noqa: N818 -- the search catches it
-    """An index or target that an operation cannot use: a label, or a token."""
+    """A label, token or other index is outside of what an operation accepts."""
 
     def __init__(self, place: Place, op: str, *, is_label: bool, evidence: str) -> None:
         super().__init__(evidence)
@@ -471,7 +471,7 @@ def _check_indices(name: str, args: Sequence[Any], modules: ModuleStack) -> None
         else:
             size, indices = args[0].shape[args[1]], args[2]
             right = f"there are 0 to {size - 1}"
-            # A hand-written loss looks up labels so.
+            # A hand-written loss may gather by its labels.
             is_label = modules.current().is_loss
         invalid = (indices < 0) | (indices >= size)
     elif name == "binary_cross_entropy":

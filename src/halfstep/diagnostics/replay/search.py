@@ -1,4 +1,4 @@
-"""Replays a step as often as needed to name the operation that made inf or NaN."""
+"""Replays a failed step to find the operation that made the first inf or NaN."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def find_nonfinite(
         with restored_after(model, generator_state) as snapshot:
             return _replay(model, steps, scale, snapshot, summed_in)
 
-    # Where a replay communicates, all processes must make as many.
+    # If a replay communicates, all processes must replay equally often.
     together = exchanges(model)
     result = replay(scale)
     if together or (failed and not result.has_failed):
@@ -144,8 +144,8 @@ def find_nonfinite(
 def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
     """Return the first operation of a forward pass that overflows its dtype alone.
 
-    Also where a later operation hides that, as 1 / inf is 0; `find_nonfinite` reports
-    only what reaches the loss or a gradient.
+    Includes overflows hidden by a later operation (1 / inf is 0); `find_nonfinite`
+    reports only those that reach the loss or a gradient.
     """
     with restored_after(model, None) as snapshot:
         event = _run(model, step, 1.0, snapshot).overflow
@@ -191,7 +191,7 @@ def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
 
 
 def _check_loss(step: Step, loss: object) -> None:
-    """Check that it is one floating number, as a tensor."""
+    """Check that the loss is a floating tensor with one element."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return
     message = (
@@ -230,31 +230,31 @@ def _repr(value: object) -> str:
 
 @dataclass
 class _ReplayResult:
-    """What one replay recorded."""
+    """Results of one replay."""
 
     nonfinite: NonFiniteKinds
-    """What loss and gradients hold."""
+    """Kinds of non-finite values in loss and gradients."""
     event: NonFiniteEvent | None = None
-    """The first event behind that."""
+    """The first event that they result from."""
     boundary: float | None = None
     index_error: OutOfRange | None = None
     num_ops: int = 0
     part: int | None = None
-    """Index of the micro-batch; None for all of them together."""
+    """Index of the micro-batch; None for the sum over all."""
     gradients: Sequence[Tensor | None] = ()
     overflow: NonFiniteEvent | None = None
-    """The first in the forward pass that is finite in fp32, wherever it went."""
+    """First overflow of the forward pass that is finite in fp32, even if hidden."""
     grad_scale: float = 1.0
     """Loss scale that gradients in the loss were not divided by."""
 
     @property
     def has_failed(self) -> bool:
-        """Something was wrong."""
+        """Whether a value was non-finite or an index out of range."""
         return bool(self.nonfinite) or self.index_error is not None
 
     @property
     def in_backward(self) -> bool:
-        """A gradient overflowed: the loss scale may be the cause."""
+        """Whether a gradient overflowed, so that the loss scale may be the cause."""
         event = self.event
         if event is None or event.phase != "backward":
             return False
@@ -270,7 +270,7 @@ def _replay(
 ) -> _ReplayResult:
     """Run all micro-batches; return the result of the first that failed.
 
-    If none did, that of the sum of their gradients.
+    If none failed, return the result of the sum of their gradients.
     """
     failure: _ReplayResult | None = None
     sums = GradSums(model, summed_in)
@@ -279,7 +279,7 @@ def _replay(
         result.part = part
         if failure is None and result.has_failed:
             failure = result
-        # Where passes communicate, all processes must run as many.
+        # If passes communicate, all processes must run equally many.
         if failure is not None and not exchanges(model):
             return failure
         if len(steps) > 1:
@@ -348,7 +348,7 @@ def _run(
 
 
 def _first(events: set[NonFiniteEvent]) -> NonFiniteEvent | None:
-    """Return the first that was not intended, else the first."""
+    """Return the first event that was not intended, else the first."""
     return min(
         events, key=lambda event: (event.is_intended, event.number), default=None
     )

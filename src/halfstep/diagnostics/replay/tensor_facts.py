@@ -1,4 +1,7 @@
-"""What values a tensor holds, and what an operation returns in fp32. Synchronizes."""
+"""Reads facts of tensors, such as non-finite kinds; runs operations again in fp32.
+
+These functions synchronize with the device.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,25 @@ _LOW = {torch.float16, torch.bfloat16}
 
 
 class NonFiniteKinds(NamedTuple):
-    """Which kinds of non-finite numbers a tensor holds."""
+    """Which of NaN, +inf and -inf a tensor contains."""
 
     nan: bool = False
     posinf: bool = False
-    """+inf."""
     neginf: bool = False
-    """-inf."""
 
     def __bool__(self) -> bool:
         """Return whether there are any."""
         return self.nan or self.posinf or self.neginf
 
     def __or__(self, other: NonFiniteKinds) -> NonFiniteKinds:
-        """Return what either holds."""
+        """Return the kinds in either."""
         return NonFiniteKinds(
             *(one or two for one, two in zip(self, other, strict=True))
         )
 
     @property
     def kind(self) -> str:
-        """In a word."""
+        """Return "NaN" or "inf"."""
         return "NaN" if self.nan else "inf"
 
 
@@ -50,7 +51,7 @@ def floats(value: object) -> list[Tensor]:
         if isinstance(leaf, Tensor) and leaf.device.type != "meta":
             part = local_data(leaf)
             if part.is_complex():
-                # A conjugate view has no real view; what it views is as finite.
+                # A conjugate view has no real view; its base is finite if it is.
                 part = torch.view_as_real(part.conj() if part.is_conj() else part)
             if part.is_floating_point() and part.itemsize > 1:
                 tensors.append(part)
@@ -58,7 +59,7 @@ def floats(value: object) -> list[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number of a tensor's storage, unique while it is alive; 0 of none."""
+    """Return an id of a tensor's storage, unique while that is alive; 0 if empty."""
     if not tensor.numel() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return 0
     key: int = tensor.untyped_storage()._cdata  # noqa: SLF001
@@ -66,14 +67,14 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def storage_ref(tensor: Tensor) -> object:
-    """Return a reference that keeps a storage's key unique, and no memory alive."""
+    """Return a weak reference that keeps a storage's key unique but not its memory."""
     if not storage_key(tensor):
         return None
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def nonfinite_kinds(value: Tensor) -> NonFiniteKinds:
-    """Return which kinds of non-finite numbers a tensor holds."""
+    """Return the kinds of non-finite values in a tensor."""
     if not value.numel():
         return NonFiniteKinds()
     low, high = torch.stack(torch.aminmax(value.detach())).tolist()
@@ -90,7 +91,7 @@ def nonfinite_kinds(value: Tensor) -> NonFiniteKinds:
 
 
 def count_nonfinite(value: Tensor) -> tuple[int, int]:
-    """Return the number of non-finite elements, and of all."""
+    """Return the number of non-finite elements and of all elements."""
     return int((~value.detach().isfinite()).sum()), value.numel()
 
 
@@ -119,7 +120,7 @@ def run_in_fp32(
         return torch.float32 if isinstance(value, torch.dtype) else value
 
     inputs = _pytree.tree_map(widened, (args, kwargs))
-    # To save the random state of all GPUs would initialize each one.
+    # Forking the random state of all GPUs would initialize each of them.
     gpus = sorted({t.get_device() for t in floats(inputs) if t.is_cuda})
     try:
         with torch.random.fork_rng(gpus), torch.no_grad():
