@@ -1,4 +1,4 @@
-"""What this machine can do, measured, and which level and dtype to use on it."""
+"""Measures what this machine can do, and recommends a level and dtype for it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
     "recommend",
 ]
 
-if not TYPE_CHECKING:  # a type checker must still see a misspelt name
+if not TYPE_CHECKING:  # type checkers must still report misspelled names
 
     def __getattr__(name: str) -> object:
-        """Load a public name on first use: submodules are used without torch."""
+        """Import a public name on first use; some submodules are used without torch."""
         if name in __all__:
             from halfstep.machine import gemm, hardware
 

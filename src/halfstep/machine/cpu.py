@@ -1,7 +1,7 @@
-"""The CPU: what it is, and what this process may use of it.
+"""Reads the CPU's properties, and how much of it this process may use.
 
-In: nothing; `/proc`, `/sys` and the environment are read. Out: plain values. Where the
-system does not tell, they are empty.
+Sources are `/proc`, `/sys` and the environment. Results are plain values, empty if the
+system does not provide them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ first use in a process."""
 
 @functools.cache
 def facts() -> dict[str, str]:
-    """Return `/proc/cpuinfo`'s fields of the first processor; read once a process."""
+    """Return the first processor's fields in `/proc/cpuinfo`, read once per process."""
     source = PROC / "cpuinfo"
     if not source.exists():
         return {}
@@ -40,21 +40,21 @@ def facts() -> dict[str, str]:
 
 
 def flags(fields: dict[str, str]) -> frozenset[str]:
-    """Return the instruction sets among a processor's fields, in Linux's words."""
+    """Return the instruction sets of a processor, by Linux's names."""
     return frozenset((fields.get("flags") or fields.get("Features") or "").split())
 
 
 def affinity() -> tuple[int, ...]:
-    """Return the processors this process may run on; all where none are excluded."""
+    """Return the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cgroup_limit() -> float | None:
-    """Return how many CPUs' time a container grants, or None: no limit.
+    """Return the CPU limit of a container in CPUs, or None.
 
-    The least quota over period of this process's group and all groups above it.
+    It is the least quota over period of this process's cgroup and its ancestors.
     """
     try:
         groups = (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -76,25 +76,25 @@ def cgroup_limit() -> float | None:
 
 
 def _quota(*files: Path) -> float | None:
-    """Return quota over period; the files are of version 2 (one) or 1 (two)."""
+    """Return quota over period, from one file (cgroup v2) or two (v1)."""
     try:
         words = " ".join(file.read_text(encoding="ascii") for file in files).split()
-    except OSError:  # no such group here: the controller is not mounted, or hidden
+    except OSError:  # no such cgroup: the controller is not mounted, or hidden
         return None
     quota, period = words[:2]
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def instruction_limits() -> dict[str, str]:
-    """Return those of `INSTRUCTION_LIMITS` that are set."""
+    """Return the `INSTRUCTION_LIMITS` that are set now."""
     return {name: os.environ[name] for name in INSTRUCTION_LIMITS if os.getenv(name)}
 
 
 def first_instruction_limits() -> dict[str, str]:
-    """Return those that were set when this process began.
+    """Return the `INSTRUCTION_LIMITS` that were set when this process started.
 
-    Why: what a program sets later may or may not have come before a library's first
-    use, and no library tells.
+    Why: variables set later may or may not have come before the library's first use,
+    which cannot be queried.
     """
     try:
         pairs = (PROC / "self" / "environ").read_bytes().split(b"\0")
@@ -111,7 +111,7 @@ def thread_wait_seconds() -> dict[int, float] | None:
     """Return how long each thread has waited for a processor, in seconds.
 
     Returns:
-        Thread id -> seconds since it began; None where the system does not tell.
+        Thread id -> seconds since its start; None if the system does not provide it.
     """
     try:
         tasks = list((PROC / "self" / "task").iterdir())
@@ -122,6 +122,6 @@ def thread_wait_seconds() -> dict[int, float] | None:
         try:
             _, waited, _ = (task / "schedstat").read_text(encoding="ascii").split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # the thread has ended, or the kernel keeps no such figure
+            continue  # the thread has ended, or the kernel does not count this
         seconds[int(task.name)] = int(waited) / 1e9
     return seconds or None

@@ -1,12 +1,10 @@
-"""fp16 products on a CPU that has none, in useful time.
+"""Computes fp16 matmuls in fp32 on CPUs without fp16 instructions.
 
-In: a region of a program. Out: the same numbers, computed in fp32 and rounded.
-
-Why: without instructions for fp16, torch multiplies fp16 matrices on a CPU one number
-at a time, some thirty times as slowly as fp32 ones. A product of two fp16 numbers is
-exact in fp32, and what has fp16 products adds them up in fp32: so the operands are
-widened, multiplied, and the result is rounded once. What is learned is what hardware
-would learn, but for the order of sums; how quickly says nothing.
+Why: without such instructions torch multiplies fp16 matrices element by element, about
+thirty times as slowly as fp32. The product of two fp16 numbers is exact in fp32, and
+hardware with fp16 matmuls accumulates in fp32: so the operands are widened, multiplied,
+and the result is rounded once. The results are what hardware gives, except for the
+order of summation; the speed is not meaningful.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _SLOW_RATIO = 0.5
-"""Share of fp32's rate below which fp16 has no instructions of its own."""
+"""Share of fp32's rate below which the CPU has no fp16 instructions."""
 
 _MATMULS = {
     torch.ops.aten.mm.default: (2, 1),
@@ -32,22 +30,22 @@ _MATMULS = {
     torch.ops.aten.baddbmm.default: (3, 1),
     torch.ops.aten.convolution.default: (3, 1),
     torch.ops.aten.convolution_backward.default: (3, 3),
-    # The second result is the logarithm of a sum, in fp32 as fp16 kernels have it.
+    # The second result, a logsumexp, is fp32 in fp16 kernels too.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (3, 1),  # noqa: SLF001 -- torch's own name
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 3),  # noqa: SLF001
 }
-"""Operation -> how many of its arguments are operands of one dtype, and how many of its
-results, from the first, have it too."""
+"""Operation -> number of its first arguments that share one dtype, and number of its
+first results that have it too."""
 
 
 def is_needed(device: str) -> bool:
-    """Say whether a device has no fp16 products worth waiting for."""
+    """Return whether fp16 matmuls on a device are too slow to use."""
     rates = hardware.gemm_rates(device)
     return device == "cpu" and rates["fp16"] < _SLOW_RATIO * rates["fp32"]
 
 
 class Fp32Matmuls(DispatchMode):  # type: ignore[no-untyped-call]
-    """Computes products of fp16 matrices in fp32, and rounds the results."""
+    """Dispatch mode that computes fp16 matmuls in fp32 and rounds the results."""
 
     def __torch_dispatch__(
         self,
@@ -56,10 +54,10 @@ class Fp32Matmuls(DispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run an operation."""
+        """Run an operation, in fp32 if it is an fp16 matmul."""
         del types
         operands, num_results = _MATMULS.get(func, (0, 0))
-        # What mixes formats torch refuses, and must go on to.
+        # Operands of mixed dtypes must raise torch's error, as without this mode.
         if operands and all(map(_is_fp16, args[:operands])):
             named = {key: _to_fp32(each) for key, each in (kwargs or {}).items()}
             result = func(*map(_to_fp32, args), **named)
@@ -70,7 +68,7 @@ class Fp32Matmuls(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_fp16(operand: Tensor | None) -> bool:
-    """Say whether an operand is in fp16; a bias that is not there is no hindrance."""
+    """Return whether an operand is fp16; None (no bias) counts as fp16."""
     return operand is None or operand.dtype is torch.float16
 
 
@@ -80,5 +78,5 @@ def _to_fp32(value: Any) -> Any:  # noqa: ANN401 -- of what torch hands over
 
 
 def _to_fp16(value: Tensor | None) -> Tensor | None:
-    """Round a result; of a convolution, gradients that nobody wants are None."""
+    """Round a result; gradients of a convolution that are not needed are None."""
     return None if value is None else value.half()

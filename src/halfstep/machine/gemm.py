@@ -1,4 +1,4 @@
-"""Rates of matrix products: measured in rounds, with a spread, and not under load.
+"""Measures matmul rates in rounds, with their spread, and checks for other load.
 
 In: a device. Out: `GemmRates`.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 ROUNDS, ATTEMPTS = 3, 3
 
 SPREAD = 0.2
-"""Largest difference between rounds, over the fastest, that is taken for noise. A
-guess: on idle virtual machines rounds differ by up to a tenth."""
+"""Largest relative difference between rounds that counts as noise. An estimate: on idle
+virtual machines rounds differ by up to a tenth."""
 
 WAITED = 0.1
-"""Largest share of the time that a thread may have waited for a processor. On an idle
-machine it is below 0.02; one other program that computes makes it 0.5."""
+"""Largest share of the time that a thread may have waited for a CPU. On an idle machine
+it is below 0.02; one other busy process makes it 0.5."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class GemmRates:
     """Format -> difference between the slowest and the fastest round, relative to the
     fastest, 0 to 1."""
     waited: float
-    """Share of the time that a thread waited for a processor, 0 to 1; of the thread
-    that waited most."""
+    """Share of the time that a thread waited for a CPU, 0 to 1; maximum over
+    threads."""
     doubt: str = ""
     """Why the numbers may be wrong; empty if there is no reason."""
     time: float = 0.0
     """When it was measured, in seconds since 1970."""
     why_not_cached: str = ""
-    """Why other processes measure again; empty if it is cached."""
+    """Why other processes must measure again; empty if the rates are cached."""
 
 
 def measure(
@@ -56,18 +56,18 @@ def measure(
     size: Callable[..., int] | None = None,
     load: Callable[[], Callable[[], float]] | None = None,
 ) -> GemmRates:
-    """Measure the matrix products of each format, again while the machine is busy.
+    """Measure the matmul rate of each format; repeat while the machine is busy.
 
-    Why in rounds: a slow moment meets all formats and not one. If all of `ATTEMPTS`
-    were under load, rates on a CPU come from the time that the calling thread computed
-    instead: what it waited for a processor says nothing of formats.
+    Why in rounds: a slow moment then affects all formats, not one. If all `ATTEMPTS`
+    were under load, rates on a CPU use the CPU time of the calling thread, because time
+    spent waiting for a CPU is unrelated to the format.
 
     Args:
         device: "cpu", "cuda", "mps" or "xpu".
-        rate: `gemm_rate`, or what is called like it.
-        size: `gemm_size`, or what is called like it.
-        load: Starts a count; what it returns gives the share of the time since that
-            threads waited. Default `waiting`.
+        rate: Replacement for `gemm_rate`.
+        size: Replacement for `gemm_size`.
+        load: Starts a measurement; the function that it returns gives the share of the
+            time since then that threads waited. Default: `count_waiting`.
 
     Returns:
         Rates; their `doubt` is empty unless all attempts were under load.
@@ -90,14 +90,14 @@ def measure(
             return summary
         doubt = f"rounds differ by {worst:.0%}"
     clock = time.thread_time if device == "cpu" else time.perf_counter
-    # A product that ends before the processor changes hands is the least disturbed.
+    # Small matmuls often end before a context switch disturbs them.
     both = {n: {_SMALLEST, size(t, device, clock=clock)} for n, t in dtypes.items()}
     rounds = [
         {
             n: max(rate(t, device, each, clock=clock) for each in both[n])
             for n, t in dtypes.items()
         }
-        for _ in range(2)  # a spread, at the least cost to whatever else runs
+        for _ in range(2)  # enough for a spread, at little cost to the other load
     ]
     return replace(_summary(rounds, waited), doubt=doubt)
 
@@ -110,10 +110,10 @@ def _summary(rounds: Sequence[Mapping[str, float]], waited: float) -> GemmRates:
 
 
 def count_waiting() -> Callable[[], float]:
-    """Start to count; return what tells the share of the time since.
+    """Start a measurement; return a function for the share of time threads have waited.
 
-    Where the system does not count how long threads wait, the load average stands in:
-    of each second, a thread waits what exceeds the processors there are.
+    If the system does not count waiting, it is estimated from the load average: per
+    second, a thread waits for the load in excess of the number of CPUs.
     """
     before, began = cpu.thread_wait_seconds(), time.perf_counter()
 
@@ -131,7 +131,7 @@ def count_waiting() -> Callable[[], float]:
 
 _SMALLEST, _LARGEST, _LARGEST_ON_CPU = 256, 4096, 1024
 _LEAST_CALLS, _LONG_CALL = 3, 0.1
-"""As many products are timed, unless one alone takes longer than these seconds."""
+"""At least `_LEAST_CALLS` matmuls are timed, unless one takes over `_LONG_CALL` s."""
 
 
 def gemm_size(
@@ -141,17 +141,16 @@ def gemm_size(
     seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Return the largest size whose products take no more than a given time.
+    """Return the largest size whose matmul takes no more than a given time.
 
-    It doubles while a product of the next size is expected to fit: a format
-    that the processor emulates must not take minutes. Small products are also what
-    warms the machine up.
+    The size doubles while the next one is expected to fit, because a format that the
+    CPU emulates must not take minutes. The small matmuls also warm up.
 
     Args:
         dtype: Dtype of both factors.
         device: "cpu", "cuda", "mps" or "xpu".
-        seconds: Longest time of one product. Default 0.1.
-        clock: Tells the time in seconds.
+        seconds: Longest time of one matmul. Default 0.1.
+        clock: Returns the time in seconds.
     """
     size = _SMALLEST
     largest = _LARGEST_ON_CPU if device == "cpu" else _LARGEST
@@ -170,17 +169,17 @@ def gemm_rate(
     seconds: float = 0.05,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the rate of a square matrix product, in TFLOP/s.
+    """Return the rate of a square matmul, in TFLOP/s.
 
-    Formula: 2 n**3 operations over the shortest time of one product.
+    Formula: 2 n**3 operations over the shortest time of one matmul.
 
     Args:
         dtype: Dtype of both factors.
         device: "cpu", "cuda", "mps" or "xpu".
         size: n.
-        seconds: Time to spend, if three products fit it. Default 0.05: some sixty
-            products of the fastest format on a 2-core machine.
-        clock: Tells the time in seconds.
+        seconds: Time to spend, if three matmuls fit it. Default 0.05: about sixty
+            matmuls of the fastest format on a 2-core machine.
+        clock: Returns the time in seconds.
     """
     return 2 * size**3 / min(_times(dtype, device, size, seconds, clock)) / 1e12
 
@@ -192,7 +191,7 @@ def _times(
     seconds: float,
     clock: Callable[[], float],
 ) -> list[float]:
-    """Return the seconds of single products; the first, which warms up, is left out."""
+    """Return the seconds of single matmuls, without the first, which warms up."""
     left = torch.ones(size, size, dtype=dtype, device=device)
     times: list[float] = []
     left @ left

@@ -1,7 +1,7 @@
-"""What this machine can do, read from the system and measured.
+"""Detects this machine's hardware, measures matmul rates, and recommends a dtype.
 
-In: nothing, or a device. Out: `Capabilities` (processor, instruction sets, GPUs),
-matrix-product rates, and the level and dtype that follow from them, with the reason.
+Results: `Capabilities` (CPU, instruction sets, GPUs), matmul rates, and the level and
+dtype that follow from them, with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CPU_FLAGS = {
     "asimdhp": "NEON-FP16",
     "bf16": "NEON-BF16",
 }
-"""Linux's word for an instruction set that matters to 16-bit training -> its name."""
+"""Linux's name of an instruction set that speeds up 16-bit training -> common name."""
 
 _NATIVE = {
     "bf16": ("AVX512-BF16", "AMX-BF16", "NEON-BF16"),
@@ -46,12 +46,12 @@ _NATIVE = {
 }
 
 WORTH_IT = 1.5
-"""Least measured rate over fp32's for which a 16-bit format is recommended. A guess:
-casts and everything that is not a matmul must be paid from the difference."""
+"""Least measured rate relative to fp32's for which a 16-bit format is recommended. An
+estimate: the difference must pay for casts and all ops that are not matmuls."""
 
 SLOWER = 0.9
-"""Measured rate over fp32's below which a format counts as slower: two formats that
-are equally fast differ by a few per cent from one measurement to the next."""
+"""Measured rate relative to fp32's below which a format counts as slower; rates of
+equally fast formats differ by a few percent between measurements."""
 
 _BF16_CAPABILITY = (8, 0)
 _FP16_CAPABILITY = (7, 0)
@@ -108,7 +108,7 @@ def capabilities() -> Capabilities:
     """
     fields = cpu.facts()
     flags = cpu.flags(fields)
-    # Where there is no list, platform may know the name; on Linux it says no more.
+    # Without /proc/cpuinfo, platform may know the name; on Linux it adds nothing.
     other = "" if fields else platform.processor()
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -143,22 +143,22 @@ def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str,
 
 
 def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmRates:
-    """Return the matrix-product rates with their spread, age and what they rest on.
+    """Return the matmul rates with their spread, age and reliability.
 
-    Why: instruction sets say what a processor has, not what torch makes of it. The
-    same flags gave fp16 twice fp32's rate on one machine and a tenth of it on another.
+    Why measure: instruction sets do not tell what torch makes of them. The same flags
+    gave fp16 twice fp32's rate on one machine and a tenth of it on another.
 
-    Figures are cached in the user's cache folder for processes under the same
+    Rates are cached in the user's cache directory for processes under the same
     conditions: host, processor and its flags, limits of instructions, threads, torch,
-    affinity and cgroup. What was measured under load is for this process only, and for
-    child processes that are given `environment`.
+    affinity and cgroup. Rates measured under load are used by this process only, and by
+    child processes that are given `child_environment`.
 
     Args:
-        device: "cpu", "cuda", "mps" or "xpu"; default the one that training would use.
-        refresh: Measure again although figures are cached.
+        device: "cpu", "cuda", "mps" or "xpu". Default: the one that training would use.
+        refresh: Measure again, and ignore the cache.
 
     Raises:
-        UserError: If `HALFSTEP_RATES` is set, and holds no rates.
+        UserError: If `HALFSTEP_RATES` is set to invalid rates.
     """
     where = device or capabilities().device
     from_environment = _rates_from_environment(where)
@@ -166,7 +166,7 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
         return from_environment
     facts = conditions(where)
     key = json.dumps(facts, sort_keys=True)
-    with _measure_lock:  # two threads that measure disturb each other
+    with _measure_lock:  # two concurrent measurements would disturb each other
         if refresh or key not in _process_rates:
             _process_rates[key] = _measure(where, facts, refresh=refresh)
         rates = _process_rates[key]
@@ -175,7 +175,7 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """Return what decides how fast a device is in this process, as plain values.
+    """Return all conditions that a device's speed in this process depends on.
 
     Args:
         device: "cpu", "cuda", "mps" or "xpu".
@@ -188,27 +188,27 @@ def conditions(device: str) -> dict[str, Any]:
 _measure_lock = threading.Lock()
 _process_rates: dict[str, GemmRates] = {}
 _latest: dict[str, GemmRates] = {}
-"""Device -> what was returned last."""
+"""Device -> rates returned last."""
 
 
 _VARIABLE = "HALFSTEP_RATES"
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment in which child processes use this process's rates.
+    """Return environment variables with which child processes use this process's rates.
 
-    Why: where the machine is busy nothing is cached, and each would measure again, in
-    the time of whatever it is there for.
+    Why: on a busy machine nothing is cached, and each child would measure again, while
+    its own work is being timed.
     """
     rates = {device: dict(entry.rates) for device, entry in _latest.items()}
     return {_VARIABLE: json.dumps(rates)} if rates else {}
 
 
 def _rates_from_environment(device: str) -> GemmRates | None:
-    """Return the rates that the environment tells of a device, or None.
+    """Return the rates of a device in HALFSTEP_RATES, or None.
 
     Raises:
-        UserError: If it tells no such thing.
+        UserError: If the variable is invalid.
     """
     word = os.environ.get(_VARIABLE)
     if not word:
@@ -250,20 +250,20 @@ def _measure(device: str, facts: dict[str, Any], *, refresh: bool) -> GemmRates:
 
 
 def _load_caveat(device: str, rates: Mapping[str, float]) -> str:
-    """Return what to add to a reason that rests on rates measured under load."""
+    """Return a note for reasons that use rates measured under load, or ""."""
     latest = _latest.get(device)
     doubt = latest.doubt if latest and latest.rates == rates else ""
     return f"; measured under load: {doubt}" if doubt else ""
 
 
 def gain(dtype: str, device: str | None = None) -> float:
-    """Return the measured matrix-product rate of a format over fp32's."""
+    """Return the measured matmul rate of a format relative to fp32's."""
     rates = gemm_rates(device)
     return rates[dtype] / rates["fp32"]
 
 
 def native(dtype: str, device: str | None = None) -> str:
-    """Return what makes a 16-bit format fast here, or "" where nothing is known to."""
+    """Return the hardware feature that speeds up a 16-bit format, or "" if unknown."""
     if dtype not in _NATIVE:
         return ""
     machine = capabilities()
@@ -280,7 +280,7 @@ def native(dtype: str, device: str | None = None) -> str:
 
 
 def _hardware(dtype: str, device: str) -> str:
-    """Return `native` with the limits that may keep it from use."""
+    """Return `native`, with environment variables that may disable it."""
     means, limits = native(dtype, device), cpu.instruction_limits()
     if device == "cuda" or not means or not limits:
         return means
@@ -323,7 +323,7 @@ def recommend(device: str | None = None) -> Recommendation:
 
 
 def emulation_warning(dtype: str, device: str | None = None) -> str | None:
-    """Return what a 16-bit format costs where this machine is slower in it, or None."""
+    """Return a warning if a 16-bit format is slower than fp32 here, or None."""
     where = device or capabilities().device
     if dtype == "fp32" or gain(dtype, where) >= SLOWER:
         return None
@@ -339,17 +339,17 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
 
 
 def peak_memory(device: str | torch.device) -> int:
-    """Return the most memory this process has held so far, in bytes.
+    """Return the peak memory of this process, in bytes.
 
-    On a CPU the resident set, as the system counts it (0 where it does not tell); on
-    a GPU what torch allocated on it.
+    On a CPU the resident set size, 0 if the system does not provide it; on a GPU what
+    torch allocated on it.
     """
     where = torch.device(device)
     if where.type == "cuda":
         return int(torch.cuda.max_memory_allocated(where))
     status = Path("/proc/self/status")
     if status.exists():
-        # What `getrusage` tells begins with the peak of whoever started this process.
+        # The peak of `getrusage` starts from the parent process's.
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -362,7 +362,7 @@ def peak_memory(device: str | torch.device) -> int:
 
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1
-"""Names of glibc's `mallopt`, from its malloc.h."""
+"""Parameters of glibc's `mallopt`, from malloc.h."""
 
 
 def keep_memory() -> bool:
@@ -384,10 +384,10 @@ def keep_memory() -> bool:
 
 
 def tables(*, refresh: bool = False) -> tuple[Table, ...]:
-    """Return the machine, its measured rates, and the advice, as tables.
+    """Return the machine, its measured rates, and the recommendation, as tables.
 
     Args:
-        refresh: Measure again although figures are cached.
+        refresh: Measure again, and ignore the cache.
     """
     facts = capabilities()
     machine_rows: list[tuple[Cell, ...]] = [
@@ -439,7 +439,7 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
 
 
 def _age(seconds: float) -> str:
-    """Return how long ago something was, in the largest unit that fits."""
+    """Format an age in the largest unit that fits."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         number = int(seconds // length)
         if number >= 1:

@@ -1,8 +1,7 @@
-"""Measurements on disk: a file for each set of conditions that they depend on.
+"""Caches measurements on disk, one file for each set of conditions.
 
-In: a device and what it is called. Out: what was measured under the conditions of this
-process, as the `GemmRates`, or nothing. A home folder may be shared by unlike machines,
-and many processes may write at once: each file is replaced whole.
+A home directory may be shared by different machines, and many processes may write at
+once: each file's name depends on the conditions, and files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from halfstep.numerics import formats
 from halfstep.reporting import table
 
 MAX_AGE_SECONDS = 30 * 24 * 3600
-"""Age after which rates are measured again: a power limit, a driver or a host may have
-changed, and no system tells of all that."""
+"""Age after which rates are measured again, because a power limit, a driver or a host
+may have changed, which cannot always be detected."""
 
 RATES = "rates"
-"""Kind of file that holds `GemmRates`."""
+"""Name of the kind of file that holds `GemmRates`."""
 
 MAX_FILES = 64
-"""Files in the folder; beyond that the oldest are deleted."""
+"""Largest number of files; the oldest are deleted."""
 
 _PREFIXES = (
     *("ATEN_", "CUBLAS", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32"),
     *("OMP_", "ONEDNN_", "OPENBLAS_"),
 )
-"""Environment variables that change how matrices are multiplied begin like this."""
+"""Prefixes of environment variables that change how matrices are multiplied."""
 
 
 def conditions(device: str, chip: str) -> dict[str, Any]:
-    """Return what decides the rates, as plain values.
+    """Return the conditions that rates depend on, as plain values.
 
     Args:
         device: "cpu" or "cuda".
-        chip: The name of the processor or GPU.
+        chip: Name of the processor or GPU.
     """
     fields = cpu.facts()
     identity = ("vendor_id", "cpu family", "model", "stepping", "microcode")
@@ -65,7 +64,7 @@ def conditions(device: str, chip: str) -> dict[str, Any]:
             if name.startswith(_PREFIXES)
         },
         "torch": torch.__version__,
-        # Libraries and their versions, instruction sets in use, threads of each.
+        # Libraries and their versions, active instruction sets, threads of each.
         "build": torch.__config__.show() + torch.__config__.parallel_info(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -79,13 +78,13 @@ def conditions(device: str, chip: str) -> dict[str, Any]:
 
 
 def folder(kind: str = RATES) -> Path:
-    """Return where the files are: `halfstep/rates` in the user's cache folder.
+    """Return the directory of the files: `halfstep/<kind>` in the user's cache.
 
     Args:
-        kind: What was measured: the folder's name.
+        kind: Name of the directory: what was measured.
 
     Raises:
-        OSError: If this user has no home folder.
+        OSError: If this user has no home directory.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -96,12 +95,12 @@ def folder(kind: str = RATES) -> Path:
 
 
 def load(facts: dict[str, Any], now: float) -> GemmRates | None:
-    """Return the rates measured under some conditions, or None.
+    """Return the rates measured under these conditions, or None.
 
-    A file that is damaged, old, or not about these conditions counts as absent.
+    A file that is damaged, too old, or for other conditions counts as absent.
 
     Args:
-        facts: Of `conditions`.
+        facts: Result of `conditions`.
         now: Seconds since 1970.
     """
     try:
@@ -121,26 +120,26 @@ def load(facts: dict[str, Any], now: float) -> GemmRates | None:
 
 
 def save(facts: dict[str, Any], rates: GemmRates) -> None:
-    """Keep rates for the processes to come.
+    """Cache rates for later processes.
 
     Raises:
-        OSError: If the folder cannot be written.
+        OSError: If the directory cannot be written.
     """
     fields = asdict(rates)
     write(RATES, facts, {n: fields[n] for n in ("rates", "spread", "waited", "time")})
 
 
 def read(kind: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a kind under some conditions; {} if nothing is.
+    """Return the cached entry of a kind for these conditions, or {}.
 
-    A file that is damaged, or not about these conditions, counts as absent.
+    A file that is damaged, or for other conditions, counts as absent.
     """
     try:
         file = _file(kind, facts)
-        if not file.is_file():  # a pipe would never end
+        if not file.is_file():  # reading a pipe could block forever
             return {}
         data = json.loads(file.read_text(encoding="utf-8"))
-    # RecursionError: of JSON that is nested too deep.
+    # JSON that is nested too deeply raises RecursionError.
     except (OSError, ValueError, RecursionError):
         return {}
     is_same = isinstance(data, dict) and data.get("conditions") == facts
@@ -148,10 +147,10 @@ def read(kind: str, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(kind: str, facts: dict[str, Any], entry: dict[str, Any]) -> None:
-    """Keep what was measured for the processes to come.
+    """Cache an entry for later processes.
 
     Raises:
-        OSError: If the folder cannot be written.
+        OSError: If the directory cannot be written.
     """
     file = _file(kind, facts)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -165,12 +164,12 @@ def _file(kind: str, facts: dict[str, Any]) -> Path:
 
 
 def _prune(place: Path) -> None:
-    """Delete the oldest files beyond `MAX_FILES`, whoever left them."""
+    """Delete the oldest files beyond `MAX_FILES`."""
     ages = []
     for file in place.iterdir():
         try:
             ages.append((file.stat().st_mtime, file))
         except FileNotFoundError:
-            continue  # another process has pruned it
+            continue  # another process has deleted it
     for _, file in sorted(ages, reverse=True)[MAX_FILES:]:
         file.unlink(missing_ok=True)

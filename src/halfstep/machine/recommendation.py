@@ -1,4 +1,4 @@
-"""Which level and format to train with: words in, a decision with its reason out."""
+"""Resolves the level and dtype to train with; "auto" measures the machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Choice:
     """A level and a format to train with, and the reason for both."""
 
     level: levels.Level
-    """The level."""
+    """The chosen level."""
     format: formats.FloatFormat
     """The 16-bit format; fp32 at O0."""
     reason: str
-    """Why, in words."""
+    """Why it was chosen."""
 
     def __str__(self) -> str:
-        """Return both words, as they stand in flags."""
+        """Return level and format as written in flags."""
         return f"{self.level} {self.format}"
 
 
@@ -36,15 +36,15 @@ def resolve(
     dtype: str | torch.dtype | formats.FloatFormat,
     device: str,
 ) -> Choice:
-    """Turn words into a level and a format; "auto" asks the machine.
+    """Resolve names to a level and a format; "auto" measures the machine.
 
     Args:
         level: "O0" to "O3" or "auto".
-        dtype: "fp32", "bf16", "fp16" or "auto". O0 takes any: it has no effect.
+        dtype: "fp32", "bf16", "fp16" or "auto". With O0 it has no effect.
         device: "cpu", "cuda", "mps" or "xpu".
 
     Raises:
-        UserError: If a word is unknown, or the two contradict each other.
+        UserError: If a name is unknown, or level and dtype contradict each other.
     """
     fixed = None if dtype == "auto" else formats.parse(dtype)
     if level == "auto":
@@ -61,7 +61,7 @@ def resolve(
     reason = f"level {level} was asked for"
     if not chosen_level.low:
         if fixed not in (None, formats.FP32):
-            # So that a sweep over levels needs one argument.
+            # Accepted, so that a sweep over levels only changes one argument.
             reason += (
                 f"; dtype={fixed} has no effect: {chosen_level} is fp32 throughout"
             )
@@ -78,13 +78,13 @@ def resolve(
 def warnings_for(
     choice: Choice, optimizer: torch.optim.Optimizer, device: str, *, masters: bool
 ) -> list[str]:
-    """Return what speaks against a choice that was asked for, a line each.
+    """Return warnings about a choice that the user made, one line each.
 
     Args:
         choice: Level and format.
         optimizer: Its epsilon may round to zero in 16-bit state.
         device: "cpu", "cuda", "mps" or "xpu".
-        masters: There are master weights, whose state is not in `choice`'s format.
+        masters: The optimizer's state is fp32, not in `choice`'s format.
     """
     warnings = [
         hardware.emulation_warning(choice.format.name, device),
@@ -96,12 +96,12 @@ def warnings_for(
 def weight_nan_warning(
     choice: Choice, optimizer: torch.optim.Optimizer, *, masters: bool
 ) -> str:
-    """Return what will make NaN of weights, whatever the data are, or "".
+    """Return a warning if weights will become NaN whatever the data, or "".
 
     Args:
         choice: Level and format.
         optimizer: Its epsilon may round to zero in 16-bit state.
-        masters: There are master weights, whose state is not in `choice`'s format.
+        masters: The optimizer's state is fp32, not in `choice`'s format.
     """
     if not choice.level.low_weights or masters:
         return ""

@@ -1,1 +1,1 @@
-"""Float formats, trees of tensors, norms, and statistics of numbers."""
+"""Float formats, nested tensors, norms, and tensor statistics."""

@@ -1,4 +1,4 @@
-"""Adds 16-bit tensors to fp32 ones without fresh memory."""
+"""Adds 16-bit tensors to fp32 tensors without temporary memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK = 1 << 18
-"""Numbers added at a time on a CPU: their fp32 copies, 1 MiB, stay in its cache."""
+"""Elements added at a time on a CPU; their fp32 copies, 1 MiB, stay in its cache."""
 
 
 @torch.no_grad()
 def add_(total: Tensor, part: Tensor) -> None:
     """Add a 16-bit tensor to an fp32 one of the same shape, in place.
 
-    Why: on a CPU, torch first copies the whole of `part` to fp32, into fresh memory.
+    Why: on a CPU, torch first copies all of `part` to fp32, into new memory.
 
     Args:
         total: fp32.

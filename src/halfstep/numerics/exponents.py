@@ -1,4 +1,4 @@
-"""Histograms of exponents, counted without host-device synchronization."""
+"""Histograms of exponents, computed without host-device synchronization."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BINS = 2048
-"""One for each exponent of fp64: bin b counts the numbers from 2**(b - 1023) up to
-twice that. Bin 0 counts zeros, the last one inf and NaN."""
+"""One bin per exponent of fp64: bin b counts magnitudes in [2**(b - 1023), 2**(b -
+1022)). Bin 0 counts zeros, the last bin inf and NaN."""
 
 _BIAS = 1023
-_CHUNK_NUMEL = 2**20  # Numbers widened at a time: 8 MB, not four times the tensor.
+_CHUNK_NUMEL = 2**20  # Elements widened at a time, 8 MB of fp64
 
 
 @torch.no_grad()
 def count_exponents(tensor: Tensor) -> Tensor:
-    """Count a tensor's numbers by their exponents, as they are.
+    """Return the histogram of a tensor's exponents, without unscaling.
 
-    Why: log2 is wrong next to powers of two. In fp64 every number of the other formats
-    is normal, subnormal ones too, so that the exponent is a field of its bits. fp64's
-    own subnormal numbers count as zeros: no scale in fp32 makes anything of them.
+    Why not log2: it is wrong next to powers of two. In fp64 all values of the smaller
+    formats are normal, including their subnormals, so the exponent is a bit field.
+    fp64's own subnormals count as zeros: no fp32 scale makes them relevant.
 
     Returns:
         int64, shape (BINS,), on the tensor's device.
@@ -44,10 +44,10 @@ def count_exponents(tensor: Tensor) -> Tensor:
 
 
 def bincount(numbers: Tensor, bins: int) -> Tensor:
-    """Count how often each integer from 0 to below `bins` is there, without waiting.
+    """Count each integer from 0 to `bins` - 1, without synchronization.
 
-    Why: `torch.bincount` reads the largest number on the host. On a CPU alone that is
-    no wait, and takes a half to a sixth of the time.
+    Why: `torch.bincount` reads the maximum on the host. On a CPU that does not
+    synchronize, and takes a half to a sixth of the time of `scatter_add_`.
     """
     if async_read.is_cpu(numbers.device):
         return torch.bincount(numbers, minlength=bins)
@@ -64,11 +64,11 @@ def _exponent_field(values: Tensor) -> Tensor:
 def largest_magnitude(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the largest absolute value, in the dtype and on the device of `like`.
 
-    Why: a GPU has one fused kernel for the norms of a list. A CPU takes several times
-    as long for such a norm as for both extremes.
+    Why two ways: a GPU has a fused kernel for the norms of a list; on a CPU such a norm
+    takes several times as long as `aminmax`.
 
     Returns:
-        Shape (); 0 of no numbers, NaN or inf if one is there.
+        Shape (); 0 if there are no elements, NaN or inf if one is present.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -86,7 +86,7 @@ def largest_magnitude(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def unscale_histogram(histogram: Tensor, scale: Tensor) -> Tensor:
-    """Return the histogram of the same numbers divided by `scale`, shape ()."""
+    """Return the histogram of the values divided by `scale`, shape ()."""
     bins = torch.arange(BINS, device=histogram.device)
     target = (bins - (_exponent_field(scale) - _BIAS)).clamp(1, BINS - 2)
     target = torch.where((bins == 0) | (bins == BINS - 1), bins, target)
@@ -96,21 +96,21 @@ def unscale_histogram(histogram: Tensor, scale: Tensor) -> Tensor:
 def largest_safe_scale(
     histogram: Tensor, low_dtype: torch.dtype = torch.float16, margin: int = 1
 ) -> Tensor:
-    """Return the largest power of two that none of the numbers overflows at.
+    """Return the largest power of two as loss scale at which no value overflows.
 
-    Formula: 2**(top - e - margin), with e the highest exponent seen, and top that of
-    the format's largest number (fp16: 15).
+    Formula: 2**(top - e - margin), with e the highest exponent in the histogram, and
+    top that of the format's largest number (fp16: 15).
 
     Args:
-        histogram: Of unscaled numbers.
-        low_dtype: The format that must hold them, scaled.
-        margin: Powers of two to stay away, >= 0. At 0 a number may come to lie between
-            the largest one and the next power of two, and overflow; at 1 all lie below
-            half the largest, so that the next batch may be twice as large.
+        histogram: Histogram of unscaled values.
+        low_dtype: Format of the scaled values.
+        margin: Powers of two of safety, >= 0. With 0, a value may end up between the
+            largest number and the next power of two, and overflow; with 1, all values
+            are below half the largest number, so the next batch may be twice as large.
 
     Returns:
-        float32, shape (); NaN if no finite number other than zero was seen. At least
-        2**-126 and at most 2**127, which fp32 holds.
+        float32, shape (), clamped to 2**-126..2**127; NaN if the histogram has no
+        finite non-zero values.
     """
     top = math.frexp(torch.finfo(low_dtype).max)[1] - 1
     seen = histogram[1:-1] > 0
@@ -120,10 +120,10 @@ def largest_safe_scale(
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2**exponent in float32, exactly; exponents that it has not are clamped.
+    """Return 2**exponent in float32, exactly; the exponent is clamped to fp32's range.
 
-    Why: exp2 and pow of a GPU need not be exact, and a scale that is no power of two
-    rounds whatever it multiplies.
+    Why: exp2 and pow on a GPU need not be exact, and a scale that is not a power of two
+    rounds every value it multiplies.
     """
     bits = (exponent.clamp(-126, 127).to(torch.int32) + 127) << 23
     return bits.view(torch.float32)
@@ -132,14 +132,14 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def flushed_share(
     histogram: Tensor, scale: Tensor, low_dtype: torch.dtype = torch.float16
 ) -> Tensor:
-    """Return which share of the numbers other than zero becomes zero at a scale.
+    """Return the share of non-zero values that a format flushes to zero at a scale.
 
-    Those below half the format's smallest number do. That half itself does as well, but
-    shares a bin with its betters, and is not counted. The histogram is of unscaled
-    numbers, the scale a power of two, shape ().
+    Values below half the format's smallest number are flushed. Exactly half is flushed
+    too, but not counted, because it shares a bin with larger values. The histogram is
+    of unscaled values; the scale is a power of two, shape ().
 
     Returns:
-        float32, shape (), from 0 to 1; 0 if nothing was seen.
+        float32, shape (), from 0 to 1; 0 if the histogram is empty.
     """
     return _share_between(
         histogram, scale, -math.inf, _exponent(parse(low_dtype).min_subnormal) - 1
@@ -149,10 +149,9 @@ def flushed_share(
 def subnormal_share(
     histogram: Tensor, scale: Tensor, low_dtype: torch.dtype = torch.float16
 ) -> Tensor:
-    """Return which share of the numbers other than zero loses bits at a scale.
+    """Return the share of non-zero values that become subnormal at a scale.
 
-    They lie between what becomes zero and the format's smallest normal number. As for
-    `flushed_share`.
+    They are not flushed to zero, but lose bits. Arguments as for `flushed_share`.
     """
     format_ = parse(low_dtype)
     lowest, normal = _exponent(format_.min_subnormal) - 1, _exponent(format_.min_normal)
@@ -166,7 +165,7 @@ def _exponent(power: float) -> int:
 def _share_between(
     histogram: Tensor, scale: Tensor, start: float, end: float
 ) -> Tensor:
-    """Return the share whose exponent, scaled, is at least `start` and below `end`."""
+    """Return the share of values whose scaled exponent is in [start, end)."""
     counts = histogram[1:-1]
     bins = torch.arange(1, BINS - 1, device=histogram.device)
     scaled = bins - _BIAS + _exponent_field(scale) - _BIAS

@@ -1,4 +1,4 @@
-"""Float formats as facts, and functions over the tensors of nested values."""
+"""Properties of float formats, and functions over tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def parse(word: str | torch.dtype | FloatFormat) -> FloatFormat:
     if isinstance(word, torch.dtype):
         format_ = _BY_DTYPE.get(word)
     else:
-        key = word if isinstance(word, str) else ""  # from a caller without types
+        key = word if isinstance(word, str) else ""  # untyped callers may pass anything
         key = key.strip().lower().removeprefix("torch.")
         format_ = FORMATS.get(_LONG_NAMES.get(key, key))
     if format_ is None:
@@ -191,24 +191,24 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
 
 
 class _NestedMap:
-    """A function over each tensor of a nested value; remembers what it has met."""
+    """Applies a function to each tensor of a nested value, once per object."""
 
     def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._change = change
         self._copies: dict[int, tuple[Any, Any]] = {}
-        """Id -> what has it, kept alive so that no other gets it, and its copy; None
-        while nothing in it was cast."""
+        """id -> (object, copy). The object is kept alive, so that its id is not reused;
+        the copy is None while nothing in it was cast."""
         self._open_keys: set[int] = set()
-        """Keys of the containers that are being gone through."""
+        """Keys of the containers being traversed."""
         self._traced: list[Any] = []
-        """What was met while torch.compile traces."""
+        """Objects met while torch.compile traces."""
 
     def _key(self, value: Any) -> int:  # noqa: ANN401
-        """Return a number that is this object's alone, here."""
+        """Return a number that identifies this object."""
         if not torch.compiler.is_compiling():
             return id(value)
-        # Code that depends on the id of what a model returns is compiled at each call.
-        # Of tuples torch.compile does not know `is`: each counts as another one.
+        # Code that depends on the id of a model's output is recompiled at each call.
+        # torch.compile does not support `is` for tuples: each counts as a new one.
         if not isinstance(value, tuple):
             for place, other in enumerate(self._traced):
                 if other is value:
@@ -217,7 +217,7 @@ class _NestedMap:
         return -len(self._traced)
 
     def apply(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
-        """Return what stands for a value, and whether that is another object."""
+        """Return the replacement of a value, and whether it is a different object."""
         if isinstance(value, torch.Tensor):
             key = self._key(value)
             if key not in self._copies:
@@ -232,12 +232,12 @@ class _NestedMap:
             self._copies[key] = value, None
             self._fill(value, key, items)
         elif key in self._open_keys and not isinstance(value, tuple):
-            return self._copy(value, key), True  # it holds itself: so shall the copy
+            return self._copy(value, key), True  # it contains itself: so must the copy
         copied = self._copies[key][1]
         return (value, False) if copied is None else (copied, True)
 
     def _fill(self, value: Any, key: int, items: list[tuple[Any, Any]]) -> None:  # noqa: ANN401
-        """Change what a container holds; copy it if that makes a difference."""
+        """Apply to a container's items; copy the container if any item changes."""
         self._open_keys.add(key)
         if isinstance(value, tuple):
             pairs = [self.apply(item) for _, item in items]
@@ -252,19 +252,19 @@ class _NestedMap:
         self._open_keys.remove(key)
 
     def _copy(self, value: Any, key: int) -> Any:  # noqa: ANN401
-        """Return the copy of a container, made when first asked for."""
+        """Return the copy of a container; make it on the first call."""
         if self._copies[key][1] is None:
             self._copies[key] = value, _shallow_copy(value)
         return self._copies[key][1]
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
-    """Return what a container holds, with its keys; None if it is none of ours."""
+    """Return a container's (key, item) pairs; None if the value is not a container."""
     if value is None:
         return None
     if isinstance(value, MutableMapping):
         return list(value.items())
-    # Tuples of types: torch.compile of an old torch does not trace `list | tuple`.
+    # Tuple of types: older versions of torch.compile cannot trace `list | tuple`.
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     if isinstance(value, (type, torch.nn.Module)):
@@ -272,20 +272,20 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
     if not dataclasses.is_dataclass(value):
         return None
     names = [field.name for field in dataclasses.fields(value)]
-    # A field that no constructor fills may be empty.
+    # Fields with init=False may be unset.
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _set_item(container: Any, key: Any, item: object) -> None:  # noqa: ANN401
     if isinstance(container, (MutableMapping, list)):
-        # One by one: transformers' ModelOutput refuses `update`.
+        # Item by item: transformers' ModelOutput raises in `update`.
         container[key] = item
     else:
-        object.__setattr__(container, key, item)  # a frozen one refuses its own
+        object.__setattr__(container, key, item)  # also if frozen
 
 
 def _shallow_copy(value: Any) -> Any:  # noqa: ANN401
-    """Copy a container. torch.compile cannot look into `copy.copy` of plain ones."""
+    """Copy a container. torch.compile cannot trace `copy.copy` of plain ones."""
     if type(value) in (dict, list):
         return type(value)(value)
     return copy.copy(value)
@@ -294,7 +294,7 @@ def _shallow_copy(value: Any) -> Any:  # noqa: ANN401
 def _tuple_like(value: Any, items: list[Any]) -> Any:  # noqa: ANN401
     if hasattr(value, "n_sequence_fields"):  # torch.return_types
         return type(value)(items)
-    # Constructors of named tuples, and of others, take what they like.
+    # Constructors of tuple subclasses take arbitrary arguments.
     copied = tuple.__new__(type(value), items)
     extra = getattr(value, "__dict__", None)
     if extra:

@@ -1,4 +1,4 @@
-"""The numbers behind a tensor: of a sparse one, of a DTensor, of a quantized one."""
+"""Accesses the stored values of sparse, distributed and quantized tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; any other tensor as it is."""
+    """Return this rank's part of a DTensor; any other tensor unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a quantized one is kept in, such as torchao's; or itself.
+    """Return the inner tensors of a quantized tensor, such as torchao's, or `[tensor]`.
 
-    Those of a DTensor are not asked for: it takes all operations itself.
+    DTensors are not unwrapped, since they support all operations.
     """
     if not is_quantized(tensor):
         return [tensor]
@@ -30,13 +30,13 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Say whether a tensor of a subclass only looks like one of its dtype."""
+    """Return whether a wrapper subclass stores other data than its dtype suggests."""
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
     return is_wrapper and not hasattr(tensor, "to_local")
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Return a copy in memory of its own; quantized tensors have no `clone`."""
+    """Return a copy in new memory; quantized tensors have no `clone`."""
     if not is_quantized(tensor):
         return tensor.clone()
     wrapper: Any = tensor
@@ -49,19 +49,19 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def local_values(gradient: Tensor) -> Tensor:
-    """Return the real numbers behind a gradient on this rank, to be changed in place.
+    """Return a writable real view of a gradient's values on this rank.
 
     Args:
         gradient: Dense or sparse, real or complex, plain or a DTensor.
     """
     values = local_part(gradient)
     values = values._values() if values.is_sparse else values  # noqa: SLF001
-    # The conjugate of a lazily conjugated tensor is the memory behind it.
+    # conj() of a lazily conjugated tensor returns its unconjugated memory.
     values = values.conj() if values.is_conj() else values
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def dense_values(tensor: Tensor) -> Tensor:
-    """Return the stored numbers of a tensor: of a sparse one, of a rank's part."""
+    """Return a tensor's stored values on this rank, as a dense tensor."""
     local = local_part(tensor)
     return local.coalesce().values() if local.is_sparse else local

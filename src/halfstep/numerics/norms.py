@@ -1,4 +1,4 @@
-"""The norm of many tensors as one vector, on every rank the same."""
+"""Computes the total norm of many tensors, the same on every rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of all gradients as one vector, on every rank the same.
+    """Return the L2 norm of all gradients as one vector, the same on every rank.
 
     Args:
-        gradients: Of any dtype, sparse or dense; DTensors count with all their parts.
+        gradients: Of any dtype, sparse or dense; of DTensors, all ranks' parts count.
     """
     values = [g if hasattr(g, "full_tensor") else dense_values(g) for g in gradients]
-    # A 16-bit norm would overflow long before its gradients do.
+    # A 16-bit norm would overflow long before the gradients do.
     wide = [v.float() if is_low(v.dtype) else v for v in values]
     norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(wide)]
     full_norms = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
@@ -32,7 +32,7 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in groups that torch can take together: whole ones, and meshes."""
+    """Group tensors that one foreach call can take: plain ones, and by device mesh."""
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

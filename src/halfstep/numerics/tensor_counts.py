@@ -1,7 +1,8 @@
-"""Counts what a tensor's numbers are, and what casts to other formats make of them.
+"""Counts the exponents and special values of a tensor, and the losses of casts.
 
-In: a floating tensor. Out: three small tensors on its device, made in pieces, without
-waiting and without a wide copy of the whole. Those of two tensors add up.
+In: a floating-point tensor. Out: three small tensors on its device, computed in chunks,
+without synchronization and without a wide copy of the whole. The counts of two tensors
+can be added.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ CASTS = (FP16, BF16)
 """The 16-bit formats that training casts to."""
 
 FACTS = ("count", "zeros", "subnormals", "infs", "nans")
-"""Counted once for a tensor, in this order, behind the histogram."""
+"""Counted once per tensor, in this order, after the histogram."""
 LOSSES = ("flushed", "subnormal", "saturated")
-"""Counted for each cast, in this order, behind the facts."""
+"""Counted for each cast, in this order, after the facts."""
 
 LARGEST = 2.0**480
-"""Magnitudes above count as this one in sums of squares, which would overflow fp64.
-Only fp64 has them."""
+"""Magnitudes are clamped to this in sums of squares, which would overflow fp64. It
+affects only fp64 tensors."""
 
 _CHUNK_NUMEL = {True: 2**16, False: 2**22}
-"""Numbers counted together: on a CPU what stays in a core's cache, fp64 copies and
-all; elsewhere what keeps the device busy."""
-_CHUNK_NUMEL_16BIT = 2**20  # 16-bit numbers counted together
+"""Elements per chunk. On a CPU a chunk and its fp64 copies fit into a core's cache; on
+a device a chunk is large enough to use it fully."""
+_CHUNK_NUMEL_16BIT = 2**20  # for 16-bit tensors
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Those that can be measured; complex ones are seen as pairs of these."""
+"""Supported dtypes; complex tensors are viewed as real."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted, in tensors that `add_` writes to."""
+    """Counts as tensors on the device; `add_` writes to them."""
 
     counts: Tensor
-    """int64: a histogram of exponents as `count_exponents` makes it, then
-    `FACTS`, then `LOSSES` of each cast."""
+    """int64: the histogram of `count_exponents`, then `FACTS`, then `LOSSES` of each
+    cast."""
     sums: Tensor
-    """float64: the sum of squares of all finite numbers, then, for each cast, that of
-    the errors. A number that overflows counts as if it became the largest."""
+    """float64: the sum of squares of all finite values, then, for each cast, that of
+    the errors. A value that overflows counts as the format's largest number."""
     extremes: Tensor
-    """float64: the largest finite magnitude, at least 0, and minus the smallest one
-    other than zero, -inf of none."""
+    """float64: the largest finite magnitude, at least 0; minus the smallest non-zero
+    magnitude, -inf if there is none."""
 
     @classmethod
     def zeros(cls, casts: int, device: torch.device) -> Counts:
-        """Return those of no numbers, for so many casts."""
+        """Return empty counts for a number of casts."""
         width = BINS + len(FACTS) + casts * len(LOSSES)
         extremes = torch.zeros(2, dtype=torch.float64, device=device)
         extremes[1].fill_(-torch.inf)
@@ -73,7 +74,7 @@ class Counts:
         )
 
     def add(self, other: Counts) -> Counts:
-        """Return those of the numbers of both; neither is written to."""
+        """Return the sum of both counts; neither is modified."""
         at = self.counts.device
         return Counts(
             self.counts + other.counts.to(at),
@@ -83,7 +84,7 @@ class Counts:
 
     @classmethod
     def stacked(cls, rows: Sequence[Counts]) -> Counts:
-        """Return some as rows of one, on the device of the first; at least one."""
+        """Stack one or more counts, on the device of the first."""
         at = rows[0].counts.device
         return cls(
             torch.stack([row.counts.to(at) for row in rows]),
@@ -92,21 +93,21 @@ class Counts:
         )
 
     def rows(self) -> list[Counts]:
-        """Return what was stacked."""
+        """Return the stacked counts."""
         parts = (self.counts.unbind(), self.sums.unbind(), self.extremes.unbind())
         return [Counts(*row) for row in zip(*parts, strict=True)]
 
     def has_nonfinite(self) -> Tensor:
-        """Return whether there are infs or NaNs: bool, for each row."""
+        """Return whether there are infs or NaNs: bool, one per row."""
         first = BINS + FACTS.index("infs")
         return self.counts[..., first : first + 2].sum(-1) > 0
 
 
 @torch.no_grad()
 def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
-    """Add a tensor's numbers to what was counted, in place: see `tensor_stats.measure`.
+    """Add a tensor's values to the counts, in place: see `tensor_stats.measure`.
 
-    The counts are on the tensor's device, and of as many casts.
+    `into` must be on the tensor's device and have as many casts.
     """
     values = _flat(tensor)
     if values.element_size() == 2:  # noqa: PLR2004
@@ -119,7 +120,7 @@ def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the numbers in a row, in any order; a copy only of one with gaps."""
+    """Return the values as 1-D in memory order; only tensors with gaps are copied."""
     values = dense_values(tensor.detach()).resolve_neg()
     values = (
         torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
@@ -134,11 +135,11 @@ def _flat(tensor: Tensor) -> Tensor:
     return values.permute(order).reshape(-1)
 
 
-# 32 and 64 bits: pass by pass over a piece
+# 32 and 64 bits: several passes over a chunk
 
 
 def _add_chunk(into: Counts, chunk: Tensor, casts: tuple[FloatFormat, ...]) -> None:
-    """Add a piece, by what its bits say: positive floats are ordered as integers."""
+    """Add a chunk, using that positive floats are ordered like their bits."""
     if not chunk.numel():
         return
     bits_of = _INTEGERS[chunk.element_size()]
@@ -148,7 +149,7 @@ def _add_chunk(into: Counts, chunk: Tensor, casts: tuple[FloatFormat, ...]) -> N
     values = torch.nan_to_num(size, nan=0.0, posinf=0.0)
     finite = values.view(bits_of)
     histogram = count_exponents(values)
-    some, numbers, nonzero = (  # a NaN is none of zero
+    some, numbers, nonzero = (  # NaN counts as non-zero
         torch.count_nonzero(size),
         torch.count_nonzero(torch.nan_to_num_(size, nan=0.0)),
         torch.count_nonzero(finite),
@@ -157,7 +158,7 @@ def _add_chunk(into: Counts, chunk: Tensor, casts: tuple[FloatFormat, ...]) -> N
     histogram[-1] += some - nonzero
     facts = [chunk.numel() - some, _subnormals(values, histogram, nonzero)]
     facts += [numbers - nonzero, some - numbers]
-    # Zero becomes the largest integer of all, and is never the smallest.
+    # Minus 1, zero wraps to the largest integer and is never the smallest.
     least = (finite - 1).bitwise_and_(most).amin()
     lowest = (least + 1).clamp(max=inf - 1).view(chunk.dtype).double()
     lowest = torch.where(least < most, lowest, torch.inf)
@@ -176,7 +177,7 @@ def _add_chunk(into: Counts, chunk: Tensor, casts: tuple[FloatFormat, ...]) -> N
 
 def _subnormals(values: Tensor, histogram: Tensor, nonzero: Tensor) -> Tensor:
     tiny = torch.finfo(values.dtype).smallest_normal
-    if values.dtype == torch.float64:  # its own have no bins
+    if values.dtype == torch.float64:  # fp64's subnormals have no bins
         return torch.count_nonzero(values < tiny) - (values.numel() - nonzero)
     return histogram[1 : int(math.log2(tiny)) + (BINS // 2 - 1)].sum()
 
@@ -187,9 +188,9 @@ def _cast(
     """Return `LOSSES` and the sum of squared errors of a cast.
 
     Args:
-        values: Finite, none of them negative.
-        form: What they are cast to.
-        nonzero: How many are other than zero.
+        values: Finite and not negative.
+        form: Format of the cast.
+        nonzero: Number of non-zero values.
     """
     low = values.to(form.dtype)
     bits = low.view(_INTEGERS[form.bytes])
@@ -208,27 +209,27 @@ def _square(values: Tensor) -> Tensor:
     return torch.dot(wide, wide)
 
 
-# 16 bits: there are 32,768 magnitudes, so count how often each is there
+# 16 bits: count each of the 32,768 magnitudes
 
 
 @dataclass(frozen=True)
 class _Magnitudes:
-    """All magnitudes of a 16-bit format, and what is known of each."""
+    """All magnitudes of a 16-bit format, and the facts about each."""
 
     values: Tensor
-    """float64, of bits 0 to 32,767; zero where not finite."""
+    """float64, for the bits 0 to 32,767; zero if not finite."""
     bins: Tensor
-    """int64: where each stands in a histogram of exponents."""
+    """int64: index of each in a histogram of exponents."""
     facts: Tensor
-    """float64, a column for each of `FACTS` and of the `LOSSES` of each cast: 1 where
-    it holds; then the squares: of the value, of the errors of each cast."""
+    """float64, a column of 0 and 1 for each of `FACTS` and of the `LOSSES` of each
+    cast; then the squares of the value and of the errors of each cast."""
 
 
 @cache
 def _magnitudes(
     dtype: torch.dtype, casts: tuple[FloatFormat, ...], device: torch.device
 ) -> _Magnitudes:
-    """Measure each magnitude as a tensor of one number."""
+    """Compute the facts about each magnitude."""
     bits = torch.arange(2**15, dtype=torch.int16)
     every = bits.view(dtype)
     wide = every.float()
@@ -258,7 +259,7 @@ def _magnitudes(
 
 
 def _add_16bit(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) -> None:
-    """Add numbers of 16 bits by how often each magnitude is there."""
+    """Add a 16-bit tensor by how often each magnitude occurs."""
     magnitudes = _magnitudes(values.dtype, casts, values.device)
     frequencies = _frequencies(values)
     into.counts[:BINS].scatter_add_(0, magnitudes.bins, frequencies)
@@ -273,7 +274,7 @@ def _add_16bit(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) -> 
 
 
 def _frequencies(values: Tensor) -> Tensor:
-    """Count how often each magnitude of a 16-bit format is there: int64, (32768,)."""
+    """Count how often each magnitude of a 16-bit format occurs: int64, (32768,)."""
     bits = values.view(torch.int16)
     frequencies = torch.zeros(2**15, dtype=torch.int64, device=values.device)
     for piece in torch.split(bits, _CHUNK_NUMEL_16BIT):

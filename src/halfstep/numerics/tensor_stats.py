@@ -1,4 +1,4 @@
-"""What the numbers of a tensor are like, and what a cast would lose of them."""
+"""Statistics of a tensor's values, and of the losses of casts to other formats."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TensorStats:
 
     @cached_property
     def _read(self) -> tuple[list[int], list[float], list[float]]:
-        """Counts behind the histogram, sums, extremes."""
+        """Counts after the histogram, sums, extremes, read from the device."""
         counted = self.counted
         return (
             counted.counts[BINS:].tolist(),
@@ -270,9 +270,10 @@ def measure(
 def all_reduce_counts(
     counted: Counts, group: dist.ProcessGroup | None = None
 ) -> Counts:
-    """Return the counts of all processes, of one tensor or of rows of them.
+    """Return the counts of all ranks, of one tensor or of stacked ones.
 
-    All must call it, with as many rows. Three collectives, whatever the rows.
+    All ranks must call it, with equally many rows. It runs three collectives, whatever
+    the number of rows.
     """
     totals = Counts(*(t.clone() for t in vars(counted).values()))
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Statistics of a tensor, as plain values."""
+"""Statistics of a tensor as plain values, for reports."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
     from halfstep.numerics.formats import FloatFormat
 
-_LOWEST, _HIGHEST = -1100, 1100  # no format has powers of two beyond fp64's
+_LOWEST, _HIGHEST = -1100, 1100  # fp64's range of exponents
 
 
 @dataclass(frozen=True)
 class CastSummary:
-    """What a cast to a format would do to the numbers."""
+    """Signal and noise of a cast to another format."""
 
     signal: float
-    """Sum of squares of the numbers."""
+    """Sum of squares of the values."""
     noise: float
-    """Sum of squares of what rounding changes in them."""
+    """Sum of squares of the rounding errors."""
 
     @property
     def sqnr(self) -> float | None:
-        """Signal over noise in decibels; None where there is no signal."""
+        """Signal-to-noise ratio in dB; None if there is no signal."""
         if not 0 < self.signal < math.inf or not 0 <= self.noise < math.inf:
             return None
         if not self.noise:
@@ -39,7 +39,7 @@ class CastSummary:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CastSummary:
-        """Return the loss that `data` describes."""
+        """Return the summary that `data` describes."""
         return cls(
             json_fields.real(data.get("signal", 0.0), "signal"),
             json_fields.real(data.get("noise", 0.0), "noise"),
@@ -48,27 +48,27 @@ class CastSummary:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """The numbers of one tensor at one step, counted."""
+    """Counts of one tensor at one step."""
 
     dtype: str
-    """Word of the format that they were in, such as "fp16"."""
+    """Name of the tensor's format, such as "fp16"."""
     count: int
     zeros: int
     infs: int
     nans: int
     amax: float
-    """Largest finite magnitude; 0 where there is none."""
+    """Largest finite magnitude; 0 if there is none."""
     exponents: Mapping[int, int]
-    """floor(log2(abs(x))) -> how many finite numbers other than zero have it."""
+    """floor(log2(abs(x))) -> number of finite non-zero values with that exponent."""
     casts: Mapping[str, CastSummary]
-    """Word of a format -> what a cast to it would do."""
+    """Format name -> signal and noise of a cast to it."""
 
     @classmethod
     def from_data(cls, data: object) -> TensorSummary:
         """Return the summary that `TensorStats.data()` describes.
 
         Raises:
-            UserError: If it is nothing of the kind.
+            UserError: If `data` has another structure.
         """
         fields = json_fields.mapping(data, "statistics")
         exponents = json_fields.mapping(fields.get("exponents", {}), "exponents")
@@ -95,7 +95,7 @@ class TensorSummary:
 
 
 def _format_word(dtype: str) -> str:
-    """Return our word for a format, torch's for one that is none of ours."""
+    """Return halfstep's name of a format, or torch's if halfstep has none."""
     try:
         return formats.parse(dtype).name
     except UserError:
@@ -115,28 +115,28 @@ def _power_of_two(text: str) -> int:
 
 @dataclass(frozen=True)
 class Sample:
-    """A summary, its step, and the loss scale at that step."""
+    """A summary with its step and scale."""
 
     step: int
     summary: TensorSummary
     scale: float = 1.0
-    """What the numbers were multiplied by: of gradients the loss scale."""
+    """Factor on the values: for gradients, the loss scale."""
 
 
 def underflow_exponent(format_: FloatFormat) -> int:
-    """Return the power of two below which a format makes zeros of numbers."""
+    """Return the exponent below which a format flushes to zero."""
     return math.frexp(format_.min_subnormal)[1] - 2
 
 
 def max_exponent(format_: FloatFormat) -> int:
-    """Return the power of two of a format's largest numbers."""
+    """Return the exponent of a format's largest number."""
     return math.frexp(format_.max)[1] - 1
 
 
 def merged(samples: Iterable[Sample], scale: float | None = None) -> Counter[int]:
-    """Return one histogram of all samples, as they were or at one loss scale.
+    """Return one histogram of all samples, unchanged or rescaled to one loss scale.
 
-    At a scale, their own is divided out. Powers of two are moved exactly.
+    Scales are powers of two, so rescaling only shifts exponents.
     """
     total: Counter[int] = Counter()
     for sample in samples:
@@ -147,18 +147,18 @@ def merged(samples: Iterable[Sample], scale: float | None = None) -> Counter[int
 
 
 def share_below(histogram: Mapping[int, int], power: int) -> float:
-    """Return the share of the numbers that are below 2**power."""
+    """Return the share of the values that are below 2**power."""
     total = sum(histogram.values())
     num_below = sum(count for e, count in histogram.items() if e < power)
     return num_below / total if total else 0.0
 
 
 def flushed_share(samples: Iterable[Sample], format_: FloatFormat) -> float:
-    """Return the share of numbers that the format they are in has made zeros of.
+    """Return an estimate of the share of values that their own format flushed to zero.
 
-    They are gone, so this is an estimate: small numbers lie about as densely above the
-    border as below it, and the format's smallest number stands for twice as wide a
-    stretch as that from which zero comes. It is a low one where they are denser below.
+    Small values are about as dense below the underflow threshold as above it, and the
+    format's smallest number stands for an interval twice as wide as the one that is
+    flushed. If values are denser below, the estimate is too low.
     """
     num_flushed = total = 0.0
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Halves of a batch."""
+"""Splits a batch in halves."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FEWEST = 2
-"""Examples that can be halved."""
+"""Fewest examples that can be split."""
 
 
 def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return the first half of a batch's examples, and as many of the others.
+    """Return the first half of a batch's examples, and equally many of the rest.
 
-    A tensor is cut along its first dimension if that is as long as those of most of
-    the tensors; others, and whatever is no tensor, go into both halves.
+    A tensor is split along its first dimension if that has the most common length of
+    all tensors; other tensors and objects go into both halves.
 
     Args:
-        batch: As a model takes it.
+        batch: Input of a model.
 
     Returns:
-        None where no dimension can be cut in two.
+        None if no tensor can be split.
     """
     sizes = Counter(item.shape[0] for item in tensors_in(batch) if item.ndim)
     if not sizes:
