@@ -1,1 +1,1 @@
-"""A prepared model and its optimizer: one step after another, saved and resumed."""
+"""Sessions: train a prepared model with its optimizer, save and resume."""

@@ -1,8 +1,4 @@
-"""The accumulation window: how many micro-batches of a step have come.
-
-In: how many make up a step. Out: the count, and what is reported of a window that is
-left unfinished.
-"""
+"""Counts the micro-batches of an optimizer step, and warns about unfinished windows."""
 
 from __future__ import annotations
 
@@ -22,13 +18,13 @@ class AccumulationWindow:
     """Micro-batches since the last optimizer step.
 
     Attributes:
-        size: Micro-batches of a step.
-        num_done: Those that `session.step` has counted.
-        loss: Of the micro-batch under way; None between micro-batches.
-        num_contexts: Opened for training since the last call of `session.step`.
-        num_passes: Of losses without a name since then.
-        has_failed: A backward pass ended with an exception, amid gradients of others.
-        has_gradients: The last one left gradients where the caller can clear them.
+        size: Micro-batches per step.
+        num_done: Micro-batches that `session.step` has counted.
+        loss: Loss of the current micro-batch; None between micro-batches.
+        num_contexts: Training contexts opened since the last call of `session.step`.
+        num_passes: Backward passes of unnamed losses since then.
+        has_failed: A backward pass raised after others had left gradients.
+        has_gradients: The last micro-batch left gradients that the caller can clear.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,16 +37,16 @@ class AccumulationWindow:
 
     @property
     def num_pending(self) -> int:
-        """Micro-batches whose gradients no step has used yet."""
+        """Number of micro-batches whose gradients no step has used yet."""
         return self.num_done + (self.loss is not None)
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of it has been computed."""
+        """Whether any part of the window has been computed."""
         return bool(self.num_contexts or self.num_pending)
 
     def reset(self) -> None:
-        """Begin the next window."""
+        """Start the next window."""
         self.num_done, self.loss, self.has_gradients = 0, None, False
         self.num_contexts = self.num_passes = 0
         self.has_failed = False
@@ -59,7 +55,7 @@ class AccumulationWindow:
         """Warn once if gradients of the window are gone before its next pass.
 
         Args:
-            has_gradients: Some are still there.
+            has_gradients: Whether some still exist.
         """
         if self.has_gradients and not has_gradients and not self._warned_cleared:
             self._warned_cleared = True
@@ -71,10 +67,10 @@ class AccumulationWindow:
             )
 
     def warn_if_too_rare(self) -> None:
-        """Warn once if `session.step` is called for whole windows, not micro-batches.
+        """Warn once if `session.step` is called per window, not per micro-batch.
 
-        Several losses of one micro-batch come from one context; two contexts for two
-        losses are no rarity.
+        Several losses of one micro-batch normally share a context; but two contexts for
+        two losses are common, so windows of 2 do not warn.
         """
         is_too_rare = (
             self.size > 2  # noqa: PLR2004
@@ -90,10 +86,10 @@ class AccumulationWindow:
             )
 
     def warn_of_changed_gradients(self) -> None:
-        """Warn that gradients are not as a backward pass left them.
+        """Warn that gradients were changed after a backward pass.
 
         Clipping by hand compares the norms of scaled gradients. Multiplying them, as an
-        average over ranks does, is right at any scale, and looks alike.
+        average over ranks does, is correct at any scale but cannot be told apart.
         """
         warn_caller(
             "gradients were changed between session.backward() and session.step(), "
@@ -102,7 +98,7 @@ class AccumulationWindow:
         )
 
     def warn_if_pending(self) -> None:
-        """Warn once that weights lack micro-batches that have been run."""
+        """Warn once that the weights do not include the pending micro-batches."""
         if self.num_done and not self._warned_pending:
             self._warned_pending = True
             warn_caller(
@@ -112,7 +108,7 @@ class AccumulationWindow:
             )
 
     def log_pending_at_end(self, session: object) -> None:
-        """Log what is pending when a session is gone, or Python ends."""
+        """Log pending micro-batches when the session is collected or Python exits."""
         weakref.finalize(session, _log_pending, self)
 
 

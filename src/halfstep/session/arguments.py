@@ -1,8 +1,4 @@
-"""What `prepare` is given, checked before anything is changed.
-
-In: values of any kind, from callers without types. Out: what they stand for, or a
-`UserError` of one line.
-"""
+"""Checks the arguments of `prepare` before anything is changed."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
 
 _prepared: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
-"""Model or optimizer -> the level and format that it was prepared at."""
+"""Model or optimizer -> level and dtype that it was prepared at."""
 
 
 def as_one(
@@ -46,15 +42,15 @@ def as_one(
         for each in optimizer:
             _check_optimizer(each)
         optimizer = ChainedOptimizer(optimizer)
-    # What else they may be, `check_model_and_optimizer` refuses.
+    # `check_model_and_optimizer` rejects other types.
     return cast("nn.Module", model), cast("torch.optim.Optimizer", optimizer)
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
-    """Refuse arguments that are not a model and its optimizer.
+    """Raise unless the arguments are a model and its optimizer.
 
     Raises:
-        UserError: With what would be right.
+        UserError: With the correct call.
     """
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
         message = (
@@ -68,7 +64,7 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
     _check_not_prepared(model, optimizer)
     own = {id(param) for param in model.parameters()}
     groups = optimizer.param_groups
-    # Of sharded parameters `session.fsdp` knows why the optimizer has others.
+    # For sharded parameters, `session.fsdp` has a better message.
     sharded = any(hasattr(param, "device_mesh") for param in model.parameters())
     holds = any(id(param) in own for group in groups for param in group["params"])
     if not holds and not sharded:
@@ -82,7 +78,7 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
 def _check_optimizer(optimizer: object) -> None:
     type_name = type(optimizer).__name__
     inner = None if isinstance(optimizer, type) else _inner(optimizer)
-    # A wrapper may inherit from Optimizer without having been set up as one.
+    # A wrapper may inherit from Optimizer without calling its `__init__`.
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer) and hasattr(
         optimizer, "_optimizer_step_pre_hooks"
     )
@@ -107,13 +103,13 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _inner(wrapper: object) -> torch.optim.Optimizer | None:
-    """Return the optimizer that another holds, as AcceleratedOptimizer does."""
+    """Return the optimizer inside a wrapper such as AcceleratedOptimizer."""
     inner = getattr(wrapper, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else None
 
 
 def _check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to prepare twice: hooks and master weights would be doubled."""
+    """Raise if prepared before: hooks and master weights would exist twice."""
     parts = optimizers_of(optimizer)
     prepared_at = next((_prepared[each] for each in parts if each in _prepared), None)
     what = "the optimizer"
@@ -133,19 +129,19 @@ def _check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 def mark_prepared(
     model: nn.Module, optimizer: torch.optim.Optimizer, choice: Choice
 ) -> None:
-    """Take down what was prepared, for as long as it lives."""
+    """Record that models and optimizers were prepared."""
     for each in (*called_modules(model), *optimizers_of(optimizer)):
         _prepared[each] = str(choice)
     for module in model.modules() if choice.level.low_weights else ():
-        # Frozen weights, and modules without any, may be shared.
+        # Modules without trainable weights may be shared between models.
         if any(param.requires_grad for param in module.parameters(recurse=False)):
             _prepared[module] = str(choice)
 
 
 def check_fp32_weights(model: nn.Module, choice: Choice) -> None:
-    """Refuse to train 16-bit weights where the level has them in fp32.
+    """Raise if trainable weights are 16-bit and the level requires fp32.
 
-    Those that are frozen are welcome: an adapter in fp32 on a model in bf16.
+    Frozen ones may be 16-bit: an fp32 adapter on a bf16 model.
 
     Raises:
         UserError: With the name of the first.
@@ -165,10 +161,10 @@ def check_fp32_weights(model: nn.Module, choice: Choice) -> None:
 def check_named_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None, model: nn.Module
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the names of parameters for reports.
+    """Return (name, parameter) pairs for reports.
 
     Raises:
-        UserError: If they are not pairs of a name and a parameter.
+        UserError: If they are not such pairs.
     """
     expected = "pairs of name and parameter, as model.named_parameters() gives them"
     if named_parameters is None:
@@ -193,10 +189,10 @@ def check_named_parameters(
 
 
 def check_group(group: object) -> None:
-    """Refuse what is no process group.
+    """Raise unless the argument is a process group or None.
 
     Raises:
-        UserError: With what would be right.
+        UserError: With the expected type.
     """
     group_type = getattr(torch.distributed, "ProcessGroup", ())  # not in every build
     is_valid = group is None or isinstance(group, group_type)

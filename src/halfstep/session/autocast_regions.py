@@ -1,8 +1,4 @@
-"""The autocast contexts of one Session's forward passes.
-
-In: a choice of level and format, a policy. Out: contexts that share one cache of casts
-and one record, from one optimizer step to the next.
-"""
+"""The autocast contexts of a Session, which share a cast cache and a recorder."""
 
 from __future__ import annotations
 
@@ -23,15 +19,14 @@ if TYPE_CHECKING:
 
 
 class AutocastContexts:
-    """What a Session opens for the forward pass and the loss.
+    """The contexts that a Session opens for forward pass and loss.
 
-    Where weights are fp32 each is cast once for an optimizer step, however many
-    micro-batches it has, and its 16-bit gradients are added up in fp32 as they come.
+    Each fp32 weight is cast once per optimizer step, however many micro-batches it has,
+    and its 16-bit gradients are accumulated in fp32.
 
     Attributes:
         cache: The casts of the weights.
-        grad_accumulator: Of 16-bit gradients of fp32 weights; None where there are
-            none.
+        grad_accumulator: For 16-bit gradients of fp32 weights; None at other levels.
     """
 
     def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
@@ -47,7 +42,7 @@ class AutocastContexts:
         self._matched: set[int] = set()
         self._needs_refresh = False
         self._num_opened = 0
-        """Contexts since the last micro-batch."""
+        """Contexts opened since the last micro-batch."""
         self._keeps_casts = False
         self._reported_unmatched = False
         low = choice.format.dtype if choice.level.autocast else None
@@ -73,14 +68,14 @@ class AutocastContexts:
         """Return the context for a micro-batch.
 
         Args:
-            record: Observe its operations for `table`; without effect at a level
-                without autocast, where each runs as it is called.
+            record: Record its operations for `table`. No effect at levels without
+                autocast.
         """
         if self._needs_refresh and torch.is_grad_enabled():
             self.cache.refresh()
         elif not (self._keeps_casts or self.cache.is_open):
             # Between two forward passes of a micro-batch, and around an evaluation,
-            # weights are often moved through `weight.data`, which nothing counts.
+            # weights are often changed through `weight.data`, which is not detected.
             self.cache.clear()
         self._num_opened += not self.cache.is_open
         self._needs_refresh = self._keeps_casts = False
@@ -89,15 +84,15 @@ class AutocastContexts:
         return self._context
 
     def after_microbatch(self) -> None:
-        """Keep the casts for the next micro-batch, if this had one context alone."""
+        """Keep the casts for the next micro-batch if this one opened one context."""
         self._keeps_casts = self._num_opened == 1
         self._num_opened = 0
 
     def after_step(self, num_implied: int) -> str:
-        """Note that the optimizer has stepped; return what to warn of, or "".
+        """Record that the optimizer has stepped; return a warning, or "".
 
-        After the first step, that is rules that matched nothing; the last `num_implied`
-        are not the user's own.
+        After the first step it warns of rules that matched nothing, except the last
+        `num_implied`, which are not the user's.
         """
         self._needs_refresh = True
         self._num_opened = 0
@@ -110,7 +105,7 @@ class AutocastContexts:
         )
 
     def table(self) -> Table | None:
-        """Return what ran how, if a context was recorded."""
+        """Return the recorded operations; None without records."""
         if self._recording_context is None or not self._recording_context.has_records:
             return None
         return self._recording_context.report()

@@ -1,8 +1,4 @@
-"""Several optimizers that a session steps as one.
-
-In: optimizers over different parameters. Out: an optimizer with the groups and the
-state of all.
-"""
+"""Combines several optimizers into one, with the groups and the state of all."""
 
 from __future__ import annotations
 
@@ -19,14 +15,14 @@ if TYPE_CHECKING:
 class ChainedOptimizer(Optimizer):
     """Steps several optimizers, one after the other.
 
-    Groups are the very dictionaries of the optimizers, so that schedulers of each go on
-    to work; state is one dictionary for all.
+    The groups are the same dict objects as in the optimizers, so that their schedulers
+    still work; all share one state dict.
 
     Args:
-        optimizers: At least one; no parameter is in two of them.
+        optimizers: At least one, over different parameters.
 
     Raises:
-        UserError: If a parameter is.
+        UserError: If a parameter is in two of them.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -49,8 +45,8 @@ class ChainedOptimizer(Optimizer):
             closure: None; a session evaluates the model before it steps.
 
         Raises:
-            UserError: If one of them got another group meanwhile, whose gradients
-                nobody has unscaled.
+            UserError: If a group was added to one of them since: its gradients would
+                not be unscaled.
         """
         for each, groups in zip(self.optimizers, self._own_groups(), strict=True):
             if len(each.param_groups) != len(groups):
@@ -63,7 +59,7 @@ class ChainedOptimizer(Optimizer):
             each.step(closure)
 
     def _own_groups(self) -> list[list[dict[str, Any]]]:
-        """Return the groups of each of the optimizers, as they were."""
+        """Return the groups of each optimizer, without those added since."""
         groups = iter(self.param_groups)
         return [[next(groups) for _ in range(count)] for count in self._group_counts]
 
@@ -78,7 +74,7 @@ class ChainedOptimizer(Optimizer):
 
 
 def optimizers_of(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """Return the optimizers that are stepped: one, or those of a list."""
+    """Return the optimizers inside a ChainedOptimizer, else the optimizer itself."""
     if isinstance(optimizer, ChainedOptimizer):
         return optimizer.optimizers
     return (optimizer,)

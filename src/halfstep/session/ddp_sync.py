@@ -1,7 +1,6 @@
 """Averages gradients and broadcasts master weights over data-parallel processes.
 
-In: a model, wrapped in DDP or not, and its masters. Out: the same masters on every
-rank, and gradients that are averaged once a step, in 16 bits where weights are.
+Gradients are averaged once per step, those of 16-bit weights in 16 bits.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class GradientSync:
         """Return the context for the forward pass of a micro-batch.
 
         Gradients that are checked after each micro-batch (`per_pass`) are averaged
-        each time, by DDP. Those that leave the model for their masters are averaged
-        once, by the session; others by DDP, in the last micro-batch. A communication
-        hook is called each time: it may do something else than take a mean.
+        each time, by DDP. With master weights, gradients are averaged once, by the
+        session; otherwise by DDP, in the last micro-batch. A communication hook is
+        called each time: it may do something else than average.
 
         Raises:
-            UserError: If ranks may run out of data while there are masters.
+            UserError: If DDP's join() is used with master weights.
         """
         wrapper = self._bind_ddp(model)
         self._skips_ddp_sync = False
@@ -65,8 +64,8 @@ class GradientSync:
             raise UserError(message)
         last = num_done + 1 == self._accumulate
         is_ours = leaves and self._accumulate > 1
-        # A static graph is learnt in a pass that DDP averages. The mean of that and of
-        # what each rank keeps to itself after it is still the mean.
+        # DDP records a static graph in a pass that it averages. Averaging again, with
+        # later gradients that are still local to each rank, gives the same mean.
         by_ddp = (
             per_pass
             or (leaves and hooked)
@@ -76,15 +75,15 @@ class GradientSync:
         if not self._skips_ddp_sync:
             return contextlib.nullcontext()
         if is_ours and num_done == 0:
-            # DDP gives out the first rank's buffers after a pass that it averaged,
-            # and it averages none here.
+            # DDP broadcasts rank 0's buffers only after a pass that it averaged, and
+            # here it averages none.
             wrapper.require_forward_param_sync = True
         return wrapper.no_sync()
 
     def _bind_ddp(self, model: nn.Module) -> DistributedDataParallel | None:
-        """Return the DDP in a model; if it is new, make all masters the first rank's.
+        """Return the DDP in a model; if it is new, broadcast rank 0's master weights.
 
-        Why: wrapping gave every rank the weights of the first, but in 16 bits.
+        Why: DDP has broadcast only the 16-bit weights.
         """
         wrapper = ddp.find_ddp(model)
         if wrapper is None or wrapper is self._ddp:
@@ -97,26 +96,26 @@ class GradientSync:
         return wrapper
 
     def after_backward(self, *, per_pass: bool) -> None:
-        """Take note that a backward pass has run."""
+        """Record that a backward pass has run."""
         self._pending = self._skips_ddp_sync and not per_pass
         self._is_new_ddp = False
 
     @property
     def is_pending(self) -> bool:
-        """Gradients of the last backward pass are still each rank's own."""
+        """Whether gradients of the last backward pass are not averaged yet."""
         return self._pending
 
     def discard(self) -> None:
-        """Forget what was left to average: its gradients are gone."""
+        """Do not average the gradients of the last pass: they were cleared."""
         self._pending = False
 
     def reduce_now(self, model: nn.Module) -> None:
-        """Average what has been kept to each rank, for it is checked now."""
+        """Average gradients that are still local, before they are checked."""
         if self._skips_ddp_sync or self._pending:
             self._average(model)
 
     def finish_step(self, model: nn.Module) -> None:
-        """Average what is left to do at the end of a step."""
+        """Average gradients that are still local, at the end of a step."""
         self._bind_ddp(model)  # a level without autocast opens no context
         if self._pending:
             self._average(model)
@@ -138,7 +137,7 @@ class GradientSync:
                     comm_dtypes[param] = self._low_dtype if is_low else param.dtype
         headroom = 1
         if self._low_dtype == torch.float16:
-            # What each micro-batch could hold, their sum must not overflow.
+            # The sum over micro-batches may overflow where each of them did not.
             headroom = 1 << (self._accumulate - 1).bit_length()
         self._averager.mean_(comm_dtypes, group, predivide_factor=headroom)
 
@@ -159,7 +158,7 @@ def _averaged_by(wrapper: DistributedDataParallel) -> dict[Tensor, bool]:
 
 @torch.no_grad()
 def _average_sparse(param: Tensor, group: dist.ProcessGroup) -> None:
-    """Average a gradient of which each rank holds some rows."""
+    """Average a sparse gradient; ranks may have different rows."""
     grad = param.grad
     if grad is None:
         grad = torch.zeros(

@@ -1,7 +1,4 @@
-"""Which modules are stored and run in what, and why: a table for people.
-
-In: a prepared model, its choice and policy. Out: a `Table`.
-"""
+"""Makes the table of `session.explain()`: dtypes per module type, and the reasons."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ _COLUMNS = ("module", "count", "parameters", "stored", "runs in", "why")
 def session_notes(
     choice: Choice, policy: Policy, scaler: LossScaler, masters: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what holds for all of a session, a line each.
+    """Return the settings of a session, one line each.
 
     Args:
-        choice: Level and format.
-        policy: Of the session.
-        scaler: Of the loss.
-        masters: Lines on what is kept beside weights, and how they are updated.
+        choice: Level and dtype.
+        policy: The session's policy.
+        scaler: The scaler of the unnamed loss.
+        masters: Lines on master weights and how they are updated.
     """
     rule = scaler.rule
     moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
@@ -56,9 +53,9 @@ def precision_table(
     """Return one row for each type of module that holds parameters.
 
     Args:
-        model: Prepared: stored as its level says.
-        choice: Level and format.
-        policy: Rules that say which modules run in another format.
+        model: The prepared model.
+        choice: Level and dtype.
+        policy: The session's policy.
         device: Device type.
         notes: Lines below the table.
     """
@@ -85,7 +82,7 @@ def _runs_in(
     policy: Policy,
     device: str,
 ) -> tuple[str, str]:
-    """Return the format that a module runs in, and why."""
+    """Return (format that a module runs in, reason)."""
     types = [
         name
         for outer in around(path)
@@ -110,6 +107,6 @@ def _runs_in(
 
 
 def _format_name(dtype: torch.dtype) -> str:
-    """Return a format's short word, or torch's for a dtype that is none of ours."""
+    """Return halfstep's name of a dtype ("bf16"), else torch's."""
     names = {format_.dtype: format_.name for format_ in formats.FORMATS.values()}
     return names.get(dtype, str(dtype).removeprefix("torch."))

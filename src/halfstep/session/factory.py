@@ -1,7 +1,4 @@
-"""One call prepares a model and its optimizer to train in mixed precision.
-
-In: a model, an optimizer, a level and a dtype, or "auto". Out: a `Session`.
-"""
+"""`prepare`: checks its arguments, converts a model and returns a `Session`."""
 
 from __future__ import annotations
 
@@ -154,7 +151,7 @@ def prepare(
     released = optimizer_in_backward
     fsdp.check(model, optimizer, choice, rules, master=master, release=released)
     if fsdp.is_sharded(model):
-        encoding = None  # its shards are
+        encoding = None  # its fp32 shards are the master weights
     rule = loss_scale
     if not isinstance(rule, ScaleRule):
         rule = ScaleRule.parse(rule)
@@ -188,7 +185,7 @@ def prepare(
 
 
 def _master_encoding(name: str, choice: Choice) -> MasterEncoding | None:
-    """Return the form of masters that a word means at a level; None for none."""
+    """Return the encoding for `master` at a level; None: no master weights."""
     encoding = forms.parse(name)
     if not choice.level.masters:
         if name not in {forms.FP32.name, forms.NONE}:

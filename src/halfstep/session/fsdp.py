@@ -1,7 +1,6 @@
-"""Models whose weights FSDP2 has split over ranks: fp32 shards, computed in 16 bits.
+"""Support for models sharded by FSDP2, whose fp32 shards serve as master weights.
 
-In: a model, and how it is to be prepared. Out: whether its shards can be the master
-weights, or what has to be called otherwise; and parts of whole tensors. Ranks agree on
+It checks that a sharded model fits the level, and shards full tensors. Ranks agree on
 an overflow in `scaling.found_inf_reduction`.
 """
 
@@ -37,18 +36,18 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Say whether a tensor is this rank's part of one: a DTensor."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether `fully_shard` was called on a model, or on a module in it."""
+    """Return whether `fully_shard` was called on a model or a module in it."""
     return any(True for _ in _fsdp_modules(model))
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that `fully_shard` was called on, with their paths."""
-    # Who has called it has imported it; the rest need not wait for that.
+    """Yield (path, module) for each module that `fully_shard` was called on."""
+    # If it was called, it is imported; otherwise the slow import is not needed.
     fsdp_module = sys.modules.get("torch.distributed.fsdp")
     fsdp_class: Any = getattr(fsdp_module, "FSDPModule", ())
     for path, module in model.named_modules() if fsdp_class else ():
@@ -65,10 +64,10 @@ def check(
     master: str,
     release: bool,
 ) -> None:
-    """Refuse a sharded model that could not be trained as asked.
+    """Raise if a sharded model cannot be trained with these settings.
 
     Raises:
-        UserError: With the call that would be right.
+        UserError: With the correct call.
     """
     level = choice.level
     fsdp_module = sys.modules.get("torch.distributed.fsdp")
@@ -130,7 +129,7 @@ def _check_group(
     has_fp32_rule: bool,
     stays_fp32: bool,
 ) -> None:
-    """Refuse a module whose weights FSDP2 does not cast as the level has it."""
+    """Raise if FSDP2 does not cast a module's weights to the level's dtype."""
     low = None if low == torch.float32 else low
     if low is None and stays_fp32:
         return
@@ -156,7 +155,7 @@ def _check_group(
 
 
 def _check_shard_dtype(name: str, param: Tensor, choice: Choice) -> None:
-    """Refuse a shard of a dtype in which the level does not store it."""
+    """Raise if a shard is not stored in the level's dtype."""
     if choice.level.masters and param.dtype != torch.float32:
         message = (
             f"{name!r} is sharded in {param.dtype}, and its shards are to be the fp32 "
@@ -175,13 +174,13 @@ def _check_shard_dtype(name: str, param: Tensor, choice: Choice) -> None:
 def _sharded_parameters(
     model: nn.Module,
 ) -> Iterator[tuple[str, str, Tensor, torch.dtype | None]]:
-    """Yield module, name, parameter and what FSDP2 casts it to, of each shard."""
+    """Yield (module path, name, parameter, dtype that FSDP2 casts to) of each shard."""
     groups = dict(_fsdp_modules(model))
     for path, module in model.named_modules():
         fsdp_path = next((p for p in decision.around(path) if p in groups), None)
         if fsdp_path is None:
             continue
-        # torch has no public way to ask what fully_shard got.
+        # torch has no public way to read the arguments of fully_shard.
         param_dtype = groups[fsdp_path]._get_fsdp_state()._mp_policy.param_dtype  # noqa: SLF001
         for name, param in module.named_parameters(path, recurse=False):
             if is_dtensor(param):
@@ -189,10 +188,10 @@ def _sharded_parameters(
 
 
 def check_not_replaced(model: nn.Module, params: Iterable[Tensor]) -> None:
-    """Refuse an optimizer over parameters that `fully_shard` has replaced since.
+    """Raise if `fully_shard` has replaced parameters of the optimizer.
 
     Raises:
-        UserError: With the order that is right.
+        UserError: With the correct order of calls.
     """
     param_ids = {id(param) for param in params}
     named = dict(model.named_parameters())
@@ -208,21 +207,21 @@ def check_not_replaced(model: nn.Module, params: Iterable[Tensor]) -> None:
 
 
 def conversion_level(model: nn.Module, level: Level) -> Level:
-    """Return the level that says what to convert: of fp32 shards nothing."""
+    """Return the level for `convert_`, changed so that fp32 shards stay fp32."""
     if level.masters and is_sharded(model):
         return replace(level, low_weights=False, fp32_norms=False)
     return level
 
 
 class ShardedMasters(NoMasters):
-    """The same where the model's own parameters are the fp32 shards of FSDP2."""
+    """The model's parameters themselves, FSDP2's fp32 shards, as master weights."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, description: str) -> None:
         super().__init__(optimizer)
         self._description = description
 
     def note(self) -> str:
-        """Say whose the masters are."""
+        """Return a line that describes the master weights."""
         return self._description
 
 
@@ -233,7 +232,7 @@ def make_masters(
     encoding: MasterEncoding | None,
     originals: dict[nn.Parameter, Tensor],
 ) -> MasterWeights:
-    """Return the master weights of a converted model, or what stands for them."""
+    """Return the master weights of a converted model; `NoMasters` if it has none."""
     if encoding is not None:
         return MasterWeights(optimizer, originals, master=encoding.name)
     narrow_all(optimizer, originals)
@@ -243,7 +242,7 @@ def make_masters(
 
 
 def _describe_shards(model: nn.Module, choice: Choice) -> str:
-    """Say in one line whose the masters are."""
+    """Return a line that describes the shards as master weights."""
     parts = list(_sharded_parameters(model))
     norms = {
         path
@@ -262,9 +261,9 @@ def _describe_shards(model: nn.Module, choice: Choice) -> str:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds of another of its shape.
+    """Return a tensor sharded like another of the same shape.
 
-    Where it comes from other ranks, all of them must call this.
+    If the result needs data of other ranks, all of them must call this.
     """
     mesh = getattr(like, "device_mesh", None)
     if is_dtensor(value) and getattr(value, "device_mesh", None) != mesh:
@@ -316,7 +315,7 @@ def fsdp_policy(
     param_dtype = low.dtype if at.low_weights and at.masters else None
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
-        # Without one, newer versions of torch add up in the dtype of the shards.
+        # If None, newer versions of torch reduce in the dtype of the shards.
         reduce_dtype=reduce_dtype or param_dtype,
         cast_forward_inputs=False,
     )

@@ -1,8 +1,6 @@
-"""FSDP2 with one set of fp32 weights, and states that ranks save and load together.
+"""Saves and loads sessions in the format of torch.distributed.checkpoint.
 
-In: a level and a format; a session and a directory. Out: what `fully_shard` must be
-told; a directory of torch.distributed.checkpoint that any number of processes can load,
-sharded or not.
+Any number of processes can load such a directory, sharded or not.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ _WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"
 
 
 class Stateful:
-    """A session as torch.distributed.checkpoint saves and loads it, beside others.
+    """A session as a Stateful object for torch.distributed.checkpoint.
 
-    `save` and `load` of this module are for a session alone: they check every byte, and
-    write all or nothing. `dcp.load` unpickles what it finds, and reads into the weights
-    before it can be known whether all is there.
+    Use it to save a session with other objects. For a session by itself, `save` and
+    `load` of this module are safer: they check every byte and write all or nothing,
+    while `dcp.load` unpickles its index and may fail with half of the weights read.
 
     Args:
-        session: Between two optimizer steps; one to be loaded may be new.
+        session: A session between two optimizer steps; to load, it may be new.
 
     Example:
         >>> import halfstep as hs
@@ -184,10 +182,7 @@ def load(session: Session, directory: Path) -> None:
 
 
 def _foreign_error(directory: Path) -> CheckpointError:
-    """Return what to raise where every byte is as the manifest says, and none fits.
-
-    Whoever wrote both was not halfstep.
-    """
+    """Return the error for files that match their manifest, but not our format."""
     return CheckpointError(
         f"{directory} holds more than tensors and plain values, or none; it was not "
         "written by halfstep and is not loaded."
@@ -195,7 +190,7 @@ def _foreign_error(directory: Path) -> CheckpointError:
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a state as tensors by name: one for all that is small, as bytes."""
+    """Return a state as name -> tensor; all small values are in one, as bytes."""
     names = [*state["parameters"]]
     groups = state["optimizer"]["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
@@ -206,7 +201,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
             is_separate = torch.is_tensor(value) and value.dim() > 0
             if is_separate:
                 tensors[f"{_MOMENT}{name}/{key}"] = value
-            # Their order counts: random rounding numbers them by it.
+            # Keep their order: stochastic rounding numbers them by it.
             small.setdefault(name, {})[key] = None if is_separate else value
     masters = dict(state["masters"])
     tensors |= {_LOW + name: tensor for name, tensor in masters.pop("low").items()}
@@ -214,13 +209,13 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     rest |= {"masters": masters, "groups": groups, "small": small}
     file = io.BytesIO()
     torch.save(rest, file)
-    # Ranks agree on every number in it, but perhaps not on every byte.
+    # Ranks have equal values, but their pickles may differ in bytes.
     rest_bytes = process_group.broadcast_object(file.getvalue())
     return tensors | {_REST: torch.frombuffer(bytearray(rest_bytes), dtype=torch.uint8)}
 
 
 def _nested(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return what `_flat` was given."""
+    """Return the state that `_flat` was called with."""
     names = [*rest["parameters"]]
     groups, small = rest.pop("groups"), rest.pop("small")
     numbers = [number for group in groups for number in group["params"]]
@@ -248,7 +243,7 @@ def _nested(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
 def _template(
     session: Session, saved: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Return memory for all that was saved, split as this session's weights are."""
+    """Return empty tensors for all that was saved, sharded like this session's."""
     own_tensors = state_dict.stored_tensors(ddp.unwrap(session.model))
     tensors = {}
     for path in (path for path in saved if path != _REST):
@@ -259,7 +254,7 @@ def _template(
 
 
 def _empty(path: str, saved: TensorStorageMetadata, like: Tensor | None) -> Tensor:
-    """Return memory for what was saved, split as a tensor of that shape is."""
+    """Return an empty tensor for one saved, sharded like `like` if shapes agree."""
     dtype = saved.properties.dtype
     try:
         if like is None or like.shape != saved.size:

@@ -1,8 +1,4 @@
-"""A learning-rate schedule that follows applied steps only.
-
-In: how many steps were applied, perhaps still on a device. Out: as many steps of the
-schedule.
-"""
+"""Steps a learning-rate scheduler after applied steps only, not after skipped ones."""
 
 from __future__ import annotations
 
@@ -21,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
-    """Refuse what cannot be stepped without arguments, or steps another optimizer.
+    """Raise if a scheduler's step needs arguments, or it has another optimizer.
 
     Raises:
-        UserError: With what would be right.
+        UserError: With the correct argument.
     """
     if scheduler is None:
         return
@@ -49,11 +45,11 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
 
 
 class LRSchedule:
-    """A learning-rate scheduler that follows applied steps, or none.
+    """Steps a scheduler once per applied optimizer step.
 
     Args:
-        scheduler: To be stepped.
-        applied: Steps applied before it came.
+        scheduler: The scheduler, or None.
+        applied: Number of steps applied before it was set.
     """
 
     def __init__(self, scheduler: LRScheduler | None, applied: int = 0) -> None:
@@ -61,13 +57,13 @@ class LRSchedule:
         self._num_followed = applied
         self._delayed = DelayedScalars()
         self._last_epoch: int | None = None
-        """Its `last_epoch` after our last step."""
+        """The scheduler's `last_epoch` after our last step."""
         self._warned = False
 
     def step(self, applied: Tensor) -> None:
-        """Step once for each applied step that is known on the host.
+        """Step the scheduler once for each applied step that is known on the host.
 
-        On a GPU that is `async_read.DELAY_STEPS` steps late, so that no step waits.
+        On a GPU this is `async_read.DELAY_STEPS` steps late, to avoid synchronization.
         """
         if self.scheduler is None:
             return
@@ -82,7 +78,7 @@ class LRSchedule:
         """Warn once if other code steps the schedule too."""
         if self._warned or self._last_epoch is None:
             return
-        # Any other distance is that of a state which was loaded.
+        # Any other difference comes from a loaded state.
         if getattr(self.scheduler, "last_epoch", None) == self._last_epoch + 1:
             self._warned = True
             warn_caller(
@@ -92,17 +88,17 @@ class LRSchedule:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state, and how far it has followed; {} without one."""
+        """Return the scheduler's state and number of steps; {} without a scheduler."""
         if self.scheduler is None:
             return {}
         return {"followed": self._num_followed, "state": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], applied: int) -> None:
-        """Go on from a state.
+        """Load a state.
 
         Args:
-            state: Of a schedule, or {}: then this one begins here.
-            applied: Steps applied so far.
+            state: From `state_dict`; {} starts the schedule here.
+            applied: Number of steps applied so far.
         """
         self._num_followed, self._delayed, self._last_epoch = (
             applied,

@@ -1,7 +1,4 @@
-"""The memory that training holds between steps, by what it is for.
-
-In: a model and its master weights. Out: bytes of weights, gradients, masters, moments.
-"""
+"""Measures the memory of weights, gradients, master weights and optimizer moments."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Footprint(dict[str, int]):
-    """Bytes by what they are for; printed, in units that people read."""
+    """Purpose -> bytes; prints as one line in KiB, MiB, ..."""
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -39,13 +36,13 @@ def _format_bytes(count: int) -> str:
 
 
 def memory_by_use(model: nn.Module, masters: MasterWeights) -> Footprint:
-    """Return the bytes allocated now, each stretch of memory counted once.
+    """Return the bytes allocated now; shared storages count once.
 
     Args:
         model: Its parameters and buffers are "weights".
-        masters: Fp32 masters, remainders and compensations are "masters"; whatever
-            tensors the optimizer keeps are "moments"; gradients in either dtype, and
-            the buffers they are added up in, are "gradients".
+        masters: Master weights and residuals are "masters"; all tensors in the
+            optimizer's state are "moments"; gradients of either dtype and their
+            accumulation buffers are "gradients".
     """
     seen: set[int] = set()
     master_params = masters.master_params.values()
@@ -74,7 +71,7 @@ def memory_by_use(model: nn.Module, masters: MasterWeights) -> Footprint:
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Return the bytes of storages not seen before."""
+    """Return the bytes of the tensors' storages that are not in `seen`; add them."""
     total = 0
     for tensor in tensors:
         local = local_part(tensor)

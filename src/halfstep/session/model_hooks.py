@@ -1,8 +1,7 @@
-"""Hooks that report a model or an optimizer used without its session.
+"""Hooks that detect use of a model or optimizer without its session.
 
-In: a prepared model and optimizer. Out: hooks on them. One names the autocast context
-when a forward pass outside of it fails; one warns of a `state_dict` without master
-weights; one refuses, or warns of, `optimizer.step()` by hand.
+They explain dtype errors of forward passes outside of autocast, warn of a `state_dict`
+without master weights, and raise or warn on a call of `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
-    """Hook a model whose weights were converted."""
+    """Register the hooks on a converted model."""
     stored = f"{choice.format.name} (level {choice.level.name})"
     hook = LowStateDictHook(choice.format.name)
     for each in called_modules(model):
@@ -41,9 +40,9 @@ def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> N
 
 
 class DtypeErrorHook:
-    """Forward hook: adds a line to errors about dtypes where autocast is off.
+    """Forward hook: adds advice to errors about dtypes if autocast is off.
 
-    Why: autocast contexts explain such errors; here there was none to do it.
+    Why: such errors are explained by the autocast context, which is missing here.
     """
 
     def __init__(self, stored: str, device: str) -> None:
@@ -51,7 +50,7 @@ class DtypeErrorHook:
         self._device = device
 
     def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        """Look at the exception under way, if the forward pass has left one."""
+        """Add the advice to the exception that the forward pass raised, if any."""
         if torch.compiler.is_compiling() or output is not None:
             return
         error = sys.exc_info()[1]
@@ -69,9 +68,9 @@ _ADVICE = (
 
 
 class LowStateDictHook:
-    """State-dict hook: warns once that weights in it are 16-bit.
+    """State-dict hook: warns once that the state has 16-bit weights.
 
-    Copies and pickles of the model have no session, and do not warn.
+    In copies and pickles of the model, which have no session, it is inactive.
     """
 
     def __init__(self, dtype: str, *, active: bool = True) -> None:
@@ -81,10 +80,10 @@ class LowStateDictHook:
     def __call__(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: object
     ) -> None:
-        """Look at a state that is about to be returned."""
+        """Check a state that is about to be returned."""
         if not self._active:
             return
-        # Buffers may be in 16 bits by the model's own choice.
+        # Not buffers: the model itself may store those in 16 bits.
         named = module.named_parameters(remove_duplicate=False)
         if any(_is_low_copy(state.get(f"{prefix}{name}")) for name, _ in named):
             self._active = False
@@ -103,16 +102,16 @@ def _inactive(dtype: str) -> LowStateDictHook:
 
 
 def _is_low_copy(value: object) -> bool:
-    """Say whether it is a 16-bit copy; with `keep_vars` parameters come themselves."""
+    """Return whether it is a 16-bit copy, not a parameter (as with `keep_vars`)."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return False
     return is_low(value.dtype)
 
 
 class ExternalStepCheck:
-    """Refuses `optimizer.step()` by hand where it would be wrong; warns elsewhere.
+    """Raises if `optimizer.step()` by hand would be wrong; otherwise warns.
 
-    The optimizer, to which it belongs, outlives the session.
+    It belongs to the optimizer, which may outlive the session.
     """
 
     def __init__(
@@ -128,8 +127,7 @@ class ExternalStepCheck:
     def __call__(self) -> None:
         """Check a step that is about to be taken.
 
-        Without any gradient there is nothing to lose: such a step keeps schedules
-        quiet.
+        A step without any gradient is harmless, and avoids warnings of schedulers.
 
         Raises:
             UserError: If gradients are those of 16-bit weights, or multiplied by the

@@ -1,7 +1,7 @@
-"""From the gradients of a step to updated weights.
+"""Unscales, checks and clips the gradients of a step, and updates the weights.
 
-In: gradients that backward passes left, scaled, in 16 bits or added up in fp32. Out:
-whether one of them is not finite, and the update, clipped, or nothing changed.
+In: scaled gradients, in 16 bits or accumulated in fp32. Out: found_inf and, if it is 0,
+updated weights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PARAM, _GRAD = itemgetter(0), itemgetter(1)
 
 
 def check_clip_norm(clip: object) -> float | None:
-    """Return a largest norm of gradients; None for none.
+    """Return a valid `clip_grad_norm`.
 
     Raises:
-        UserError: If it is no number above 0.
+        UserError: If it is neither a number above 0 nor None.
     """
     if clip is None:
         return None
@@ -44,10 +44,9 @@ def check_clip_norm(clip: object) -> float | None:
 class OptimizerStep:
     """Checks the gradients of each step, and updates the weights.
 
-    Where the masters have a kernel, gradients are read twice and never written: once
-    to look for inf and NaN, once in the pass that unscales, clips, updates and copies
-    back to the model weights. Otherwise they are unscaled in place, and the optimizer
-    steps itself.
+    With a fused kernel, gradients are read twice and never written: once to check for
+    inf and NaN, once in the pass that unscales, clips, updates and copies back to the
+    model weights. Otherwise they are unscaled in place and the optimizer steps.
     """
 
     def __init__(
@@ -59,18 +58,18 @@ class OptimizerStep:
         self.masters = masters
         self.clip = clip
         self.norm: Tensor | None = None
-        """Norm of the unscaled gradients of the step under way, shape ()."""
+        """Norm of the unscaled gradients of the current step, shape ()."""
         self._device = device
         self._inverse = torch.ones((), device=device)
         self._is_fused = self._only_found_inf = False
 
     @torch.no_grad()
     def unscaled_grads(self, scaler: LossScaler) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (parameter of the optimizer, copy of its unscaled gradient in fp32)."""
+        """Yield (optimizer's parameter, copy of its unscaled gradient, >= fp32)."""
         inverse = inverse_scale(scaler.state.scale)
         groups = self.masters.optimizer.param_groups
         for param in (param for group in groups for param in group["params"]):
-            # A 16-bit gradient may not have been added to its fp32 sum yet.
+            # A 16-bit gradient may not be accumulated in its fp32 sum yet.
             low = self.masters.model_param(param).grad
             parts = [param.grad, None if low is param.grad else low]
             wide_parts = [
@@ -79,7 +78,7 @@ class OptimizerStep:
                 if part is not None
             ]
             if wide_parts:
-                # torch adds sparse to dense, and not the other way round.
+                # torch supports dense + sparse, but not sparse + dense.
                 first, *rest = sorted(wide_parts, key=_IS_SPARSE)
                 total = sum(rest, first)
                 yield param, total * async_read.to_device_async(inverse, total.device)
@@ -91,12 +90,12 @@ class OptimizerStep:
         in_fp32: bool,
         in_place: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the optimizer's parameters that have gradients, and these.
+        """Return (the optimizer's parameters that have gradients, these gradients).
 
         Args:
-            scaler: Will unscale them.
-            in_fp32: Those of 16-bit weights have been accumulated in fp32.
-            in_place: `unscale` is to leave them unscaled, for others to change.
+            scaler: The scaler that will unscale them.
+            in_fp32: Gradients of 16-bit weights are already accumulated in fp32.
+            in_place: `unscale` must unscale them in place, for the caller to edit.
         """
         masters = self.masters
         masters.add_new_params()
@@ -115,10 +114,10 @@ class OptimizerStep:
     def unscale(
         self, grads: list[Tensor], scaler: LossScaler | BackwardPasses
     ) -> Tensor:
-        """Unscale gradients if no kernel will, and take their norm if they are clipped.
+        """Unscale gradients unless a kernel will; compute their norm for clipping.
 
         Returns:
-            1.0 if one on this rank is inf or NaN, else 0.0: float32, shape ().
+            1.0 if one on this rank is inf or NaN, else 0.0. float32, shape ().
         """
         kernel, needs_norm = self.masters.kernel, self.clip is not None
         if self._is_fused and self._only_found_inf and kernel is not None:
@@ -129,21 +128,21 @@ class OptimizerStep:
             return found_inf
         self._inverse = torch.ones((), device=self._device)
         if self._only_found_inf and self._needs_no_unscaling(grads, scaler):
-            # torch's kernel writes what it reads, also where the scale is 1.
+            # torch's kernel writes to the gradients even if the scale is 1.
             found_inf = _check_finite(grads)
         else:
             found_inf = scaler.unscale_(grads)
         if needs_norm and grads:
             self.norm = total_norm(grads)
             if self.clip != torch.inf:
-                # To divide by a norm that overflowed would make every gradient 0.
+                # Clipping by a norm that overflowed would make every gradient 0.
                 found_inf = torch.maximum(found_inf, self.norm.isinf().float())
         return found_inf
 
     def _needs_no_unscaling(
         self, grads: list[Tensor], scaler: LossScaler | BackwardPasses
     ) -> bool:
-        """Say whether gradients were never scaled, and may be read where they are."""
+        """Return whether gradients are not scaled and can be checked in place."""
         return (
             self._device.type == "cpu"
             and isinstance(scaler, LossScaler)
@@ -153,7 +152,7 @@ class OptimizerStep:
 
     @property
     def skips_on_device(self) -> bool:
-        """A kernel on the device itself leaves everything alone on overflow."""
+        """Whether the update kernel itself skips on overflow, without the host."""
         if self._is_fused and self.masters.kernel is not None:
             return self.masters.kernel.on_device
         inside = fused_optimizers.handles_found_inf(self.masters.optimizer)
@@ -165,11 +164,11 @@ class OptimizerStep:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor, *, on_device: bool) -> None:
-        """Clip, update the weights and publish them, unless `found_inf` is 1.
+        """Clip, update and copy back to the model weights, unless `found_inf` is 1.
 
         Args:
-            found_inf: As `unscale` returned it.
-            on_device: `skips_on_device`.
+            found_inf: Return value of `unscale`, reduced over ranks.
+            on_device: Value of `skips_on_device`.
         """
         optimizer = self.masters.optimizer
         if self._is_fused:
@@ -189,7 +188,7 @@ class OptimizerStep:
             self.masters.step()
 
     def _clip_coef(self) -> Tensor | float:
-        """Return what gradients are multiplied by, as torch clips them."""
+        """Return the clipping factor for gradients, as in torch."""
         if self.norm is None or self.clip is None or self.clip == torch.inf:
             return 1.0
         return (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
@@ -201,13 +200,13 @@ class OptimizerStep:
                 nn.utils.clip_grads_with_norm_(mesh_params, self.clip, self.norm)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step."""
-        self.masters.optimizer.zero_grad()  # 16-bit gradients behind masters too
+        """Clear the gradients and the norm of the step."""
+        self.masters.optimizer.zero_grad()  # also clears those of 16-bit weights
         self.norm, self._is_fused = None, False
 
 
 def _check_finite(gradients: list[Tensor]) -> Tensor:
-    """Return 1.0 if a gradient on the CPU is inf or NaN, else 0.0; write to none."""
+    """Return 1.0 if a CPU gradient holds inf or NaN, else 0.0; modifies none."""
     found_inf = torch.zeros((), dtype=torch.float32)
     readable = gradients
     if not fused_step.can_read(gradients):
@@ -217,7 +216,7 @@ def _check_finite(gradients: list[Tensor]) -> Tensor:
     if readable:
         found_inf, _ = cpu_kernels.check_finite(readable, norm=False)
     if len(readable) < len(gradients):
-        # Of other dtypes, lazily negated, or sparse.
+        # Other dtypes, lazily negated (`is_neg`), or sparse.
         read = set(map(id, readable))
         others = [dense_values(g) for g in gradients if id(g) not in read]
         all_finite = all(bool(values.isfinite().all()) for values in others)

@@ -1,7 +1,7 @@
-"""Running statistics of batch norms, taken back where a step is skipped.
+"""Restores the running statistics of batch norms when a step is skipped.
 
-A forward pass writes them, before anybody knows that its numbers are not finite: one
-batch with an inf would leave NaN in them for the rest of the run.
+The forward pass updates them before an inf is detected: one batch with an inf would
+leave NaN in them for the rest of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RunningStats:
     """A copy of the running statistics of a model, from before a step.
 
     Args:
-        model: Its norms that keep none are left out.
+        model: The model; norms without running statistics are ignored.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,12 +41,12 @@ class RunningStats:
             self.save()
 
     def __bool__(self) -> bool:
-        """Return whether the model has any."""
+        """Return whether the model has running statistics."""
         return bool(self._norms)
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copy them as they are now."""
+        """Copy the current values."""
         tables = (norm._buffers for norm in self._norms)  # noqa: SLF001
         named = (table.get(name) for table in tables for name in _NAMES)
         buffers = [b for b in named if b is not None and not nn.parameter.is_lazy(b)]
@@ -62,7 +62,7 @@ class RunningStats:
 
     @torch.no_grad()
     def restore(self, found_inf: Tensor) -> None:
-        """Write the copy back if `found_inf` is 1; copy what they are then."""
+        """Write the copy back if `found_inf` is 1, then copy the current values."""
         for copy in self._copies:
             copy.restore(found_inf)
 
@@ -70,7 +70,7 @@ class RunningStats:
 class _FlatCopy:
     """Buffers of one dtype on one device, copied in a few kernels.
 
-    Which numbers count is selected on the device, so that the host waits for no flag.
+    Old or new values are selected on the device, without synchronization.
     """
 
     def __init__(self, buffers: list[Tensor]) -> None:

@@ -1,8 +1,7 @@
-"""A model and an optimizer that train at one level.
+"""`Session`: trains a prepared model with its optimizer.
 
-In: both, a choice of level and format, a policy. Out: a session whose step collects
-gradients, unscales them, agrees on found_inf over ranks, clips and updates, and reports
-what it did. `Session._update_weights` is that path.
+A step collects gradients, unscales them, reduces found_inf over ranks, clips, updates
+the weights and returns a report: see `Session._update_weights`.
 """
 
 from __future__ import annotations
@@ -114,19 +113,19 @@ class Session:
         self._loss_scalers = LossScalers(rule, process_group)
         self.scaler: LossScaler = self._loss_scalers.get_or_create("", device)
         self._passes: BackwardPasses | None = None
-        """Set where each backward pass is unscaled and checked by itself."""
+        """Set if each backward pass is unscaled and checked separately."""
         if on_overflow.checks_each_pass:
             self._passes = BackwardPasses(
                 self._loss_scalers, on_overflow, process_group
             )
         self._unwrapped = model
-        # `model` may become a wrapper of itself later; as it is, there is no DDP.
+        # As long as `self.model` is this object, it is not wrapped in DDP.
         self._never_ddp = model if ddp.unwrap(model) is model else None
         self._group = process_group
         self._names = {id(param): name for name, param in named_parameters}
         level = fsdp.conversion_level(model, choice.level)
         conversion = convert_model.convert_(model, level, choice.format.dtype, policy)
-        optimizer.zero_grad()  # what is left from before is not scaled
+        optimizer.zero_grad()  # gradients from before are not scaled
         self.policy = conversion.policy
         self._num_implied_rules = len(self.policy.rules) - len(policy.rules)
         self._contexts = AutocastContexts(choice, self.policy, self._device.type)
@@ -138,7 +137,7 @@ class Session:
         model_hooks.attach(model, choice, device.type, masters=master_params)
         self._checks_versions = rule.scales and process_group is None
         self._grad_versions: dict[int, int] = {}
-        """What torch counts of writes to each gradient, when the session left it."""
+        """id -> version counter of each gradient after the last backward pass."""
         self._optimizer_step = OptimizerStep(self._masters, clip_grad_norm, device)
         self._in_backward: OptimizerInBackward | None = None
         if optimizer_in_backward:
@@ -149,7 +148,7 @@ class Session:
         self._rounding_loss: RoundingLossCounter | None = None
         self._around_update: _AroundUpdate = contextlib.nullcontext
         self._num_open_contexts = 0
-        """Open now."""
+        """Number of contexts that are open now."""
         self._num_attempted = 0
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
@@ -170,11 +169,11 @@ class Session:
             fsdp.check_not_replaced(
                 self._unwrapped, map(self._masters.model_param, self._params())
             )
-        # Teachers, metrics and checkpointed blocks run without gradients as well.
+        # Not an evaluation: teachers, metrics and checkpointed blocks in training.
         training = self._unwrapped.training or self._num_open_contexts > 0
         if not torch.is_grad_enabled() and not training:
             self._window.warn_if_pending()
-        # It writes to weights, so not after the forward pass.
+        # Before the forward pass, since it writes to weights.
         self._masters.add_new_params()
         sync_context: contextlib.AbstractContextManager[None] = _NO_CONTEXT
         if self.model is not self._never_ddp:
@@ -241,17 +240,17 @@ class Session:
             self._grad_versions = self._read_grad_versions()
 
     def _drop_partial_pass(self, is_first: bool) -> None:
-        """See that what a failed pass left does not enter the next update."""
+        """Keep the gradients of a failed pass out of the next update."""
         if is_first:
             self.zero_grad()
         else:
             self._window.has_failed = True
 
     def _scaler_of_pass(self, name: str) -> LossScaler:
-        """Return the scaler of a pass that is unscaled and checked by itself.
+        """Return the scaler of a pass that is unscaled and checked separately.
 
-        From the first named loss on each pass is: gradients of two scales cannot be
-        added. Those of earlier passes of the window are unscaled now.
+        This holds for all passes from the first named loss on, as gradients of two
+        scales cannot be added. Those of earlier passes of the window are unscaled now.
         """
         passes = self._passes
         if passes is None:
@@ -266,7 +265,7 @@ class Session:
     def _run_checked(
         self, passes: BackwardPasses, loss: Tensor, name: str, scaler: LossScaler
     ) -> None:
-        """Run a pass whose gradients are unscaled and checked by themselves."""
+        """Run a backward pass; unscale and check its gradients separately."""
 
         def backward(keep_graph: bool) -> None:
             scaled = scaler.scale(loss / self._window.size)
@@ -280,17 +279,17 @@ class Session:
             free_graph(loss)
 
     def _sync_grads(self) -> None:
-        """Bring gradients into the optimizer's parameters, averaged over processes."""
+        """Move gradients to the optimizer's parameters, averaged over processes."""
         self._masters.accumulate_grads()
         self._grad_sync.reduce_now(self.model)
 
     def _read_grad_versions(self) -> dict[int, int]:
-        """Return what torch counts of writes to each gradient."""
+        """Return id -> version counter of each gradient."""
         grads = self._reachable_grads()
         return dict(zip(map(id, grads), map(_VERSION, grads), strict=True))
 
     def _warn_if_grads_changed(self) -> None:
-        """Warn once if gradients are not as the last backward pass left them."""
+        """Warn once if gradients were changed since the last backward pass."""
         if not self._read_grad_versions().items() <= self._grad_versions.items():
             self._checks_versions = False
             self._window.warn_of_changed_gradients()
@@ -298,11 +297,11 @@ class Session:
     def _run_backward(
         self, scaled: Tensor, second_pass: bool, *, keep_graph: bool = False
     ) -> None:
-        """Run a backward pass; a second one of a micro-batch is added up in fp32."""
+        """Run a backward pass; the second of a micro-batch is accumulated in fp32."""
         accumulator = self._contexts.grad_accumulator
         masters, in_backward = self._masters, self._in_backward
-        # Of masters, and while hooks of ours use gradients as they come: in our passes
-        # alone. A model may be another's too, whose passes must find nothing changed.
+        # Hooks that consume gradients are active in our own passes only: the model may
+        # be part of another one, whose backward passes must not change.
         hooked = in_backward is not None or self._window.size > 1
         is_local = hooked and not ddp.is_data_parallel(self.model)
         if second_pass:
@@ -362,7 +361,7 @@ class Session:
         if window.loss is None or window.num_done + 1 < window.size:
             raise misuse.grads_in_window(window.num_pending, window.size)
         if self.model is not self._never_ddp and self._grad_sync.is_pending:
-            # As `step` does: the mean over ranks is that of fp32 sums.
+            # As in `step`: fp32 sums are averaged over ranks.
             if self._checks_versions:
                 self._warn_if_grads_changed()
             self._masters.accumulate_grads()
@@ -420,7 +419,7 @@ class Session:
             True
         """
         many = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        # Operations of the pass run in the formats that the forward pass gave them.
+        # Backward operations have the dtypes of the forward pass.
         with torch.autocast(self._device.type, enabled=False):
             return self.scaler.grad(
                 many,
@@ -466,7 +465,7 @@ class Session:
         return self._step_window()
 
     def _step_window(self) -> StepReport:
-        """Update the weights, and what follows applied steps."""
+        """Update the weights; step the schedule and refresh the cast cache."""
         report = (
             self._update_weights()
             if self._in_backward is None
@@ -480,7 +479,7 @@ class Session:
         return report
 
     def _end_microbatch(self) -> bool:
-        """Take in one micro-batch; say whether it was the last of its step."""
+        """Count one micro-batch; return whether it was the last of its step."""
         window = self._window
         if window.has_failed:
             raise misuse.pass_failed()
@@ -499,8 +498,8 @@ class Session:
     def _update_weights(self) -> StepReport:
         """Take one optimizer step, in five stages.
 
-        Where each backward pass was unscaled by itself (named losses, `on_overflow`),
-        `BackwardPasses` stands for the loss scaler.
+        If backward passes are unscaled separately (named losses, `on_overflow`),
+        `BackwardPasses` replaces the loss scaler.
         """
         scaler = self.scaler if self._passes is None else self._passes
         params, grads = self._collect_grads(scaler)
@@ -511,7 +510,7 @@ class Session:
         return report
 
     def _finish_in_backward(self) -> StepReport:
-        """Say what was updated while the backward pass ran."""
+        """Report the updates that were made during the backward pass."""
         in_backward = self._in_backward
         assert in_backward is not None  # noqa: S101
         if not in_backward.count:
@@ -556,7 +555,7 @@ class Session:
         if not grads and self._group is None:
             raise misuse.no_gradient()
         if grads and window.num_done < window.size:
-            # The sum of a part of a window becomes the mean of its micro-batches.
+            # Each loss was divided by `window.size`: make it the mean of those done.
             torch._foreach_mul_(grads, window.size / window.num_done)
         return params, grads
 
@@ -567,10 +566,10 @@ class Session:
         found_inf: Tensor,
         scaler: LossScaler | BackwardPasses,
     ) -> StepReport:
-        """Update the weights, unless `found_inf` is 1; say what was done."""
+        """Update the weights unless `found_inf` is 1; return the report."""
         step = self._optimizer_step
         on_device, norm = step.skips_on_device, step.norm
-        # What clipping and clearing will destroy is read now.
+        # Read now: clipping and clearing destroy the gradients.
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
         if on_device or found_inf:
             named_grads = list(zip(map(self._name, params), grads, strict=True))
@@ -600,7 +599,7 @@ class Session:
         found_inf: Tensor,
         scaler: LossScaler | BackwardPasses,
     ) -> None:
-        """Clear the gradients of a step that is done, and move the loss scale."""
+        """Clear the gradients of a finished step, and update the loss scale."""
         self._optimizer_step.zero_grad()
         self._window.reset()
         if self._running_stats is not None:
@@ -612,7 +611,7 @@ class Session:
         return [*chain.from_iterable(map(itemgetter("params"), groups))]
 
     def _reachable_grads(self) -> list[Tensor]:
-        """Return the gradients that the caller can reach, of weights and masters."""
+        """Return the `.grad` of all weights and master weights that have one."""
         groups = self.optimizer.param_groups
         weights = map(_WEIGHT, self._masters.master_params.values())
         params = chain(*map(itemgetter("params"), groups), weights)
@@ -678,7 +677,7 @@ class Session:
         return session_notes(self.choice, self.policy, self.scaler, masters)
 
     def __str__(self) -> str:
-        """Say what is trained how, and how far. May wait for the device."""
+        """Return the settings and step counts, in lines. May synchronize."""
         count = sum(param.numel() for param in self._unwrapped.parameters())
         pending = self._window.num_pending
         window = f"micro-batches a step: {self.accumulate}, {pending} of the next"
@@ -692,7 +691,7 @@ class Session:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """Return the first word on a session; `print` it for more."""
+        """Return one short line; `print` shows more."""
         model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
         return f"<Session of {model} and {optimizer} at {self.choice}>"
 
@@ -707,7 +706,7 @@ class Session:
         self._window.reset()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: hooks would still belong to the original."""
+        """Raise on copy and pickle: hooks would still refer to the original."""
         raise misuse.session_copied()
 
     def memory(self) -> dict[str, int]:
@@ -801,12 +800,12 @@ class Session:
             UserError: If it is of another version, or weights or optimizer do not fit.
                 Nothing has been changed then.
         """
-        # What can be refused comes first: a refused state must leave all as it was.
+        # Check everything first: a rejected state must leave the session unchanged.
         session_state_dict.check(state, self._unwrapped, self._masters)
         self._loss_scalers.check(state["scales"])
         session_state_dict.load(state, self._unwrapped, self._masters, self.choice)
         if state["dtype"] == self.choice.format.name:
-            # Another format needs another scale: 65536 is right for fp16 alone.
+            # Another dtype needs another scale: 65536 is right only for fp16.
             self._loss_scalers.load_state_dict(state["scales"])
             self.scaler = self._loss_scalers.get_or_create("", self._device)
         self.zero_grad()

@@ -1,7 +1,7 @@
-"""What a session saves, in fp32 whatever its level, and how another one goes on.
+"""Saves and loads the state of a session: tensors and plain values.
 
-In: a model, its master weights. Out: a state of tensors and plain values that a session
-of any level and form of masters can load.
+Weights are saved in fp32 at every level, so that a session of another level or master
+encoding can load them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ INNER = {
     "schedule": ("followed", "state"),
 }
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""State of torch's optimizers that has one number for each of a weight's."""
+"""State of torch's optimizers with the shape of the parameter."""
 SCALARS = ("step", "mu_product", "eta", "mu")
-"""State of torch's optimizers that is one number, whatever the weight's shape."""
+"""State of torch's optimizers that is a scalar."""
 
 
 @torch.no_grad()
 def weights(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
-    """Return every weight and buffer by name, in fp32 what is stored in 16 bits.
+    """Return every weight and buffer by name, those stored in 16 bits in fp32.
 
-    Where there are masters, they are what is returned; where there are none, 16 bits
-    are widened. Tied weights are one tensor.
+    The fp32 values are the master weights if there are any, else upcasts. Tied weights
+    are one tensor.
     """
     masters.sync_external_writes()
     master_of = {
@@ -70,7 +70,7 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _extra(model: nn.Module) -> dict[str, Any]:
-    """Return what modules give by `get_extra_state`."""
+    """Return the extra state of modules (`get_extra_state`)."""
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for name in state if _is_extra(name)}
 
@@ -80,9 +80,9 @@ def _is_extra(name: str) -> bool:
 
 
 def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
-    """Return the name of each of the optimizer's parameters, in order -> its group.
+    """Return name -> group number of the optimizer's parameters, in order.
 
-    One that is not the model's has only its number.
+    Parameters that are not in the model are named by their number.
     """
     names: dict[int, str] = {}
     for name, tensor in stored_tensors(model).items():
@@ -96,7 +96,7 @@ def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
 
 
 def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, Any]:
-    """Return weights, optimizer, and what rounding needs to go on to the bit."""
+    """Return weights, optimizer state, and the rounding state for bit-exact resume."""
     masters.add_new_params()
     masters.sync_external_writes()
     by_weight = {
@@ -105,7 +105,7 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
     }
     low = {}
     if masters.encoding.residual == torch.bfloat16:
-        # Fp32 holds the sum of weight and rest, which several pairs can have.
+        # The fp32 sum does not determine weight and compensation term: save weights.
         low = {
             n: t.detach()
             for n, t in stored_tensors(model).items()
@@ -133,9 +133,9 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
 
 @torch.no_grad()
 def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
-    """Return the moments that a new optimizer will have, by parameter and key.
+    """Return the moments of the optimizer before its first step, by parameter and key.
 
-    It takes a step of size 0 without gradients, after which all is as before.
+    It takes a step with zero gradients and learning rate 0, and undoes it.
     """
     masters.add_new_params()
     optimizer, rng = masters.optimizer, masters.rng
@@ -162,10 +162,10 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
 
 
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
-    """Refuse a state that cannot be loaded.
+    """Raise if a state cannot be loaded.
 
     Raises:
-        UserError: If it is of another version, lacks something, or its weights or its
+        UserError: If it is of another version, is incomplete, or its weights or
             optimizer do not fit.
     """
     if state.get("version") != VERSION:
@@ -177,7 +177,7 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
     for key in KEYS:
         _require(state, key)
     for key, inner in INNER.items():
-        # No schedule at all is {}.
+        # A session without a schedule saves {}.
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
     _check_weights(state["weights"], model)
@@ -190,7 +190,7 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
 
 
 def _require(state: dict[str, Any], *path: str) -> None:
-    """Refuse a state without a value under some keys, one inside the other."""
+    """Raise if a state has no value at a path of nested keys."""
     inner: Any = state
     for key in path:
         if not isinstance(inner, dict) or key not in inner:
@@ -239,7 +239,7 @@ def _check_extra(state: dict[str, Any], model: nn.Module) -> None:
 def _check_optimizer(
     state: dict[str, Any], model: nn.Module, masters: MasterWeights
 ) -> None:
-    """Refuse groups that do not fit, or moments that are not there, or of others."""
+    """Raise if parameter groups do not fit, or moments are missing or do not fit."""
     saved, own = state["optimizer"], masters.optimizer
     saved_groups, own_groups = saved["param_groups"], own.param_groups
     sizes = [
@@ -273,9 +273,9 @@ def _check_optimizer(
 def _check_optimizer_type(
     optimizer: torch.optim.Optimizer, saved_groups: list[dict[str, Any]]
 ) -> None:
-    """Refuse hyper-parameters of another optimizer."""
+    """Raise if the hyper-parameters are of another optimizer."""
     for group in saved_groups:
-        # Another version of torch may know more, or less; another optimizer both.
+        # Another torch version has more or fewer; only another optimizer has both.
         lacks = sorted(optimizer.defaults.keys() - group.keys())
         more = group.keys() - optimizer.defaults.keys()
         more -= {"params", "param_names", "initial_lr"}
@@ -306,9 +306,9 @@ def _check_moments(saved: dict[str, Any], params: list[Tensor]) -> None:
 def load(
     state: dict[str, Any], model: nn.Module, masters: MasterWeights, choice: Choice
 ) -> None:
-    """Take over a state that `check` has returned; of its tensors, copies."""
+    """Load a state that passed `check`; its tensors are copied."""
     masters.add_new_params()
-    # First, for an optimizer may refuse what we did not.
+    # First, since the optimizer may raise where `check` did not.
     optimizer = _shard_state(state["optimizer"], masters)
     masters.optimizer.load_state_dict(optimizer)
     saved = state["masters"]
@@ -328,7 +328,7 @@ def load(
             continue
         weight = low.get(name)
         if weight is None and slot.residual is None:
-            # Once, and to nearest: the random numbers are the next step's.
+            # Round to nearest: the random numbers belong to the next step.
             weight = fp32_value.to(slot.weight.dtype)
         masters.set_fp32_(slot.master, fsdp.shard_like(fp32_value, tensor), weight)
     masters.normalize_states()
@@ -345,15 +345,15 @@ def _encoding_name(masters: MasterWeights) -> str:
 def _keep_dtypes(
     saved: dict[str, Any], optimizer: torch.optim.Optimizer, *, same: bool
 ) -> None:
-    """Undo the casts that `Optimizer.load_state_dict` makes, where they lose digits.
+    """Undo casts by `Optimizer.load_state_dict` that lose digits.
 
-    Why: it casts all but "step" to the dtype of the parameter. In 16 bits a product or
-    a rate that the optimizer keeps in fp32 (NAdam, ASGD) is no longer the one saved.
+    Why: it casts all state but "step" to the dtype of the parameter, also scalars that
+    the optimizer keeps in fp32 (`mu_product` of NAdam, `eta` of ASGD).
 
     Args:
-        saved: State as it was given to the optimizer.
-        optimizer: Has loaded it.
-        same: It was saved at this level, format and form of masters: as it is then.
+        saved: The state that the optimizer has loaded.
+        optimizer: The optimizer.
+        same: Saved with the same level, dtype and encoding: restore all dtypes.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -368,7 +368,7 @@ def _keep_dtypes(
 
 
 def _shard_state(saved: dict[str, Any], masters: MasterWeights) -> dict[str, Any]:
-    """Return an optimizer's state with moments in parts, or whole, as weights are."""
+    """Return an optimizer's state with moments sharded, or not, as its parameters."""
     params = [p for group in masters.optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     param_of = dict(zip(numbers, params, strict=True))
@@ -389,10 +389,10 @@ def _shard_value(value: object, param: Tensor | None) -> object:
 
 
 def normalize_loaded_states(masters: MasterWeights) -> None:
-    """Keep moments in the form's dtype, also where the optimizer loads a state.
+    """Keep moments in the encoding's dtype when the optimizer loads a state.
 
-    Why: `Optimizer.load_state_dict` casts them to the dtype of the parameter, which
-    is fp32 for masters, even where they are kept in bf16.
+    Why: `Optimizer.load_state_dict` casts them to the dtype of the parameter, which is
+    fp32 for master weights, also if the encoding stores moments in bf16.
     """
 
     def hook(_optimizer: torch.optim.Optimizer) -> None:
