@@ -1,4 +1,4 @@
-"""Directories of weights and state: whole or absent, checked, safe to load."""
+"""Checkpoint directories that are complete or absent, verified, and safe to load."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
     "save",
 ]
 
-if not TYPE_CHECKING:  # a type checker must still see a misspelt name
+if not TYPE_CHECKING:  # type checkers must still report misspelled names
 
     def __getattr__(name: str) -> object:
-        """Load a public name on first use: submodules are used without torch."""
+        """Import a public name on first use; some submodules are used without torch."""
         if name in __all__:
             from halfstep.checkpoint import single
 

@@ -1,8 +1,7 @@
-"""Directories that are whole or absent: a sealed manifest, and one rename.
+"""Writes directories that are complete or absent: a manifest with hashes, one rename.
 
-In: a function that fills an empty directory with files. Out: the directory under its
-own name, with `manifest.json`: the size and SHA-256 of every file, whatever else is to
-be said, and a seal over all of it. Reading refuses what does not fit, by name.
+`manifest.json` holds the size and SHA-256 of every file, further facts, and a seal, the
+SHA-256 of all that. Reading rejects a file that does not match, by name.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 PLAIN, SHARDED = "halfstep checkpoint", "halfstep sharded checkpoint"
 MODEL = "halfstep model"
-"""What a manifest says that its directory is."""
+"""Values of "format" in a manifest."""
 
 Facts = dict[str, int | str]
 """Size and SHA-256 of a file."""
@@ -37,14 +36,14 @@ class CheckpointError(UserError):
 
 
 class CheckpointReadError(CheckpointError):
-    """A checkpoint that the disk does not give now; it need not be damaged."""
+    """A checkpoint that cannot be read now, though it need not be damaged."""
 
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint that could not be written."""
 
     reason = ""
-    """What the disk said, for a text that says more."""
+    """The system's reason, for messages that add to it."""
 
 
 def write(
@@ -54,20 +53,20 @@ def write(
     *,
     replace: bool = False,
 ) -> None:
-    """Let a directory appear whole, or not at all.
+    """Write a directory that is complete or absent, even after a crash.
 
-    Why: a process may die at any byte. Files are written and flushed to disk under a
-    temporary name beside the target, and one rename gives them theirs.
+    Why: a process may be killed at any byte. Files are written and flushed to disk
+    under a temporary name beside the target, then renamed into place.
 
     Args:
-        directory: Its parent is made if need be.
+        directory: Its parent is created if necessary.
         format_: `PLAIN`, `SHARDED` or `MODEL`.
-        fill: Writes files into an empty directory; returns more for its manifest.
-        replace: Remove what has the name already, once the new one is whole.
+        fill: Writes files into an empty directory; returns further manifest entries.
+        replace: Replace an existing directory once the new one is complete.
 
     Raises:
-        CheckpointError: If the name is taken, or something cannot be written; then
-            nothing is left behind.
+        CheckpointError: If the directory exists, or a write fails; then no files are
+            left.
     """
     temporary = temporary_path(directory)
     try:
@@ -78,7 +77,7 @@ def write(
         facts = {"format": format_, "files": files, **fields}
         commit(directory, temporary, facts, replace=replace)
     except BaseException as fault:
-        # Tidying up may fail as well, for the same reason: that is not the news.
+        # Cleaning up may fail too; report the original error.
         shutil.rmtree(temporary, ignore_errors=True)
         reason = os_reason(fault)
         if reason is None:
@@ -87,7 +86,7 @@ def write(
 
 
 def write_error(directory: Path, reason: str) -> CheckpointWriteError:
-    """Return what to raise where a directory could not be written."""
+    """Return the error for a directory that could not be written."""
     error = CheckpointWriteError(
         f"checkpoint {directory} could not be written: {reason}. Mend that, or choose "
         "another place."
@@ -99,23 +98,23 @@ def write_error(directory: Path, reason: str) -> CheckpointWriteError:
 def read_error(
     path: Path, reason: str | None, format_: str | None = PLAIN
 ) -> CheckpointReadError:
-    """Return what to raise where a checkpoint, or a file of it, cannot be read."""
+    """Return the error for a checkpoint, or a file of it, that cannot be read."""
     noun, remedy = _words(format_)
     return CheckpointReadError(f"{noun} file {path} cannot be read: {reason}. {remedy}")
 
 
 def _words(format_: str | None) -> tuple[str, str]:
-    """Return what a directory of a form is called, and what to do if it is damaged."""
+    """Return what a directory of a format is called, and advice if it is damaged."""
     if format_ == MODEL:
         return "model", "Write it again with halfstep train --resume."
     return "checkpoint", "Resume from another checkpoint."
 
 
 def make_temporary(directory: Path, temporary: Path, *, replace: bool = False) -> None:
-    """Make the temporary directory, and remove those that killed processes left.
+    """Make the temporary directory, and remove those of killed processes.
 
     Raises:
-        CheckpointError: If the name is taken, by a broken link too.
+        CheckpointError: If the name is taken, also by a broken link.
     """
     remove_leftovers(directory.parent, directory.name, exclusive=False)
     if not replace:
@@ -132,7 +131,7 @@ def _check_not_taken(directory: Path) -> None:
 def commit(
     directory: Path, temporary: Path, facts: Mapping[str, Any], *, replace: bool = True
 ) -> None:
-    """Write the manifest, wait until all is on disk, and give the directory its name.
+    """Write the manifest, flush all files to disk, and rename the directory.
 
     Raises:
         CheckpointError: If another program has taken the name, unless `replace`.
@@ -147,11 +146,11 @@ def commit(
 
 
 def rename_into_place(directory: Path, temporary: Path, *, replace: bool) -> None:
-    """Give a directory its name.
+    """Rename a temporary directory into place.
 
-    Why: no system renames over a directory that holds anything. What has the name is
-    moved aside, and has it again if the disk comes between; after a kill, `restore`
-    sees to that.
+    Why two renames: no system renames over a directory that is not empty. The old
+    directory is moved aside, and back if the rename fails; after a kill,
+    `restore_replaced` moves it back.
     """
     old = temporary_path(directory, "old")
     try:
@@ -171,16 +170,16 @@ def rename_into_place(directory: Path, temporary: Path, *, replace: bool) -> Non
 
 
 def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
-    """Return a directory's manifest, its shape checked; no other file is read.
+    """Return a directory's manifest after validation; no other file is read.
 
     Raises:
-        CheckpointError: If there is none, it is damaged, or not of the format; None
-            stands for a checkpoint, plain or sharded.
+        CheckpointError: If it is missing, damaged, or of another format; `format_` None
+            accepts plain and sharded checkpoints.
     """
     path = directory / MANIFEST
     noun, remedy = _words(format_)
     try:
-        # A pipe of that name would be waited for.
+        # Reading a pipe of that name would block.
         text = path.read_bytes() if _is_file(path) else None
         manifest = None if text is None else json.loads(text.decode())
     except OSError as error:
@@ -219,10 +218,10 @@ def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
 def verify(
     directory: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> None:
-    """Compare the files, or some of them, with the sizes and sums in the manifest.
+    """Compare files with the sizes and hashes in the manifest.
 
     Raises:
-        CheckpointError: If one is missing, truncated or altered; the text names it.
+        CheckpointError: If one is missing, truncated or altered; the message names it.
     """
     format_ = manifest.get("format")
     noun, remedy = _words(format_)
@@ -252,8 +251,8 @@ def verify(
 def os_reason(error: BaseException | None) -> str | None:
     """Return in words why something could not be written or read, or None.
 
-    Why: safetensors, whose text holds the number of the system's error, and torch.save
-    raise others in place of an `OSError`.
+    Why: safetensors (with the errno in its message) and torch.save raise other
+    exceptions instead of `OSError`.
 
     Example:
         >>> os_reason(OSError(28, "No space left on device"))
@@ -265,36 +264,36 @@ def os_reason(error: BaseException | None) -> str | None:
     if type(error).__name__ == "SafetensorError":
         number = re.search(r"os error (\d+)", str(error))
         return os.strerror(int(number[1])) if number else str(error)
-    # torch.save, from an error of the file that it writes to.
+    # From torch.save, when writing to its file failed.
     if isinstance(error, RuntimeError):
         return os_reason(error.__cause__ or error.__context__)
     return None
 
 
 def temporary_path(directory: Path, purpose: str = "part") -> Path:
-    """Return a temporary name of this process for a directory."""
+    """Return a temporary name for a directory, specific to this process."""
     return directory.with_name(f".{directory.name}.{purpose}-{os.getpid()}")
 
 
 def remove_leftovers(parent: Path, name: str = "", *, exclusive: bool = True) -> None:
-    """Remove what killed processes left of a directory of a name, or of any.
+    """Remove temporary files of killed processes, for one name or for all.
 
-    Unless no other program writes there, what belongs to living processes stays.
+    Those of living processes stay, unless `exclusive`: no other program writes here.
     """
-    # What was moved to be replaced may be the only copy.
+    # A directory that was moved aside may be the only copy.
     restore_replaced(parent, name, exclusive=exclusive)
     for path, _, _ in _leftovers(parent, name, exclusive=exclusive):
         remove(path)
 
 
 def restore_replaced(parent: Path, name: str = "", *, exclusive: bool = True) -> None:
-    """Give back their names to directories whose replacement was killed half-way."""
+    """Move directories back whose replacement was interrupted by a kill."""
     for path, owner, purpose in _leftovers(parent, name, exclusive=exclusive):
         if purpose == "old" and not os.path.lexists(parent / owner):
             try:
                 path.rename(parent / owner)
             except OSError:
-                # Another process may have done it; else the checkpoint is missing.
+                # Another process may have moved it back already.
                 if not os.path.lexists(parent / owner):
                     raise
 
@@ -302,7 +301,7 @@ def restore_replaced(parent: Path, name: str = "", *, exclusive: bool = True) ->
 def _leftovers(
     parent: Path, name: str, *, exclusive: bool
 ) -> list[tuple[Path, str, str]]:
-    """Return temporary directories, the names they are for, and what they hold."""
+    """Return (temporary directory, its target's name, its purpose) triples."""
     pattern = re.compile(rf"\.({re.escape(name) or '.+'})\.(part|old|gone)-(\d+)")
     try:
         matches = [(path, pattern.fullmatch(path.name)) for path in parent.iterdir()]
@@ -316,25 +315,25 @@ def _leftovers(
 
 
 def _is_alive(number: int) -> bool:
-    """Say whether another process of this machine has a number now."""
+    """Return whether another process of this machine has this PID."""
     if os.name == "nt" or number == os.getpid():
-        return False  # On Windows the question would interrupt it.
+        return False  # On Windows os.kill would end the process
     try:
         os.kill(number, 0)
     except (OSError, OverflowError) as error:
-        return isinstance(error, PermissionError)  # another user's
+        return isinstance(error, PermissionError)  # it is another user's
     return True
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory such that a kill half-way leaves nothing under its name."""
+    """Delete a directory so that a kill midway leaves nothing under its name."""
     temporary = temporary_path(directory, "gone")
     directory.rename(temporary)
     remove(temporary)
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, a file or a link, if it is there."""
+    """Remove a directory, file or link if it exists."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -350,17 +349,17 @@ def digest(path: Path) -> Facts:
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all that a manifest says besides."""
+    """Return the SHA-256 of a manifest's other entries."""
     facts = {key: value for key, value in manifest.items() if key != "seal"}
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     windows = os.name == "nt"
     if windows and path.is_dir():
-        return  # Windows cannot open a directory; its rename is durable by itself.
-    # Nor does it flush what is open for reading only.
+        return  # Windows cannot open directories; renames are durable
+    # Windows cannot flush a file that is open for reading only.
     handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -369,7 +368,7 @@ def flush(path: Path) -> None:
 
 
 def _is_file(path: Path) -> bool:
-    """Say whether a file is there; `Path.is_file` may deny it where a disk is gone."""
+    """Return whether a file exists; `Path.is_file` gives False if a disk fails."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -377,7 +376,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _lists_files(manifest: Mapping[str, Any]) -> bool:
-    """Say whether a manifest lists files of its own directory, and no others."""
+    """Return whether a manifest lists only files within its own directory."""
     files = manifest.get("files")
     return isinstance(files, dict) and all(
         name != MANIFEST

@@ -1,11 +1,11 @@
-"""Directories that ranks write and read together, whole or absent.
+"""Checkpoint directories that ranks write and read together, complete or absent.
 
 In: tensors by name, of which each rank holds parts. Out: a sealed directory of
-torch.distributed.checkpoint, in which each rank has written its own parts; reading
-checks every byte, once among all ranks. Where one rank fails, all raise, at once.
+torch.distributed.checkpoint in which each rank has written its own parts. Reading
+verifies every byte, once among all ranks. If one rank fails, all raise at once.
 
-torch's own index, `.metadata`, is a pickle, which runs code when it is read. It is
-there for torch's tools; halfstep writes and reads the same facts as JSON.
+torch's own index, `.metadata`, is a pickle, which can run code when it is read. It is
+written for torch's tools; halfstep writes and reads the same facts as JSON.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ def write(
     *,
     replace: bool = False,
 ) -> None:
-    """Write each rank's parts; the directory appears when all are on disk, or never.
+    """Write each rank's parts; the directory appears once all are on disk, or never.
 
     Args:
         tensors: The same names on every rank.
-        directory: On a disk that all ranks see.
-        notes: Json-able; the first rank's are kept.
-        replace: Remove what has the name already, once the new one is on disk.
+        directory: On a file system that all ranks share.
+        notes: Values for `json.dumps`; those of rank 0 are stored.
+        replace: Replace an existing directory once the new one is on disk.
 
     Raises:
-        CheckpointError: On all ranks, if the name is taken, or one cannot write.
+        CheckpointError: On all ranks, if the directory exists, or one rank cannot
+            write.
     """
     rank, unwritten = (
         process_group.rank(),
@@ -87,12 +88,12 @@ def write(
 
 
 def _write(tensors: dict[str, Tensor], temporary: Path) -> None:
-    """Let torch write this rank's parts and, on the first, both indexes."""
+    """Write this rank's parts with torch and, on rank 0, both indexes."""
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class Writer(FileSystemWriter):
-        """Says what fails in words: a cause does not travel between ranks."""
+        """Reports errors as text, since causes are not sent between ranks."""
 
         def write_data(self, *args: Any) -> Any:  # noqa: ANN401 -- torch's own
             try:
@@ -113,7 +114,7 @@ def _write(tensors: dict[str, Tensor], temporary: Path) -> None:
 def _index_data(
     metadata: Metadata, results: list[list[WriteResult]]
 ) -> dict[str, dict[str, Any]]:
-    """Return which parts make up each tensor, and where in which file each is."""
+    """Return each tensor's parts, with file and position of each."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     places = {result.index: result.storage_data for part in results for result in part}
@@ -131,7 +132,7 @@ def _index_data(
 
 
 class _Place(NamedTuple):
-    """Where a part of a tensor is, by the names that torch asks for."""
+    """File and position of a tensor's part, with the attributes that torch reads."""
 
     relative_path: str
     offset: int
@@ -140,10 +141,10 @@ class _Place(NamedTuple):
 
 
 def _read_index(path: Path, files: Collection[str]) -> Metadata:
-    """Read what `_index_data` returned; it may point to these files alone.
+    """Read what `_index_data` returned; it may refer only to `files`.
 
     Raises:
-        CheckpointError: If it is anything else, or does not hold all of every tensor.
+        CheckpointError: If it is invalid, or does not cover all of every tensor.
     """
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -168,10 +169,9 @@ def _read_index(path: Path, files: Collection[str]) -> Metadata:
 
 
 def _read_entry(name: str, data: dict[str, Any]) -> TensorStorageMetadata:
-    """Return a tensor of the index, once its parts are found to make it up.
+    """Return a tensor's index entry after checking that its parts cover the tensor.
 
-    Why: torch reads the parts that there are. What no part covers would be whatever
-    was in memory.
+    Why: torch reads only the parts that exist; the rest would be uninitialized memory.
     """
     from torch.distributed.checkpoint import metadata
 
@@ -205,7 +205,7 @@ def _damaged(message: str) -> NoReturn:
 
 
 def _check_shared(temporary: Path, files: Mapping[str, object]) -> None:
-    """Refuse a directory in which the first rank does not see what others wrote."""
+    """Reject a directory in which rank 0 does not see the files of other ranks."""
     missing = files.keys() - {path.name for path in temporary.iterdir()}
     if missing:
         message = (
@@ -216,16 +216,16 @@ def _check_shared(temporary: Path, files: Mapping[str, object]) -> None:
 
 
 def verify(directory: Path, needed: str) -> Metadata:
-    """Return a directory's index, once every byte is found to be as it was written.
+    """Return a directory's index, after verifying every byte.
 
     Each rank reads the manifest, the index and its share of the other files.
 
     Args:
-        directory: Of a checkpoint.
-        needed: Name of a tensor that is in every one of ours.
+        directory: A checkpoint.
+        needed: Name of a tensor that every checkpoint of halfstep contains.
 
     Raises:
-        CheckpointError: On all ranks, if it is none of ours, or not whole.
+        CheckpointError: On all ranks, if it is not such a checkpoint, or is damaged.
     """
     with _raise_on_all_ranks(partial(atomic_directory.read_error, directory)):
         if not (directory / atomic_directory.MANIFEST).is_file():
@@ -243,7 +243,7 @@ def verify(directory: Path, needed: str) -> Metadata:
 
 
 def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> None:
-    """Fill tensors, or this rank's parts of them, with what is there by their names.
+    """Fill tensors, or this rank's parts of them, with the stored values.
 
     Raises:
         CheckpointError: If something cannot be read.
@@ -252,7 +252,7 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     class Reader(FileSystemReader):
-        """Knows the index; torch's own would be run."""
+        """Storage reader with halfstep's index; torch's is a pickle."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:  # noqa: ANN401
             return metadata
@@ -265,7 +265,7 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
 
 
 def _refuse_unsealed(directory: Path) -> NoReturn:
-    """Say what a directory without a manifest is."""
+    """Raise the error for a directory without a manifest."""
     if not (directory / TORCH_INDEX).is_file():
         message = (
             f"{directory} holds no whole checkpoint of torch.distributed: it has no "
@@ -286,10 +286,10 @@ def _refuse_foreign(directory: Path, what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _raise_on_all_ranks(make_error: Callable[[str], CheckpointError]) -> Iterator[None]:
-    """Do something on each rank that waits for no other; if one fails, all raise.
+    """Raise on all ranks if the body fails on one; the body must not use collectives.
 
-    Why: the others would wait for it for ever. Each raises its own fault, or that of
-    the first rank that has one; `make_error` makes one of what the disk refuses.
+    Why: the other ranks would wait forever. Each rank raises its own error, or else
+    that of the first rank that failed; `make_error` makes one from an OS error.
     """
     fault: Exception | None = None
     try:
@@ -308,7 +308,7 @@ def _raise_on_all_ranks(make_error: Callable[[str], CheckpointError]) -> Iterato
     for rank, other in enumerate(faults):
         if other is not None:
             text, reason = other
-            # What the first does, it does for all.
+            # Rank 0 acts for all ranks, so its number is left out.
             place = f"rank {rank}: " if rank else ""
             if reason:
                 raise make_error(place + reason)
@@ -317,16 +317,16 @@ def _raise_on_all_ranks(make_error: Callable[[str], CheckpointError]) -> Iterato
 
 @contextlib.contextmanager
 def _without_torch_warnings() -> Iterator[None]:
-    """Let torch work without torch.distributed; raise what has failed, on all ranks.
+    """Run torch with or without torch.distributed; raise failures as CheckpointError.
 
-    Why: torch raises one exception on every rank, not an `Exception`, and its text is
-    that of all their tracebacks.
+    Why: torch raises an exception on every rank that is not an `Exception`, and whose
+    text contains all ranks' tracebacks.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # so it may be
-        warnings.filterwarnings("ignore", "TypedStorage is")  # torch 2.9's own use
+        warnings.filterwarnings("ignore", "torch.distributed is")  # allowed here
+        warnings.filterwarnings("ignore", "TypedStorage is")  # from torch 2.9 itself
         try:
             yield
         except CheckpointException as error:

@@ -1,12 +1,12 @@
-"""Checkpoints that are whole or absent, checked on reading, and safe to load.
+"""Checkpoints of one process: complete or absent, verified, and safe to load.
 
 In: weights as a flat dict of tensors, the rest as plain containers of tensors and
-numbers. Out: a directory, written under a temporary name and renamed when it is on
-disk; reading refuses what is foreign, truncated or altered.
+numbers. Out: a directory, written under a temporary name and renamed once it is on
+disk.
 
-    DIR/weights.safetensors    weights, for everybody
-    DIR/state.pt               optimizer, scaler, random numbers, position
-    DIR/manifest.json          schema, size and SHA-256 of both files, notes, its seal
+    DIR/weights.safetensors    weights, readable by other libraries
+    DIR/state.pt               optimizer, scaler, random states, position
+    DIR/manifest.json          schema, size and SHA-256 of both files, notes, seal
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def save(
     def fill(part: Path) -> dict[str, Any]:
         unique, aliases = _untie(weights)
         _safetensors().save_file(unique, part / WEIGHTS)
-        # Into an open file: given a path, torch hides why it cannot be written.
+        # Pass an open file: with a path, torch hides the reason of a failed write.
         with (part / STATE).open("wb") as file:
             torch.save(dict(state), file)
         _check_loadable(part / STATE)
@@ -122,7 +122,7 @@ def load(directory: Path) -> Checkpoint:
     except UserError:
         raise
     except Exception as error:
-        # Every byte is as the manifest says: both were written by another program.
+        # The hashes match, so another program wrote these files.
         reason = os_reason(error) or type(error).__name__
         message = (
             f"checkpoint {directory} was not written by halfstep, and cannot be read: "
@@ -153,11 +153,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def _untie(
     weights: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors stored once, and the other names of tied ones."""
+    """Return tensors stored once, and tied name -> name of the stored tensor."""
     first: dict[tuple[object, ...], str] = {}
     unique, aliases = {}, {}
     for name, tensor in weights.items():
-        # A lazily conjugated or negated tensor shares memory, but not numbers.
+        # Lazily conjugated or negated tensors share memory but not values.
         view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         place = (tensor.data_ptr(), tensor.dtype, *view)
         if tensor.numel() and place in first:
@@ -170,9 +170,9 @@ def _untie(
 
 
 def _check_loadable(path: Path) -> None:
-    """Refuse a state that `load` could not read."""
+    """Reject a state that `load` could not read."""
     try:
-        # Mapped, so that only the structure is read, not the tensors.
+        # With mmap only the structure is read, not the tensors.
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         message = (

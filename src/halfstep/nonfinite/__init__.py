@@ -1,4 +1,4 @@
-"""Where an inf or a NaN came from, as a value; what a loss's autograd graph says of it.
+"""Finds the origin of an inf or NaN in the autograd graph of a loss.
 
-`halfstep.find_nonfinite`, which runs a step again, is `diagnostics.replay.search`.
+`halfstep.find_nonfinite`, which runs a step again, is in `diagnostics.replay.search`.
 """

@@ -1,7 +1,7 @@
-"""Values at which operations, or their slopes, are infinite or undefined.
+"""Table of values at which operations, or their derivatives, are infinite or undefined.
 
-One table serves a replay, which has the arguments of an operation, and the autograd
-graph, which has what the operation saved: a row applies where its operands are there.
+It serves replays, which have an operation's arguments, and autograd graphs, which have
+the values that the operation saved: a row applies if its operands are available.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ def local_data(value: Tensor) -> Tensor:
 
 
 class DomainError(NamedTuple):
-    """An operation met values at which it, or its slope, is infinite or undefined."""
+    """Values at which an operation, or its derivative, is infinite or undefined."""
 
     cause: str
-    """"zero", "range", "label" or "weight", as of a `BadOp`."""
+    """"zero", "range", "label" or "weight", as in `BadOp`."""
     evidence: str
     advice: str
     result: str = ""
-    """"inf" or "NaN" in the forward pass; "" where it may be either, or neither."""
+    """"inf" or "NaN" in the forward pass; "" if it may be either or neither."""
     dtype: torch.dtype | None = None
-    """Of the values."""
+    """Dtype of the values."""
 
 
 @dataclass(frozen=True)
 class _Row:
     ops: str
     operands: str
-    """Names in aten's schema, or of saved values, as `test` takes them."""
+    """Arguments of `test`, by their names in aten's schema or as saved values."""
     test: Callable[..., Tensor]
     affects: str
-    """"forward": only the result; "backward": only the slope; or "both"."""
+    """"forward": only the result; "backward": only the derivative; or "both"."""
     error: DomainError
 
 
@@ -69,13 +69,13 @@ UNSCALE = (
     "Divide such gradients by the loss scale before they become part of a loss: "
     "grads / scaler.get_scale(); or take them by session.grad of halfstep.prepare."
 )
-"""For a penalty on gradients of a scaled loss."""
+"""Advice for a penalty on gradients of a scaled loss."""
 RUNNING_STATS = (
     "A batch with inf or NaN wrote it, even if its step was skipped: call "
     "reset_running_stats() and run some batches in train mode. A session of "
     "halfstep.prepare restores it when it skips the step."
 )
-"""For running statistics of a batch norm that are non-finite."""
+"""Advice for non-finite running statistics of a batch norm."""
 
 
 def _is_zero(values: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _is_zero(values: Tensor) -> Tensor:
 
 @functools.cache
 def _has_slope_at_0(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Return whether torch gives a function of two tensors a finite slope at 0."""
+    """Return whether torch's derivative of a function of two tensors is finite at 0."""
     with torch.enable_grad():
         zero = torch.zeros((), device="cpu", requires_grad=True)
         (slope,) = torch.autograd.grad(function(zero, zero), zero)
@@ -103,7 +103,7 @@ _LOGS, _NORMS = "log log2 log10", "native_layer_norm native_group_norm"
 _BATCH_NORMS = "native_batch_norm native_batch_norm_legit"
 _NLL = "nll_loss nll_loss2d nll_loss_forward nll_loss2d_forward"
 
-# Norms, prod and cdist have no row: torch gives them a finite slope at 0.
+# Norms, prod and cdist have no row: their derivatives in torch are finite at 0.
 _ROWS = (
     _Row(_LOGS, "self", _is_zero, "both", _zero(_AT_0, _LOG, "inf")),
     _Row(_LOGS, "self", lambda x: x < 0, "forward", _zero(_BELOW_0, _CLAMP, "NaN")),
@@ -220,7 +220,7 @@ for _row in _ROWS:
 
 
 def counted(places: Tensor) -> str:
-    """Return at how many places something is, such as " at 1 of 3 places"."""
+    """Return how many elements are True, such as " at 1 of 3 places"."""
     values = local_data(places)
     count = int(values.sum())
     return f" at {count} of {values.numel()} places" if values.numel() > 1 else ""
@@ -229,20 +229,22 @@ def counted(places: Tensor) -> str:
 def find_domain_error(
     op: str, values: Mapping[str, Any], phase: str
 ) -> DomainError | None:
-    """Return at which values an operation is infinite or undefined. Synchronizes.
+    """Return the values at which an operation is infinite or undefined, or None.
+
+    Synchronizes with the device.
 
     Args:
-        op: aten's name.
+        op: aten name.
         values: Its arguments by their names in aten's schema, or saved values by
-            autograd's, as far as known.
-        phase: "forward": its result; "backward": its slope.
+            autograd's names, as far as known.
+        phase: "forward": check the result; "backward": check the derivative.
     """
     for row in _ROWS_OF_OP.get(op.lstrip("_"), ()):
         operands = [values.get(name) for name in row.operands.split()]
         if row.affects not in {phase, "both"} or any(v is None for v in operands):
             continue
         tensors = [local_data(torch.as_tensor(v)) for v in operands]
-        # Complex numbers have no order.
+        # Complex numbers are not ordered.
         if row.test is not _is_zero and any(map(torch.is_complex, tensors)):
             continue
         places = row.test(*tensors)
@@ -256,7 +258,7 @@ def find_domain_error(
 
 
 def _lost_eps(evidence: str, dtype: torch.dtype | None) -> str:
-    """Return what a format makes of an eps that is there already, in parentheses."""
+    """Return, in parentheses, why an existing eps may have no effect in a format."""
     if evidence.endswith(" 0") and dtype == torch.float16:
         least = torch.finfo(dtype).smallest_normal * 2**-10
         return f" (float16 holds nothing below {least:.1g}: a smaller eps is 0)"
@@ -272,9 +274,9 @@ def arguments(
     kwargs: dict[str, Any],
     outputs: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Return what an operation took and returned, by the names in the table.
+    """Return an operation's arguments and results, by the names in the table.
 
-    The result of an operation with one is left out: its arguments are more exact.
+    A single result is left out, because the arguments are more exact.
     """
     schema = func._schema  # noqa: SLF001
     values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
@@ -293,7 +295,7 @@ def arguments(
 
 
 def backward_domain_error(op: str, error: DomainError) -> DomainError:
-    """Return an error of a slope in terms of the operation `op` whose slope it is."""
+    """Return a backward operation's error in terms of its forward operation `op`."""
     at, advice = _AT_0, _ROOT
     if op == "log1p":
         at, advice = "its argument is -1", _CLAMP

@@ -1,9 +1,9 @@
 """Finds in the autograd graph of a loss which operation made the first inf or NaN.
 
-The graph knows most values: what an operation saved was made by the node it points to.
-Going back from a non-finite loss, and never through a finite value, leaves the
-suspects; a mask of -inf that a softmax has used up is not among them. The first
-suspect in forward order with evidence against it is named.
+The graph holds most values: a tensor that an operation saved is the result of the node
+it points to. The search starts at a non-finite loss and goes back without passing
+finite values, which leaves the candidates; a mask of -inf that a softmax has consumed
+is not among them. The first candidate in forward order with evidence is named.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     Namer = Callable[[Tensor], str]
-    Edge = tuple[Node, int]  # a node, and which of its outputs
+    Edge = tuple[Node, int]  # a node, and the index of its output
 
 
 _CAUSES = {"weights": "weight", "range": "forward range", "loss": "loss function"}
-"""Of a finding -> of a `BadOp`, where they differ."""
+"""Causes of a `GraphCause` -> of a `BadOp`, where they differ."""
 _WITH_PARAMETERS = re.compile(r"(?P<op>[a-z]\w*) \((?P<names>[^)]*)\)")
-"""An operation and the parameters that it takes itself."""
+"""Format of `where`: an operation and the parameters that it takes itself."""
 
 
 @dataclass(frozen=True)
 class GraphCause:
-    """What made the first inf or NaN, and why."""
+    """The operation that made the first inf or NaN, and why."""
 
     cause: str
-    """"data": a batch, a target or a buffer holds it; "weights": a parameter does;
-    "zero": an operation met a value where it, or its slope, is infinite or undefined;
-    "range": values exceeded the range of their format; "label": targets are to blame.
-    """
+    """"data": a batch, target or buffer contains it; "weights": a parameter does;
+    "zero": at some value the operation, or its derivative, is infinite or undefined;
+    "range": values exceeded the range of their format; "label": caused by the
+    targets."""
     where: str
     """The operation, and the parameters that it takes."""
     evidence: str
@@ -64,12 +64,12 @@ class GraphCause:
     advice: str
     """What to change."""
     nonfinite_kind: str = ""
-    """"inf" or "NaN", if a value shows it; unknown of a slope."""
+    """"inf" or "NaN" if a value shows it; unknown for a derivative."""
     rule: str = ""
-    """The rules of a policy in the advice; "" for none."""
+    """The policy rules in the advice; "" if none."""
 
     def to_origin(self, scale: float, *, finite: bool | None) -> BadOp:
-        """Return it as a replay would: `finite` is whether the last loss was."""
+        """Convert to a replay's result; `finite`: the last loss was finite."""
         module, op, evidence = "model", "", f"{self.where}: {self.evidence}"
         match = _WITH_PARAMETERS.fullmatch(self.where)
         if match is not None:
@@ -82,7 +82,7 @@ class GraphCause:
         elif self.cause == "loss":
             module = "loss"
         phase = {"data": "input", "weights": "weight"}.get(self.cause, "forward")
-        # A finite loss hides an exp that overflowed, not a slope that is infinite.
+        # A finite loss can hide an overflow; else the derivative is infinite.
         if phase == "forward" and finite and self.cause != "range":
             phase = "backward"
         return BadOp(
@@ -103,12 +103,12 @@ class GraphCause:
 def find_in_graph(loss: Tensor, name_of: Namer) -> GraphCause | None:
     """Examine the graph of a loss before its backward pass, without changing it.
 
-    Synchronizes. Saved tensors behind hooks, as those of recomputed blocks, are not
-    read: that would compute the block again, once for each of them.
+    Synchronizes with the device. Saved tensors behind hooks, as of recomputed blocks,
+    are not read, because each read would compute the block again.
 
     Args:
-        loss: Of any shape, its graph not yet freed.
-        name_of: Names a parameter.
+        loss: Any shape; its graph must not be freed yet.
+        name_of: Returns the name of a parameter.
     """
     if loss.grad_fn is None:
         return None
@@ -125,9 +125,9 @@ def find_in_graph(loss: Tensor, name_of: Namer) -> GraphCause | None:
 
 
 def loss_scale_of(output: Tensor) -> float:
-    """Return the power of two in fp32 that a scaler has multiplied it by; 1 for none.
+    """Return the power of two in fp32 that a scaler has multiplied a loss by, or 1.
 
-    Reshaping and summing may have come after. Synchronizes.
+    Reshaping and summing may follow the multiplication. Synchronizes with the device.
     """
     node = output.grad_fn
     while node is not None:
@@ -140,9 +140,10 @@ def loss_scale_of(output: Tensor) -> float:
 
 
 def is_unscaled(loss: Tensor, scale: float) -> bool:
-    """Return whether an operation behind a loss may divide by its scale. Synchronizes.
+    """Return whether an operation behind a loss may divide by its scale.
 
-    By that or its square, with a weight in it: by the root of the scale at least.
+    Division by the scale or its square, perhaps times a weight, is recognized as a
+    factor of at least the square root of the scale. Synchronizes with the device.
     """
     nodes = () if loss.grad_fn is None else _upstream(loss.grad_fn, lambda _: True)
     multiplied = [n for node in nodes for _, n in _numbers(node, "Mul")]
@@ -154,12 +155,12 @@ def is_unscaled(loss: Tensor, scale: float) -> bool:
 
 
 def _numbers(node: Node, kind: str) -> list[tuple[torch.dtype, float]]:
-    """Return single numbers, with their dtypes, that a node of some kind has saved."""
+    """Return the saved one-element operands, with dtypes, if a node is of this kind."""
     if not node.name().startswith(f"{kind}Backward"):
         return []
     numbers = []
     for name in ("other", "self"):
-        # Freed; and what a replay traces are operations of the program.
+        # RuntimeError: freed. Modes are disabled, or a replay would trace these calls.
         with suppress(RuntimeError), _python_dispatch._disable_current_modes():  # noqa: SLF001
             value = getattr(node, f"_saved_{name}", None)
             if isinstance(value, Tensor) and value.numel() == 1:
@@ -167,32 +168,32 @@ def _numbers(node: Node, kind: str) -> list[tuple[torch.dtype, float]]:
     return numbers
 
 
-# Operations, by the names of their nodes without "Backward0"
+# Operations by the names of their nodes, without "Backward0"
 
 _SHAPE_OPS = re.compile(
     r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$"
 )
-"""They return their input."""
+"""Return their input."""
 
 _BOUNDED_OPS = re.compile(
     r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean"
 )
-"""They make no inf of finite inputs."""
+"""Do not make inf from finite inputs."""
 
 _ABSORBING_OPS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
-"""They may return finite numbers for infinite inputs."""
+"""May return finite values for infinite inputs."""
 
 _ADDING_OPS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
-"""They do not save inputs without a gradient."""
+"""Do not save inputs that need no gradient."""
 _FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
 _FACTORS |= {"Convolution": "input weight"}
 _CONVOLUTION = "stride padding dilation transposed output_padding groups"
 _OWN_RESULT = re.compile(
     r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)"
 )
-"""Names of saved values that the operation computed itself."""
+"""Names of saved values that are results of the operation."""
 _TRANSPOSED = {"Addmm": "addmm", "Mm": "matmul"}
-"""Names unless the last factor is transposed, like a linear layer's weight."""
+"""Names unless the last factor is transposed, as the weight of a linear layer is."""
 _OP_NAMES = {
     "Bmm": "matmul",
     "MkldnnRnnLayer": "lstm",
@@ -200,12 +201,12 @@ _OP_NAMES = {
     "ScaledDotProduct": "attention",
 }
 _PATH = re.compile(r"\w+(\.\w+)+")
-"""Name of a parameter in a module: one of the model itself has no dot."""
+"""Name of a submodule's parameter; those of the model itself have no dot."""
 _ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand"}
 
 
 class _PythonCalledError(Exception):
-    """A hook computes the saved value."""
+    """Reading the saved value would run a hook."""
 
 
 def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
@@ -214,16 +215,16 @@ def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
 
 
 def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Read a saved value; where torch does not show hooks, stop before one runs.
+    """Read a saved value; if torch cannot list hooks, stop before one runs.
 
     Raises:
-        _PythonCalledError: If a hook was about to run, or if that cannot be known.
+        _PythonCalledError: If a hook was about to run, or if that is unknown.
     """
     if _EXPOSES_HOOKS:
         return read()
     profiler = sys.getprofile()
     if profiler is not None and not callable(profiler):
-        raise _PythonCalledError  # one in C, as cProfile's, could not be put back
+        raise _PythonCalledError  # a C profiler, as cProfile's, cannot be restored
     sys.setprofile(_refuse)
     try:
         return read()
@@ -232,11 +233,11 @@ def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
 
 
 _EXPOSES_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
-"""torch 2.9 calls the hooks of saved tensors, and does not show them."""
+"""torch 2.9 runs the hooks of saved tensors but does not list them."""
 
 
 class _Op:
-    """One node of the graph."""
+    """One node of the autograd graph, with its saved values."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -251,7 +252,7 @@ class _Op:
         self.range_text = (
             f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
         )
-        # Only a cast to float16 is likely to make an inf.
+        # Only casts to float16 are likely to overflow.
         widens = self.kind == "ToCopy" and self.dtype != torch.float16
         self.keeps_values = widens or _SHAPE_OPS.match(self.kind) is not None
         self.carries_values = (
@@ -263,10 +264,10 @@ class _Op:
         self.saved = dict(self._read())
 
     def _read(self) -> Iterator[tuple[str, Any]]:
-        """Yield what it saved, by name, as far as that can be read."""
+        """Yield (name, value) of what the node saved and that can be read."""
         for name in dir(type(self.node)):
             if name.startswith("_saved_") or name == "saved_tensors":
-                # Freed, or changed in place.
+                # Freed, or modified in place.
                 with suppress(RuntimeError):
                     raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
                     parts = raw if isinstance(raw, tuple) else (raw,)
@@ -278,7 +279,7 @@ class _Op:
                     except _PythonCalledError:
                         self.has_unread = True
                         continue
-                    # torch shows saved integers without their sign.
+                    # torch returns negative saved integers as unsigned.
                     if type(value) is int and value >= 2**63:
                         value -= 2**64
                     yield name.removeprefix("_saved_"), value
@@ -302,15 +303,15 @@ class _Op:
                     yield name, part
 
     def constants(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield inputs without a gradient."""
+        """Yield (name, value) of inputs that need no gradient."""
         for name, value in self.tensors():
-            # In training a batch norm writes its running statistics, and reads none.
+            # In training mode, batch norms write running statistics but read none.
             unread = name.startswith("running_") and self.saved.get("training")
             if not value.requires_grad and not _OWN_RESULT.match(name) and not unread:
                 yield name, value
 
     def product(self) -> Tensor | None:
-        """Compute a product again in bf16: float16's memory, float32's range."""
+        """Recompute a product in bf16: float16's memory, float32's range."""
         factors = [self.saved.get(name) for name in _FACTORS[self.kind].split()]
         if any(type(factor) not in {Tensor, nn.Parameter} for factor in factors):
             return None
@@ -327,7 +328,7 @@ def _snake_case(kind: str) -> str:
 
 
 class _Graph:
-    """The operations behind a loss in forward order, and the values known of them."""
+    """The operations behind a loss in forward order, and their known values."""
 
     def __init__(self, loss: Tensor, root: Node, name_of: Namer) -> None:
         self.root, self.name_of = root, name_of
@@ -338,7 +339,7 @@ class _Graph:
         self.in_range: set[Edge] = set()
 
     def candidate_ops(self) -> list[_Op]:
-        """Return the operations that inf or NaN may have passed through."""
+        """Return the operations through which inf or NaN may have reached the loss."""
         for node, op in self.ops.items():
             if op.leaf is not None:
                 self.values[node, 0] = op.leaf
@@ -352,7 +353,7 @@ class _Graph:
             operand = (
                 self.values.get(op.edges[0]) if op.carries_values and op.edges else None
             )
-            # A cast makes inf of what is too large for it.
+            # A cast turns values above its limit into inf.
             if operand is not None and not op.limit < _absmax(operand) < math.inf:
                 self.values.setdefault((node, 0), operand)
         finite = {edge for edge, v in self.values.items() if math.isfinite(_absmax(v))}
@@ -360,7 +361,7 @@ class _Graph:
         return [op for op in self.ops.values() if op.node in nodes]
 
     def nonfinite_input(self, op: _Op) -> GraphCause | None:
-        """Check for non-finite inputs that no operation made."""
+        """Check for non-finite inputs that are not results of operations."""
         for node, _ in op.edges:
             leaf = self.ops[node].leaf
             if leaf is not None and not math.isfinite(_absmax(leaf)):
@@ -397,7 +398,7 @@ class _Graph:
         return GraphCause("weights", name, evidence, advice, kind)
 
     def domain_error(self, op: _Op, phase: str = "forward") -> GraphCause | None:
-        """Check for values at which it, or its slope, is infinite or undefined."""
+        """Check for values at which it, or its derivative, is infinite or undefined."""
         error = domains.find_domain_error(_snake_case(op.kind), op.saved, phase)
         if error is None:
             return None
@@ -409,7 +410,7 @@ class _Graph:
         return GraphCause(cause, where, error.evidence, error.advice, kind)
 
     def masked_softmax(self, op: _Op) -> GraphCause | None:
-        """Check for a softmax over a masked row, or a masked class of a target."""
+        """Check for a softmax over a fully masked row, or for a masked target class."""
         result = self.values.get((op.node, 0))
         if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
             return None
@@ -428,14 +429,14 @@ class _Graph:
         )
 
     def overflow(self, op: _Op) -> GraphCause | None:
-        """Check whether a cast or a float16 product overflows, or clear it."""
+        """Check if a cast or a float16 product overflows; record if it does not."""
         value, what = None, "result"
         if op.kind == "ToCopy" and not op.keeps_values:
             value, what = self.values.get(op.edges[0]), "argument"
         elif op.kind in _FACTORS and op.dtype == torch.float16:
             value = op.product()
         absmax = math.nan if value is None else _absmax(value)
-        # Half of it: the second result is rounded, and lacks the bias.
+        # Half the limit: the bf16 result is rounded and lacks the bias.
         if absmax <= op.limit / 2:
             self.in_range.add((op.node, 0))
         if not op.limit < absmax < math.inf:
@@ -445,10 +446,10 @@ class _Graph:
         return GraphCause("range", self._describe_op(op), evidence, advice, "inf", rule)
 
     def unexplained(self, op: _Op) -> GraphCause | None:
-        """Check for a non-finite result: it, or an operation before it, made that."""
+        """Check for a non-finite result without known cause, here or upstream."""
         outputs = [(op.node, number) for number in range(len(op.outputs))]
         values = [self.values[edge] for edge in outputs if edge in self.values]
-        # A mask fills in -inf on purpose.
+        # Masks contain -inf by design.
         if op.kind == "MaskedFill" or all(map(math.isfinite, map(_absmax, values))):
             return None
         chain = self._unknown_upstream(op)
@@ -481,19 +482,19 @@ class _Graph:
         return GraphCause(cause, where, evidence, advice, kind)
 
     def _unknown_upstream(self, op: _Op) -> list[_Op]:
-        """Return an operation, and before it those with unknown results."""
+        """Return an operation, and upstream of it those with unknown results."""
         examined_edges = self.values.keys() | self.in_range
         nodes = _upstream(op.node, lambda edge: edge not in examined_edges)
         parts = [part for part in self.ops.values() if part.node in nodes]
         return [part for part in parts if part is op or not part.keeps_values]
 
     def _describe_op(self, op: _Op) -> str:
-        """Name an operation with its parameters, or after the last one that has any."""
+        """Name an operation by its parameters, or the last operation that has any."""
         ops = list(self.ops.values())
         for part in reversed(ops[: ops.index(op) + 1]):
             names = self._names(part)
             if names:
-                # In reverse order, weight comes before bias.
+                # Reverse order puts weight before bias.
                 text = f"{part.name} ({', '.join(sorted(names, reverse=True)[:4])})"
                 return text if part is op else f"{op.name}, after {text}"
         return op.name
@@ -505,10 +506,10 @@ class _Graph:
         return {self.name_of(leaf) for leaf in leaves if leaf is not None}
 
     def _fp32_advice(self, ops: list[_Op]) -> tuple[str, str]:
-        """Return the advice for operations that overflow, and the rules in it.
+        """Return the advice for operations that overflow, and its policy rules.
 
         A rule is for the module whose parameters an operation takes, or else for all
-        such operations.
+        operations of this name.
         """
         rules: dict[str, None] = {}
         for op in ops:
@@ -531,7 +532,7 @@ def _edges(node: Node) -> list[Edge]:
 
 
 def _upstream(node: Node, follows: Callable[[Edge], bool]) -> set[Node]:
-    """Return a node, and all before it on edges that are to be followed."""
+    """Return a node and all nodes upstream along edges that `follows` accepts."""
     pending, nodes = [node], {node}
     while pending:
         for edge in _edges(pending.pop()):
@@ -542,7 +543,7 @@ def _upstream(node: Node, follows: Callable[[Edge], bool]) -> set[Node]:
 
 
 def _absmax(value: Tensor) -> float:
-    """Return the largest magnitude, NaN if there is one."""
+    """Return the largest magnitude; NaN if the tensor contains NaN."""
     values = local_data(value)
     values = torch.view_as_real(values) if values.is_complex() else values
     if not (values.is_floating_point() and values.itemsize > 1 and values.numel()):
@@ -552,7 +553,7 @@ def _absmax(value: Tensor) -> float:
 
 
 def _nonfinite_kind(value: Tensor) -> str:
-    """Return "NaN" if there is one, else "inf" if there is; "" if all is finite."""
+    """Return "NaN" if the tensor contains NaN, else "inf" if it does, else ""."""
     values = local_data(value)
     return "NaN" if values.isnan().any() else "inf" if values.isinf().any() else ""
 

@@ -1,7 +1,4 @@
-"""Optimizers that divide by an eps which the format of their weights does not hold.
-
-In: an optimizer, or a weight. Out: the parameter groups, and what to say of them.
-"""
+"""Finds optimizers whose eps is zero or too small in the format of their weights."""
 
 from __future__ import annotations
 
@@ -20,24 +17,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BY_ROOT = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop)
-"""They divide by sqrt(v) + eps: where v is 0, by eps alone."""
+"""They divide by sqrt(v) + eps, which is eps alone where v is 0."""
 
 CURE = "eps=6.1e-05, or master weights (level O2)"
 
 
 @dataclass(frozen=True)
 class EpsUnderflow:
-    """A parameter group that is updated in 16 bits, with an eps too small for those."""
+    """A parameter group that is updated in 16 bits, with an eps too small for it."""
 
     optimizer: str
-    """Class name."""
+    """Class name of the optimizer."""
     group: int
     eps: float
     dtype: torch.dtype
 
     @property
     def is_zero(self) -> bool:
-        """It is 0 in that format; else far below its smallest normal number."""
+        """Whether eps is 0 in that format; else it is below its normal range."""
         return not torch.tensor(self.eps, dtype=self.dtype)
 
     def __str__(self) -> str:
@@ -55,13 +52,13 @@ class EpsUnderflow:
 def eps_underflows(
     optimizer: Optimizer, dtype: torch.dtype | None = None
 ) -> list[EpsUnderflow]:
-    """Return the groups of an optimizer of torch whose eps is too small.
+    """Return the groups of one of torch's optimizers whose eps is too small.
 
-    Fused kernels divide in fp32; and what other optimizers compute in is not known.
+    Fused kernels divide in fp32, and the precision of other optimizers is unknown.
 
     Args:
         optimizer: torch's, or a subclass.
-        dtype: In which weights will be stored; None: as they are.
+        dtype: Dtype in which weights will be stored. None: their present dtype.
     """
     classes = set(type(optimizer).__mro__) - {Optimizer}
     if not any(each.__module__.startswith("torch.optim") for each in classes):
@@ -74,7 +71,7 @@ def eps_underflows(
             continue
         for low in filter(is_low, dtypes):
             underflow = EpsUnderflow(type(optimizer).__name__, number, eps, low)
-            # Our choice: training bears the large updates of eps=1e-05.
+            # halfstep's threshold: training tolerates the large updates with eps=1e-05.
             is_small = 16 * eps < torch.finfo(low).smallest_normal
             if underflow.is_zero or (is_small and isinstance(optimizer, _BY_ROOT)):
                 underflows.append(underflow)
@@ -82,13 +79,13 @@ def eps_underflows(
 
 
 def weight_advice(weight: Tensor, default: str = CHECKPOINT) -> str:
-    """Return what helps against inf or NaN in a weight.
+    """Return advice against inf or NaN in a weight.
 
-    The optimizers that have updated it are looked for among all objects of Python.
+    Searches all Python objects for the optimizers that update it.
 
     Args:
-        weight: Of a model.
-        default: What helps where no eps is known to be the cause.
+        weight: Parameter of a model.
+        default: Advice if no eps is known to be the cause.
     """
     if weight.dtype != torch.float16:
         return default

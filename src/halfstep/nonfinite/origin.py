@@ -1,4 +1,4 @@
-"""The operation that made the first inf or NaN, as a value: where, why, what to do."""
+"""`BadOp`: the operation that made the first inf or NaN, with cause and advice."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ CAUSES = (
     "hardware",
     "another process",
 )
-"""data: what went into the model; label: what the loss compares with; learning rate:
-training diverged before; loss function: it overflowed, and the model did not; forward
-range and backward range: a dtype overflowed; weight: a parameter or buffer was
-non-finite before the step; zero: an operation met a value at which it, or its slope, is
-infinite or undefined; hardware: an exact replay was finite; another process: it was
-finite here, and other processes share gradients with this one."""
+"""data: the model's input; label: what the loss compares with; learning rate: training
+diverged before; loss function: it overflowed, and the model did not; forward range and
+backward range: a dtype overflowed; weight: a parameter or buffer was non-finite before
+the step; zero: an operation met a value at which it, or its derivative, is infinite or
+undefined; hardware: an exact replay was finite; another process: it was finite here,
+and other processes share gradients with this one."""
 
 PHASES = ("forward", "backward", "input", "weight", "none")
-"""Where it arose: in a pass; before it, in what came in or in what is stored; or
-nowhere, because a replay was finite."""
+"""In a pass; before it, in its input or a stored weight; or none, because a replay was
+finite."""
 
 _WIDE = ("finite", "not finite", "not run")
 
@@ -59,7 +59,7 @@ class BadOp:
     op: str = ""
     """The operation, such as "linear", "softmax" or "mm"; "" if none ran."""
     step: int | None = None
-    """Of the optimizer; None if unknown."""
+    """Optimizer step; None if unknown."""
     scale: float
     """Loss scale of the backward pass."""
     dtype: str = ""
@@ -68,9 +68,9 @@ class BadOp:
     """Largest finite magnitude of its inputs; None if unknown."""
     nonfinite_kind: str = ""
     """"inf" or "NaN"; "" if unknown, or if there was none: then the phase is "none", or
-    the dtype "int64", of an index out of range."""
+    the dtype is "int64" for an index out of range."""
     wide: str = "not run"
-    """Its result in fp32: "finite", "not finite", "not run"."""
+    """Whether its result in fp32 is "finite" or "not finite"; or "not run"."""
     cause: str
     """One of `CAUSES`, such as "forward range", "zero", "data" or "learning rate"."""
     evidence: str
@@ -80,8 +80,8 @@ class BadOp:
     reproduced: bool
     """A replay reproduced it. False: the replay was finite, or there was none."""
     rule: str = ""
-    """The rule in the advice, such as "module:decoder.*.wo=fp32"; else "". Of a graph
-    alone there may be several, joined by " + "."""
+    """The policy rule in the advice, such as "module:decoder.*.wo=fp32", or "". From a
+    graph alone there may be several, joined by " + "."""
     normal: bool = False
     """Whether it is expected: dynamic loss scaling finds a scale that avoids it."""
 
@@ -101,7 +101,7 @@ class BadOp:
     def __str__(self) -> str:
         """Return it as sentences."""
         at = "" if self.step is None else f" at step {self.step}"
-        # Integers hold neither inf nor NaN: an index is out of range.
+        # Integers cannot be inf or NaN: an index is out of range.
         if self.phase == "none" or self.dtype == "int64":
             return f"{self.place}{at}: {self.evidence}. {self.advice}"
         verb = {"input": "received", "weight": "holds"}.get(self.phase, "produced")
@@ -118,11 +118,11 @@ class BadOp:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BadOp:
-        """Return the value of such `data`; other keys are ignored."""
+        """Return the BadOp that `data` describes; unknown keys are ignored."""
         return cls(**{name: data[name] for name in cls.__annotations__ if name in data})
 
     def finding(self) -> Finding:
-        """Return what the doctor says of it."""
+        """Return it as a finding of the doctor."""
         return Finding(
             severity="note" if self.normal else "error",
             rule="bad op",
