@@ -1,8 +1,8 @@
-"""halfstep: mixed-precision training on PyTorch that says what it did.
+"""halfstep: mixed-precision training on PyTorch that reports what it did.
 
-In: a model and an optimizer. Out: the same two, prepared to train in a 16-bit format
-where that is safe, and a report of every step. The names below are the public API;
-they load on first use, so that `import halfstep` is quick.
+`prepare` takes a model and an optimizer and returns a session that trains them in a
+16-bit format where that is safe, with a report of every step. The names below are the
+public API; they load on first use, so that `import halfstep` is fast.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker must still see a misspelt name
+if not TYPE_CHECKING:  # type checkers must still report misspelled names
 
     def __getattr__(name: str) -> object:
-        """Load a public name on first use."""
+        """Import a public name on first use."""
         if name in _MODULE_OF_NAME:
             module = import_module(f"halfstep.{_MODULE_OF_NAME[name]}")
             value: object = getattr(module, name)

@@ -1,4 +1,4 @@
-"""`python -m halfstep`, which torchrun starts once for each process."""
+"""`python -m halfstep`, which torchrun starts in each process."""
 
 from halfstep.cli import main
 

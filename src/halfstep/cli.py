@@ -1,7 +1,7 @@
-"""The command line: one function a command, each importing what it needs inside.
+"""The command line: one function per command, with its imports inside.
 
-In: words. Out: text on standard output, files where asked for, exit status 0; or one
-line on standard error and status 2 for what cannot be used, 1 for a run that failed.
+Commands print text, write files on request, and exit with status 0. Errors are one line
+on standard error, with status 2 for unusable input and 1 for a failed run.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ examples:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run one command and leave the process."""
+    """Run one command and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A console that lacks a character must not end a run.
+            # A character that the console lacks must not end a run.
             stream.reconfigure(errors="backslashreplace")
     status = run(words)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more on its way out, and would complain.
+        # Python flushes stdout again at exit, and would report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 
@@ -63,7 +63,7 @@ def run(words: Sequence[str] | None = None) -> int:
             logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            # torch's, of every installation without the extras; what needs numpy asks.
+            # torch warns without numpy; code that needs numpy checks for it.
             warnings.filterwarnings("ignore", "Failed to initialize NumPy")
             arguments.command(arguments)
     except BrokenPipeError:
@@ -82,7 +82,7 @@ def run(words: Sequence[str] | None = None) -> int:
 
 
 def _outcome(error: Exception) -> int | None:
-    """Return the exit status of an error that is an outcome; None for a defect."""
+    """Return the exit status of an expected error; None for a bug."""
     from halfstep.distributed.process_group import PeerLost
     from halfstep.scaling import LossScaleCollapse
     from halfstep.train.signals import Diverged, Stopped
@@ -100,7 +100,7 @@ def _show_warning(
     file: Any = None,  # noqa: ANN401 -- the signature is the library's
     line: str | None = None,
 ) -> None:
-    """Print a warning in one line, as the rest of the program speaks."""
+    """Print a warning in one line, like the program's other messages."""
     del category, filename, lineno, line
     words = " ".join(str(message).split())
     print(f"halfstep: warning: {words}", file=file or sys.stderr)
@@ -139,7 +139,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(tables: Sequence[Table], json_file: Path | None) -> None:
-    """Print tables, and write them as data where asked for."""
+    """Print tables, and write them as JSON on request."""
     _print_and_write(
         lambda width: "\n\n".join(table.text(width).rstrip() for table in tables),
         lambda: [table.data() for table in tables],
@@ -152,7 +152,7 @@ def _print_and_write(
     data: Callable[[], object],
     json_file: Path | None,
 ) -> None:
-    """Print text, and write the same as data; data alone if both go to one place."""
+    """Print text and write JSON; only JSON if both go to standard output."""
     from halfstep.reporting.table import terminal_width
 
     if json_file != _STANDARD_OUTPUT:
@@ -169,7 +169,7 @@ def _print_and_write(
 def _write(text: str, path: Path, flag: str) -> None:
     from halfstep.reporting.table import write_text
 
-    # A name in a file of JSON may hold half of a surrogate pair, which UTF-8 has not.
+    # Names from JSON may contain unpaired surrogates, which UTF-8 cannot encode.
     text = text.encode(errors="backslashreplace").decode()
     try:
         write_text(path, text)
@@ -217,7 +217,7 @@ def _train(arguments: argparse.Namespace) -> None:
     )  # the next import needs some
     from halfstep.train.run import run as train
 
-    # One process of many must not print what the first already does.
+    # Only rank 0 prints.
     leads = os.environ.get("RANK", "0") == "0"
     result = train(
         explicit_settings(arguments),
@@ -492,7 +492,7 @@ def _add_plan(commands: Any) -> None:  # noqa: ANN401
 
 
 def _given_kinds(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return operation -> kind, as flags say."""
+    """Return operation -> kind from the flags."""
     kinds: dict[str, str] = {}
     for kind in _KINDS:
         for op in filter(None, getattr(arguments, kind).split(",")):

@@ -1,9 +1,4 @@
-"""`UserError` for arguments that cannot be used, checks that raise it, and warnings.
-
-In: values that a caller gave. Out: `UserError`, which the command line prints as one
-line, or the value as the number it stands for; or a warning that points at the line of
-the program that called this package.
-"""
+"""`UserError` for unusable arguments, checks that raise it, and warnings."""
 
 from __future__ import annotations
 
@@ -35,16 +30,16 @@ class UserError(ValueError):
 
 
 def require(name: str, value: object, valid: bool, expected: str) -> None:
-    """Refuse a value that is out of its range.
+    """Raise `UserError` for a value out of range.
 
     Args:
-        name: Of the argument.
-        value: What was given.
-        valid: Whether it will do.
-        expected: What would, in words.
+        name: Name of the argument.
+        value: Value that was passed.
+        valid: Whether the value is valid.
+        expected: Description of valid values.
 
     Raises:
-        UserError: If it will not.
+        UserError: If `valid` is false.
     """
     if not valid:
         message = f"{name}={format_value(value)} must be {expected}."
@@ -52,16 +47,16 @@ def require(name: str, value: object, valid: bool, expected: str) -> None:
 
 
 def require_type(name: str, value: object, valid: bool, expected: str) -> None:
-    """Refuse a value of another kind, whose text may fill pages.
+    """Raise `UserError` for a value of another type, which is not printed.
 
     Args:
-        name: Of the argument.
-        value: What was given.
-        valid: Whether it is of the kind.
-        expected: The kind, in words.
+        name: Name of the argument.
+        value: Value that was passed; its text may fill pages.
+        valid: Whether the type is right.
+        expected: Description of the type.
 
     Raises:
-        UserError: If it is not.
+        UserError: If `valid` is false.
     """
     if not valid:
         kind = f"of type {type(value).__name__}"
@@ -72,7 +67,7 @@ def require_type(name: str, value: object, valid: bool, expected: str) -> None:
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the innermost line that is neither of this package nor of torch."""
+    """Warn with the innermost line that is neither in this package nor in torch."""
     level, frame = 2, sys._getframe(1)  # noqa: SLF001 -- the only way before 3.12
     while (
         frame.f_back is not None
@@ -83,31 +78,31 @@ def warn_caller(message: str) -> None:
 
 
 def format_value(value: object) -> str:
-    """Return a value as a message shows it: numbers and words, others by their type.
+    """Return a value as shown in messages: numbers and text, others by their type.
 
-    Why: the text of an array fills pages, that of a function is an address.
+    Why: an array's text fills pages, and a function's is an address.
     """
     if isinstance(value, type):
         return f"<class {value.__name__}>"
     if not isinstance(value, str | bytes | Real | complex | None):
-        # A dtype, and the like: one word without an address.
+        # Dtypes and similar objects are one word without an address.
         text = str(value) if "dtype" in type(value).__name__ else ""
         return text or f"<{type(value).__name__}>"
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integers of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
 
 
 def require_int(name: str, value: object, minimum: int) -> int:
-    """Return an integer, of any type that is one.
+    """Return an integer, of any integer type.
 
     Raises:
-        UserError: If it is none, too small, or a bool, which is an answer, not a count.
+        UserError: If it is not an integer, is too small, or is a bool.
     """
     expected = f"a whole number of at least {minimum}"
-    # numpy's bool, too, which old versions of it give as an index.
+    # Also numpy's bool, which old versions of numpy accept as an index.
     is_bool = type(value).__name__ in {"bool", "bool_"}
     try:
         number = -1 if is_bool else operator.index(value)  # type: ignore[arg-type]
@@ -119,10 +114,10 @@ def require_int(name: str, value: object, minimum: int) -> int:
 
 
 def require_positive(name: str, value: object, expected: str) -> float:
-    """Return a number above 0, inf included.
+    """Return a number above 0; inf is allowed.
 
     Raises:
-        UserError: If it is none, NaN, too large for a float, or a bool.
+        UserError: If it is not a number, is NaN or a bool, or too large for a float.
     """
     number = to_float(value)
     require(name, value, number > 0, expected)
@@ -130,7 +125,7 @@ def require_positive(name: str, value: object, expected: str) -> float:
 
 
 def to_float(value: object) -> float:
-    """Return a number as a float; NaN for a bool, and for what no float can hold."""
+    """Return a number as a float; NaN for a bool, and for what a float cannot hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -140,10 +135,10 @@ def to_float(value: object) -> float:
 
 
 def require_bool(name: str, value: object) -> bool:
-    """Return a bool; numpy's too.
+    """Return a bool; numpy's bools are accepted.
 
     Raises:
-        UserError: If it is none: the word "no" would count as true.
+        UserError: If it is not a bool: the text "no" would count as true.
     """
     require(name, value, type(value).__name__ in {"bool", "bool_"}, "True or False")
     return bool(value)

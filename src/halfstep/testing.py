@@ -1,7 +1,6 @@
-"""Checks for your own tests of mixed-precision training.
+"""Helpers for your tests of mixed-precision training.
 
-In: a model, an optimizer or a session. Out: an overflow where you want one, and
-assertions about dtypes and about steps that must change nothing.
+They cause an overflow, and assert formats of modules or that a step changes nothing.
 """
 
 from __future__ import annotations
@@ -110,12 +109,12 @@ def assert_unchanged(*objects: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 _MAX_NAMES = 5
-"""Names that an error lists."""
+"""Names listed in an error."""
 
 
 def _leaves(value: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return path -> tensor or number of a state, copied."""
-    if isinstance(value, Session):  # its own state is not to be had before a step
+    if isinstance(value, Session):  # its state_dict is not available before a step
         optimizer = value.optimizer.state_dict()
         state = {"weights": value.weights(), "optimizer": optimizer}
     else:
@@ -202,7 +201,7 @@ def assert_dtypes(
 
 
 def _words(value: Any) -> str:  # noqa: ANN401
-    """Return the formats of the floating tensors of a value."""
+    """Return the formats of the floating-point tensors in a value."""
     tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     return " and ".join(sorted(map(formats.word, dtypes)))

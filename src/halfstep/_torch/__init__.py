@@ -1,1 +1,1 @@
-"""Every use of torch's private API: one shim a file, and what is changed in torch."""
+"""Uses of torch's private API, one per file, and patches of torch."""

@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 N = TypeVar("N")
 
 DELAY_STEPS = 2
-"""Steps after which numbers of a GPU are read. By then they have arrived, unless the
-host has run ahead further than does any good; then it waits for them, once a step."""
+"""Steps after which a GPU's values are read. By then they have arrived, unless the host
+is unusually far ahead; then it waits for them, once per step."""
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Say whether the host can read a tensor there without waiting for anybody."""
+    """Return whether the host can read tensors on a device without synchronization."""
     return device.type == "cpu"
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on another device, which is not waited for.
+    """Return a tensor on another device; copies from the host do not block.
 
-    Towards the host it is: nobody could know when the numbers have come.
+    Copies to the host block, since the host could not know when the values arrive.
     """
     return tensor.to(device, non_blocking=not is_cpu(device))
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
-    """Return what happens on a GPU once all that was asked of it so far is done.
+    """Return an event after all work submitted to a GPU's current stream so far.
 
-    Why its own stream: the present one may be another GPU's, which copies nothing.
+    Why name the stream: the current device may be another GPU, which copies nothing.
     """
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
@@ -43,14 +43,14 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
 
 
 class DelayedScalars:
-    """Brings small device values to the host some steps late, so that no step waits.
+    """Copies small device values to the host some steps late, so that no step waits.
 
-    Why a fixed number: what a rank does with them, such as ending the run or stepping
-    a schedule, every rank must do in the same step. Which of the newest have arrived
-    differs from rank to rank.
+    Why a fixed delay: what a rank does with the values, such as ending the run or
+    stepping a schedule, every rank must do in the same step, and which of the newest
+    values have arrived differs from rank to rank.
 
-    Where there is nothing to wait for, values arrive at once; on devices other than
-    CUDA too, which do wait.
+    On the CPU values arrive at once, as on devices other than CUDA, where reading
+    waits.
     """
 
     def __init__(self) -> None:
@@ -62,9 +62,10 @@ class DelayedScalars:
         return len(self._pending)
 
     def submit(self, values: Sequence[Tensor]) -> list[float] | None:
-        """Start to fetch numbers; return those of `DELAY_STEPS` submits ago, or None.
+        """Start a copy of values; return those of `DELAY_STEPS` calls ago, or None.
 
-        The first tensor says where they are. Each is sent flat, one after the other.
+        The first tensor determines the device. The tensors are flattened and
+        concatenated.
         """
         device = values[0].device
         if device.type != "cuda":
@@ -86,7 +87,7 @@ class DelayedScalars:
         return numbers
 
     def read_pending(self) -> list[list[float]]:
-        """Return what has not arrived, oldest first, and leave it there. Waits."""
+        """Return all pending values, oldest first, and keep them pending. Waits."""
         pending_values = []
         for numbers, event in self._pending:
             event.synchronize()
@@ -95,9 +96,9 @@ class DelayedScalars:
 
 
 class DelayedTensors(Generic[N]):
-    """Brings whole tensors to the host some steps late, each with a note of what it is.
+    """Copies whole tensors to the host some steps late, each with a note.
 
-    As with `DelayedScalars`, where there is nothing to wait for they arrive at once.
+    As with `DelayedScalars`, they arrive at once unless the device is CUDA.
     """
 
     def __init__(self) -> None:
@@ -106,9 +107,10 @@ class DelayedTensors(Generic[N]):
     def submit(
         self, note: N, tensors: Sequence[Tensor]
     ) -> list[tuple[N, list[Tensor]]]:
-        """Start to fetch tensors; return what has arrived, oldest first.
+        """Start a copy of tensors; return those that have arrived, oldest first.
 
-        They are on one device, and not written to after this; `note` comes back, too.
+        The tensors must be on one device, and must not be modified afterwards. Results
+        are (note, tensors) pairs.
         """
         cuda_device = next((t.device for t in tensors if t.device.type == "cuda"), None)
         if cuda_device is None:
@@ -121,7 +123,7 @@ class DelayedTensors(Generic[N]):
         return self._pop_oldest(DELAY_STEPS)
 
     def flush(self) -> list[tuple[N, list[Tensor]]]:
-        """Return all that is under way. Waits for it."""
+        """Return all pending tensors with their notes. Waits."""
         return self._pop_oldest(0)
 
     def _pop_oldest(self, num_left: int) -> list[tuple[N, list[Tensor]]]:

@@ -1,4 +1,4 @@
-"""A dispatch mode of torch that may be entered in several threads at once."""
+"""A dispatch mode that several threads may enter at the same time."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from typing import Self
 
 _FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
-"""torch's variables for "in a mode": of the process, though a mode is of a thread."""
+"""torch's "in a mode" flags: global to the process, though a mode is per thread."""
 
 _LOCK = threading.Lock()
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode of torch, after which torch's flags say what is true.
+    """TorchDispatchMode that leaves torch's flags correct when threads overlap.
 
-    Why: torch's own restores the flags to what they were when it was entered. Where two
-    threads overlap, the last to exit restores what the other had set, and nobody clears
-    that: torch 2.9 then compiles nothing, in any thread.
+    Why: torch restores its flags to their values at entry. If two threads overlap, the
+    last to exit restores flags that the other had set, and they stay set: torch 2.9
+    then compiles nothing, in any thread.
     """
 
     _entered = 0
-    """In all threads."""
+    """Number of modes entered, in all threads."""
 
     def __enter__(self) -> Self:
         with _LOCK:
             if not torch._C._len_torch_dispatch_stack():  # noqa: SLF001
-                # What is set now is of another thread, and not to be restored.
+                # Flags set now belong to another thread, and must not be restored.
                 vars(_python_dispatch).update(dict.fromkeys(_FLAGS, False))
             super().__enter__()  # type: ignore[no-untyped-call]
             DispatchMode._entered += 1
@@ -42,5 +42,5 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyp
             inside = {name: vars(_python_dispatch)[name] for name in _FLAGS}
             super().__exit__(*args)  # type: ignore[no-untyped-call]
             DispatchMode._entered -= 1
-            if DispatchMode._entered:  # perhaps in another thread, where it still holds
+            if DispatchMode._entered:  # another thread may still be in a mode
                 vars(_python_dispatch).update(inside)

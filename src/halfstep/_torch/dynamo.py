@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` does not trace."""
+"""Excludes functions from `torch.compile`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ R = TypeVar("R")
 
 
 def dynamo_disable(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function into which torch.compile does not look.
+    """Return a function that torch.compile does not trace, nor what it calls.
 
-    Why: where it gives up on a function it still tries all that this calls, our own
-    bookkeeping too.
+    Why: after a graph break torch.compile still tries to trace every function that the
+    broken one calls, including halfstep's bookkeeping.
     """
     disabled = _disable_dynamo(function)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # The import takes a second; before its end nothing can be traced.
+        # Importing torch._dynamo takes a second; before, nothing can be traced.
         spec = getattr(sys.modules.get("torch._dynamo"), "__spec__", None)
         imported = spec is not None and not getattr(spec, "_initializing", False)
         return (disabled if imported else function)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""torch's fused optimizers, whose kernel itself leaves everything alone on overflow."""
+"""torch's fused optimizers, whose kernels themselves skip the step on overflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def handles_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether an optimizer's kernel looks at `found_inf` itself."""
+    """Return whether an optimizer's kernel checks `found_inf` itself."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -24,10 +24,10 @@ def step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Step unless `found_inf` is 1; return what the optimizer's step returns.
+    """Step unless `found_inf` is 1; return what `optimizer.step` returns.
 
-    The optimizer must be one that `handles_found_inf`; `found_inf` is 0.0 or 1.0, shape
-    (); its kernel divides gradients by `grad_scale`.
+    The optimizer must satisfy `handles_found_inf`. `found_inf` is 0.0 or 1.0, shape ();
+    the kernel divides gradients by `grad_scale`.
     """
     before = len(optimizer.state)
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
@@ -41,11 +41,11 @@ def step(
 
 
 def _zero_new_momentum(new_states: list[dict[str, Any]], found_inf: Tensor) -> None:
-    """Set momentum that a skipped step was the first to make to zero.
+    """Zero the momentum buffers that a skipped step has just allocated.
 
-    Why: fused SGD allocates it without filling it, and a kernel that then skips leaves
-    it so. The next step would add whatever lay in that memory. Dampening then counts
-    from the step after: on a GPU nobody can know in time that there is no momentum.
+    Why: fused SGD allocates them uninitialized, and a kernel that skips leaves them so;
+    the next step would use that memory. As a side effect dampening applies one step
+    early: on a GPU the host cannot know in time that there is no momentum yet.
     """
     for state in new_states:
         buffer = state.get("momentum_buffer")

@@ -1,4 +1,4 @@
-"""Callbacks after an optimizer's step: halfstep's caches, hooks of other libraries."""
+"""Callbacks around optimizer steps, and detection of other libraries' hooks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class PreStepHook:
-    """Looks at each step of an optimizer before it is taken.
+    """A step pre-hook of halfstep's, recognizable by its type.
 
     Args:
-        check: May raise.
+        check: Called before each step; may raise.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
 
     def __call__(self, *_: object) -> None:
-        """Be the hook."""
+        """Run the check."""
         self._check()
 
 
@@ -33,34 +33,34 @@ _callbacks: list[Callable[[Optimizer], None]] = []
 
 
 def register_post_step_callback(hook: Callable[[Optimizer], None]) -> None:
-    """Call a function of ours with each optimizer that has stepped.
+    """Call `hook` with each optimizer that has stepped.
 
-    Only while `STEP_PATCH` has a user does it hear of steps that torch takes.
+    Steps that torch runs are only reported while `STEP_PATCH` has a user.
     """
     _callbacks.append(hook)
 
 
 def register_pre_step_check(optimizer: Optimizer, check: Callable[[], None]) -> None:
-    """Call a function of ours before each step that an optimizer takes itself."""
+    """Call `check` before each step of an optimizer."""
     optimizer.register_step_pre_hook(PreStepHook(check))
 
 
 def runs_only_torch_code(optimizer: Optimizer) -> bool:
-    """Say whether a step runs torch's code and no other: no subclass, patch or hook."""
+    """Return whether a step runs only torch's code: no subclass, patch or hook."""
     is_torch_class = type(optimizer).__module__.startswith("torch.optim.")
     is_patched = "step" in vars(optimizer) and not is_wrapped_by_lr_scheduler(optimizer)
     return is_torch_class and not is_patched and not has_foreign_hooks(optimizer)
 
 
 def is_wrapped_by_lr_scheduler(optimizer: Optimizer) -> bool:
-    """Say whether a learning-rate scheduler, and nobody else, has wrapped its step."""
+    """Return whether a learning-rate scheduler is the only wrapper of its step."""
     step = vars(optimizer).get("step")
     is_wrapped = getattr(step, "_wrapped_by_lr_sched", False)
     return is_wrapped and getattr(step, "__wrapped__", None) is type(optimizer).step
 
 
 def notify(optimizer: Optimizer) -> None:
-    """Tell our own that an optimizer's parameters were updated."""
+    """Run the post-step callbacks for an optimizer."""
     for hook in _callbacks:
         hook(optimizer)
 
@@ -76,15 +76,15 @@ def _with_notification(
     return step_code
 
 
-# Not torch's table of hooks for all optimizers: a thread may be iterating over it.
+# Not torch's global hook table, since another thread may be iterating over it.
 STEP_PATCH = SharedPatches(
     attribute_patch(Optimizer, "_optimizer_step_code", _with_notification)
 )
-"""While it has a user, torch tells of the steps of all optimizers."""
+"""While it has a user, steps of all torch optimizers run the callbacks."""
 
 
 def has_foreign_hooks(optimizer: Optimizer) -> bool:
-    """Say whether anybody but us must be called when this optimizer steps."""
+    """Return whether an optimizer has step hooks other than halfstep's."""
     tables: Any = (
         optimizer._optimizer_step_pre_hooks,  # noqa: SLF001
         optimizer._optimizer_step_post_hooks,  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""An optimizer's parameters: their gradients, and the best names there are."""
+"""Reads an optimizer's gradients and parameter names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients there are, in the order of the parameters."""
+    """Return the gradients that are not None, in the order of the parameters."""
     return [
         gradient
         for group in optimizer.param_groups
@@ -22,7 +22,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def first_gradient(optimizer: Optimizer) -> Tensor | None:
-    """Return the first gradient there is, without looking at the others."""
+    """Return the first gradient that is not None; later ones are not read."""
     every = (
         param.grad for group in optimizer.param_groups for param in group["params"]
     )
@@ -30,7 +30,7 @@ def first_gradient(optimizer: Optimizer) -> Tensor | None:
 
 
 def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, named as the optimizer was told, or by group and place."""
+    """Yield (name, parameter), named by the optimizer, or by group and index."""
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
         for index, param in enumerate(group["params"]):
@@ -39,7 +39,7 @@ def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def name_of(param: Tensor, optimizers: Iterable[Optimizer]) -> str:
-    """Return the name of a parameter in one of some optimizers."""
+    """Return the name of a parameter of one of the optimizers."""
     for optimizer in optimizers:
         for name, candidate in named_parameters(optimizer):
             if candidate is param:
@@ -48,9 +48,9 @@ def name_of(param: Tensor, optimizers: Iterable[Optimizer]) -> str:
 
 
 def coalesce(optimizer: Optimizer) -> None:
-    """Add up what sparse gradients hold for the same place.
+    """Coalesce sparse gradients, which adds up values at duplicate indices.
 
-    Why: two finite fp16 numbers may give inf, which must be seen before the step.
+    Why: the sum of two finite fp16 values may be inf, which the check must see.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -1,23 +1,23 @@
-"""What halfstep changes in torch while one of its contexts is open, and the undoing.
+"""Patches of torch that are applied while a context of halfstep is open.
 
-These are all that are shared:
+All shared patches:
 
-- `casting.torch_cache`: leaving a grad mode empties torch's cache of casts, inside
+- `casting.torch_cache`: leaving a grad mode clears torch's cache of casts, inside
   contexts;
 - `casting.data_parallel`: `nn.DataParallel` runs its replicas under the caller's
   context;
-- `casting.recompute`: activation checkpointing runs its segments again under the policy
-  of the forward pass, and higher-order operators do not see the dispatch key of
+- `casting.recompute`: activation checkpointing recomputes segments under the policy of
+  the forward pass, and higher-order operators do not see the dispatch key of
   `casting.dispatch_kernels`;
-- `diagnostics.step_numerics`: `hs.diagnose` sees the loss that goes into
-  `torch.autograd.backward`, while it runs;
-- `optimizer_hooks`: optimizer steps make caches of casts forget, inside contexts and
-  while a `CastCache` lives.
+- `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
+  `torch.autograd.backward`;
+- `optimizer_hooks`: optimizer steps invalidate caches of casts, inside contexts and
+  while a `CastCache` exists.
 
-Not shared, and elsewhere: `graph.capture` refuses custom autograd functions, hooks on
-tensors, inference mode and checkpointing while a model is captured; a process that was
-started with HALFSTEP set has the patches of `launch.script_training` for as long as it
-lives; `compat.apex.amp_handle` patches what apex patches, until its handle is closed;
+Other patches: `graph.capture` rejects custom autograd functions, tensor hooks,
+inference mode and checkpointing while a model is captured; a process started with
+HALFSTEP set has the patches of `launch.script_training` until it ends;
+`compat.apex.amp_handle` patches what apex patches, until its handle is closed;
 `halfstep train` registers a CPU kernel for dropout (`train.fast_dropout`).
 """
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class SharedPatches:
-    """Changes of torch that hold while they have a user.
+    """Patches that are applied while they have at least one user.
 
     Args:
-        apply: Each makes a change and returns the function that takes it back.
+        apply: Each applies a patch and returns the function that undoes it.
     """
 
     def __init__(self, *apply: Apply) -> None:
@@ -45,7 +45,7 @@ class SharedPatches:
         self._undo: list[Undo] = []
         self._users = 0
         self._busy = False
-        # A garbage collection inside `_update` may close a context in this thread.
+        # Reentrant: garbage collection during `_update` may release a user.
         self._lock = threading.RLock()
 
     def acquire(self) -> None:
@@ -55,13 +55,13 @@ class SharedPatches:
             self._update()
 
     def release(self) -> None:
-        """Take a user away."""
+        """Remove a user."""
         with self._lock:
             self._users -= 1
             self._update()
 
     def apply(self) -> Undo:
-        """Be one of the changes of another `SharedPatches`."""
+        """Add a user and return its removal, as a patch of another `SharedPatches`."""
         self.acquire()
         return self.release
 
@@ -81,18 +81,18 @@ class SharedPatches:
 
 
 def attribute_patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Apply:  # noqa: ANN401
-    """Return a change for `SharedPatches`: another value of an attribute.
+    """Return a patch for `SharedPatches` that replaces an attribute.
 
     Args:
-        owner: A class or a module of torch's.
-        name: The attribute; `owner` itself has it.
-        wrap: Takes the attribute as it stands in the owner (a `staticmethod` too), and
-            returns what replaces it. It must work like the original without a context,
-            since who wraps it in turn may keep it for good.
+        owner: Class or module of torch that has the attribute itself.
+        name: Name of the attribute.
+        wrap: Takes the attribute as stored in the owner (perhaps a `staticmethod`), and
+            returns its replacement. That must behave like the original outside of
+            contexts, since other code may wrap it and keep it forever.
     """
     last_wrapped: tuple[Any, Any] = None, None
-    """The attribute that was wrapped last, and what it was wrapped in: contexts open
-    and close in every step."""
+    """The attribute wrapped last and its replacement, reused because contexts open and
+    close in every step."""
 
     def apply() -> Undo:
         nonlocal last_wrapped

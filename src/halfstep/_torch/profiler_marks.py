@@ -1,4 +1,4 @@
-"""`record_function` labels for what torch's profiler cannot see into."""
+"""`record_function` labels for work that torch's profiler cannot see."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 PREFIX = "halfstep::"
-"""How their names begin."""
+"""Prefix of the labels."""
 UPDATE = f"{PREFIX}update"
-"""Reading gradients and updating weights in C."""
+"""Label of gradient checks and weight updates in C."""
 
 _NULL_CONTEXT = contextlib.nullcontext()
 
 
 def record_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a region that the profiler shows under a name, if one is at work."""
+    """Return a context that a running profiler shows as `name`."""
     return record_function(name) if _profiler_enabled() else _NULL_CONTEXT

@@ -1,4 +1,4 @@
-"""A snapshot of the random number generators of torch, Python and numpy."""
+"""Saves and restores the random state of torch, Python and numpy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """The random state of torch, Python and numpy, as it was when this was made.
+    """Snapshot of the random state of torch, Python and numpy.
 
     Args:
-        devices: Devices whose generators count besides the CPU's.
+        devices: Devices whose generators are saved besides the CPU's.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -27,12 +27,12 @@ class RandomState:
             if device.type == "cuda"
         }
         self._python_state = random.getstate()
-        # Only if somebody uses it: the library does not.
+        # Only if it is in use: halfstep itself does not import it.
         self._numpy = sys.modules.get("numpy")
         self._numpy_state = self._numpy.random.get_state() if self._numpy else None
 
     def restore(self) -> None:
-        """Put all of it back."""
+        """Restore the saved state."""
         torch.set_rng_state(self._cpu_state)
         for device, state in self._cuda_states.items():
             torch.cuda.set_rng_state(state, device)

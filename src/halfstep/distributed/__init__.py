@@ -1,1 +1,1 @@
-"""Process groups, DistributedDataParallel, and means over all ranks."""
+"""Process groups, DistributedDataParallel, and averages over ranks."""

@@ -1,7 +1,6 @@
-"""All-reduce of many tensors in few buckets, and broadcast from the first rank.
+"""Averages many gradients over ranks in few buckets, and broadcasts tensors.
 
-In: parameters with gradients, what each travels in, a group of processes. Out: the same
-mean on each of them. A message is some 25 MiB, as in DDP; its memory is kept.
+Buckets are about 25 MiB, as in DDP, and their memory is reused.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 25 << 20
-"""Bytes that travel together."""
+"""Bytes per bucket."""
 _MAX_PENDING = 2
-"""Messages under way: one travels while the next is packed."""
+"""Buckets in flight: one is sent while the next is packed."""
 
 
 class BucketedAllReduce:
-    """Averages gradients over processes; keeps the memory of its messages.
+    """Averages gradients over ranks, and reuses the memory of its buckets.
 
-    What travels in 16 bits is rounded once by its sender, and once by each addition on
-    the way, relative to the numbers of the sum: as often as in DDP, however many
-    micro-batches a gradient is the fp32 sum of.
+    A gradient sent in 16 bits is rounded once by its sender, and once by each addition
+    on the way, relative to the sum: as often as in DDP, even if it is the fp32 sum of
+    many micro-batches.
     """
 
     def __init__(self) -> None:
@@ -43,18 +42,18 @@ class BucketedAllReduce:
         *,
         predivide_factor: int = 1,
     ) -> None:
-        """Give every parameter the mean of its gradients on all ranks.
+        """Replace each parameter's gradient by the mean over all ranks.
 
-        A rank without a gradient counts as 0, and gets one if another rank has one.
-        Only a rank that lacks one reads that from the message, and so waits.
+        A missing gradient counts as 0, and is created if another rank has one. Only
+        ranks with missing gradients read the flags in the buffer, which synchronizes.
 
         Args:
-            comm_dtypes: Parameter -> dtype its gradient travels in, same on every rank,
-                in one order. A gradient is divided by the number of ranks before, so
-                that no sum overflows where the mean does not.
+            comm_dtypes: Parameter -> dtype in which its gradient is sent; same entries
+                and order on every rank. Gradients are divided by the number of ranks
+                before the sum, so that it overflows only if the mean does.
             group: All ranks.
-            predivide_factor: Divides gradients besides, on the way only. A power
-                of two: it costs nothing but the smallest numbers.
+            predivide_factor: Additional divisor while sending. A power of two, which
+                changes only the smallest values.
         """
         pending: deque[_BucketReduction] = deque()
         for number, bucket in enumerate(
@@ -82,7 +81,7 @@ class BucketedAllReduce:
 
 @dataclass
 class _BucketReduction:
-    """Gradients side by side, and behind them for each whether it is there."""
+    """A buffer with several gradients, then flags of which gradients exist."""
 
     params: list[Tensor]
     buffer: Tensor
@@ -93,7 +92,7 @@ class _BucketReduction:
         return torch.split(self.buffer, [*sizes, len(sizes)])
 
     def start(self, group: dist.ProcessGroup, predivide_factor: int) -> None:
-        """Pack, and set off."""
+        """Pack the buffer and start the all-reduce."""
         *views, flags = self._views()
         flags.fill_(1)
         for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
@@ -109,7 +108,7 @@ class _BucketReduction:
         self.work = dist.all_reduce(self.buffer, group=group, async_op=True)
 
     def finish(self, predivide_factor: int) -> None:
-        """Wait for the sums, and put them into `.grad`."""
+        """Wait for the sums and write them to `.grad`."""
         assert self.work is not None, "it is under way"  # noqa: S101
         self.work.wait()
         *views, flags = self._views()
@@ -130,7 +129,7 @@ class _BucketReduction:
 def _buckets(
     tensors: Sequence[Tensor], comm_dtype: Callable[[Tensor], torch.dtype]
 ) -> Iterator[list[Tensor]]:
-    """Yield tensors that travel alike, at least one, some 25 MiB of them."""
+    """Yield non-empty lists of tensors with one dtype and device, about 25 MiB each."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((comm_dtype(tensor), tensor.device), []).append(tensor)
@@ -149,9 +148,9 @@ def _buckets(
 
 @torch.no_grad()
 def broadcast_(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Give tensors, in place, the values they have on a group's first rank.
+    """Overwrite tensors with the values of the group's first rank.
 
-    They travel as bytes: not every backend knows every dtype, int16 for one.
+    They are sent as bytes, since not every backend supports every dtype, such as int16.
     """
     source = dist.get_global_rank(group, 0)
     for bucket in _buckets(tensors, lambda tensor: tensor.dtype):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: wrapping a model in it, and what it wraps or does."""
+"""Wraps models in DistributedDataParallel, unwraps them, and bypasses DDP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_data_parallel(model: nn.Module) -> bool:
-    """Say whether gradients are averaged in each backward pass."""
+    """Return whether gradients are averaged in each backward pass."""
     return find_ddp(model) is not None
 
 
@@ -53,10 +53,10 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def bypassed(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
-    """Let DDP exchange nothing: a forward pass of it is one of its module.
+    """Make a DDP model run its module without any communication.
 
-    Why `no_sync` is not enough: the forward pass after the first backward pass makes
-    new buckets, and all processes must do that together. For `wrapper` it is none.
+    Why not `no_sync`: the forward pass after the first backward pass rebuilds the
+    buckets, which all ranks must do together.
     """
     attributes = vars(model)
     before = attributes.get("forward")
@@ -72,14 +72,14 @@ def bypassed(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
 
 
 def is_bypassed(model: nn.Module) -> bool:
-    """Say whether a module is a DDP that exchanges nothing at the moment."""
+    """Return whether a module is a DDP model that is bypassed now."""
     return _BYPASSED in vars(model)
 
 
 def _forward_module(
     model: nn.parallel.DistributedDataParallel, *args: object, **kwargs: object
 ) -> object:
-    """Run the module of a DDP on inputs that are moved and cast as DDP does."""
+    """Run a DDP model's module, with inputs moved and cast as DDP does."""
     device = None
     if model.device_ids:
         device = torch.device(model.device_type, model.device_ids[0])
@@ -96,7 +96,7 @@ def _forward_module(
 
 
 def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """Return the DDP that a model is, or that torch.compile has wrapped; else None."""
+    """Return the DDP module that a model is, or that torch.compile wraps; else None."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
         inner = model.__dict__.get("_modules", {}).get("_orig_mod")
         if not isinstance(inner, nn.Module) or inner is model:

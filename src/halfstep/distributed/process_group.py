@@ -1,6 +1,6 @@
-"""Many processes: torchrun's environment, data parallelism, and agreement.
+"""Joins torchrun's processes, runs collectives, and shares the reasons of failures.
 
-With one process every function is the identity.
+With one process every collective is the identity.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FAILURE_KEY = "halfstep/fault"
-_MAX_REASON_CHARS = 400  # characters of a reason
-_REASON_TIMEOUT_S = 2.0  # seconds that a failing process may take to say why
-_POLL_S = 0.005  # seconds between two looks for an answer
+_MAX_REASON_CHARS = 400  # length of a reason
+_REASON_TIMEOUT_S = 2.0  # seconds in which a failing process may send its reason
+_POLL_S = 0.005  # polling interval in seconds
 _LOST_PEER_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -44,7 +44,7 @@ _LOST_PEER_TEXTS = (
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that train together."""
+    """This process's rank, the number of ranks, and its device."""
 
     rank: int
     size: int
@@ -52,28 +52,28 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """The one process that writes files and prints."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
 
 class PeerLost(RuntimeError):  # noqa: N818 -- an outcome, printed in one line
-    """Another process of the run has ended, and why, where it could say."""
+    """Another process of the run has ended; the message has the reason it sent."""
 
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[World]:
-    """Join the processes that torchrun started; leave them, all at once, at the end.
+    """Join the processes that torchrun started; leave the group at the end, together.
 
-    A process that fails says why to the others, whose next wait then ends in
-    `PeerLost` with those words.
+    A process that fails sends its reason to the others, whose next collective then
+    raises `PeerLost` with it.
 
     Args:
-        device: "cpu" (gloo) or "cuda" (nccl; each process takes the GPU of its local
+        device: "cpu" (gloo) or "cuda" (nccl; each process uses the GPU of its local
             rank).
 
     Raises:
-        UserError: If the environment is not torchrun's, there is no GPU for this
-            process, or the others cannot be met.
+        UserError: If torchrun's environment is invalid, there is no GPU for this
+            process, or the others cannot be reached.
         PeerLost: If another process has ended.
     """
     torch_device = _device(device)
@@ -84,11 +84,10 @@ def join(device: str) -> Iterator[World]:
     try:
         with _share_failure(store, rank):
             yield World(rank, size, torch_device)
-            # A thread of gloo's that still holds the last collective's tensors asks
-            # for the GIL to let them go. While the interpreter ends, that aborts the
-            # process; while DDP is freed, it is a deadlock. So all come to an end, and
-            # a moment's sleep hands out the GIL. Not after an error: others may never
-            # come.
+            # A gloo thread that still holds the last collective's tensors needs the GIL
+            # to free them. That aborts the process if the interpreter is exiting, and
+            # deadlocks if DDP is being freed. So let all ranks finish, and release the
+            # GIL by a short sleep. Not after an error: the others may never arrive.
             dist.barrier()
             time.sleep(0.05)
     finally:
@@ -96,9 +95,9 @@ def join(device: str) -> Iterator[World]:
 
 
 def _device(word: str) -> torch.device:
-    """Return where this process computes; a GPU is made its own."""
+    """Return this process's device; make a GPU the current device."""
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    # Not all that Python takes for digits makes a number.
+    # str.isdigit also accepts characters that int() rejects.
     if not (local_rank.isascii() and local_rank.isdigit()):
         message = (
             f"LOCAL_RANK={local_rank!r} is not the number of a process: let torchrun "
@@ -121,7 +120,7 @@ def _device(word: str) -> torch.device:
 
 
 def _init_process_group(device: torch.device) -> tuple[Store, int, int]:
-    """Meet the other processes; return a store, this one's rank, and how many meet."""
+    """Initialize the group; return its store, this rank, and the number of ranks."""
     try:
         shared, rank, size = next(rendezvous("env://"))
         store = _fresh_store(shared, rank, size)
@@ -147,7 +146,7 @@ def _init_process_group(device: torch.device) -> tuple[Store, int, int]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error of torch's says, without where it was raised."""
+    """Return the first line of torch's error, without the stack trace."""
     line, _, _ = str(error).strip().partition("\n")
     return " ".join(line.split())[:_MAX_REASON_CHARS].rstrip(".")
 
@@ -155,9 +154,10 @@ def _first_line(error: Exception) -> str:
 def _fresh_store(store: Store, rank: int, size: int) -> Store:
     """Return an unused part of the store; all processes must call it.
 
-    Why: torchrun keeps its store when it starts failed processes again, and torch would
-    wait for the dead it finds there. Each machine counts its restarts apart. So each
-    process has a random name, and the first asks by it: only who lives answers.
+    Why: torchrun keeps its store when it restarts failed processes, and torch would
+    wait for the dead ones that it finds there. Restart counts differ between machines.
+    So each process has a random token, and rank 0 offers it: only live processes
+    answer.
     """
     token_of_this = secrets.token_hex(8)
     if rank == 0:
@@ -174,14 +174,14 @@ def _fresh_store(store: Store, rank: int, size: int) -> Store:
 
 
 def _answers(store: Store, rank: int, token: str) -> bool:
-    """Offer a token to the process that was last here; say whether it takes it.
+    """Offer a token to the process that last registered for a rank.
 
-    It does not if another process of its rank comes: the one before is dead.
+    Returns False if another process registers for the rank: the previous one is dead.
     """
     place = f"halfstep/here/{rank}"
     name = bytes(store.get(place)).decode()
     store.set(f"halfstep/ask/{name}", token)
-    # The dead have answered others, never this token.
+    # A dead process may have answered others, but not this token.
     while not store.check([f"halfstep/yes/{name}/{token}"]):
         if bytes(store.get(place)).decode() != name:
             return False
@@ -191,12 +191,12 @@ def _answers(store: Store, rank: int, token: str) -> bool:
 
 @contextlib.contextmanager
 def _share_failure(store: Store, rank: int) -> Iterator[None]:
-    """Say to the others why this process fails; fail with the reason of another."""
+    """Send the reason if this process fails; raise another process's reason."""
     try:
         yield
     except Exception as error:
         if not _is_lost_peer(error):
-            # The process of the store may have ended; the first reason stays.
+            # The store's process may have ended. The first reason is kept.
             with contextlib.suppress(RuntimeError):
                 words = f"process {rank}: {_reason_for(error)}"
                 store.compare_set(_FAILURE_KEY, "", words)
@@ -212,10 +212,10 @@ def _reason_for(error: Exception) -> str:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Say whether an error is that of waiting for a process which is gone."""
-    if isinstance(error, dist.DistError):  # nccl's, and timeouts of the store
+    """Return whether an error means that another process has ended."""
+    if isinstance(error, dist.DistError):  # from nccl, or a timeout of the store
         return True
-    # gloo raises bare RuntimeErrors.
+    # gloo raises RuntimeError itself.
     words = str(error).lower()
     return isinstance(error, RuntimeError) and any(
         word in words for word in _LOST_PEER_TEXTS
@@ -223,9 +223,9 @@ def _is_lost_peer(error: Exception) -> bool:
 
 
 def _reason_of_peer(store: Store) -> str:
-    """Return the first reason that another process gave, if it could."""
+    """Return the first reason that another process sent, or a default."""
     deadline = time.monotonic() + _REASON_TIMEOUT_S
-    with contextlib.suppress(RuntimeError):  # the store may be gone, too
+    with contextlib.suppress(RuntimeError):  # the store may have ended too
         while time.monotonic() < deadline:
             if store.check([_FAILURE_KEY]):
                 return bytes(store.get(_FAILURE_KEY)).decode()
@@ -234,21 +234,21 @@ def _reason_of_peer(store: Store) -> str:
 
 
 def all_reduce_max(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the elementwise maximum over all processes, the same on each."""
+    """Return the elementwise maximum over all ranks, the same on each."""
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return value
 
 
 def all_reduce_sum(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the elementwise sum over all processes, the same on each."""
+    """Return the elementwise sum over all ranks, the same on each."""
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.SUM, group=group)
     return value
 
 
 def broadcast_object(value: T) -> T:
-    """Return the first process's value, on each."""
+    """Return rank 0's value on every rank."""
     values: list[T] = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values)
@@ -256,17 +256,17 @@ def broadcast_object(value: T) -> T:
 
 
 def rank() -> int:
-    """Return the number of this process."""
+    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return how many processes there are."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return the value of each process, on each."""
+    """Return the values of all ranks, in order, on every rank."""
     values = [value] * world_size()
     if dist.is_initialized():
         dist.all_gather_object(values, value)
@@ -274,11 +274,11 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def first_not_none(value: T | None) -> T | None:
-    """Return the value of the first process that has one, on each; None if none has."""
+    """Return the value of the first rank that has one, on every rank, or None."""
     return next((v for v in all_gather_object(value) if v is not None), None)
 
 
 def barrier() -> None:
-    """Return when every process has come this far."""
+    """Wait until every rank has called this."""
     if dist.is_initialized():
         dist.barrier()

@@ -1,1 +1,1 @@
-"""Tables, findings and pages of HTML, for people and programs."""
+"""Tables, findings and HTML pages."""

@@ -1,4 +1,4 @@
-"""How the command line reads words: whole flags, errors in one line, help that fits."""
+"""Command line parser without abbreviations, with one-line errors and wrapped help."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# A name, blanks, and what is said about it.
+# A name, spaces, and its description.
 _TWO_COLUMNS = re.compile(r"( *\S.*?) {2,}(?=\S)")
-_HANGING = 4  # columns by which what is said begins further in, on a line of its own
+_HANGING = 4  # extra indent of a description on a line of its own
 
 
 def print_error(what: object, status: int) -> int:
@@ -25,10 +25,10 @@ def print_error(what: object, status: int) -> int:
 
 
 class Formatter(argparse.HelpFormatter):
-    """Keeps the lines of a description or an epilog, and wraps each to the terminal."""
+    """Keeps the lines of a description or epilog, and wraps each to the terminal."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        del indent  # none at this level
+        del indent  # always 0 at this level
         return "\n".join(
             part for line in text.splitlines() for part in _fit_line(line, width)
         )
@@ -38,18 +38,18 @@ class Formatter(argparse.HelpFormatter):
 
 
 def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Return a text broken at blanks, the first line and the others indented."""
+    """Return a text wrapped at spaces, with a first and a subsequent indent."""
     return textwrap.wrap(
         text,
         width,
         initial_indent=first,
         subsequent_indent=rest,
-        break_on_hyphens=False,  # flags and words in quotes hold some
+        break_on_hyphens=False,  # flags and quoted words contain hyphens
     )
 
 
 def _fit_line(line: str, width: int) -> Iterable[str]:
-    """Return a line broken to a width, its second column below itself."""
+    """Return a line wrapped to a width; its second column continues below itself."""
     if len(line) <= width:
         return [line]
     begin = " " * (len(line) - len(line.lstrip()))
@@ -63,13 +63,13 @@ def _fit_line(line: str, width: int) -> Iterable[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, and names the nearest of what there is."""
+    """Rejects abbreviations, and suggests the nearest flag or command."""
 
     def __init__(self, **words: Any) -> None:  # noqa: ANN401 -- argparse's own
         super().__init__(allow_abbrev=False, formatter_class=Formatter, **words)
 
     def error(self, message: str) -> NoReturn:
-        """Leave with one line."""
+        """Exit with a one-line error."""
         sys.exit(print_error(f"{message}; see {self.prog} --help", 2))
 
     def parse_known_args(  # type: ignore[override]
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuse what is not known here, where the flags that there are are known."""
+        """Reject unknown arguments in the subparser, which can suggest flags."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             flag = next((word for word in rest if word.startswith("-")), "")
@@ -94,6 +94,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return which of some words is meant by one with a slip; nothing if none is."""
+    """Return a suggestion with the candidate that is most similar, or ""."""
     near = difflib.get_close_matches(word, candidates, 1)
     return f"; nearest: {near[0]}" if near else ""

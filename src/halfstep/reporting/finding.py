@@ -1,4 +1,4 @@
-"""One result of a rule: what was measured, the limit, and what to do about it."""
+"""One result of a rule: what was measured, the limit, and the fix."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 Severity = Literal["error", "warning", "note"]
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""Worst first: training fails or is wrong; it is slower or worse than it need be; it
-may become so."""
+"""Worst first: training fails or is wrong; it is slower or worse than necessary; it may
+become so."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Finding:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Finding:
-        """Return the finding that `data` was made from."""
+        """Return the finding that `data` describes."""
         return cls(**data)
 
 

@@ -1,4 +1,4 @@
-"""A page of HTML that is one file: tables, charts, bars and heat-maps."""
+"""Renders reports as one self-contained HTML page: tables, charts, bars, heat maps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NOT_INSTALLED = (
     "report.html needs matplotlib and jinja2: "
     "install them with pip install 'halfstep[report]'."
 )
-_SHORT = 15  # letters of a name that has room, and is not worth a line break
-_MAX_NAME = 40  # letters of a name beside a picture
-_LONG = 60  # letters that make a tower in a narrow column
-_MOST_POINTS = 2000  # a chart is some 600 pixels wide: more points only cost bytes
-_FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # no longer than a narrow page
-_LARGEST = 1e100  # far beyond float32; the margins of an axis overflow at 1e308
-# Colour-blind readers tell these apart.
+_SHORT = 15  # letters of a name that needs no line break
+_MAX_NAME = 40  # letters of a name beside a chart
+_LONG = 60  # letters from which a cell needs a wide column
+_MOST_POINTS = 2000  # charts are about 600 pixels wide: more points only add bytes
+_FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # short enough for a narrow page
+_LARGEST = 1e100  # far beyond float32; margins of an axis overflow at 1e308
+# A palette that color-blind readers can distinguish.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _PAGE = """\
 <!doctype html>
@@ -171,18 +171,19 @@ class Chart:
     log_y: bool = False
     "Logarithmic values; zero and below then leave a gap."
     step: bool = False
-    "Hold each value until the next: for what jumps, such as a loss scale."
+    "Hold each value until the next, for values that jump, such as a loss scale."
 
     def svg(self) -> str:
-        """Draw the chart as an element to put into HTML.
+        """Draw the chart as an SVG element for HTML.
 
-        Why: matplotlib numbers the parts of every figure alike, so figures on one page
-        share ids, and its salt and date change the bytes of equal figures: the salt
-        here is the chart. pyplot would choose a backend for the whole program.
+        Why not matplotlib's defaults: it numbers the parts of every figure alike, so
+        figures on one page would share ids, and its salt and date change the bytes of
+        equal figures; the salt here is the chart. pyplot would set a backend for the
+        whole program.
 
         Returns:
-            The same string for the same chart and the same matplotlib. Of more than
-            2,000 points the least and the greatest of each stretch are drawn.
+            The same string for the same chart and version of matplotlib. Of more than
+            2,000 points the minimum and maximum of each stretch are drawn.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -205,7 +206,7 @@ class Chart:
                 lines += axes.plot(
                     x, y, color=colour, drawstyle=drawstyle, linewidth=1.3
                 )
-                # A point between two gaps has no line to show it: mark it.
+                # A point between two gaps has no line: draw a marker.
                 gap = [True, *map(math.isnan, y), True]
                 isolated = [i for i in range(len(y)) if gap[i] and gap[i + 2]]
                 axes.plot(
@@ -222,17 +223,17 @@ class Chart:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Histograms one below the other: the darker, the more of its numbers."""
+    """Histograms one below the other; darker cells count more of their values."""
 
     title: str
-    "The words of a screen reader."
+    "Description for screen readers."
     histograms: tuple[tuple[str, Mapping[int, int]], ...]
-    "Names, and how many numbers lie in each power of two; at least one."
+    "Names, and the number of values in each power of two; at least one."
     borders: tuple[tuple[int, str], ...] = ()
-    "Powers of two at which a line is drawn, and what it says."
+    "Powers of two at which a line is drawn, and its label."
 
     def svg(self) -> str:
-        """Draw it as an element to put into HTML, as `Chart.svg` does.
+        """Draw it as an SVG element for HTML, as `Chart.svg` does.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -245,7 +246,7 @@ class Heatmap:
         for row, (_, histogram) in zip(shades, self.histograms, strict=True):
             most = max(histogram.values(), default=0)
             for power, count in histogram.items():
-                if count:  # rare ones must still be seen
+                if count:  # rare values must stay visible
                     row[power - low] = 0.15 + 0.85 * math.sqrt(count / most)
 
         def draw(axes: Axes) -> None:
@@ -264,7 +265,7 @@ class Heatmap:
 
 
 def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) -> str:
-    """Return a figure as an SVG element; the content is the salt of its ids."""
+    """Return a figure as an SVG element; `content` is the salt of its ids."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
@@ -275,10 +276,10 @@ def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) 
         "font.size": 10.5,
         "svg.fonttype": "none",
         "svg.hashsalt": hashlib.sha256(content.encode()).hexdigest(),
-        "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+        "text.parse_math": False,  # show dollar signs in names as they are
     }
     with style.context(rules, after_reset=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the browser has it
+        warnings.filterwarnings("ignore", message="Glyph")  # the browser has the glyph
         figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
         axes.spines[["right", "top"]].set_visible(False)
@@ -286,13 +287,13 @@ def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) 
         buffer = StringIO()
         nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
         figure.savefig(buffer, format="svg", metadata=nothing)
-    # Groups have an id that nothing refers to, the same in every figure.
+    # Remove group ids, which are unused and the same in every figure.
     element = re.sub('<g id="[^"]*"', "<g", buffer.getvalue().partition("<svg ")[2])
     return f'<svg role="img" aria-label="{escape(single_line(title))}" {element}'
 
 
 def _plain_log_formatter() -> LogFormatter:
-    """Return what labels the ticks that matplotlib would, with 60000 for 6e+04."""
+    """Return matplotlib's log formatter, with labels like 60000 instead of 6e+04."""
     from matplotlib.ticker import LogFormatter
 
     class Plain(LogFormatter):
@@ -303,14 +304,14 @@ def _plain_log_formatter() -> LogFormatter:
 
 
 def _shortened(name: str) -> str:
-    """Return a name that fits beside a picture, its middle left out."""
+    """Return a name short enough for the side of a chart, cut in the middle."""
     half = (_MAX_NAME - 3) // 2
     return name if len(name) <= _MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of parts, each as wide as its share of their sum."""
+    """One bar whose parts are as wide as their shares of the sum."""
 
     title: str
     "Shown above the bar; empty for none."
@@ -336,16 +337,16 @@ class ConfusionMatrix:
     table: Table
     "Names of rows in the first column, counts in the others."
     across: str
-    "What the other columns are; what the rows are is the first column's name."
+    "What the columns of counts are; the name of the first column says what rows are."
 
     @property
     def legend(self) -> str:
-        """Say how to read the shades."""
+        """Return how to read the shades."""
         names = f"{self.table.columns[0]} and {self.across}"
         return f"Darker: a greater share of its row. Blue: {names} agree."
 
     def shaded_rows(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Return each row's name, and the words of its cells with their colours."""
+        """Return each row's name, and (text, color) of its cells."""
         rows = []
         names = self.table.columns[1:]
         for row, texts in zip(
@@ -353,7 +354,7 @@ class ConfusionMatrix:
         ):
             sizes = [cell if isinstance(cell, int | float) else 0 for cell in row[1:]]
             total = sum(sizes) or 1
-            # Words stay readable on the deepest shade, on a light page and a dark.
+            # Text stays readable on the darkest shade, on light and dark pages.
             depths = [0.6 * size / total for size in sizes]
             tones = ["0,114,178" if name == row[0] else "213,94,0" for name in names]
             colours = map("rgba({},{:.3f})".format, tones, depths)
@@ -363,31 +364,31 @@ class ConfusionMatrix:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture drawn elsewhere."""
+    """An SVG drawing from elsewhere."""
 
     title: str
-    "Its caption."
+    "Caption."
     svg: str
-    "An SVG element, put into the page as it is: its texts must be escaped."
+    "An SVG element, inserted as it is: its texts must be escaped."
     notes: tuple[str, ...] = ()
     "Sentences shown below it."
 
 
 @dataclass(frozen=True)
 class Card:
-    """Something to know, in named lines."""
+    """A note with a title and named lines."""
 
     kind: str
-    "A word: error, warning and note have colours."
+    "A word; error, warning and note have colors."
     title: str
     "A few words."
     lines: tuple[tuple[str, str], ...]
-    "Names of a word each, and what there is to say."
+    "(name, text) pairs; names are one word."
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: all it holds, in the order in which it is named here."""
+    """A part of a page; its contents are shown in the order of the fields."""
 
     heading: str
     "A few words."
@@ -410,15 +411,15 @@ class Section:
 
 
 def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
-    """Write a complete HTML document that refers to nothing outside itself.
+    """Return a complete HTML document without references to external files.
 
     Args:
         title: Heading of the page, and its name in the browser.
         sections: Parts of the page in order.
-        lead: What the page says in a sentence or two, below the title.
+        lead: One or two sentences below the title.
 
     Returns:
-        The document; whatever the arguments hold is shown as text, never as HTML.
+        The document; all arguments are shown as text, never as HTML.
 
     Raises:
         UserError: jinja2 is not installed, or matplotlib is not and there is a chart.
@@ -438,19 +439,19 @@ def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
 
 
 def _kind(number: bool, word: str) -> str:
-    """Return the class of a cell: how it may be broken where there is little room."""
+    """Return the CSS class of a cell, which determines where it may be wrapped."""
     if number:
         return "number"
     return "short" if len(word) <= _SHORT else "long" if len(word) > _LONG else ""
 
 
 def _with_unbroken_flags(words: str) -> str:
-    """Return text as HTML in which a flag such as --loss-scale is not broken in two."""
+    """Return text as HTML in which flags such as --loss-scale are not wrapped."""
     return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
 
 
 def thinned(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
-    """Return x and y to draw: nan for a gap, long curves thinned with their spikes."""
+    """Return x and y to draw: NaN for a gap, long curves thinned to extremes."""
     y = [value if lowest <= value <= _LARGEST else math.nan for value in curve.y]
     places = range(len(y))
     size = math.ceil(4 * len(y) / _MOST_POINTS) if len(y) > _MOST_POINTS else 1

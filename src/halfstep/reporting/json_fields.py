@@ -1,4 +1,4 @@
-"""Typed, checked reads of values in JSON of unknown origin."""
+"""Reads values from untrusted JSON, with their types checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def items(value: object, what: str) -> list[Any]:
 
 
 def real(value: object, what: str) -> float:
-    """Return a number; "inf", "-inf" and "nan" are some, and null is what was not."""
+    """Return a number; also "inf", "-inf" and "nan", and NaN for null."""
     if value is None:
         return math.nan
     if isinstance(value, str) and value in _NOT_FINITE:
@@ -49,12 +49,12 @@ def real(value: object, what: str) -> float:
 
 
 def number(data: Mapping[str, Any], key: str) -> float | None:
-    """Return the number at a key: NaN for null, None where there is no such key."""
+    """Return the number at a key: NaN for null, None if the key is missing."""
     return real(data[key], key) if key in data else None
 
 
 def non_negative(data: Mapping[str, Any], key: str) -> float:
-    """Return the finite number >= 0 at a key; 0 where there is no such key."""
+    """Return the finite number >= 0 at a key; 0 if the key is missing."""
     value = real(data.get(key, 0.0), key)
     if not 0 <= value < math.inf:
         _refuse(key, data[key], "a finite number of at least 0")
@@ -62,7 +62,7 @@ def non_negative(data: Mapping[str, Any], key: str) -> float:
 
 
 def fraction(data: Mapping[str, Any], key: str) -> float:
-    """Return the number from 0 to 1 at a key, which must be there."""
+    """Return the number from 0 to 1 at a key, which must exist."""
     raw = data.get(key)
     value = real(raw, key)
     if not 0 <= value <= 1:
@@ -71,7 +71,7 @@ def fraction(data: Mapping[str, Any], key: str) -> float:
 
 
 def loss_scale(data: Mapping[str, Any], key: str) -> float | None:
-    """Return the loss scale at a key; None for null and where there is no such key."""
+    """Return the loss scale at a key; None for null or a missing key."""
     if data.get(key) is None:
         return None
     value = real(data[key], key)
@@ -81,17 +81,17 @@ def loss_scale(data: Mapping[str, Any], key: str) -> float | None:
 
 
 def is_scale(value: float) -> bool:
-    """Say whether a number can be a loss scale, which is fp32."""
+    """Return whether a number can be a loss scale, which is fp32."""
     return 2.0**-149 <= value < 2.0**128
 
 
 def integer(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return the whole number >= 0 at a key.
+    """Return the integer >= 0 at a key.
 
     Args:
-        data: Where it stands.
-        key: Its name.
-        default: What a missing one is; None: it must be there.
+        data: A JSON object.
+        key: Name of the field.
+        default: Value for a missing key. None: the key must exist.
     """
     value = data.get(key, default)
     is_integer = isinstance(value, int) and not isinstance(value, bool)
@@ -101,7 +101,7 @@ def integer(data: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def optional_text(data: Mapping[str, Any], key: str) -> str | None:
-    """Return the text at a key; None for null and where there is no such key."""
+    """Return the text at a key; None for null or a missing key."""
     value = data.get(key)
     if value is not None and not isinstance(value, str):
         _refuse(key, value, "text")
@@ -109,7 +109,7 @@ def optional_text(data: Mapping[str, Any], key: str) -> str | None:
 
 
 def text(data: Mapping[str, Any], key: str) -> str:
-    """Return the text at a key, which must be there."""
+    """Return the text at a key, which must exist."""
     value = optional_text(data, key)
     if value is None:
         _refuse(key, value, "text")
@@ -117,7 +117,7 @@ def text(data: Mapping[str, Any], key: str) -> str:
 
 
 def optional_bool(data: Mapping[str, Any], key: str) -> bool | None:
-    """Return the truth at a key; None for null and where there is no such key."""
+    """Return the bool at a key; None for null or a missing key."""
     value = data.get(key)
     if value is not None and not isinstance(value, bool):
         _refuse(key, value, "true or false")
@@ -125,7 +125,7 @@ def optional_bool(data: Mapping[str, Any], key: str) -> bool | None:
 
 
 def texts(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return the texts in the array at a key; none where there is no such key."""
+    """Return the texts in the array at a key; () for a missing key."""
     values = items(data.get(key) or (), key)
     if not all(isinstance(each, str) for each in values):
         _refuse(key, values, "an array of texts")

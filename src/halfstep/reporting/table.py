@@ -1,4 +1,4 @@
-"""Turns values into text, JSON and a notebook's HTML."""
+"""Tables that render as text, JSON and HTML for notebooks; atomic text files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Cell = str | int | float | bool | None
 
-_GAP = 2  # blanks between columns
-_NARROWEST = 12  # terminal columns below which wrapped words are unreadable
+_GAP = 2  # spaces between columns
+_NARROWEST = 12  # terminal columns below which wrapped text is unreadable
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
@@ -39,13 +39,13 @@ class Table:
     title: str
     "Shown above the table; empty for none."
     columns: tuple[str, ...]
-    "Names, each once: they are the keys in `data`."
+    "Unique names; they are the keys in `data`."
     rows: tuple[tuple[Cell, ...], ...]
-    "In each as many cells as there are columns; no rows is fine."
+    "Rows with as many cells as there are columns; may be empty."
     notes: tuple[str, ...] = ()
     "Sentences shown below the table."
     digits: int = 3
-    "Digits after the point, 0 or more; 3 tell most losses apart."
+    "Digits after the point, 0 or more; 3 distinguish most losses."
 
     def __post_init__(self) -> None:
         if len(set(self.columns)) < len(self.columns):
@@ -58,7 +58,7 @@ class Table:
                 raise ValueError(message)
 
     def __repr__(self) -> str:
-        """Return what `text` returns: whoever looks at a table wants to read it."""
+        """Return `text`, which is what users want to see interactively."""
         return self.text()
 
     def _repr_html_(self) -> str:
@@ -86,18 +86,17 @@ class Table:
     def text(self, width: int | None = None) -> str:
         """Lay the table out for a terminal or a pipe.
 
-        Why: `len` counts a Chinese character as one and a terminal shows it two wide,
-        so columns padded by `len` do not line up.
+        Why not `len`: it counts a Chinese character as one, but a terminal shows it two
+        wide, so columns padded by `len` would not line up.
 
         Args:
-            width: Terminal columns to fit, 1 or more: words break, in the last column
-                of them first, in other columns and heads of numbers where that leaves
-                no room, and so do title and notes. Columns that still find no room
-                stand below, behind the first once more. None, for a pipe, wraps
-                nothing.
+            width: Terminal columns to fit, 1 or more: text is wrapped, in the last text
+                column first, in other columns and headers if necessary, and so are
+                title and notes. Columns that still do not fit follow below, with the
+                first column repeated. None, for a pipe, wraps nothing.
 
         Returns:
-            Lines without blanks or a newline at the end.
+            Lines without trailing spaces or a trailing newline.
         """
         grid = [tuple(map(single_line, self.columns)), *self.formatted_rows()]
         numeric, columns = self.numeric(), list(zip(*grid, strict=True))
@@ -113,9 +112,9 @@ class Table:
     def data(self) -> dict[str, object]:
         """Return title, columns, notes and rows, as dicts by column, for `json.dumps`.
 
-        Why: JSON has no nan and no infinity, and Python writes them all the same. Here
-        they become the strings "nan", "inf" and "-inf", which `float` reads back; null
-        would make a loss that blew up look like one that was never measured.
+        JSON has no NaN or infinity, though Python writes them. Here they become the
+        strings "nan", "inf" and "-inf", which `float` reads back; null would make a
+        loss that diverged look like one that was never measured.
         """
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         for row in rows:
@@ -126,7 +125,7 @@ class Table:
         return {"title": self.title, "columns": columns, "rows": rows, "notes": notes}
 
     def numeric(self) -> list[bool]:
-        """Tell for each column whether it holds numbers, None aside, and no more."""
+        """Return for each column whether all its cells are numbers or None."""
         kinds = [{type(row[j]) for row in self.rows} for j in range(len(self.columns))]
         return [
             bool(kind) and not any(issubclass(t, str | bool) for t in kind)
@@ -134,38 +133,38 @@ class Table:
         ]
 
     def formatted_rows(self) -> list[tuple[str, ...]]:
-        """Return the rows as the words that every format shows."""
+        """Return the cells as text, the same for every output format."""
 
         def word(cell: Cell) -> str:
             if cell is None or isinstance(cell, bool):
                 return {None: "-", True: "yes", False: "no"}[cell]
             if isinstance(cell, float):
-                return f"{cell:z.{self.digits}f}"  # z: no "-0.000"
+                return f"{cell:z.{self.digits}f}"  # z: no -0.000
             return single_line(str(cell))
 
         return [tuple(map(word, row)) for row in self.rows]
 
 
 def terminal_width() -> int | None:
-    """Return the columns to fit: COLUMNS, or the terminal's; None for a pipe."""
+    """Return COLUMNS, or the terminal's width; None for a pipe."""
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
-    """Return a number and what it counts: 1 text, 2 texts."""
+    """Return a number with its noun: "1 text", "2 texts"."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 @contextlib.contextmanager
 def open_atomic(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 file so that readers of `path` find all of it or the old one.
+    """Open a UTF-8 file that replaces `path` atomically when it is closed.
 
-    A link is followed, a terminal or a pipe is written directly, and line ends are
-    written as they are.
+    Symbolic links are followed, terminals and pipes are written directly, and line
+    endings are written unchanged.
     """
     direct = path.exists() and not path.is_file()
     target = path if direct else path.resolve()
-    # The mode of a file from `tempfile` would hide the report from other users.
+    # Not `tempfile`, whose mode would hide the report from other users.
     part = path if direct else target.parent / f".{secrets.token_hex(8)}.tmp"
     file = part.open("w" if direct else "x", encoding="utf-8", newline="")
     try:
@@ -177,7 +176,7 @@ def open_atomic(path: Path) -> Iterator[TextIO]:
         if not direct:
             part.replace(target)
     except BaseException:
-        # What could not be flushed fails again; the first error is the one to tell.
+        # If flushing failed, closing fails again; report the first error.
         with contextlib.suppress(OSError):
             file.close()
         if not direct:
@@ -186,18 +185,18 @@ def open_atomic(path: Path) -> Iterator[TextIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file in one piece, as `open_atomic` does."""
+    """Write a UTF-8 file atomically, as `open_atomic` does."""
     with open_atomic(path) as file:
         file.write(text)
 
 
 def single_line(text: str) -> str:
-    """Replace line breaks and escape codes, which would tear a table apart."""
+    """Replace line breaks and escape codes, which would break the table's layout."""
     return _CONTROL.sub(" ", text)
 
 
 def _width(text: str) -> int:
-    """Count the terminal columns that `text` takes: 2 for wide, 0 for combining."""
+    """Return the terminal columns of `text`: 2 for wide characters, 0 for combining."""
     narrow = sum(unicodedata.category(c) not in {"Mn", "Me", "Cf"} for c in text)
     return narrow + sum(unicodedata.east_asian_width(c) in {"W", "F"} for c in text)
 
@@ -208,7 +207,7 @@ def _pad(text: str, size: int, right: bool) -> str:
 
 
 def _min_width(column: Sequence[str], number: bool) -> int:
-    """Return the columns that a column of a table takes at least, its name first."""
+    """Return the least width of a column, whose first element is its name."""
     head, *body = column
     if not number:
         return min(max(map(_width, column)), _NARROWEST)
@@ -216,7 +215,7 @@ def _min_width(column: Sequence[str], number: bool) -> int:
 
 
 def _blocks(least: list[int], width: int | None) -> list[list[int]]:
-    """Return columns by index, as many side by side as fit; the first begins each."""
+    """Return blocks of column indices that fit side by side, each with column 0."""
     blocks = [[0]]
     for j in range(1, len(least)):
         taken = sum(least[i] + _GAP for i in blocks[-1]) + least[j]
@@ -229,7 +228,7 @@ def _blocks(least: list[int], width: int | None) -> list[list[int]]:
 def _block(
     columns: list[tuple[str, ...]], numeric: list[bool], width: int | None
 ) -> str:
-    """Lay out columns side by side; words give way, the last column of them first."""
+    """Lay out columns side by side; text is wrapped, in the last text column first."""
     sizes = [max(map(_width, column)) for column in columns]
     words = [j for j, number in enumerate(numeric) if not number]
     others = sorted(words[:-1], key=lambda j: -sizes[j])
@@ -247,7 +246,7 @@ def _block(
 def _layout_row(
     row: tuple[str, ...], sizes: list[int], numeric: list[bool]
 ) -> list[str]:
-    """Lay out one row as the lines that its tallest cell needs."""
+    """Lay out one row as lines, as many as its tallest cell needs."""
     stacks = map(wrap, row, sizes)
     return [
         (" " * _GAP).join(map(_pad, parts, sizes, numeric)).rstrip()
@@ -256,11 +255,11 @@ def _layout_row(
 
 
 def wrap(text: str, size: int | None) -> list[str]:
-    """Break `text` at blanks, or anywhere where there are none, as in Chinese.
+    """Wrap `text` at spaces, or anywhere in words that are too long, as in Chinese.
 
     Args:
-        text: Line breaks in it count as blanks.
-        size: Terminal columns that each line may take; None breaks nothing.
+        text: Line breaks in it count as spaces.
+        size: Terminal columns per line. None: no wrapping.
     """
     text, lines = single_line(text).strip(), []
     while size is not None and _width(text) > size:
