@@ -1,4 +1,4 @@
-"""The doctor: what is wrong with a run, or will be, and what fixes it."""
+"""Evaluates rules on the facts of a run and reports problems and their fixes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ RULES: tuple[Rule[RunFacts], ...] = (
     *rules_weights.RULES,
     *rules_speed.RULES,
 )
-"""In the order in which the docs show them."""
+"""All rules, in the order of the docs."""
 
 
 examination = partial(evaluate, RULES)
-"""What the rules find, and what they could not look at: see `evaluate`."""
+"""Evaluates all rules: see `evaluate`."""
 
 
 def examine(facts: RunFacts) -> list[Finding]:
-    """Return what the rules find, worst first. Pure.
+    """Return the findings of all rules, worst first.
 
     Example:
         >>> from halfstep.diagnostics.doctor.run_record import Config, RunFacts

@@ -1,4 +1,4 @@
-"""What is to be known of this machine and of a model before it is prepared."""
+"""Collects the facts for environment.json: the machine, and formats of the weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def machine_data(device: str) -> dict[str, Any]:
-    """Return what the machine can do, as `MachineFacts.from_data` reads it.
+    """Return the machine's capabilities, as `MachineFacts.from_data` reads them.
 
     Args:
-        device: "cpu" or "cuda"; its products are measured if they never were.
+        device: "cpu" or "cuda". Its GEMM rates are measured if no cache has them.
     """
     capabilities = hardware.capabilities()
     on_gpu = device == "cuda" and bool(capabilities.gpus)
@@ -37,9 +37,9 @@ def machine_data(device: str) -> dict[str, Any]:
 
 
 def weight_formats(model: nn.Module) -> dict[str, str]:
-    """Return the word of each trained parameter's format, by its name.
+    """Return the format of each trained parameter: name -> such as "bf16".
 
-    Why not of others: what is frozen loses no updates.
+    Frozen parameters are left out: they lose no updates.
     """
     return {
         name: formats.word(param.dtype)

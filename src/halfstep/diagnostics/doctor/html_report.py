@@ -1,4 +1,4 @@
-"""The doctor's page: findings, exponents, scale and profile, in one file of HTML."""
+"""Renders the doctor's HTML page: findings, exponents, skipped steps and profile."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
 
 
 def cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
-    """Return findings as a page shows them."""
+    """Return the findings as cards of a page."""
     return tuple(map(_card, findings))
 
 
@@ -78,7 +78,7 @@ def _card(finding: Finding) -> Card:
 def _borders(
     facts: RunFacts, histograms: Sequence[Counter[int]]
 ) -> tuple[tuple[int, str], ...]:
-    """Return the borders of fp16, and of the run's own format if they are near."""
+    """Return the range limits of fp16, and those of the run's format if reached."""
     powers = [power for histogram in histograms for power in histogram]
     borders = []
     for name in dict.fromkeys(("fp16", facts.dtype or "fp16")):
@@ -94,7 +94,7 @@ def _borders(
 
 
 def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
-    """Return a picture of outputs and one of gradients, each over all samples."""
+    """Return one drawing of outputs and one of gradients, each over all samples."""
     kinds = (
         (":output", "Outputs", "", 1.0),
         (":grad", "Gradients", f"at loss scale {facts.scale:g}", facts.scale),
@@ -122,7 +122,7 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
 
 
 def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[int]]]:
-    """Return the rows with the largest and the smallest numbers, in their order."""
+    """Return the rows with the largest and the smallest values, in original order."""
     if len(rows) <= _MOST_ROWS:
         return rows
     half = _MOST_ROWS // 2
@@ -133,7 +133,7 @@ def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[i
 
 
 def _skips(steps: Sequence[Step]) -> Section:
-    """Return which steps were skipped."""
+    """Return the section on skipped steps."""
     skipped = [step for step in steps if step.skipped]
     rows = tuple(
         (
@@ -152,7 +152,7 @@ def _skips(steps: Sequence[Step]) -> Section:
 
 
 def _profile(profile: Profile | None) -> Section:
-    """Return the parts of a step, and the operations that took the longest."""
+    """Return the section on the parts of a step and its longest operations."""
     heading = "Where the time of a step goes"
     if profile is None or not profile.wall_s:
         return Section(heading)

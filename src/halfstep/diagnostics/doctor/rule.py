@@ -1,7 +1,7 @@
-"""A rule, and what comes of evaluating it: the comparison with the limit, once.
+"""Defines rules of the doctor and evaluates them on the facts of a run.
 
-A rule's function only reports what it observed; why a rule could not be evaluated is in
-`NEEDS`.
+A rule's function returns observations; `Rule.evaluate` compares them with the limit.
+`NEEDS` says why a rule cannot be evaluated.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.doctor.run_record import RunFacts
 
 F = TypeVar("F")
-"""Type of the facts that rules judge."""
+"""Type of the facts that rules are evaluated on."""
 
 OURS = "our choice"
-"""Source of a limit for which nobody has published a better one."""
-_PLACES = 3  # of one rule that are findings of their own; the rest is counted
+"""Source of a limit without a published one."""
+_PLACES = 3  # findings of one rule that are listed; further ones are counted
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rule's function observed in one place, healthy or not."""
+    """What a rule's function observed in one place, within the limit or not."""
 
     where: str
     measured: str
-    """In words, with its unit."""
+    """Description of the measured value, with its unit."""
     advice: str
     value: float | None = None
-    """What is compared with the limit; None: observing it at all is the finding."""
+    """Compared with the limit; None: the observation is a finding in any case."""
     weight: float = 0.0
-    """Share of the time or of the numbers that it concerns, 0 to 1."""
+    """Affected share of the time or of the values, 0 to 1."""
     severity: Severity | None = None
-    """Where this place's is not the rule's."""
+    """Overrides the rule's severity."""
     limit: str | None = None
-    """Where the limit in words is not the rule's."""
+    """Overrides the text of the rule's limit."""
     source: str | None = None
-    """Where this place's is not the rule's."""
+    """Overrides the rule's source."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A number beyond which a value is a finding."""
+    """A threshold beyond which a value is a finding."""
 
     value: float
     unit: str = "{:g}"
-    """How a limit is written."""
+    """Format string of a value with its unit."""
     severe: float | None = None
-    """Beyond this the finding is an error."""
+    """Threshold beyond which the finding is an error."""
     below: bool = False
-    """Values under the limit are the findings, not those over it."""
+    """Whether values below the threshold are findings, instead of those above."""
 
     def is_passed(self, value: float, *, severe: bool = False) -> bool:
-        """Say whether a value is beyond the limit, or beyond the severe one."""
+        """Return whether a value is beyond the limit, or beyond the severe one."""
         limit = self.severe if severe else self.value
         if limit is None:
             return False
@@ -73,7 +73,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Rule(Generic[F]):
-    """One thing that is looked for."""
+    """A check for one kind of problem."""
 
     name: str
     about: str
@@ -81,21 +81,21 @@ class Rule(Generic[F]):
     source: str
     """Where the limit is from."""
     observe: Callable[[F], Iterable[Observation]]
-    """Pure: the same facts, the same answer."""
+    """Returns observations; a pure function."""
     needs: tuple[str, ...] = ()
     """Facts without which the rule cannot be evaluated: names in `NEEDS`."""
     severity: Severity = "warning"
     limit: Limit | None = None
-    """None: whatever is observed is a finding."""
+    """None: every observation is a finding."""
     concerns: Callable[[F], bool] = lambda _: True
-    """Whether the rule has anything to do with such a run."""
+    """Whether the rule applies to a run."""
     places: int | None = _PLACES
-    """How many places become findings of their own; None: all."""
+    """Largest number of findings; None: no limit."""
 
     def evaluate(self, facts: F) -> list[Finding]:
         """Return the rule's findings, worst first.
 
-        Of many places the worst are named, and the others counted in the last.
+        Beyond `places` findings, the last one says how many more there are.
         """
         findings = [self._finding(o) for o in self.observe(facts) if self._is_beyond(o)]
         if self.places is None:
@@ -133,7 +133,7 @@ class Rule(Generic[F]):
 
 
 class Rules(list[Rule[F]], Generic[F]):
-    """Rules in the order in which the docs show them."""
+    """Rules in the order of the docs."""
 
     def add(
         self,
@@ -146,10 +146,10 @@ class Rules(list[Rule[F]], Generic[F]):
         concerns: Callable[[F], bool] = lambda _: True,
         places: int | None = _PLACES,
     ) -> Callable[[Callable[[F], Iterable[Observation]]], Rule[F]]:
-        """Make a rule of the function that this decorates, and add it.
+        """Decorate a function to become the `observe` of a new rule.
 
-        Its docstring says what is compared with the limit; its name is the rule's,
-        with blanks for underscores, where no other is given. The rest is as in `Rule`.
+        Its docstring becomes `about`. The rule's name is `name`, or the function's with
+        blanks for underscores. The other arguments are those of `Rule`.
         """
 
         def decorate(observe: Callable[[F], Iterable[Observation]]) -> Rule[F]:
@@ -172,11 +172,11 @@ _PROBE = (
     'halfstep.Probe(model, "sampled", log=...)'
 )
 _SAMPLES = ("sampled", "full")
-"""Modes of a probe that write statistics; "flags" writes only what is not finite."""
+"""Modes of a probe that write statistics; "flags" writes non-finite tensors only."""
 
 
 def _no_stats(facts: RunFacts) -> str:
-    """Return why there are no statistics, and how to get them."""
+    """Return why statistics are missing, and how to get them."""
     mode = facts.config.probe
     if mode in _SAMPLES:
         return f"the probe ({mode}) has written no such statistics"
@@ -192,7 +192,7 @@ def _no_gradients(facts: RunFacts) -> str:
 
 
 def _recorded(field: str) -> Callable[[RunFacts], bool]:
-    """Return whether the record of any step holds a field."""
+    """Return a predicate: whether the record of any step has a field."""
     return lambda facts: any(getattr(s, field) is not None for s in facts.steps)
 
 
@@ -282,12 +282,12 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         "lost updates were not counted (session.count_rounding_loss)",
     ),
 }
-"""Name of a fact -> whether it is known, and what to say where it is not."""
+"""Name of a fact -> whether it is known, and the reason to report if not."""
 
 
 @dataclass(frozen=True)
 class NotEvaluated:
-    """Rules that could not be evaluated, and why."""
+    """Rules that were not evaluated for one reason."""
 
     why: str
     rules: tuple[str, ...]
@@ -300,9 +300,9 @@ class Examination:
     findings: tuple[Finding, ...]
     """Worst first."""
     not_evaluated: tuple[NotEvaluated, ...]
-    """What nothing can be said about for want of a fact that there could be."""
+    """Rules without a result because a fact is missing that could be provided."""
     num_evaluated: int
-    """Rules that could be evaluated."""
+    """Number of rules that were evaluated."""
 
 
 def evaluate(
@@ -310,13 +310,13 @@ def evaluate(
     facts: RunFacts,
     hints: Mapping[str, str] | None = None,
 ) -> Examination:
-    """Evaluate the rules that concern a run.
+    """Evaluate the rules that apply to a run.
 
     Args:
-        rules: To evaluate.
-        facts: Of the run.
-        hints: Name of a fact -> what to say where it is not known, for each that could
-            have been had; None: as `NEEDS` has it, for the folder of a run.
+        rules: The rules to evaluate.
+        facts: The facts of the run.
+        hints: Missing fact -> the reason to report. Rules that need another missing
+            fact are left out. None: all reasons in `NEEDS`, for the folder of a run.
     """
     if hints is None:
         whys = {name: why for name, (_, why) in NEEDS.items()}
@@ -337,7 +337,7 @@ def evaluate(
 
 
 def percent(share: float) -> str:
-    """Return a share as people write it, with a digit more near 0 and near all."""
+    """Format a share as a percentage, with one more digit near 0 and near 1."""
     if math.isnan(share):
         return "an unknown part"
     is_round = not share or 0.1 <= share < 0.99 or share == 1  # noqa: PLR2004

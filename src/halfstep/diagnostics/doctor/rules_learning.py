@@ -1,4 +1,4 @@
-"""Rules on what a run learns: its losses, its evaluations, clipping, and its texts."""
+"""Doctor rules on losses, evaluations, gradient clipping and repeated texts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.doctor.run_record import ClassCount, RunFacts
     from halfstep.reporting.finding import Severity
 
-_FIRST = 5  # losses without which nothing is said, and whose median is a beginning
-_SHORTEST = 3  # losses of which a median is taken
-_LONGEST = 50
-_FEW = 50  # steps after which a loss should have fallen
-_FLAT = 0.97  # of its beginning, above which a loss has not fallen
-_WORTH = 0.1  # of its beginning, by which a loss must have fallen for a rise to count
-_ENDED = 1.5  # times its beginning, beyond which a loss is worse than untrained
-_PEAK = 5.0  # times its beginning, beyond which a loss has run away for a while
-_STEEP = 1.3  # times its lowest, from which a rising dev loss is a warning
-_SMALL = 0.05  # of its beginning, by which a dev loss must have risen
-_TRUE = 5  # texts of a class, below which one that is never predicted proves little
-_STRONG = 10.0  # times the limit, from which a clipped gradient is a warning
-_LEAKED, _LEAKED_MOST = 0.02, 0.1  # shares from which it is a warning, and an error
-_REPEATED, _CONTRADICTING = 0.1, 0.01  # shares from which they are a warning
+_FIRST = 5  # losses needed for a finding; their median is the initial loss
+_SHORTEST = 3  # smallest window of a median
+_LONGEST = 50  # largest window of a median
+_FEW = 50  # steps after which the loss should have fallen
+_FLAT = 0.97  # of the initial loss: above it, the loss has not fallen
+_WORTH = 0.1  # of the initial loss: smallest fall for which a later rise counts
+_ENDED = 1.5  # times the initial loss: above it, a final loss has diverged
+_PEAK = 5.0  # times the initial loss: above it, a peak is reported
+_STEEP = 1.3  # times the lowest dev loss: from there a rise is a warning
+_SMALL = 0.05  # of the first dev loss: smallest rise that counts
+_TRUE = 5  # texts of a class needed for a finding that it is never predicted
+_STRONG = 10.0  # times the limit: from there clipping is a warning
+_LEAKED, _LEAKED_MOST = 0.02, 0.1  # shares from which a leak is a warning, an error
+_REPEATED, _CONTRADICTING = 0.1, 0.01  # shares from which they are warnings
 _NAMED = 3
 
 _NOTE: Severity = "note"
@@ -35,7 +35,7 @@ _ERROR: Severity = "error"
 
 
 def _losses(facts: RunFacts) -> list[tuple[int, float]]:
-    """Return the steps that trained on a finite loss, and the loss."""
+    """Return (step, loss) of the applied steps with a finite loss."""
     return [
         (step.step, step.loss)
         for step in facts.steps
@@ -46,9 +46,9 @@ def _losses(facts: RunFacts) -> list[tuple[int, float]]:
 def _begun(facts: RunFacts, losses: Sequence[tuple[int, float]]) -> float:
     """Return the loss of the untrained model: that of the first step.
 
-    Why not a mean of the first: a learning rate that is far too high has spoilt the
-    second already. Where the classes are known, a first batch that happens to be easy
-    does not count: who knows nothing has a loss of log(classes).
+    Not a mean of several: a learning rate that is far too high has changed the second
+    already. It is at least log(number of classes), the loss of uniform predictions, in
+    case the first batch is easy.
     """
     num_classes = [len(one.classes) for one in facts.evaluations]
     return max(losses[0][1], math.log(max(num_classes, default=1) or 1))
@@ -59,9 +59,9 @@ def _window(losses: Sequence[tuple[int, float]]) -> int:
 
 
 def _medians(losses: Sequence[tuple[int, float]], size: int) -> list[tuple[int, float]]:
-    """Return the last step and the median loss of stretches of so many, up to the end.
+    """Return (last step, median loss) of windows of `size` losses, up to the end.
 
-    Stretches overlap by half.
+    Windows overlap by half.
     """
     half = max(1, size // 2)
     ends = range(len(losses), size - 1, -half)
@@ -76,7 +76,7 @@ def _rate(facts: RunFacts) -> float:
 
 
 def _lower(facts: RunFacts) -> str:
-    """Return which learning rate to try."""
+    """Return the advice to lower the learning rate."""
     rate = _rate(facts)
     if not rate:
         return "Lower the learning rate to a tenth (--lr)"
@@ -133,7 +133,7 @@ def loss_rises_again(facts: RunFacts) -> Iterator[Observation]:
     best_at, best = min(medians, key=lambda each: each[1])
     ended = medians[-1][1]
     if begun - best < _WORTH * begun or ended > _ENDED * begun:
-        return  # which is for another rule
+        return  # rules loss_does_not_fall and divergence
     measured = f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is "
     measured += f"back at {ended:.3g} in the end (medians)"
     advice = f"{_lower(facts)}; raise --warmup. Keep the checkpoint from before."
@@ -178,9 +178,9 @@ def overfitting(facts: RunFacts) -> Iterator[Observation]:
     losses = [one.loss or 0.0 for one in evals]
     best = losses.index(min(losses))
     if best >= len(losses) - 2 or losses[-1] <= losses[best + 1] or not losses[best]:
-        return  # one evaluation is no trend
+        return  # a rise at the last evaluation only is no trend
     if losses[-1] - losses[best] < _SMALL * losses[0]:
-        return  # of a loss that is almost 0, a multiple is nothing
+        return  # a multiple of a loss near 0 means little
     step = evals[best].step
     before = _train_loss(facts, evals[best - 1].step if best else 0, step)
     after = _train_loss(facts, evals[-2].step, evals[-1].step)

@@ -1,6 +1,6 @@
-"""Rules on what numbers a 16-bit format must hold: too small, too large, too coarse.
+"""Doctor rules on range and precision: values too small, too large or too coarse.
 
-Gradients are judged as they flow backward, multiplied by the loss scale.
+Gradients are judged as in the backward pass: multiplied by the loss scale.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from halfstep.diagnostics.doctor.run_record import RunFacts
 
-_FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
-_LOST = 0.01  # share of a tensor's gradients beyond which a scale is too low
+_FINE = 0.001  # flushed share of gradients that does no harm: arXiv 1710.03740
+_LOST = 0.01  # flushed share of a tensor's gradients beyond which a scale is too low
 _MARGIN = 1  # powers of two between the largest gradient and overflow
-_HIGHEST = 24  # power of two at which a moving scale stops by default
+_HIGHEST = 24  # exponent of the largest dynamic loss scale by default
 _GUIDE = (
     "our choice; 1710.03740: at 5 % master weights were needed, at 31 % SSD diverged"
 )
@@ -42,13 +42,10 @@ def _in_16_bits(facts: RunFacts) -> bool:
 
 
 def safe_scale(facts: RunFacts) -> float | None:
-    """Return the largest loss scale at which no gradient seen comes near overflow.
+    """Return the largest loss scale at which no sampled gradient is near overflow.
 
-    Formula: 2**(15 - highest exponent of what is not scaled - 1), but at most 2**24,
-    where a scale that moves stops by default.
-
-    Returns:
-        None if no gradient other than zero was seen.
+    It is 2**(15 - largest exponent of the unscaled gradients - 1), at most 2**24, the
+    default maximum of a dynamic scale. None without a non-zero gradient.
     """
     samples = [s for history in facts.gradients.values() for s in history]
     if not samples:
@@ -63,10 +60,10 @@ def _scale_word(scale: float) -> str:
 
 
 def _scale_advice(facts: RunFacts) -> str:
-    """Return what all findings on small and large gradients advise: one loss scale.
+    """Return the common advice of the findings on small and large gradients.
 
-    Why one: each tensor by itself would ask for a scale of its own, and a run has one.
-    Each doubling keeps half of what was lost, where small numbers lie evenly.
+    It names one loss scale, since a run has one for all tensors. Estimate: if small
+    values are evenly distributed, each doubling of the scale halves the flushed share.
     """
     safe = safe_scale(facts) or facts.scale
     word, low = _scale_word(safe), underflow_exponent(formats.FP16)
@@ -94,7 +91,7 @@ def _scale_advice(facts: RunFacts) -> str:
 
 
 def _fixed(facts: RunFacts) -> bool:
-    """Say whether the loss scale cannot fall by itself, or that is not known."""
+    """Return whether the loss scale is fixed, or unknown."""
     word = facts.config.loss_scale
     try:
         return word in {None, "none"} or float(word or "") > 0
@@ -151,14 +148,14 @@ def output_near_overflow(facts: RunFacts) -> Iterator[Observation]:
 def gradient_near_overflow(facts: RunFacts) -> Iterator[Observation]:
     """Powers of two between the largest gradient and 65504, at a fixed scale."""
     if facts.config.loss_scale is None:
-        return  # it may have stood still and yet be free to move
+        return  # recorded scales may be constant although the scale is dynamic
     largest = {
         name: max(s.summary.amax / s.scale for s in samples) * facts.scale
         for name, samples in facts.gradients.items()
     }
     for name, amax in largest.items():
         if not amax:
-            continue  # so far below that no number tells it
+            continue  # rescaling underflowed to 0: far from overflow
         room = math.log2(formats.FP16.max / amax)
         measured = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
         measured += f"2^{room:.1f} below overflow"
@@ -178,8 +175,8 @@ def gradient_near_overflow(facts: RunFacts) -> Iterator[Observation]:
 def coarse(facts: RunFacts) -> Iterator[Observation]:
     """Decibels that a cast of an output loses beyond what rounding must."""
     format_ = formats.parse(facts.dtype or "bf16")
-    # 10 log10(28) + 6.02 bits, less what a bell curve loses to a uniform mantissa.
-    # Numbers that are all alike, each half a unit off, lose 7.5 dB more.
+    # 10 log10(28) + 6.02 mantissa_bits dB for uniform mantissas; normally distributed
+    # values have about 1 dB less, and equal values all half an ulp off 7.5 dB less.
     best = 13.5 + 6.02 * format_.mantissa_bits
     for name, samples in facts.samples(":output"):
         casts = [s.summary.casts.get(format_.name) for s in samples]

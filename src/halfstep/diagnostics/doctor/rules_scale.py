@@ -1,4 +1,4 @@
-"""Rules on the loss scale, skipped steps, and what was not finite."""
+"""Doctor rules on the loss scale, skipped steps and non-finite values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.doctor.run_record import RunFacts, Step
     from halfstep.reporting.finding import Severity
 
-_FEW = 3  # skips or rounds that prove nothing yet
-_FEW_FALLS = 5  # skips that a scale that is found by overflows may cost
+_FEW = 3  # skips, or rounds of growth and backoff, needed for a finding
+_FEW_FALLS = 5  # the same for a dynamic scale in fp16
 _SKIPS = 0.01  # share of steps that may be skipped
-_STABLE_STEPS = (
-    10  # applied steps in a row that show that the scale has found its place
-)
+_STABLE_STEPS = 10  # consecutive applied steps that show that the scale has settled
 _WINDOW = 1000
 _LAWS = "our choice; growth_interval=2000, the default, makes one in 2,000 steps"
 _WARNING: Severity = "warning"
@@ -28,9 +26,11 @@ _SCHEDULE = "the rate is a function of the updates made"
 
 
 def _warm(facts: RunFacts) -> Sequence[Step]:
-    """Return the steps from the first on that was applied, with some behind it.
+    """Return the steps after the initial search for a scale.
 
-    Why: a dynamic scale begins too high on purpose, and finds its place by skips.
+    They begin with the first of `_STABLE_STEPS` consecutive applied steps, or else with
+    the first applied one: a dynamic scale starts too high on purpose, and is lowered by
+    skipped steps.
     """
     applied = [step.skipped is False for step in facts.steps]
     for stretch in (_STABLE_STEPS, 1):
@@ -41,12 +41,12 @@ def _warm(facts: RunFacts) -> Sequence[Step]:
 
 
 def _by_trial(facts: RunFacts) -> bool:
-    """Say whether the scale is found by overflows, or that is not known."""
+    """Return whether the loss scale is dynamic, or unknown."""
     return facts.config.loss_scale in {None, "dynamic"}
 
 
 def _trials(steps: Sequence[Step]) -> set[int]:
-    """Return the steps that were skipped first after the scale had grown."""
+    """Return the steps that are the first skipped one after a growth of the scale."""
     trials, grown, before = set(), False, math.inf
     for step in steps:
         scale = step.scale or before
@@ -59,7 +59,10 @@ def _trials(steps: Sequence[Step]) -> set[int]:
 
 
 def _skipped(facts: RunFacts) -> tuple[list[Step], set[int], float]:
-    """Return the skipped steps that count, the trials beside them, and their share."""
+    """Return the skipped steps that are not trials, the trials, and the former's share.
+
+    Steps of the initial search are left out.
+    """
     steps = _warm(facts)
     trials = _trials(steps) if _by_trial(facts) else set()
     skipped = [step for step in steps if step.skipped and step.step not in trials]
@@ -67,16 +70,16 @@ def _skipped(facts: RunFacts) -> tuple[list[Step], set[int], float]:
 
 
 def _few_skips(facts: RunFacts) -> int:
-    """Return how many skips are more than a scale needs to find its place.
+    """Return the number of skips from which they are reported.
 
-    Gradients grow in training: a scale that is found by overflows falls by some powers
-    of two, a skip each.
+    Gradients grow in training, so a dynamic scale falls by some powers of two, with one
+    skip each.
     """
     return _FEW_FALLS if facts.dtype == "fp16" and _by_trial(facts) else _FEW
 
 
 def _advice_on_skips(facts: RunFacts) -> str:
-    """Return what ends skips that go on, the likeliest first."""
+    """Return the advice against repeated skips, the likeliest fix first."""
     rules = [str(event["rule"]) for event in facts.bad_ops if event.get("rule")]
     rule = Counter(rules).most_common(1)[0][0] if rules else "module:NAME=fp32"
     ask = "" if rules else ", whose NAME halfstep.find_nonfinite(model, step) tells"
@@ -97,7 +100,7 @@ def _advice_on_skips(facts: RunFacts) -> str:
 
 
 def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
-    """Return how often the scale fell, how often it rose, and between how many."""
+    """Return how often the scale fell and rose, and the number of recorded scales."""
     scales = [step.scale for step in steps if step.scale]
     fell = sum(b < a for a, b in pairwise(scales))
     rose = sum(b > a for a, b in pairwise(scales))
@@ -110,7 +113,7 @@ def _second_half(facts: RunFacts) -> Sequence[Step]:
 
 
 def _unscaled(facts: RunFacts) -> bool | None:
-    """Say whether the loss is not scaled; None where nothing tells."""
+    """Return whether the loss is unscaled; None if unknown."""
     word = facts.config.loss_scale
     if word is not None:
         try:
@@ -122,14 +125,14 @@ def _unscaled(facts: RunFacts) -> bool | None:
 
 
 def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
-    """Return the steps at which tensors were not finite, and their names, in order."""
+    """Return (step, name) of each non-finite tensor, in the order of the steps."""
     events = [
         (event.step, name)
         for event in facts.non_finite
         for name in event.where
         if name.endswith(ending)
     ]
-    # An event names the first one first; samples of a step have no such order.
+    # Names of an event are in the order observed; samples of a step are not.
     event_steps = {step for step, _ in events}
     events += [
         (sample.step, name)
@@ -152,10 +155,10 @@ def _steps_of(events: Iterable[tuple[int, str]]) -> list[int]:
 
 
 def _failed_steps(facts: RunFacts, events: Iterable[tuple[int, str]]) -> set[int]:
-    """Return the steps that went wrong, of those at which an output was not finite.
+    """Return the failed steps among those with a non-finite output.
 
-    Where there is no record of a step, it went well if the model's own output and all
-    gradients were finite.
+    A step without a record failed if the model's own output or a gradient was
+    non-finite.
     """
     succeeded = {
         step.step: not step.skipped and math.isfinite(step.loss)
@@ -204,7 +207,7 @@ def bad_op(facts: RunFacts) -> Iterator[Observation]:
         advice = str(first.get("advice") or "")
         severity: Severity | None = None
         if cause == "backward range" and not first.get("rule"):
-            # A lower scale cures it, which is normal where the scale falls by itself.
+            # A lower scale fixes it, which is normal with a dynamic scale.
             stuck, (lost, _, share) = facts.stuck_scale, _skipped(facts)
             if stuck is not None and stuck > 1:
                 advice = _advice_on_skips(facts)
@@ -228,7 +231,7 @@ def not_finite_forward(facts: RunFacts) -> Iterator[Observation]:
     if not events:
         return
     failed = _failed_steps(facts, events)
-    # Who holds inf in steps that go well, as a mask does, is not why others do not.
+    # A tensor with inf in successful steps, such as a mask, does not explain failures.
     usual = {name for step, name in events if step not in failed}
     odd = [(step, name) for step, name in events if name not in usual]
     steps = _steps_of(odd or events)

@@ -1,6 +1,6 @@
-"""Rules on time: why 16 bits are not faster here.
+"""Doctor rules on speed: why 16-bit formats do not make a step faster.
 
-The weight of a finding is the share of a step that it concerns.
+The weight of a finding is the share of the step time that it concerns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.profiling import Row
 
 _SMALL = {"cpu": 2.0 * 128**3, "cuda": 2.0 * 512**3}
-"""Operations of one call below which starting it and moving its numbers cost more."""
+"""FLOPs of one GEMM below which launch and memory traffic dominate."""
 
 
 def _profile(facts: RunFacts) -> Profile:
@@ -49,7 +49,7 @@ def _low(facts: RunFacts) -> bool:
 def _misses(
     facts: RunFacts, lost: list[tuple[float, Row, _Size]], says: str, advice: str
 ) -> Iterator[Observation]:
-    """Tell of all products that miss a granule as one finding, at the worst of them."""
+    """Yield one observation for all GEMMs in `lost`, with the slowest as an example."""
     if lost:
         _, row, size = max(lost, key=lambda each: each[0])
         total_seconds = sum(seconds for seconds, _, _ in lost)
@@ -59,15 +59,15 @@ def _misses(
 
 
 _AMX = (16, 32, 16)
-"""Rows, summed, columns of one AMX tile product of bf16 (Intel, chapter on AMX)."""
+"""M, K, N of one bf16 matmul of AMX tiles (Intel's manual, chapter on AMX)."""
 _TENSOR_CORES = 8
-"""Numbers of 16 bits in the 16 bytes to which tensor cores want each size aligned."""
+"""16-bit values in 16 bytes, the alignment of each size that tensor cores need."""
 _Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Size:
-    """A product of (rows x summed) and (summed x columns), so many at once."""
+    """Sizes of a batch of matmuls of (rows x summed) and (summed x columns)."""
 
     batch: int
     rows: int
@@ -76,12 +76,12 @@ class _Size:
 
     @property
     def flops(self) -> float:
-        """Operations of all of them, a multiplication and an addition each."""
+        """FLOPs of the batch; a multiplication and an addition count as two."""
         return 2.0 * self.batch * self.rows * self.summed * self.columns
 
     @property
     def useful(self) -> float:
-        """Share of what AMX computes that is no padding, 0 to 1."""
+        """Share of the AMX computation that is not padding, 0 to 1."""
         sizes = (self.rows, self.summed, self.columns)
         padded = [
             math.ceil(n / tile) * tile for n, tile in zip(sizes, _AMX, strict=True)
@@ -90,13 +90,13 @@ class _Size:
 
     @property
     def aligned(self) -> bool:
-        """Whether tensor cores find each size a multiple of 8."""
+        """Whether each size is a multiple of 8, as tensor cores need."""
         return not any(
             n % _TENSOR_CORES for n in (self.rows, self.summed, self.columns)
         )
 
     def __str__(self) -> str:
-        """Return the sizes as people write them."""
+        """Return the sizes, such as "8 x (16 x 32) (32 x 64)"."""
         many = f"{self.batch} x " if self.batch > 1 else ""
         return f"{many}({self.rows} x {self.summed}) ({self.summed} x {self.columns})"
 
@@ -123,11 +123,11 @@ _FORMS: dict[str, tuple[int, Callable[[_Shape, _Shape], _Size | None]]] = {
     "mkldnn_linear": (0, _linear),
     "_linear_pointwise": (0, _linear),
 }
-"""Operation -> which of its inputs is the left factor, and how the sizes are read."""
+"""Operation -> index of the input that is the left factor; how to read the sizes."""
 
 
 def _size_of(row: Row) -> _Size | None:
-    """Return the sizes of a row's product; None if it is none, or they are odd."""
+    """Return the sizes of a row's GEMM; None if it is none or its shapes do not fit."""
     form = _FORMS.get(row.name)
     if form is None:
         return None
@@ -139,7 +139,7 @@ def _size_of(row: Row) -> _Size | None:
 
 
 def _low_products(profile: Profile) -> Iterator[tuple[Row, _Size]]:
-    """Yield the products of 16-bit numbers; those of an unknown format count too."""
+    """Yield GEMMs with 16-bit operands, or with operands of unknown dtype."""
     for row in profile.rows:
         size = _size_of(row)
         if size is not None and (not row.dtypes or LOW & set(row.dtypes)):

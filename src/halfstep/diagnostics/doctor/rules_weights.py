@@ -1,4 +1,4 @@
-"""Rules on what is stored and summed in 16 bits: weights, updates, gradients."""
+"""Doctor rules on weights, updates and gradient sums in 16-bit formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMED = 3  # parameters
 
 
 def _level(facts: RunFacts) -> Level | None:
-    """Return the run's level; None where it is not known, or is none of ours."""
+    """Return the run's level; None if it is unknown or not one of O0 to O3."""
     try:
         return parse(facts.config.level or "")
     except UserError:
@@ -48,7 +48,7 @@ def _low_weights(facts: RunFacts) -> bool:
 
 
 def _low_and_alone(facts: RunFacts) -> bool:
-    """Say whether nothing keeps what 16-bit weights cannot hold, or that is unknown."""
+    """Return whether weights are (or may be) 16-bit without master weights."""
     return _low_weights(facts) and _without_masters(facts)
 
 

@@ -1,6 +1,6 @@
-"""Facts about a run from its folder alone.
+"""Reads the facts of a run from its folder.
 
-A damaged or missing file is a line in `problems`, never a traceback.
+A damaged file becomes a line in `RunFacts.problems` instead of an exception.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ METRICS, PROFILE = "metrics.jsonl", "profile.json"
 ENVIRONMENT, SUMMARY = "environment.json", "summary.json"
 DATA = "data.json"
 SETTINGS = ("resolved.toml", "config.json")
-"""The first that is there tells how the run was set up."""
+"""Files of settings; the first that is valid is used."""
 _READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT, DATA)
-_MOST_SAMPLES = 256  # of all tensors: more tell no more, and fill the memory
-_MOST_LINES = 5  # that are damaged and named
+_MOST_SAMPLES = 256  # events "stats" kept in memory
+_MOST_LINES = 5  # damaged lines that are listed
 _BAD_OP_TEXTS = ("phase", "op", "kind", "nonfinite_kind", "evidence", "advice", "rule")
 
 
@@ -99,17 +99,17 @@ def read(folder: Path) -> RunFacts:
 
 
 def splits_of(data: object) -> dict[str, SplitFacts]:
-    """Return what data.json tells: by split, texts that come more than once.
+    """Return the counts of repeated texts in data.json, by split.
 
     Raises:
-        UserError: If it is nothing of the kind.
+        UserError: If `data` does not have the form of data.json.
     """
     splits = json_fields.mapping(data, DATA)
     return {name: SplitFacts.from_data(splits[name]) for name in splits}
 
 
 def _loads(text: bytes) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return what JSON says, halves of surrogate pairs replaced: UTF-8 has none."""
+    """Parse JSON; replace lone surrogates, which UTF-8 cannot encode."""
     value = json.loads(text)
     return _replace_surrogates(value) if b"\\ud" in text.lower() else value
 
@@ -125,27 +125,27 @@ def _replace_surrogates(value: Any) -> Any:  # noqa: ANN401
 
 
 class _Metrics:
-    """What the lines of metrics.jsonl tell, in their order.
+    """Collects the records of metrics.jsonl in order.
 
-    A step may have been made twice: its run went on from an earlier one, or another
-    began in the same folder. Then what was told before of steps from that on is void.
+    If a step number is not above the last one, the run was resumed from an earlier step
+    or another run began in the folder: earlier records from that step on are removed.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.void = 0
-        """Records of steps that are."""
+        """Number of removed step records."""
         self._events: list[tuple[int, object]] = []
-        """A step, and what an event tells of it."""
+        """(step, event)."""
         self._samples: list[tuple[int, dict[str, Sample]]] = []
-        """Likewise, for each tensor."""
+        """(step, samples by tensor name)."""
         self._num_before_step = (0, 0)
-        """How many of both came before the last record: others may be of the next."""
+        """Lengths of both at the last step record; later ones may be of the next."""
         self._seen = 0
         self._stride = 1
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Take in the record of one line.
+        """Add the record of one line.
 
         Raises:
             UserError: If it is damaged.
@@ -175,7 +175,8 @@ class _Metrics:
         self._events.append((step, value))
 
     def _take_step(self, step: Step) -> None:
-        if self.steps and step.step < self.steps[-1].step:  # equal: two write at once
+        # Equal numbers: two processes write to the file; their events are kept.
+        if self.steps and step.step < self.steps[-1].step:
             _void(self._events, self._num_before_step[0], step.step)
             _void(self._samples, self._num_before_step[1], step.step)
         while self.steps and self.steps[-1].step >= step.step:
@@ -185,16 +186,16 @@ class _Metrics:
         self._num_before_step = len(self._events), len(self._samples)
 
     def events(self, kind: type[T]) -> tuple[T, ...]:
-        """Return the events of one kind that hold."""
+        """Return the events of one type."""
         return tuple(value for _, value in self._events if isinstance(value, kind))
 
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """Return the evaluations that hold, of each step the last."""
+        """Return the last evaluation of each step."""
         by_step = {each.step: each for each in self.events(Evaluation)}
         return tuple(by_step[step] for step in sorted(by_step))
 
     def _take_stats(self, step: int, record: Mapping[str, Any]) -> None:
-        """Keep every so manieth event, so that a long run fits the memory."""
+        """Add every n-th event, with n doubled as needed to limit memory."""
         self._seen += 1
         if (self._seen - 1) % self._stride:
             return
@@ -214,9 +215,9 @@ class _Metrics:
             )
 
     def stats(self) -> dict[str, tuple[Sample, ...]]:
-        """Return the samples of each tensor, gradients with their step's loss scale.
+        """Return the samples of each tensor, gradients with their loss scale.
 
-        An event may name the scale; if not, it is that in the record of its step.
+        The scale is that of the event, or else of the step's record.
         """
         scales = {step.step: step.scale for step in self.steps if step.scale}
         per_tensor: dict[str, list[Sample]] = defaultdict(list)
@@ -229,20 +230,20 @@ class _Metrics:
 
 
 def _void(entries: list[tuple[int, T]], num_before_step: int, first: int) -> None:
-    """Remove what was there before a step, and is of that step or of a later one."""
+    """Remove, from the first `num_before_step`, entries of step `first` or later."""
     before = entries[:num_before_step]
     entries[:num_before_step] = [entry for entry in before if entry[0] < first]
 
 
 class _Reader:
-    """Reads files of a folder, and notes what is wrong with them."""
+    """Reads the files of a folder and collects their problems."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: list[str] = []
 
     def try_parse(self, name: str, make: Callable[[], T]) -> T | None:
-        """Return what `make` does; None, and a line, where it cannot."""
+        """Return the result of `make`; if it fails, add a problem and return None."""
         try:
             return make()
         except UserError as error:
@@ -255,18 +256,18 @@ class _Reader:
         return None
 
     def json(self, name: str, make: Callable[[object], T]) -> T | None:
-        """Return what a file of JSON tells; None where it is not there, or damaged."""
+        """Parse a JSON file with `make`; None if it is missing or damaged."""
         path = self.folder / name
         if not path.exists():
             return None
         return self.try_parse(name, lambda: make(_loads(path.read_bytes())))
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """Return the object in a file of JSON; empty where there is none."""
+        """Return the object in a JSON file; empty if it is missing or damaged."""
         return self.json(name, lambda data: json_fields.mapping(data, name)) or {}
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings from the first file that can be used."""
+        """Return the settings from the first valid file."""
         for name in SETTINGS:
             path = self.folder / name
 
@@ -282,7 +283,7 @@ class _Reader:
         return {}
 
     def metrics(self, metrics: _Metrics) -> None:
-        """Take in all lines of metrics.jsonl but those that are damaged."""
+        """Add all valid lines of metrics.jsonl to `metrics`."""
         if not (self.folder / METRICS).exists():
             self.problems.append(f"{METRICS} is missing: nothing is known of the steps")
             return

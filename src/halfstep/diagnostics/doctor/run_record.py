@@ -1,4 +1,4 @@
-"""What is known of a run: settings, steps, statistics, profile, machine."""
+"""Holds the facts of a run: settings, steps, statistics, profile, machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Step:
 
     step: int
     loss: float | None = None
-    """NaN where it was not finite; None where it was not recorded, as below."""
+    """NaN if non-finite. None, here and below: not recorded."""
     lr: float | None = None
     scale: float | None = None
     skipped: bool | None = None
@@ -35,7 +35,7 @@ class Step:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Step:
-        """Return the step that a line of metrics.jsonl tells of.
+        """Return the step recorded in a line of metrics.jsonl.
 
         Raises:
             UserError: If a value has the wrong type.
@@ -62,28 +62,28 @@ def _positive(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Config:
-    """How the run was set up; None is: not known."""
+    """Settings of the run; None: unknown."""
 
     level: str | None = None
     """"O0" to "O3"."""
     dtype: str | None = None
     """"fp32", "bf16" or "fp16"."""
     master: str | None = None
-    """Form of the master weights; "none" where there are none."""
+    """Encoding of the master weights; "none" without master weights."""
     loss_scale: str | None = None
-    """"none", "dynamic", another strategy, or a number in words."""
+    """"none", "dynamic", another strategy, or a number as text."""
     device: str | None = None
     """"cpu" or "cuda"."""
     accumulate: int | None = None
     """Micro-batches in one optimizer step."""
     clip: float | None = None
-    """Largest norm that gradients keep."""
+    """Norm to which gradients are clipped."""
     probe: str | None = None
     """"off", or the mode of the probe."""
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Config:
-        """Return what settings by name tell; "auto" tells nothing.
+        """Return the config of settings by name; "auto" is unknown.
 
         Raises:
             UserError: If a value has the wrong type.
@@ -98,7 +98,7 @@ class Config:
 
     @property
     def fixed_scale(self) -> float | None:
-        """The loss scale, where it is a number that never moves."""
+        """The loss scale if it is constant, else None."""
         try:
             return _positive(float(self.loss_scale or ""))
         except ValueError:
@@ -107,17 +107,17 @@ class Config:
 
 @dataclass(frozen=True)
 class ClassCount:
-    """How often a class, or an entity type, is in the dev split."""
+    """Counts of a class, or of an entity type, on the dev split."""
 
     label: str
     true: int
     predicted: int
-    """How often the model predicts it."""
+    """Number of predictions of it."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation on the dev split."""
+    """The results of one evaluation on the dev split."""
 
     step: int
     loss: float | None = None
@@ -125,7 +125,7 @@ class Evaluation:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Evaluation:
-        """Return what an event "eval" tells.
+        """Return the evaluation recorded in an event "eval".
 
         Raises:
             UserError: If a value has the wrong type.
@@ -147,22 +147,22 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Texts of a split that come more than once."""
+    """Counts of repeated texts in a split."""
 
     texts: int
     repeated: int
-    """Texts that an earlier text of the split equals."""
+    """Texts equal to an earlier text of the split, label included."""
     contradicting: int
-    """Texts that the split also holds with another label, or other entities."""
+    """Texts that are also in the split with another label or other entities."""
     in_train: int
-    """Texts that train holds too; 0 of train itself."""
+    """Texts that are also in train; 0 for train itself."""
 
     @classmethod
     def from_data(cls, data: object) -> SplitFacts:
-        """Return what `train.findings.repeats` wrote down of a split.
+        """Return the counts that `train.findings.repeats` wrote.
 
         Raises:
-            UserError: If it is nothing of the kind.
+            UserError: If `data` does not have their form.
         """
         fields = json_fields.mapping(data, "a split")
         names = ("texts", "repeated", "contradicting", "in_train")
@@ -171,23 +171,23 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What the run's machine can do."""
+    """Capabilities of the run's machine."""
 
     chip: str = ""
     """Name of the processor or GPU that trains."""
     instruction_sets: tuple[str, ...] = ()
-    """Of the CPU, in the words of `hardware.CPU_FLAGS`."""
+    """Those of the CPU, named as in `hardware.CPU_FLAGS`."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Format -> measured rate of matrix products on the device, TFLOP/s."""
+    """Format -> measured matmul rate on the device, in TFLOP/s."""
     fp16_accumulation: bool | None = None
-    """torch may sum products of fp16 numbers in fp16."""
+    """Whether torch may accumulate fp16 matmuls in fp16."""
 
     @classmethod
     def from_data(cls, data: object) -> MachineFacts:
-        """Return what `environment.machine_data` wrote down.
+        """Return the facts that `environment.machine_data` wrote.
 
         Raises:
-            UserError: If it is nothing of the kind.
+            UserError: If `data` does not have their form.
         """
         fields = json_fields.mapping(data, "machine")
         rates = json_fields.mapping(fields.get("rates") or {}, "rates")
@@ -206,11 +206,11 @@ class LostUpdates:
     step: int
     group: int
     share: float
-    """Part of the updates that is gone for good, 0 to 1."""
+    """Lost share of the updates, 0 to 1."""
 
     @classmethod
     def from_data(cls, step: int, data: object) -> LostUpdates:
-        """Return what a group in an event "lost_updates" tells."""
+        """Return the record of a group in an event "lost_updates"."""
         group = json_fields.mapping(data, "groups")
         share = json_fields.fraction(group, "share")
         return cls(step, json_fields.integer(group, "group"), share)
@@ -218,53 +218,53 @@ class LostUpdates:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Tensors that held inf or NaN at one step."""
+    """The non-finite tensors of one step."""
 
     step: int
     where: tuple[str, ...]
-    """Names as the probe gives them, the first one made first."""
+    """Names given by the probe, in the order observed."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All that is known of a run."""
+    """All known facts of a run."""
 
     name: str = ""
-    """What to call it, such as its folder."""
+    """Title of the report, such as the run's folder."""
     config: Config = field(default_factory=Config)
     steps: tuple[Step, ...] = ()
     """In the order of the run."""
     stats: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
-    """Name of a tensor -> its samples in the order of the run. Names end in ":output"
-    or ":grad", as the probe gives them."""
+    """Tensor name of the probe, ending in ":output" or ":grad" -> its samples in the
+    order of the run."""
     non_finite: tuple[NonFinite, ...] = ()
     bad_ops: tuple[Mapping[str, Any], ...] = ()
-    """As `BadOp.data()` gives them, each with "step"."""
+    """Each as `BadOp.data()` returns it, with "step"."""
     lost: tuple[LostUpdates, ...] = ()
     profile: Profile | None = None
     machine: MachineFacts | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
-    """Parameter -> word of the format that it was in before the level was applied."""
+    """Parameter -> its format, such as "bf16", before the level was applied."""
     evaluations: tuple[Evaluation, ...] = ()
     """In the order of the run."""
     splits: Mapping[str, SplitFacts] = field(default_factory=dict)
-    """"train", "dev" and "test", those that were counted."""
+    """Split ("train", "dev" or "test") -> its counts, if counted."""
     problems: tuple[str, ...] = ()
-    """What could not be read, a line each."""
+    """One line for each file or record that could not be read."""
 
     @property
     def scale(self) -> float:
-        """The last loss scale; 1 where none is known."""
+        """The last loss scale; 1 if none is known."""
         return next((s.scale for s in reversed(self.steps) if s.scale), 1.0)
 
     @property
     def device(self) -> str | None:
-        """Where it ran: "cpu" or "cuda"."""
+        """The device of the run: "cpu" or "cuda"."""
         return self.config.device or (self.profile.device if self.profile else None)
 
     @property
     def dtype(self) -> str | None:
-        """Word of the run's 16-bit format; "fp32" where it has none."""
+        """The run's 16-bit format, or "fp32" without one."""
         return self.config.dtype or (self.profile.dtype if self.profile else None)
 
     @cached_property
@@ -274,10 +274,10 @@ class RunFacts:
 
     @cached_property
     def stuck_scale(self) -> float | None:
-        """The loss scale, where it does not fall although steps are skipped.
+        """The loss scale if it is constant, so that skipped steps do not lower it.
 
-        By the settings, or by the records: three skips in a row at one scale, where
-        each would have lowered one that moves.
+        Taken from the settings, or else from the records: three consecutive skips at
+        one scale, each of which would have lowered a dynamic one.
         """
         fixed = self.config.fixed_scale
         if fixed is not None or self.config.loss_scale not in {None, "none"}:
@@ -290,10 +290,9 @@ class RunFacts:
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[Sample, ...]]:
-        """Tensor -> samples of its gradients while they were in fp16.
+        """Tensor -> samples of its fp16 gradients.
 
-        Why not of others: a gradient in fp32, such as that of a norm's weight, loses
-        nothing however small it is.
+        fp32 gradients, such as those of a norm's weight, do not underflow.
         """
         per_tensor = {
             name: tuple(
@@ -304,9 +303,9 @@ class RunFacts:
         return {name: samples for name, samples in per_tensor.items() if samples}
 
     def samples(self, ending: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
-        """Yield tensors whose names end so, without steps that were skipped.
+        """Yield the tensors with this name ending, without samples of skipped steps.
 
-        Why: gradients of a step that overflowed are as the overflow left them.
+        Gradients of a step that overflowed contain the overflow.
         """
         lost = self.skipped
         for name, samples in self.stats.items():

@@ -1,4 +1,4 @@
-"""What the doctor says, for a terminal and as data."""
+"""Formats the findings of a run as text for a terminal and as data for JSON."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from halfstep.reporting.finding import Finding
 
 WIDTH = 80
-_LABEL = 12  # columns for the name of a field and the blanks around it
+_LABEL = 12  # columns of a field's name with the blanks around it
 _FIELDS = ("where", "measured", "limit", "source", "advice")
 
 
 def lead(facts: RunFacts, examination: Examination) -> str:
-    """Return a sentence: what run it is, and how many findings of each severity."""
+    """Return a sentence with the run's settings and its number of findings."""
     config = facts.config
     words = [config.level, facts.dtype, f"on {facts.device}" if facts.device else None]
     what = " ".join(word for word in words if word) or "level and format not known"
     count = len(facts.steps)
     steps = f", {count:,} step{'s' * (count != 1)}"
-    if not count:  # one that was only profiled has none to tell of
+    if not count:  # diagnose has a profile and no records
         steps = "" if facts.profile is not None else ", no records of steps"
     return f"{what}{steps}: {counted(examination)}."
 
 
 def counted(examination: Examination) -> str:
-    """Return how many findings of each severity there are, in words."""
+    """Return the number of findings of each severity, in words."""
     counts = Counter(finding.severity for finding in examination.findings)
     parts = [
         f"{counts[word]} {word}{'s' * (counts[word] != 1)}"
@@ -45,14 +45,14 @@ def counted(examination: Examination) -> str:
 
 
 def not_evaluated_lines(examination: Examination) -> list[str]:
-    """Return what was not checked, a line for each reason."""
+    """Return one line for each reason why rules were not evaluated."""
     return [
         f"{each.why}: {', '.join(each.rules)}" for each in examination.not_evaluated
     ]
 
 
 def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
-    """Return all that the doctor has to say, worst first, in so many columns."""
+    """Return the report, findings worst first, wrapped to `width` columns."""
     parts = ["\n".join(wrap(f"{facts.name}: {lead(facts, examination)}", width))]
     parts += [
         "\n".join(_finding_lines(finding, width)) for finding in examination.findings
@@ -82,7 +82,7 @@ def _listed(title: str, lines: Iterable[str], width: int) -> Iterator[str]:
 
 
 def _hung(label: str, value: str, width: int) -> Iterator[str]:
-    """Yield a label and its text, further lines below the text's beginning."""
+    """Yield the lines of a label and its wrapped text, with a hanging indent."""
     for number, part in enumerate(wrap(single_line(value), width - len(label))):
         yield (label if number == 0 else " " * len(label)) + part
 

@@ -1,4 +1,4 @@
-"""Observes a model while it trains: non-finite tensors, or statistics of all."""
+"""Records non-finite tensors, or statistics of all tensors, while a model trains."""
 
 from halfstep.diagnostics.probe.probe import MODES, Event, Probe
 

@@ -1,6 +1,6 @@
-"""Operations that a probe adds to a graph of torch.compile, forward and backward.
+"""Defines the operations that a probe adds to graphs of torch.compile.
 
-They write flags, or pass the tensor to the probe at run time.
+In forward and backward they write flags or pass tensors to the probe at run time.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch.utils import _pytree as pytree
 from halfstep.numerics.tensor_counts import DTYPES
 
 UNSEEN = -1.0
-"""Value of a flag that nothing was written to; 1 for inf or NaN, otherwise 0."""
+"""Value of a flag that was not written; a written flag is 1 for inf or NaN, else 0."""
 
 
 class Observer(Protocol):
     """Receives tensors from graphs at run time."""
 
     def at_run_time(self, name: int, value: Tensor) -> None:
-        """Receive the tensor of the name with this number."""
+        """Receive a tensor; `name` is the index of its name."""
 
 
 _observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
 
 
 def register(observer: Observer) -> int:
-    """Return the number of an observer in graphs, valid as long as it lives."""
+    """Return the id by which graphs refer to an observer, valid while it is alive."""
     _observers[id(observer)] = observer
     return id(observer)
 
@@ -38,8 +38,8 @@ def register(observer: Observer) -> int:
 def observe(flags: Tensor, value: Tensor, observer: int, name: int) -> None:  # noqa: ARG001
     """Pass a tensor to a probe at run time; mutating `flags` keeps it in the graph.
 
-    Why: a graph has no place for statistics that are taken in some steps only, and
-    would be compiled again for each kind of step.
+    Statistics are taken in some steps only; in the graph itself, that would cause a
+    recompilation.
     """
     target = _observers.get(observer)
     if target is not None:
@@ -52,7 +52,7 @@ def _observe_fake(flags: Tensor, value: Tensor, observer: int, name: int) -> Non
 
 
 def _write(flags: Tensor, index: int, value: Tensor, observer: int, name: int) -> None:
-    """Write in a graph whether a tensor is non-finite, or pass it to an observer."""
+    """Write in the graph whether a tensor is non-finite, or pass it to an observer."""
     if observer:
         observe(flags, value, observer, name)
         return
@@ -62,7 +62,7 @@ def _write(flags: Tensor, index: int, value: Tensor, observer: int, name: int) -
 
 
 class ObserveGrad(torch.autograd.Function):
-    """Returns a tensor as it is; its gradient is observed in the backward pass."""
+    """Identity function whose gradient is observed in the backward pass."""
 
     @staticmethod
     def forward(
@@ -73,13 +73,13 @@ class ObserveGrad(torch.autograd.Function):
         observer: int,
         name: int,
     ) -> Tensor:
-        """Return the tensor."""
+        """Return a view of the tensor."""
         ctx.flags, ctx.target = flags, (index, observer, name)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Observe the gradient; return it."""
+        """Observe the gradient and return it unchanged."""
         index, observer, name = ctx.target
         (gradient,) = gradients
         _write(ctx.flags, index, gradient.detach(), observer, name)
@@ -93,10 +93,10 @@ def observed(
     observer: int,
     names: tuple[int, int],
 ) -> Any:  # noqa: ANN401
-    """Return a module's output; traced into a graph, it is observed there.
+    """Return a module's output with the operations that observe it in a graph.
 
-    `flags` are those of outputs and of gradients, an element for each module, written
-    to where `observer` is 0; `names` are the numbers of its output and its gradient.
+    `flags` are those of outputs and of gradients, one element for each module, written
+    if `observer` is 0; `names` are the indices of the output's and gradient's names.
     """
 
     def add(value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Hooks of a probe on modules, on gradients, and at the end of a backward pass.
 
-Each tensor is read once and recorded under the names of all modules that returned it.
-Inside torch.compile, operations in the graph do so.
+Each tensor is measured once and recorded under the names of all modules that return it.
+Inside torch.compile, operations in the graph replace the hooks.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from halfstep.numerics.formats import FloatFormat
 
 _NO_BACKWARD = -1
-"""torch's number of the current backward pass, where there is none."""
+"""torch's id of the current backward pass if none is running."""
 
 
 class _Output:
-    """A tensor that a module returned, and that others may return again."""
+    """A tensor that one or more modules returned."""
 
     __slots__ = ("flag_or_stats", "modules", "ref", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
-        # An inference tensor has no version: whether it was written to is unknown.
+        # An inference tensor has no version, so writes to it cannot be detected.
         self.version = None if tensor.is_inference() else tensor._version  # noqa: SLF001
         self.requires_grad = tensor.grad_fn is not None
         self.modules: list[int] = []
-        """Numbers of the modules that returned it."""
+        """Indices of the modules that returned it."""
         self.flag_or_stats: FlagOrStats = None
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Return whether it is this tensor, with the same values and graph.
+        """Return whether this is the same tensor, with the same values and graph.
 
-        A reentrant checkpoint gives an output a graph later.
+        Reentrant checkpointing adds the graph of an output later.
         """
         return (
             self.ref() is tensor
@@ -62,19 +62,19 @@ class Hooks:
     def __init__(
         self, model: nn.Module, casts: tuple[FloatFormat, ...], *, full: bool
     ) -> None:
-        """Attach to every module; `full` takes statistics, not flags."""
+        """Attach to every module; `full`: record statistics instead of flags."""
         self.model = model
         self.modules = modules_of(model)
         self.records = StepRecords(casts, full=full)
         self.on = True
-        """Attached and not paused. Graphs of torch.compile are guarded by it: without
-        a probe they are compiled again, without operations of it."""
+        """Whether attached and not paused. A guard of torch.compile: when it changes,
+        graphs are recompiled without the probe's operations."""
         self.sampling = True
         """Whether this step is observed."""
         self.traced = False
-        """A graph of torch.compile with flags in it has run in this step."""
+        """Whether a graph of torch.compile that writes flags ran in this step."""
         self._graph_reported = False
-        """A graph of torch.compile has passed a tensor in this step."""
+        """Whether a graph of torch.compile passed a tensor in this step."""
         self._parameters = [
             (f"{path}.{name}" if path else name, module, name)
             for path, module in self.modules
@@ -86,17 +86,17 @@ class Hooks:
             *(f"{path}:grad" for path in paths),
             *(f"{name}:grad" for name, _, _ in self._parameters),
         )
-        """Number -> name."""
+        """Index -> name."""
         first = next(model.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._outputs: dict[int, _Output] = {}
-        """Id of a tensor -> its record."""
+        """id() of a tensor -> its record."""
         shape = (len(self.modules),), compiled.UNSEEN
         self.flags = (
             torch.full(*shape, device=self.device),
             torch.full(*shape, device=self.device),
         )
-        """Of outputs and of their gradients, written to by graphs."""
+        """Flags of outputs and of their gradients, written by graphs."""
         self._observer = compiled.register(self) if full else 0
         self._end_queued = self._parameters_read = False
         _attached.add(self)
@@ -107,14 +107,14 @@ class Hooks:
 
     @property
     def attached(self) -> bool:
-        """Whether `detach` was not called."""
+        """Whether the hooks are registered: `detach` was not called."""
         return bool(self._handles)
 
     def unobserved(self, observed: Container[int]) -> str | None:
-        """Return the path of what was not observed at all, though it may have run.
+        """Return the path of a compiled module without any observed output, or None.
 
         Args:
-            observed: Numbers of names.
+            observed: Indices of the names that were observed.
         """
         if not any(number in observed for number in range(len(self.modules))):
             return "the model"
@@ -140,7 +140,7 @@ class Hooks:
         self._outputs = {}
 
     def begin(self, *, sampling: bool) -> None:
-        """Clear the records; begin a step."""
+        """Clear the records and begin a step."""
         self.sampling = sampling
         self.records.clear()
         self._outputs = {}
@@ -151,10 +151,10 @@ class Hooks:
         self.traced = False
 
     def finish(self) -> None:
-        """Read the gradients of parameters, if a graph has run the backward pass.
+        """Measure the parameters' gradients if a compiled graph ran the backward pass.
 
-        Then no hook runs at its end. Without such a graph, gradients that were not
-        read are those of an earlier step.
+        No hook runs at its end then. Without such a graph, gradients that were not
+        measured by a hook are those of an earlier step.
         """
         ran = self.traced or self._graph_reported
         if self.on and self.sampling and ran and not self._parameters_read:
@@ -172,7 +172,7 @@ class Hooks:
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401
             del args
-            if module is not hooked:  # a copy of a module has its hooks
+            if module is not hooked:  # deepcopy of a module copies its hooks
                 return None
             if torch.compiler.is_compiling():
                 if not self.on:
@@ -189,9 +189,9 @@ class Hooks:
         return hook
 
     def _observe_output(self, number: int, output: Any) -> None:  # noqa: ANN401
-        """Read what a module returned, and hook its gradient."""
+        """Measure a module's outputs and register hooks on their gradients."""
         in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD  # noqa: SLF001
-        if not in_backward:  # an error may have ended the last one
+        if not in_backward:  # the last pass may have ended with an error
             self._end_queued = False
         for tensor in (output,) if type(output) is Tensor else tensors_in(output):
             seen = self._outputs.get(id(tensor))
@@ -203,13 +203,13 @@ class Hooks:
                 if not in_backward:
                     seen.flag_or_stats = self.records.measure(tensor)
             seen.modules.append(number)
-            # A checkpoint computes the same outputs again in the backward pass, and
-            # only then may they have a graph.
+            # Checkpointing recomputes outputs in the backward pass; in the forward
+            # pass they may have no graph.
             if not in_backward:
                 self.records.record(number, seen.flag_or_stats)
 
     def _observe_grad(self, output: _Output, gradient: Tensor) -> None:
-        """Read the gradient of an output."""
+        """Measure the gradient of an output."""
         if not (self.on and self.sampling):
             return
         flag_or_stats = self.records.measure(gradient)
@@ -217,8 +217,8 @@ class Hooks:
             self.records.record(number + len(self.modules), flag_or_stats)
         if not self._end_queued:
             self._end_queued = True
-            # DDP and FSDP queue callbacks too, perhaps later, that finish gradients:
-            # so this one queues another.
+            # Queue a callback from a callback: those of DDP and FSDP, which finish the
+            # gradients, may be queued after this one and must run before.
             queue = Variable._execution_engine.queue_callback  # noqa: SLF001
             queue(partial(queue, self._read_parameter_grads))
 
@@ -252,9 +252,9 @@ def all_paused() -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return modules by path, each once, children before parents: as they end.
+    """Return (path, module) pairs, each module once, children before parents.
 
-    Scripted modules are left out: they cannot be hooked.
+    Scripted modules are left out, because they cannot have hooks.
     """
     modules: list[tuple[str, nn.Module]] = []
     visited: set[int] = set()
@@ -273,5 +273,5 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile runs a module."""
+    """Return whether a module is compiled by torch.compile."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None  # noqa: SLF001

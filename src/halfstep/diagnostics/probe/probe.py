@@ -1,7 +1,7 @@
-"""Observes a model while it trains: non-finite tensors, or statistics of all.
+"""Defines `Probe`, which records non-finite tensors or statistics during training.
 
-Tensors are module outputs, their gradients, and the gradients of parameters. Nothing
-synchronizes with the device; on a GPU results arrive some steps later.
+It observes module outputs, their gradients, and the gradients of parameters, without
+host-device synchronization; on a GPU results arrive some steps later.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ class Probe:
         self.steps = after
         """Number of the last step that has ended."""
         self.non_finite: tuple[str, ...] = ()
-        """What was non-finite in step `arrived`, in the order observed."""
+        """Names of the non-finite tensors of step `arrived`, in the order observed."""
         self.arrived = 0
         """The last step whose results have arrived; 0 before the first."""
         self.history: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_MAX_HISTORY)
         """The last 1,000 steps with non-finite tensors: number and names."""
         self.stats: dict[str, TensorStats] = {}
-        """By name, of the last step with statistics. Reading a property may
+        """Name -> statistics of the last step with statistics. Reading a property may
         synchronize."""
         self._casts = tuple(
             word if isinstance(word, formats.FloatFormat) else formats.parse(word)
@@ -120,7 +120,7 @@ class Probe:
         )
         self._ended = after
         self._unobserved: str | None = None
-        """What should have been observed, and was not."""
+        """Path of a module that was not observed although it may have run."""
         self._log = _writer(log)
         self._over_ranks, self._group = over_ranks, group
         self._pending: DelayedTensors[Callable[[list[Tensor]], None]] = DelayedTensors()
@@ -175,7 +175,7 @@ class Probe:
         self._hooks.begin(sampling=sampling)
 
     def flush(self) -> None:
-        """Report all steps that have not arrived yet. Synchronizes."""
+        """Report all steps whose results have not arrived yet. Synchronizes."""
         for arrived, tensors in self._pending.flush():
             arrived(tensors)
 
@@ -216,7 +216,7 @@ class Probe:
         rows = [to_device_async(row, hooks.device).float() for row in rows]
         if hooks.traced:
             count = len(hooks.modules)
-            # Gradients of parameters come last.
+            # In this order gradients of parameters come last.
             traced = [*range(count), *reversed(range(count, 2 * count))]
             order, first_seen = [*traced, *order], [*traced, *first_seen]
             rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
@@ -229,7 +229,7 @@ class Probe:
     def _reduced_over_ranks(
         self, order: list[int], rows: list[Tensor]
     ) -> tuple[list[int], list[Tensor]]:
-        """Return the flags of all names in all processes."""
+        """Return the flags of all names, each the maximum over all processes."""
         hooks = self._hooks
         every = torch.full((len(hooks.names),), UNSEEN, device=hooks.device)
         if order:
@@ -247,17 +247,17 @@ class Probe:
         self._arrive(step, observed, self._named(first_seen, bad))
 
     def _named(self, first_seen: Iterable[int], bad: set[int]) -> list[str]:
-        """Return the names of numbers, in the order observed."""
+        """Return the names of the indices `bad`, in the order observed."""
         if not bad:
             return []
-        # What only other processes observed comes last.
+        # Names that only other processes observed come last.
         ordered = dict.fromkeys([*first_seen, *sorted(bad)])
         return [self.names[number] for number in ordered if number in bad]
 
     # Statistics
 
     def _send_stats(self, extra: Event) -> None:
-        """Send statistics, with what else their event holds."""
+        """Send statistics to the host; `extra` are further fields of their event."""
         rows = self._hooks.records.stats
         if self._over_ranks:
             rows = self._stats_over_ranks(rows)
@@ -280,12 +280,12 @@ class Probe:
         self._submit(arrived, [*vars(stacked).values()])
 
     def _stats_over_ranks(self, rows: dict[Key, Counts]) -> dict[Key, Counts]:
-        """Return the statistics of all processes; blocks until each has sent keys."""
+        """Return the statistics summed over all processes. Blocks: gathers the keys."""
         if not (dist.is_available() and dist.is_initialized()):
             return rows
         keys_per_rank: list[list[Key]] = [[]] * dist.get_world_size(self._group)
         dist.all_gather_object(keys_per_rank, list(rows), group=self._group)
-        # Every process must send them in one order: that of the first.
+        # All processes must reduce them in the same order: that of the first process.
         keys = list(dict.fromkeys(key for keys in keys_per_rank for key in keys))
         none = Counts.zeros(len(self._casts), self._hooks.device)
         if not keys:
@@ -315,12 +315,12 @@ class Probe:
     def _submit(
         self, arrived: Callable[[list[Tensor]], None], tensors: list[Tensor]
     ) -> None:
-        """Send tensors to the host; report the steps that have arrived."""
+        """Start copying tensors to the host; report the steps that have arrived."""
         for report, values in self._pending.submit(arrived, tensors):
             report(values)
 
     def _arrive(self, step: int, observed: Container[int], bad: list[str]) -> None:
-        """Report a step."""
+        """Update results, history and log with those of a step."""
         if not self.arrived:
             self._unobserved = self._hooks.unobserved(observed)
         self.arrived = step

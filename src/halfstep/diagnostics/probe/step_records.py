@@ -1,6 +1,6 @@
-"""What a probe observed in one step: a flag or statistics for each name.
+"""Records a flag or statistics for each tensor that a probe observes in one step.
 
-Values stay on the device until the probe sends them to the host.
+Values stay on the device until the probe copies them to the host.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from halfstep.numerics.formats import FloatFormat
 
 Key = tuple[int, str]
-"""Number of a name, and the dtype observed under it."""
+"""Index of a name, and the dtype observed under it."""
 FlagOrStats = bool | Tensor | tuple[Counts, str] | None
-"""Of one tensor: whether it is non-finite; where reading that would synchronize, its
-largest magnitude, shape (); or statistics and the dtype. None without floats."""
+"""Result for one tensor: whether it is non-finite (CPU); its largest magnitude, shape
+(), which needs no synchronization (GPU); or its counts and dtype. None if not float."""
 _WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 _SUM_DTYPES = {dtype: dtype for dtype in DTYPES} | {torch.float16: torch.float32}
 
 
 def _floats(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's values as plain floats; None of one that has none."""
+    """Return the values as a dense real tensor; None if empty or not floating."""
     values = tensor.detach()
-    # A nested tensor may report a strided layout, and has no shape.
+    # A nested tensor may report a strided layout although it has no shape.
     plain = type(values) is Tensor and values.layout is torch.strided
     if not plain or values.is_nested:
         values = dense_values(values)
@@ -46,16 +46,16 @@ def _floats(tensor: Tensor) -> Tensor | None:
 
 
 def _sum_is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor's sum is finite: then so is each value.
+    """Return whether a tensor's sum is finite, which implies that each value is.
 
-    A sum takes a third of the time of both extremes.
+    A sum takes a third of the time of `aminmax`.
     """
     total: float = tensor.sum(dtype=_SUM_DTYPES[tensor.dtype]).item()
     return total - total == 0
 
 
 def _is_nonfinite(values: Tensor) -> bool:
-    """Return whether a CPU tensor holds inf or NaN."""
+    """Return whether a CPU tensor has inf or NaN."""
     if _sum_is_finite(values):
         return False
     low, high = torch.aminmax(values)  # the sum may only have overflowed
@@ -63,7 +63,7 @@ def _is_nonfinite(values: Tensor) -> bool:
 
 
 class StepRecords:
-    """Flags, or in full statistics, of the tensors observed since the last `clear`."""
+    """Flags of the tensors observed since `clear`; with `full`, their statistics."""
 
     def __init__(self, casts: tuple[FloatFormat, ...], *, full: bool) -> None:
         self._casts = casts
@@ -73,15 +73,15 @@ class StepRecords:
     def clear(self) -> None:
         """Remove all records."""
         self.order: dict[int, None] = {}
-        """Numbers of names in the order in which they were first observed."""
+        """Indices of names in the order in which they were first observed."""
         self.nonfinite: dict[int, bool] = {}
-        """Number of a name -> whether it was non-finite."""
+        """Index of a name -> whether it was non-finite."""
         self.peaks: list[tuple[int, Tensor]] = []
-        """Number of a name, and largest magnitude on the device, shape ()."""
+        """Index of a name, and largest magnitude on the device, shape ()."""
         self.stats: dict[Key, Counts] = {}
 
     def measure(self, tensor: Tensor) -> FlagOrStats:
-        """Read one tensor of any dtype; only floating ones have a result."""
+        """Return the flag or statistics of one tensor; None if it is not floating."""
         values = _floats(tensor)
         if values is None:
             return None
@@ -92,14 +92,14 @@ class StepRecords:
                 return counts, _WORDS[values.dtype]
             if async_read.is_cpu(values.device):
                 return _is_nonfinite(values)
-            # On a GPU one kernel; its result is inf or NaN if a value is.
+            # One kernel; its result is non-finite if a value is.
             peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
             return peak
 
     def record(
         self, number: int, flag_or_stats: FlagOrStats, *, replace: bool = False
     ) -> None:
-        """Record a result of `measure` under a name: added to, or replacing others."""
+        """Record a result of `measure` under a name; add to or replace earlier ones."""
         self.order.setdefault(number)
         if isinstance(flag_or_stats, bool):
             self.nonfinite[number] = flag_or_stats or self.nonfinite.get(number, False)
@@ -112,9 +112,9 @@ class StepRecords:
 
     @torch.no_grad()
     def measure_all(self, named: Sequence[tuple[int, Tensor]]) -> None:
-        """Read and record several tensors; for flags, all of a dtype together.
+        """Measure and record several tensors; for flags, all of one dtype together.
 
-        On a GPU in one kernel; on a CPU with one number read by the host.
+        Uses one kernel on a GPU, and one `item` on a CPU if all are finite.
         """
         groups: defaultdict[object, list[tuple[int, Tensor]]] = defaultdict(list)
         for number, tensor in named:
@@ -135,10 +135,11 @@ class StepRecords:
                 self.record(number, not finite and _is_nonfinite(tensor))
 
     def flags(self) -> tuple[list[int], list[Tensor]]:
-        """Return numbers of names, possibly repeated, and their flags.
+        """Return the flags of all observed tensors.
 
         Returns:
-            Numbers; tensors of bool, one for each dtype and device, together as long.
+            Indices of names, possibly repeated; bool tensors, one for each dtype and
+            device, whose concatenation has one flag for each index.
         """
         order, flags = list(self.nonfinite), []
         if self.nonfinite:
@@ -153,5 +154,5 @@ class StepRecords:
 
 
 def label(name: str, dtype: str, first: str) -> str:
-    """Return the name of statistics: with the dtype unless it is the name's first."""
+    """Return the key of statistics: the name, with the dtype unless it is `first`."""
     return name if dtype == first else f"{name} ({formats.word(getattr(torch, dtype))})"

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes."""
+"""Measures where the time of a training step goes."""
 
 from halfstep.diagnostics.profiling.profile_result import Profile, Row
 from halfstep.diagnostics.profiling.profile_step import profile

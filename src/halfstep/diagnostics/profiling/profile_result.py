@@ -1,4 +1,4 @@
-"""Where the time of a training step went, as plain values."""
+"""Holds the profile of a training step as plain values."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ GEMM = re.compile(
     r"|_scaled_dot_product.*|mkldnn_rnn_layer.*|_cudnn_rnn.*|mkldnn_linear.*"
     r"|.*linear_pointwise.*|_flex_attention.*"
 )
-"""Names of the operations that are matrix products, as kernels have them: "linear" and
-"matmul" only call one."""
+"""Names of operations that run a GEMM, convolution or attention kernel; "linear" and
+"matmul" only call such an operation."""
 
 
 LOW = {"bf16", "fp16"}
 FLOATS = LOW | {"fp32", "float64"}
 _OF_UPDATES = ("_foreach", "_fused", "_amp")
-"""How operations begin that work on lists of gradients and weights."""
+"""Prefixes of operations on lists of gradients and weights."""
 
 
 def is_fp32_only(name: str, dtypes: Iterable[str]) -> bool:
-    """Say whether an operation of the passes computes in fp32 or wider, and only so."""
+    """Return whether an operation, not of the update, has only operands >= fp32."""
     floats = (FLOATS | {"complex64", "complex128"}).intersection(dtypes)
     of_passes = not name.startswith(_OF_UPDATES) and not GEMM.fullmatch(name)
     return of_passes and bool(floats) and not floats & LOW
@@ -44,34 +44,34 @@ class Row:
     """All calls of one operation on operands of the same shapes and dtypes."""
 
     op: str
-    """As the dispatcher has it, without "aten::", such as "addmm"; kernels of ours and
-    compiled graphs by the name under which the profiler shows them."""
+    """Dispatcher name without "aten::", such as "addmm"; for halfstep's kernels and
+    compiled graphs, the name in the profiler."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of its tensor operands, in order; of lists of tensors nothing is known."""
+    """Shapes of the tensor operands, in order; lists of tensors are left out."""
     dtypes: tuple[str, ...]
-    """Of the same: "fp32", "bf16", "fp16", or torch's word."""
+    """Dtypes of the same: "fp32", "bf16", "fp16", or torch's name."""
     calls: int
-    """In one step."""
+    """Calls in one step."""
     self_s: float
-    """Seconds of one step, what it calls left out; on a GPU those of its kernels."""
+    """Self time in one step, in seconds; on a GPU, the time of its kernels."""
 
     @property
     def name(self) -> str:
-        """Without its library: "mm" of "aten::mm"."""
+        """The name without its library: "mm" of "aten::mm"."""
         return self.op.rpartition("::")[2]
 
     def operands(self) -> str:
-        """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
+        """Return dtypes and shapes as text, such as "bf16 (8 x 16), fp32 (16)"."""
         pairs = zip(self.dtypes, self.shapes, strict=False)  # a file may lack some
         words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in pairs)
         return ", ".join(words)
 
     @classmethod
     def from_data(cls, data: object) -> Row:
-        """Return the row that `data` was made from.
+        """Return the row from the plain values of `Profile.data`.
 
         Raises:
-            UserError: If it is nothing of the kind.
+            UserError: If `data` does not have their form.
         """
         fields = json_fields.mapping(data, "rows")
         shapes = (
@@ -92,46 +92,45 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """One step, in seconds.
+    """The times of one step, in seconds.
 
-    What is in `rows` was seen under the profiler, which slows a step down; it was
-    brought to the length of a step without it. So shares are to be trusted to some
-    hundredths, and small operations look a little larger than they are.
+    Times in `rows` are measured under the profiler, which slows a step down, and scaled
+    to the length of a step without it. Shares are accurate to a few hundredths, and
+    small operations appear slightly too large.
     """
 
     wall_s: float
     """Mean length of a step without the profiler, input included."""
     rows: tuple[Row, ...] = ()
-    """Longest first."""
+    """Operations, longest first."""
     casts_s: float = 0.0
-    """In copies from one float dtype to another, wherever they were asked for."""
+    """Copies from one float dtype to another, by autocast or by the program."""
     gemm_s: float = 0.0
-    """In matrix products, convolutions, attention and recurrent layers."""
+    """Matmuls, convolutions, attention and recurrent layers."""
     fp32_only_s: float = 0.0
-    """In a run in 16 bits: in operations all of whose floating operands were fp32 or
-    wider. Products, casts and the optimizer's update are not among them. 0 in a run
-    in fp32."""
+    """In a 16-bit run: operations whose floating operands are all fp32 or wider,
+    without GEMMs, casts and the optimizer's update. 0 in an fp32 run."""
     update_s: float = 0.0
-    """In the optimizer's step."""
+    """The optimizer's step."""
     python_s: float = 0.0
-    """On a CPU: outside of any operation, in Python and autograd. On a GPU: while the
-    device had nothing to do. Time spent on input is not part of it."""
+    """CPU: time outside of operations, in Python and autograd. GPU: time in which the
+    device was idle. Without the time spent on input."""
     waits: int = 0
-    """How often a step waited for the device. On a CPU, which has nothing to wait for:
-    how often it read a number out of a tensor, which on a GPU would wait."""
+    """Host-device synchronizations in a step. On a CPU: reads of a scalar from a
+    tensor, which would synchronize on a GPU."""
     wait_s: float = 0.0
-    """In these."""
+    """Time in these."""
     input_s: float = 0.0
-    """In fetching batches; on a GPU, while the device had nothing to do."""
+    """Fetching batches; on a GPU, only while the device was idle."""
     device: str | None = None
-    """"cpu", or "cuda" where a device was seen at work; None: not known."""
+    """"cpu", or "cuda" if kernels of a GPU were recorded; None: unknown."""
     level: str | None = None
-    """The level that the run asked for; None where it was not given."""
+    """The run's level; None if it was not given."""
     dtype: str | None = None
-    """The format that the run asked for, or else the one its products ran in."""
+    """The run's format, or else that of most of the matmul time."""
 
     def share(self, seconds: float) -> float:
-        """Return what part of a step some seconds are, 0 to 1."""
+        """Return the share of the step time that some seconds are, 0 to 1."""
         return min(1.0, seconds / self.wall_s) if self.wall_s else 0.0
 
     def data(self) -> dict[str, Any]:
@@ -139,7 +138,7 @@ class Profile:
         return asdict(self)
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of the parts of a step; other operations are the rest."""
+        """Return the seconds of each part of a step; other operations are left out."""
         return {
             "data loading": self.input_s,
             "outside operations": self.python_s,
@@ -150,10 +149,10 @@ class Profile:
         }
 
     def table(self, most: int = 8) -> Table:
-        """Return where the time goes, for people.
+        """Return the profile as a table.
 
         Args:
-            most: Operations that are named, longest first.
+            most: Number of operations in the table, longest first.
         """
         names = self.parts() | {"waits": self.wait_s}
         rows: list[tuple[Cell, ...]] = [
@@ -173,10 +172,10 @@ class Profile:
 
     @classmethod
     def from_data(cls, data: object) -> Profile:
-        """Return the profile that `data` was made from, through JSON or not.
+        """Return the profile from the plain values of `data()`.
 
         Raises:
-            UserError: If it is nothing of the kind.
+            UserError: If `data` does not have their form.
         """
         fields = json_fields.mapping(data, "profile")
         rows = json_fields.items(fields.get("rows") or [], "rows")

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes."""
+"""Profiles training steps and attributes their time to operations, input and waits."""
 
 from __future__ import annotations
 
@@ -45,28 +45,26 @@ def profile(
     level: str | None = None,
     dtype: str | None = None,
 ) -> Profile:
-    """Make some steps, and say where the time of one went.
+    """Run some training steps and report where the time of one goes.
 
-    They are real steps: whatever `step` does to weights and counters is done
-    `warmup + steps + profiled` times.
+    The steps are real: weights and counters change `warmup + steps + profiled` times.
 
     Args:
-        step: Makes one step. Called without arguments, or with a batch.
-        steps: Steps that are timed, at least 1. Default 3: the mean of fewer tells
-            little where lengths differ from batch to batch.
-        warmup: Steps before those, 0 or more, which also allocate, compile and fill
-            caches.
-        profiled: Steps under torch's profiler after those, at least 1. The shortest
-            counts: whatever else the machine does only adds to it.
-        device: Whose work is waited for at the end of what is timed; default: a GPU
-            that torch has begun to use, or the CPU.
-        batches: What to fetch the argument of `step` from, one for each step. A
-            collection that ends is begun again.
-        level: The level that the run asked for, such as "O1"; it is only passed on.
-        dtype: The format that the run asked for; default: the one seen.
+        step: Runs one step. Called without arguments, or with a batch.
+        steps: Steps that are timed, >= 1. The default of 3 averages over batches of
+            different length.
+        warmup: Steps before those, >= 0, for allocation, compilation and caches.
+        profiled: Steps under torch's profiler after those, >= 1. The shortest is used:
+            other load on the machine only adds time.
+        device: The device to synchronize with at the end of the timed steps. Default: a
+            GPU if torch has initialized CUDA, else the CPU.
+        batches: Source of the argument of `step`, one for each step. A collection is
+            iterated again from its start when it ends.
+        level: The run's level, such as "O1"; only passed on to the result.
+        dtype: The run's format. Default: that of most of the matmul time.
 
     Raises:
-        UserError: If an argument is of the wrong kind or out of range, or `batches` run
+        UserError: If an argument is of the wrong type or out of range, or `batches` run
             out.
     """
     require_type("step", step, callable(step), "a function that makes one step")
@@ -94,7 +92,7 @@ def profile(
 def watched(
     step: Callable[[], object], times: int = 1, *, cuda: bool = False
 ) -> Timeline:
-    """Make steps under the profiler; return the shortest, as the least disturbed."""
+    """Run steps under the profiler and return the shortest, the least disturbed."""
     plain, device = _calls(), "cuda" if cuda else None
     with without_kineto_log(), watch(record_shapes=True, use_device=device) as seen:
         slower = _calls() - plain
@@ -102,18 +100,18 @@ def watched(
             with record_function(_STEP):
                 step()
     results = seen.kineto_results
-    # On a GPU it is the kernels' time that counts, which nothing slows down.
+    # On a GPU kernel times are used, which the profiler does not slow down.
     cost = 0.0 if cuda else max(0.0, slower) / (_CALLS * _EVENTS)
     timelines = timeline.read(results.events() if results else (), _STEP, cost)
     return min(timelines, key=lambda each: each.length - each.fetched)
 
 
 _CALLS, _EVENTS = 100, 3
-"""Calls of `Tensor.t`, each of which is three nested events of the profiler."""
+"""Number of calls of `Tensor.t`, and of the profiler's nested events for each."""
 
 
 def _calls() -> float:
-    """Return the nanoseconds of some calls that do nothing, as short as may be."""
+    """Return the nanoseconds of `_CALLS` trivial calls, the minimum of 9 runs."""
     x = torch.ones(1, 1)
     times = []
     for _ in range(9):
@@ -132,20 +130,20 @@ def summary(
     level: str | None = None,
     dtype: str | None = None,
 ) -> Profile:
-    """Return what a step that was seen under the profiler says.
+    """Return the profile of a step from its timeline.
 
     Args:
-        seen: The step.
-        wall: Seconds that one takes without the profiler; None: as long as this.
-        fetched: Seconds of these that were spent on input; None: the same share.
-        level: The level that the run asked for.
-        dtype: The format that the run asked for; None takes the one seen.
+        seen: The timeline of the step under the profiler.
+        wall: Seconds of a step without the profiler. None: the timeline's length.
+        fetched: Seconds of `wall` spent on input. None: the timeline's share.
+        level: The run's level.
+        dtype: The run's format. None: that of most of the matmul time.
     """
     length = seen.length / 1e9
     wall = length if wall is None else wall
     factor = wall / length
     if fetched is not None and not seen.busy:
-        # What is left when both leave their input out.
+        # Ratio of the times without input.
         factor = (wall - fetched) / max(length - seen.fetched / 1e9, 1e-9)
     else:
         fetched = seen.fetched / 1e9 * factor
@@ -176,13 +174,13 @@ def summary(
 
 
 def _casts(op: Op) -> bool:
-    """Say whether an operation copies from one float dtype to another."""
+    """Return whether an operation copies from one float dtype to another."""
     floats = [dtype for dtype in op.dtypes if dtype in FLOATS]
     return op.name == "copy_" and len(set(floats)) > 1
 
 
 def _prevalent(ops: Iterable[Op]) -> str:
-    """Return the float format that most of the time in products was in."""
+    """Return the float format of most of the matmul time."""
     spent: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.dtypes and GEMM.fullmatch(op.name) and op.dtypes[-1] in FLOATS:
@@ -202,7 +200,7 @@ def _rows(ops: Iterable[Op], factor: float) -> tuple[Row, ...]:
 
 
 class _Runner:
-    """Makes steps, and fetches a batch for each where there are some."""
+    """Runs steps, and fetches a batch for each if `batches` is given."""
 
     def __init__(
         self,
@@ -218,7 +216,7 @@ class _Runner:
         self._source = iter(() if batches is None else batches)
 
     def once(self) -> None:
-        """Make one step."""
+        """Run one step."""
         if self._batches is None:
             self._step()
             return
@@ -228,7 +226,7 @@ class _Runner:
         self._step(batch)
 
     def profiled_step(self) -> None:
-        """Make one step that the profiler can read, to the end of the device's work."""
+        """Run one step with profiler marks, up to the end of the device's work."""
         if self._batches is None:
             self._step()
         else:
@@ -239,7 +237,7 @@ class _Runner:
             self.drain()
 
     def drain(self) -> None:
-        """Wait for the device."""
+        """Synchronize with the device."""
         if self.device != "cpu":
             getattr(torch, self.device).synchronize()
 
@@ -271,10 +269,10 @@ def _device(given: str | torch.device | None) -> torch.device:
 
 @contextlib.contextmanager
 def without_kineto_log() -> Iterator[None]:
-    """Keep the profiler's library from announcing itself on the error stream.
+    """Suppress the log lines of Kineto, the profiler's library, on stderr.
 
-    Why by the environment: it is read when the library first logs, and nothing else
-    can be said to it. What the user has set stays.
+    Its level can only be set by an environment variable, which is read when Kineto
+    first logs. A value set by the user is kept.
     """
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:

@@ -1,4 +1,4 @@
-"""What ran when in one step, read from the events of torch's profiler."""
+"""Builds the timeline of a training step from the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Span = tuple[int, int]
 """Begin and end, in nanoseconds of the profiler's clock."""
 
 INPUT, DRAIN = f"{PREFIX}input", f"{PREFIX}drain"
-"""Fetching a batch; waiting for the device only so that a step can be timed."""
+"""Profiler marks: fetching a batch; the synchronization that ends a timed step."""
 
 UPDATE, FETCH = "update", "input"
-"""What an operation may be part of, besides a step."""
+"""Parts of a step, as values of `Op.part`."""
 
 _WORDS = {
     "float": "fp32",
@@ -37,7 +37,7 @@ _WORDS = {
     "c10::complex<float>": "complex64",
     "c10::complex<double>": "complex128",
 }
-"""What the profiler calls a dtype, which is C++'s name for it -> ours."""
+"""Dtype name of the profiler, which is that of C++ -> halfstep's name."""
 
 _NO_TENSOR = {"", "Scalar", "ScalarList", "TensorList", "GenericList"}
 _ENGINE = ("autograd::", "torch::autograd::", PREFIX)
@@ -47,7 +47,8 @@ _WAITS = re.compile(
 _FETCHES = ("enumerate(DataLoader)#", INPUT)
 _UPDATES = ("Optimizer.step#", profiler_marks.UPDATE)
 _COVERS = ("## Call CompiledFxGraph", profiler_marks.UPDATE)
-"""How regions begin whose kernels do not show: a compiled graph, and ours in C."""
+"""Prefixes of events without events of their kernels: compiled graphs; halfstep's C
+kernels."""
 
 
 @dataclass(slots=True)
@@ -55,52 +56,52 @@ class Op:
     """One call of one operation."""
 
     name: str
-    """As the dispatcher has it, without "aten::"."""
+    """Dispatcher name without "aten::"."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of its tensor operands, in order; those in lists are not known."""
+    """Shapes of the tensor operands, in order; lists of tensors are left out."""
     dtypes: tuple[str, ...]
-    """Words of the same, such as "bf16" and "int64"."""
+    """Dtypes of the same, such as "bf16" and "int64"."""
     span: Span
     own: float
-    """Nanoseconds outside the operations that it called; on a GPU, of its kernels."""
+    """Self time in nanoseconds; on a GPU, the time of its kernels."""
     part: str
     """`UPDATE`, `FETCH`, or "" for the passes."""
 
 
 @dataclass
 class Timeline:
-    """One step: the nanoseconds from its begin to its end, and what was in them."""
+    """One step: its span, and the spans of what ran in it, in nanoseconds."""
 
     span: Span
     ops: list[Op] = field(default_factory=list)
     covered: list[Span] = field(default_factory=list)
-    """The host was inside an operation, or in a kernel of ours."""
+    """Spans in which the host ran an operation or a halfstep kernel."""
     busy: list[Span] = field(default_factory=list)
-    """The device was at work; empty where no device was seen."""
+    """Spans in which the GPU ran; empty without one."""
     fetching: list[Span] = field(default_factory=list)
-    """The host was fetching a batch."""
+    """Spans in which the host fetched a batch."""
     waiting: list[Span] = field(default_factory=list)
-    """The host waited for the device, or, on a CPU, read a number as if it did."""
+    """Host-device synchronizations; on a CPU, reads of a scalar from a tensor."""
     between: float = 0.0
-    """Nanoseconds of the profiler itself, outside of operations and of fetching."""
+    """Time of the profiler itself, outside of operations and fetching."""
     idle: float = 0.0
-    """Nanoseconds outside of operations and of fetching; on a GPU: without work."""
+    """Time outside of operations and fetching; on a GPU, its idle time."""
     fetched: float = 0.0
-    """Nanoseconds of fetching; on a GPU: those for which it had no work."""
+    """Time of fetching; on a GPU, only while it was idle."""
     length: float = 0.0
-    """Nanoseconds in all, the profiler's own left out."""
+    """Total time, without that of the profiler itself."""
 
     def inside(self, spans: Iterable[Span]) -> int:
-        """Return how many nanoseconds of the step lie in any of some spans."""
+        """Return how many nanoseconds of the step are in the union of `spans`."""
         begin, end = self.span
         cut = [(max(a, begin), min(b, end)) for a, b in spans]
         return total((a, b) for a, b in cut if a < b)
 
     def finish(self) -> None:
-        """Add up, once all events are in."""
+        """Compute the totals after all events were added."""
         step_ns = self.span[1] - self.span[0]
         for op in self.ops:
-            # The profiler's own time is an estimate, and may be more than it took.
+            # The subtracted time of the profiler is an estimate and may be too large.
             op.own = max(0.0, op.own)
         if self.busy:
             taken = self.inside([*self.busy, *self.fetching])
@@ -129,15 +130,15 @@ def total(spans: Iterable[Span]) -> int:
 
 
 def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline]:
-    """Return a timeline for each time a region was entered.
+    """Return a timeline for each event named `region`.
 
-    Why a cost: the profiler notes an event just before it begins, so the time for
-    that is spent in whatever called the operation, and looks like Python's.
+    The profiler records an event before the event's begin, so the time for it counts
+    as the caller's and would look like Python overhead; `cost` corrects that.
 
     Args:
-        events: The profiler's, as `profile.kineto_results.events()` has them.
-        region: Name of the region that is one step.
-        cost: Nanoseconds that the profiler takes for an event.
+        events: The events of `profile.kineto_results.events()`.
+        region: Name of the events that are one step each.
+        cost: Nanoseconds that the profiler needs to record an event.
     """
     on_host, on_device = [], []
     for event in events:
@@ -178,7 +179,7 @@ def _step_at(steps: Sequence[Timeline], moment: int) -> Timeline | None:
 
 @dataclass(slots=True)
 class _Open:
-    """An event that has begun, and what is known of it so far."""
+    """An event that contains the current one."""
 
     end: int
     part: str = ""
@@ -188,7 +189,7 @@ class _Open:
 
 
 class _Thread:
-    """Sorts the events of one thread, which are nested, into the steps."""
+    """Assigns the nested events of one thread to the steps."""
 
     def __init__(
         self, steps: Sequence[Timeline], kernels: dict[int, int] | None, cost: float
@@ -199,7 +200,7 @@ class _Thread:
         self._stack: list[_Open] = []
 
     def take(self, event: Any) -> None:  # noqa: ANN401 -- torch's own class
-        """Take the next event, in the order of their begin."""
+        """Add the next event, in the order of begin times."""
         begin, end, name = event.start_ns(), event.end_ns(), event.name()
         while self._stack and self._stack[-1].end <= begin:
             self._stack.pop()
@@ -232,7 +233,7 @@ class _Thread:
         return _WAITS.fullmatch(name) is not None
 
     def _charge(self, spent: float) -> None:
-        """Take time of the host from the operation that it was spent inside."""
+        """Subtract time of the host from the innermost open operation."""
         if self._kernels is None:
             caller = next((each.op for each in reversed(self._stack) if each.op), None)
             if caller is not None:
@@ -240,7 +241,7 @@ class _Thread:
 
 
 def _is_op(event: Any, name: str) -> bool:  # noqa: ANN401 -- torch's own class
-    """Say whether an event is a call of an operation, and no region or engine."""
+    """Return whether an event is a call of an operation, not an annotation."""
     if name.startswith(_COVERS):
         return True
     called = "::" in name and not name.startswith(_ENGINE)
