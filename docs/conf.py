@@ -106,8 +106,21 @@ def keep_first_line(
         lines[:0] = ["..", ""]  # an empty comment
 
 
+def set_language(
+    _app: object,
+    pagename: str,
+    _template: str,
+    context: dict[str, object],
+    _doctree: object,
+) -> None:
+    """Mark Chinese pages as Chinese, for fonts and screen readers."""
+    if pagename.startswith("docs/zh/"):
+        context["language"] = "zh-CN"
+
+
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
     app.connect("builder-inited", op_tables.write)
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)
     app.connect("autodoc-process-signature", hide_constructor)
+    app.connect("html-page-context", set_language)
