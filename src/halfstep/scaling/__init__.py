@@ -1,8 +1,8 @@
-"""Loss scaling: the rule, the pass over gradients, the strategies, the diagnosis.
+"""Loss scaling.
 
-`ScaleRule`, `ScaleState` and `advance` are the pure core; `unscale_` is the one pass
-over gradients; `LossScaler` puts them to work on lists of tensors; `LossScaleCollapse`
-is how a run ends that no scale can save.
+`ScaleRule`, `ScaleState` and `advance` compute the scale; `unscale_` unscales and
+checks gradients; `LossScaler` combines them for lists of tensors; `LossScaleCollapse`
+is raised when no scale can help.
 """
 
 from halfstep.scaling.collapse import LossScaleCollapse

@@ -1,7 +1,6 @@
-"""What a loop does with a `GradScaler` in the wrong order: said once, with the cure.
+"""Warns of calls of a `GradScaler` in the wrong order, in its first iterations.
 
-In: the calls of a scaler's first iterations. Out: findings, which the scaler makes
-warnings of. Later iterations are not watched, and cost nothing.
+Later iterations are not watched and have no overhead.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _ITERATIONS = 3
-"""Without overflow."""
+"""Number of iterations without overflow that are watched."""
 _SCALED_LOSSES = 12
-"""Losses of these iterations, where each is accumulated of several."""
+"""Maximum number of losses that are watched, with gradient accumulation."""
 _SAME = 1e-3
-"""Relative difference below which two factors count as one."""
+"""Relative difference below which two numbers count as equal."""
 _MAX_DIVISOR = 1 / (4 * _SAME)
-"""Above it a number cannot be told from the next integer."""
+"""Above it, `_SAME` does not tell a number from the next integer."""
 _OWNER = "_halfstep_scaler"
 """Attribute of an optimizer: a weak reference to the scaler that steps it."""
 
@@ -45,7 +44,7 @@ RULE = "call order"
 
 
 def as_warning(finding: Finding) -> None:
-    """Warn of what was found, at the line of the program that called the scaler."""
+    """Warn of a finding, at the user's line that called the scaler."""
     warn_caller(f"{finding.measured}. {finding.advice}")
 
 
@@ -55,7 +54,7 @@ def call_order_finding(measured: str, advice: str) -> Finding:
 
 
 def backward_inside() -> Finding:
-    """Return the finding on a backward pass that runs where its forward pass does."""
+    """Return the finding on a backward pass inside the autocast context."""
     finding = call_order_finding(
         "the backward pass ran inside autocast, which may cast operations of its own",
         "Leave the context before backward().",
@@ -67,54 +66,54 @@ class CallOrderWatch:
     """Watches the first iterations of one scaler.
 
     Warns of: gradients changed before they are unscaled; an optimizer stepped without
-    the scaler; a backward pass, or gradients dropped, between `unscale_` and `step`; a
-    backward pass inside autocast; a loss computed outside of it; a scaler made anew in
-    each epoch; `update` between the steps of two optimizers; a penalty on gradients of
-    a scaled loss.
+    the scaler; a backward pass, or gradients cleared, between `unscale_` and `step`; a
+    backward pass inside autocast; a loss computed outside of it; a new scaler in each
+    epoch; `update` between the steps of two optimizers; a penalty on gradients of a
+    scaled loss.
 
     Args:
-        say: Takes each finding, once.
+        say: Called with each finding, once.
     """
 
     def __init__(self, say: Callable[[Finding], None] = as_warning) -> None:
         self._say = say
         self._num_iterations = self._num_losses = 0
         self._is_pending = False
-        """Scaled gradients are there, and the scaler was not asked to use them."""
+        """A loss was scaled, and neither `unscale_` nor `step` was called since."""
         self._num_moves = 0
-        """Losses in a row before which weights moved, and the scaler was not asked."""
+        """Consecutive losses before which weights changed without such a call."""
         self._weights: list[tuple[weakref.ref[Tensor], int]] = []
-        """That the last loss reaches, and what torch counts of writes to each."""
+        """(weight that the last loss reaches, its version counter)."""
         self._sample: tuple[weakref.ref[Tensor], Tensor] | None = None
-        """The smallest of them, and a copy: fused optimizers count no writes."""
+        """The smallest weight and a copy: fused optimizers do not change versions."""
         self._grads: dict[int, tuple[int, Tensor]] = {}
-        """By id, as a backward pass left them: count of writes, and norm."""
+        """id -> (version, norm) of gradients after the last backward pass."""
         self._used: set[int] = set()
-        """Of these, ids that an optimizer has stepped with."""
+        """ids of those that an optimizer has stepped with."""
         self._overdue: dict[int, int] = {}
-        """By id: count of writes of gradients that no optimizer used before update."""
+        """id -> version of gradients that no optimizer used before `update`."""
         self._multiplied = math.nan, math.nan
-        """Factor of all gradients before they were unscaled last, and norm after."""
+        """(factor applied to all gradients before the last unscaling, norm after)."""
         self._unscaled: dict[int, set[int]] = {}
-        """By id of an optimizer that was unscaled, and not stepped: its parameters."""
+        """id of an optimizer unscaled but not stepped -> ids of its parameters."""
         self._stepped: set[int] = set()
-        """Ids of optimizers that were stepped; their step unscales, too."""
+        """ids of optimizers that were stepped, which unscales too."""
         self._has_scaled_graph = False
         """A scaled loss was differentiated with `create_graph=True`."""
         self._undivided_scale: float | None = None
-        """Loss scale that no loss after that divides by; 0: one does; None: no loss."""
+        """Loss scale by which no later loss divides; 0: one does; None: no loss."""
         self._reported: set[str] = set()
 
     @property
     def is_over(self) -> bool:
-        """Nothing is watched any more."""
+        """Whether the watch has ended."""
         return self._num_iterations >= _ITERATIONS or self._num_losses >= _SCALED_LOSSES
 
     def on_scale(self, loss: Tensor, scaled: Tensor) -> None:
-        """Look at the graph of a loss, and at what happened since the last one."""
+        """Check the graph of a loss, and what happened since the last one."""
         moved = self._is_pending and self._weights_have_moved()
         self._num_moves = self._num_moves + 1 if moved else 0
-        if self._num_moves > 1:  # once, SAM looks from a point nearby
+        if self._num_moves > 1:  # once is allowed: SAM perturbs the weights
             self._find(
                 "weights changed after scaler.scale(loss).backward(), and the scaler "
                 "was not asked: they were updated with scaled gradients",
@@ -138,7 +137,7 @@ class CallOrderWatch:
         scaled.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
 
     def _weights_have_moved(self) -> bool:
-        """Say whether weights are not as they were at the last scaled loss."""
+        """Return whether weights have changed since the last scaled loss."""
         weights = ((reference(), version) for reference, version in self._weights)
         if any(w is not None and w._version != version for w, version in weights):  # noqa: SLF001
             return True
@@ -149,7 +148,7 @@ class CallOrderWatch:
         return sample is not None and not torch.equal(sample.detach(), before)
 
     def _in_backward(self, gradient: Tensor) -> None:
-        """Ask to be called when this backward pass has ended, DDP's part included."""
+        """Queue `_after_backward` for the end of this pass, after DDP's callbacks."""
         if torch.is_grad_enabled():
             self._has_scaled_graph = True
             return
@@ -161,7 +160,7 @@ class CallOrderWatch:
         _queue(after_others)
 
     def _after_backward(self, is_inside: bool) -> None:
-        """Take down how the gradients are."""
+        """Store versions and norms of the gradients."""
         references = (reference() for reference, _ in self._weights)
         weights = [each for each in references if each is not None]
         if set(map(id, weights)) & set().union(*self._unscaled.values()):
@@ -185,7 +184,7 @@ class CallOrderWatch:
         }
 
     def on_unscale(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """Compare gradients with what the backward pass left."""
+        """Compare gradients with those after the backward pass."""
         self._is_pending = False
         grads = gradients_of(optimizer)
         if grads and id(optimizer) not in self._stepped:
@@ -209,7 +208,7 @@ class CallOrderWatch:
         before = torch.stack([norm for _, _, norm in records])
         norms = torch.stack(torch._foreach_norm(grads))  # noqa: SLF001
         if not bool(before.isfinite().all()):
-            return  # a clip of inf tells nothing
+            return  # with inf, a clip cannot be recognized
         ratios = (norms / before)[before > 0]
         if not len(ratios) or float(ratios.max()) > 1 - _SAME:
             return
@@ -231,13 +230,13 @@ class CallOrderWatch:
             )
 
     def _is_clip(self, factor: float, norm: float) -> bool:
-        """Tell a clip from a division by a number of micro-batches or tokens.
+        """Return whether a factor is a clip, not a division by a number of items.
 
-        A clip gives the same norm by another factor; 1 / n is nobody's clip.
+        Clips repeat the norm with different factors; a factor 1 / n is no clip.
         """
         last_factor, last_norm = self._multiplied
         if abs(norm - last_norm) <= _SAME * norm:
-            bound = float(f"{norm:.0e}")  # 1.0, 0.5, 1e-3: what people clip to
+            bound = float(f"{norm:.0e}")  # typical limits: 1.0, 0.5, 1e-3
             is_bound = abs(norm - bound) <= _SAME * bound
             return is_bound or abs(factor - last_factor) > _SAME * factor
         divisor = 1 / max(factor, 1 / FP32_MAX)
@@ -247,10 +246,10 @@ class CallOrderWatch:
     def on_step(
         self, scaler: object, optimizer: Optimizer, *, unscaled: bool, is_new: bool
     ) -> None:
-        """Look at the optimizer that a scaler is about to step.
+        """Check an optimizer that is about to be stepped.
 
         Args:
-            scaler: That does.
+            scaler: The scaler that steps it.
             optimizer: The optimizer.
             unscaled: `unscale_` was called on it in this iteration.
             is_new: No state was loaded into the scaler.
@@ -276,7 +275,7 @@ class CallOrderWatch:
         setattr(optimizer, _OWNER, weakref.ref(scaler))
 
     def on_update(self) -> None:
-        """Close an iteration."""
+        """End an iteration."""
         if self._undivided_scale:
             self._find(
                 "gradients were taken of scaler.scale(...) with create_graph=True, and "
@@ -286,7 +285,7 @@ class CallOrderWatch:
             )
         norms = [norm for _, norm in self._grads.values()]
         if not norms or bool(torch.stack(norms).isfinite().all()):
-            self._num_iterations += 1  # an overflow shows nothing
+            self._num_iterations += 1  # iterations with overflow do not count
         self._is_pending = self._has_scaled_graph = False
         self._undivided_scale = None
         self._overdue = {
@@ -307,17 +306,17 @@ class CallOrderWatch:
 
 
 def _is_one_number(values: Tensor) -> bool:
-    """Say whether numbers above 0 are the same, but for rounding."""
+    """Return whether positive numbers are equal up to rounding."""
     return float(values.max() - values.min()) <= _SAME * float(values.max())
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    """Call something when the backward pass that runs has ended."""
+    """Call a function when the current backward pass has ended."""
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
 
 
 def _leaves(grad_fn: Any) -> list[Tensor]:  # noqa: ANN401
-    """Return the parameters that a graph reaches."""
+    """Return the leaf tensors of a graph."""
     leaves, seen, to_visit = [], {grad_fn}, [grad_fn]
     while to_visit:
         node = to_visit.pop()
@@ -331,13 +330,13 @@ def _leaves(grad_fn: Any) -> list[Tensor]:  # noqa: ANN401
 
 
 def _refuse_mixed_loss(loss: Tensor) -> None:
-    """Refuse a Huber loss whose backward pass torch will refuse.
+    """Raise for a Huber loss of mixed dtypes, whose backward pass torch rejects.
 
     Raises:
-        RuntimeError: With torch's own sentence, and the cure.
+        RuntimeError: With torch's own message and how to fix it.
     """
     node: Any = loss.grad_fn
-    if type(node).__name__ != "HuberLossBackward0":  # others bear two formats
+    if type(node).__name__ != "HuberLossBackward0":  # others support mixed dtypes
         return
     predictions, target = node._saved_self.dtype, node._saved_target.dtype  # noqa: SLF001
     if predictions != target:

@@ -1,7 +1,7 @@
-"""Detects without synchronization that no loss scale helps any more, and says why.
+"""Detects, without synchronization, that no smaller loss scale can help.
 
-In: the scale, the skips in a row and the loss of each step. Out: nothing, as long as
-training can go on; then one `LossScaleCollapse` that says why, and what to do.
+In: scale, consecutive skips and loss of each step. Out: `LossScaleCollapse` with the
+cause and advice, if the run cannot continue.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import NonFiniteParam
 
 MAX_OVERFLOWS_AT_MIN_SCALE = 10
-"""Skips in a row after which a scale that lies at its floor is given up: one bad batch
-must not end a run, and a lower scale is not to be had."""
+"""Consecutive overflows at the minimum scale that end the run. More than one, since a
+single non-finite batch must not end it."""
 
 EARLY_STEPS = 20
-"""Applied steps up to which overflow in a forward pass that used to work is put down
-to the learning rate: the batches are like the first ones, the weights are not."""
+"""Up to so many applied steps, overflow in a forward pass that worked before is blamed
+on the learning rate: the weights have changed, and batches are like the first ones."""
 
 
 @dataclass
 class LossHistory:
-    """What the losses of the applied steps were."""
+    """First and last loss of the applied steps, and their number."""
 
     first: float = math.nan
     last: float = math.nan
     applied: int = 0
     from_first_step: bool = True
-    """Counted from the run's first step on; if not, it was more than `applied`."""
+    """Whether `applied` counts from the run's first step; else there were more."""
 
     @property
     def is_early(self) -> bool:
-        """Whether the run has been at work for some steps only, as far as is known."""
+        """Whether the run is known to have applied few steps."""
         return self.from_first_step and 0 < self.applied <= EARLY_STEPS
 
     def add(self, loss: float) -> None:
-        """Take in the loss of one applied step."""
-        # One from the middle of a run is as likely to be half of the next as twice
-        # that, and says nothing.
+        """Add the loss of one applied step."""
+        # A loss from the middle of a run is no reference: it may differ from the next
+        # by a factor of 2 either way.
         if self.from_first_step and not self.applied:
             self.first = loss
         self.last = loss
         self.applied += 1
 
     def has_diverged(self, current: float) -> bool:
-        """Say whether the loss has at least doubled since the first step.
+        """Return whether the loss has at least doubled since the first step.
 
         Args:
-            current: Of the last step, which was skipped; inf and NaN count for nothing.
+            current: Loss of the last step, which was skipped; ignored if not finite.
         """
         last = abs(current) if math.isfinite(current) else 0.0
         return max(abs(self.last), last) >= 2 * abs(self.first) > 0
@@ -78,18 +78,18 @@ class LossHistory:
 
 @dataclass
 class StepHistory:
-    """What is remembered of the steps so far."""
+    """Statistics of the steps so far."""
 
     losses: LossHistory = field(default_factory=LossHistory)
     history: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    """Loss scales of the last steps in a row that overflowed."""
+    """Loss scales of the consecutive steps that overflowed last, at most 64."""
     in_a_row: int = 0
-    """How many those were."""
+    """Number of these steps."""
 
     def add(
         self, scale: float, loss: float, *, skipped: bool, overflowed: bool
     ) -> None:
-        """Add one step: its scale, its loss (NaN if unknown), and what became of it."""
+        """Add one step: its scale, its loss (NaN if unknown), and the outcome."""
         if not skipped:
             self.losses.add(loss)
         if overflowed:
@@ -100,9 +100,9 @@ class StepHistory:
             self.in_a_row = 0
 
     def data(self) -> dict[str, Any]:
-        """Return plain values: what every rank knows, for a state is one for all.
+        """Return plain values, without losses.
 
-        Each rank has losses of its own, so they are no part of it.
+        One state is saved for all ranks, and losses differ between ranks.
         """
         return {
             "applied": self.losses.applied,
@@ -113,10 +113,10 @@ class StepHistory:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> StepHistory:
-        """Return what `data` gave.
+        """Return the history of values from `data`.
 
         Raises:
-            UserError: If it is no dictionary, or a part is missing or of another kind.
+            UserError: If it is not a dict, or a value is missing or of another type.
         """
         require_type("'watch'", data, isinstance(data, dict), "a dict, as it was saved")
         for name in cls().data():
@@ -145,7 +145,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
     """Every step overflows and no smaller loss scale is left to try.
 
     Args:
-        message: Everything below, in words.
+        message: All of the following, as text.
         history: Loss scales of the consecutive skipped steps, oldest first, at most 64.
         loss_finite: Whether the last loss was finite; None if unknown.
         inf_in: Parameters with inf in their gradients.
@@ -185,25 +185,25 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
 
 
 def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
-    """Say whether so many skips in a row, the last included, end the run."""
+    """Return whether so many consecutive skips end the run."""
     limit = rule.max_consecutive_skips
     too_long = limit is not None and skips_in_a_row >= limit
     return too_long or is_stuck(scale, skips_in_a_row, rule)
 
 
 def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
-    """Say whether steps keep overflowing at the floor of the scale."""
+    """Return whether steps keep overflowing at the minimum scale."""
     if rule.backoff_factor == 1 or overflows_in_a_row < MAX_OVERFLOWS_AT_MIN_SCALE:
         return False
-    # The scale is fp32, and so may hold the floor rounded up.
+    # The scale is fp32: the minimum may have been rounded up.
     return scale <= rule.min_scale * (1 + 2**-23)
 
 
 class CollapseMonitor:
-    """Sees each step's scale, without waiting for it, and ends a run that is lost.
+    """Observes each step without synchronization, and raises if no scale can help.
 
     Args:
-        scale: The first one.
+        scale: The first scale.
     """
 
     def __init__(self, scale: float) -> None:
@@ -224,13 +224,12 @@ class CollapseMonitor:
     def on_loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
         """Record an unscaled loss before its backward pass.
 
-        Where it costs no synchronization, a loss that is not finite is reported at
-        once, the first one with its cause; elsewhere, when the step has arrived. If one
-        more skip would end the run, the graph is examined while it still holds its
-        tensors, which synchronizes with the device.
+        A non-finite loss is reported at once on a CPU, the first one with its cause;
+        on other devices when its value has arrived. If one more skip would end the run,
+        the graph is examined now, while it still holds its tensors, which synchronizes.
         """
         self._loss, self._graph_cause, self._graph_error = None, None, ""
-        # It may stand for many losses, under `vmap`, or for none.
+        # Under functorch transforms (`vmap`) or FakeTensorMode it has no single value.
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
         if wrapped or isinstance(loss, FakeTensor):
             return
@@ -240,31 +239,31 @@ class CollapseMonitor:
             if async_read.is_cpu(loss.device):
                 value = float(self._loss)
             else:
-                # Of several micro-batches, one that is not finite shows in the sum.
+                # The sum over micro-batches is non-finite if one of them is.
                 self._loss_sum = _sum(self._loss_sum, self._loss)
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
                 self._graph_cause = find_in_graph(loss, name_of)
             except Exception as error:  # noqa: BLE001
-                # Tensors of any kind may lie in a graph. Not to know the cause must
-                # not end a run that may yet go on.
+                # A graph may hold tensors of any class. Failing to find the cause must
+                # not end a run that can still continue.
                 self._graph_error = f"{type(error).__name__}: {error}".splitlines()[0]
         if not math.isfinite(value):
             self.log.log_loss(value, self._graph_cause, self._graph_error)
 
     def needs_names(self, device: torch.device) -> bool:
-        """Say whether `GradAbsmax` of this step are wanted, to name its parameters.
+        """Return whether a `GradAbsmax` of this step is needed to name its parameters.
 
-        On a CPU names are known anyway. Elsewhere taking them costs a pass over all
-        gradients: only once a step that overflowed has arrived.
+        Not on a CPU, where names are known anyway. On other devices it costs a pass
+        over all gradients, so only after a step is known to have overflowed.
         """
         return self._history.in_a_row > 0 and not async_read.is_cpu(device)
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
-        """Say whether the scale may be smaller than 1, for all that has arrived here.
+        """Return whether the scale may be below 1, given the values read so far.
 
-        Then unscaling multiplies, and can itself overflow.
+        Unscaling then enlarges gradients and can itself overflow.
         """
         return (
             rule.min_scale < 1
@@ -272,11 +271,11 @@ class CollapseMonitor:
         )
 
     def on_external_set(self, scale: float = 0.0) -> None:
-        """The scale was set from outside, to a value known here or not (0)."""
+        """Record that the scale was set by other code; 0: the value is unknown."""
         self._last_read_scale, self._steps_unread = scale, 0
 
     def on_backoff(self) -> None:
-        """The scale has backed off outside of a step."""
+        """Record that the scale was lowered outside of a step."""
         self._steps_unread += 1
 
     def on_step(
@@ -287,18 +286,18 @@ class CollapseMonitor:
         found_inf: Tensor,
         culprits: Callable[[], Sequence[NonFiniteParam]],
     ) -> None:
-        """Record one step; only what has arrived on the host is read.
+        """Record one step; only values that have arrived on the host are read.
 
         Args:
-            rule: Floor and limit.
+            rule: The scale's rule, with minimum and limit of skips.
             scale_used: Scale of its backward pass, shape ().
-            state: After the step.
-            found_inf: Not zero if a pass at this scale overflowed, shape ().
-            culprits: Names parameters with non-finite gradients; called if there is
-                something to report. On a GPU, `GradAbsmax` must arrive first.
+            state: State after the step.
+            found_inf: Non-zero if a pass at this scale overflowed, shape ().
+            culprits: Returns the parameters with non-finite gradients; called if there
+                is something to report. On a GPU, a `GradAbsmax`, read when it arrives.
 
         Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
+            LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
         self._steps_unread += 1
         loss, loss_sum = self._loss, self._loss_sum
@@ -341,7 +340,7 @@ class CollapseMonitor:
         if not overflowed:
             return
         self._check_next_skip(rule)
-        # Steps may be applied without the passes that overflowed, for ever.
+        # Dropping the passes that overflow could go on forever without a skip.
         stuck = not num_skipped and is_stuck(scale, history.in_a_row, rule)
         if stuck or is_collapsed(scale, int(num_skipped), rule):
             raise self._make_error(int(num_skipped), culprits())
@@ -349,7 +348,7 @@ class CollapseMonitor:
     def _submit_names(
         self, culprits: Callable[[], Sequence[NonFiniteParam]], device: torch.device
     ) -> list[Tensor]:
-        """Return what must arrive with a step to name its parameters."""
+        """Return tensors to copy to the host with a step, to name its parameters."""
         if isinstance(culprits, GradAbsmax) and self.needs_names(device):
             self._param_readers.append(culprits.nonfinite_params)
             return [culprits.absmax]
@@ -358,25 +357,25 @@ class CollapseMonitor:
         return []
 
     def _check_next_skip(self, rule: ScaleRule) -> None:
-        """See whether one more step that overflows would end the run."""
+        """Update whether one more step that overflows would end the run."""
         num_in_a_row = self._history.in_a_row
         self._one_skip_left = num_in_a_row > 0 and is_collapsed(
             self._last_read_scale, num_in_a_row + 1, rule
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered, as plain values. Waits for the device."""
+        """Return the history as plain values. Synchronizes with the device."""
         history = copy.deepcopy(self._history)
         for scale, skipped, _, bad, loss, *_ in self._delayed.read_pending():
             history.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
         return history.data()
 
     def restore(self, history: StepHistory, rule: ScaleRule) -> None:
-        """Go on from a past.
+        """Continue from a saved history.
 
         Args:
-            history: What is known of the steps so far.
-            rule: Floor and limit.
+            history: Statistics of the steps so far.
+            rule: The scale's rule.
         """
         self._history = history
         self._check_next_skip(rule)
@@ -423,7 +422,7 @@ class CollapseMonitor:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A graph, a CUDA event and a loss on its way cannot be pickled.
+        # Graphs, CUDA events and pending copies cannot be pickled.
         cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
         return (
             self.__dict__
@@ -448,19 +447,19 @@ def find_cause(
     *,
     finite: bool | None,
 ) -> GraphCause:
-    """Return the likeliest cause of endless overflow.
+    """Return the most likely cause of endless overflow.
 
     Args:
-        finding: What the graph of the last loss showed; None if its forward pass was
-            finite, or was not examined.
+        finding: Cause found in the graph of the last loss; None if its forward pass
+            was finite, or was not examined.
         losses: Losses of the applied steps.
-        loss: The last one.
-        finite: Whether it was; None if it is not known.
+        loss: The last loss.
+        finite: Whether it was finite; None if unknown.
     """
     value = math.nan if loss is None else float(loss.abs().float().mean())
     drifted = finding is not None and finding.cause in {"range", "weights"}
     diverged = losses.has_diverged(value) and (drifted or finding is None)
-    # Adam in float16 is as likely to have made NaN of weights after a few steps.
+    # An eps that underflows in fp16 is as likely to give NaN weights after a few steps.
     is_epsilon_advice = finding is not None and optimizer_eps.CURE in finding.advice
     if diverged or (drifted and losses.is_early and not is_epsilon_advice):
         last = value if math.isfinite(value) else losses.last

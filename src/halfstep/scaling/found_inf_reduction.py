@@ -1,7 +1,7 @@
-"""Makes found_inf the same on every rank, so that all skip a step, or none.
+"""Reduces found_inf over ranks, so that all of them skip a step, or none.
 
-In: a flag of this rank, and the gradients it speaks of. Out: the flag of all ranks that
-hold parts of them: the shards of FSDP2, tensor parallelism, or a group of the user's.
+In: a flag of this rank and its gradients. Out: the maximum over all ranks that hold
+parts of them: shards of FSDP2, tensor parallelism, or a process group of the user.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def reduction_groups(
 ) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that must agree about an optimizer's gradients.
 
-    The user's own group is then the only one. Without it there is one for each
-    direction in which a DTensor is split: with FSDP2 that is one group. Replicas hold
-    the same numbers anyway.
+    This is the user's group if there is one. Otherwise there is one group for each mesh
+    dimension over which a DTensor is sharded (with FSDP2: one). Replicas need none, as
+    their values are equal.
     """
     if group is not None:
         return [group]
@@ -45,15 +45,15 @@ def reduction_groups(
 
 @dataclass
 class FoundInfReduction:
-    """One flag on its way to being every rank's.
+    """An asynchronous max-reduction of one flag over ranks.
 
-    Why: a rank that skips alone leaves the others with other weights, or waiting for
-    ever. The exchange is started as soon as the flag is known, and waited for where
-    it is needed: between `unscale_` and `step` of a `GradScaler` gradients are clipped.
+    Why: if one rank alone skips, weights differ between ranks, or the others hang. The
+    all-reduce starts when the flag is known and is waited for when it is needed: in
+    between (`unscale_` and `step` of a `GradScaler`), gradients are clipped.
     """
 
     flag: Tensor
-    """0.0 or 1.0, shape (); every rank's once `wait` has returned."""
+    """0.0 or 1.0, shape (); reduced once `wait` has returned."""
     _wait_pending: Callable[[], Any] | None = None
     _pending_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
@@ -61,20 +61,20 @@ class FoundInfReduction:
     def start(
         cls, flag: Tensor, groups: Sequence[dist.ProcessGroup]
     ) -> FoundInfReduction:
-        """Start to exchange a flag; every rank of each group must come here."""
+        """Start to reduce a flag; every rank of each group must call this."""
         reduction = cls(flag, _pending_groups=list(groups))
         reduction._start_next()
         return reduction
 
     def _start_next(self) -> None:
-        # The second direction of a mesh has to wait for what the first one found.
+        # The second mesh dimension needs the result of the first.
         if self._pending_groups:
             group = self._pending_groups.pop(0)
             work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group, async_op=True)
             self._wait_pending = work.wait
 
     def wait(self) -> Tensor:
-        """Return the flag, the same on each rank. Later calls cost nothing."""
+        """Wait, and return the flag, the same on each rank."""
         while self._wait_pending is not None:
             self._wait_pending()
             self._wait_pending = None
@@ -85,7 +85,7 @@ class FoundInfReduction:
 def reduce_found_inf(
     found_inf: Tensor, gradients: Iterable[Tensor], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return `found_inf` once all ranks concerned agree; it is written in place."""
+    """Reduce `found_inf` in place over the ranks that must agree; return it."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return found_inf
     groups = reduction_groups(gradients, group)
@@ -99,15 +99,15 @@ def start_reduction(
     group: dist.ProcessGroup | None,
     state: dict[str, Any],
 ) -> dict[torch.device, Tensor]:
-    """Start to reduce an optimizer's flags over ranks; return the flags to keep.
+    """Start to reduce an optimizer's flags over ranks; return the flags to store.
 
     Args:
-        flags: By device, of this rank.
-        zero: 0.0, shape (), on the device of the result: what a rank without gradients
-            takes part with, or the others would wait for ever.
-        gradients: All of the optimizer.
+        flags: Device -> flag of this rank.
+        zero: 0.0, shape (), on the device of the result: the flag of a rank without
+            gradients, which must take part, or the others hang.
+        gradients: All gradients of the optimizer.
         group: As for `reduction_groups`.
-        state: What a `GradScaler` keeps of it; `reduced_flags` waits for it.
+        state: The `GradScaler`'s state of this optimizer, for `reduced_flags`.
     """
     groups = reduction_groups(gradients, group)
     if not groups:
@@ -121,7 +121,7 @@ def reduced_flags(state: dict[str, Any]) -> list[Tensor]:
     """Return an optimizer's flags, the same on every rank.
 
     Args:
-        state: What a `GradScaler` keeps of one optimizer in one iteration.
+        state: The `GradScaler`'s state of one optimizer in one iteration.
     """
     if "found_inf_reduction" in state:
         state["found_inf_reduction"].wait()
@@ -131,10 +131,10 @@ def reduced_flags(state: dict[str, Any]) -> list[Tensor]:
 def reduce_over_ranks(
     tensor: Tensor, reduce_op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return a tensor reduced over ranks, so that all ask for the same.
+    """Reduce a tensor in place over ranks, so that all propose the same scale.
 
-    Why: gradients of 16 bits are a rank's own, and so are shards. Ranks with different
-    scales would average gradients that are not alike.
+    Why: 16-bit activation gradients and shards differ between ranks, and gradients at
+    different scales must not be averaged.
     """
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(tensor, reduce_op, group)

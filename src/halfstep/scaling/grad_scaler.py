@@ -1,9 +1,4 @@
-"""torch's `GradScaler` interface over halfstep's rule.
-
-In: losses and optimizers, as for `torch.amp.GradScaler`. Out: the same steps, and what
-torch does not tell: whether a step was skipped, at which scale, and for which
-parameters.
-"""
+"""`GradScaler`: torch's interface with halfstep's scale rule and step reports."""
 
 from __future__ import annotations
 
@@ -108,12 +103,12 @@ class GradScaler(TorchGradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        # torch leaves these out of a disabled one, and its getters then fail.
+        # torch does not set these if `enabled` is False, and its getters then fail.
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
         self._guards_only = strategy == "none"
         if self._guards_only and max_consecutive_skips is None:
-            max_consecutive_skips = 50  # no floor would end such a run
+            max_consecutive_skips = 50  # there is no minimum scale to end such a run
         self._init_scale = 1.0 if self._guards_only else init_scale
         self._bounds: dict[str, Any] = {
             "init_scale": self._init_scale,
@@ -137,7 +132,7 @@ class GradScaler(TorchGradScaler):
         )
         self._steps, self._last_step = 0, StepReport(0, complete=False)
         self.call_order_watch: CallOrderWatch | None = CallOrderWatch()
-        """What looks at the order of calls in the first iterations; then None."""
+        """Checks the order of calls in the first iterations; then None."""
         self._has_loaded = False
 
     @property
@@ -161,7 +156,7 @@ class GradScaler(TorchGradScaler):
         )
 
     def _main_scaler(self) -> LossScaler:
-        """Return the scale at work; torch's attributes have the last word."""
+        """Return the unnamed loss's scaler, synchronized with torch's attributes."""
         scale, clean = self._check_scale_growth_tracker("update")
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         if factors != self._factors:
@@ -202,7 +197,7 @@ class GradScaler(TorchGradScaler):
         return scaled
 
     def _write_torch_state(self, main: LossScaler) -> None:
-        """Write the state of the scale where torch keeps it."""
+        """Write scale and counter to torch's attributes."""
         scale, clean = self._check_scale_growth_tracker("update")
         if main.state.scale is not scale:
             scale.copy_(main.state.scale)
@@ -241,13 +236,13 @@ class GradScaler(TorchGradScaler):
         self._propose([found_inf, *flags.values()], optimizer)
 
     def _init_loaded_scale(self, optimizer: Optimizer) -> None:
-        """Use a loaded scale before the first `scale`: gradients may be there."""
+        """Use a loaded scale before the first `scale`: gradients may already exist."""
         gradient = first_gradient(optimizer)
         if self._has_loaded and self._scale is None and gradient is not None:
             self._lazy_init_scale_growth_tracker(gradient.device)
 
     def _propose(self, flags: list[Tensor], *optimizers: Optimizer) -> None:
-        """Let a strategy see gradients; every rank comes here as often."""
+        """Pass gradients to the strategy; every rank must call this equally often."""
         if self._bounds["strategy"] == "backoff":
             return
         main, self._proposed = self._main_scaler(), True
@@ -263,7 +258,7 @@ class GradScaler(TorchGradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Unscale, and below a scale of 1 look for what unscaling made infinite."""
+        """Unscale and check; at a scale below 1, check again after unscaling."""
         gradients = gradients_of(optimizer)
         dtypes = unscale.dtypes_of(gradients)
         if torch.float16 in dtypes:
@@ -271,7 +266,7 @@ class GradScaler(TorchGradScaler):
         main = self._loss_scalers.get_or_create("", inv_scale.device)
         recheck = main.monitor.may_be_below_one(main.rule)
         checked = gradients
-        if recheck and allow_fp16:  # a kernel will divide, and can look no more then
+        if recheck and allow_fp16:  # a fused kernel divides, and does not check again
             checked = unscale.divided_copies(gradients, main.state.scale)
             dtypes = unscale.dtypes_of(checked)
         flags = unscale.unscale_by_device_(checked, inv_scale, dtypes, recheck=recheck)
@@ -340,9 +335,9 @@ class GradScaler(TorchGradScaler):
     def _before_step(
         self, optimizer: Optimizer, *, has_closure: bool
     ) -> dict[str, Any]:
-        """Refuse what is no step, and watch the order of calls; return the state."""
+        """Raise on a second step, check the order of calls; return torch's state."""
         if has_closure:
-            self.call_order_watch = None  # it scales and steps by itself
+            self.call_order_watch = None  # the closure scales, which is not watched
         else:
             self._init_loaded_scale(optimizer)
             self._check_scale_growth_tracker("step")
@@ -418,7 +413,7 @@ class GradScaler(TorchGradScaler):
         ]
         scale_used = main.state.scale.clone()
         if new_scale is not None:
-            # torch knows no int, and leaves its counter alone.
+            # torch accepts no int; it does not reset its growth counter here.
             is_int = isinstance(new_scale, int)
             super().update(float(new_scale) if is_int else new_scale)
         elif not flags:
@@ -446,7 +441,7 @@ class GradScaler(TorchGradScaler):
     def _update_scales(
         self, main: LossScaler, states: list[Any], found_inf: Tensor
     ) -> None:
-        """Let each scale that was used move by its own overflows."""
+        """Update each scale that was used, by its own overflows."""
         low, high = self._bounds["min_scale"], self._bounds["max_scale"]
         self._host_scale.mark_multiplied((*self._factors[:2], low, high))
         joint_states = [state for state in states if "unscaled_gradients" not in state]
@@ -516,13 +511,13 @@ class GradScaler(TorchGradScaler):
 
 
 def _from_foreign_state(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return a state in torch's terms.
+    """Return a state in torch's format.
 
     Args:
         state: Of torch or halfstep (returned as it is); of apex.amp, {"loss_scaler0":
-            {"loss_scale": 65536.0, "unskipped": 12}}; or one entry of it. Of several
-            losses, the first counts.
-        own: The scaler's own state, for what apex does not save.
+            {"loss_scale": 65536.0, "unskipped": 12}}; or one such entry. With several
+            losses, the first is used.
+        own: The scaler's own state, for entries that apex does not save.
     """
     entry = state.get("loss_scaler0", state)
     if isinstance(entry, dict) and {"loss_scale", "unskipped"} <= entry.keys():

@@ -1,8 +1,6 @@
-"""How a loss scale moves: numbers, a state, and the pure function between two states.
+"""Defines the loss scale's rule and state, and `advance`, the update after a step.
 
-In: a state and one `found_inf` flag a step. Out: the state for the next step. Static
-scaling and none at all are the same rule with factors of one, so no code branches on
-"off".
+A constant scale and no scale are rules with factors of 1, without special cases.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ _TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).ma
 
 
 def is_power_of_two(number: float) -> bool:
-    """Say whether multiplying by it is exact."""
-    return math.frexp(number)[0] == 0.5  # noqa: PLR2004 -- as frexp has it
+    """Return whether a number is a power of two: multiplying by it is exact."""
+    return math.frexp(number)[0] == 0.5  # noqa: PLR2004 -- frexp's mantissa
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class ScaleRule:
 
     @classmethod
     def parse(cls, word: str | float) -> ScaleRule:
-        """Return the rule of a word or a number.
+        """Return the rule for a string or a number.
 
         Args:
             word: "dynamic" (or "backoff"), "measured", "logmax", "none" for a scale of
@@ -198,11 +196,11 @@ def advance(
         torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
     """
     if async_read.is_cpu(state.scale.device):
-        # There is nothing to wait for, and thirty operations on one number cost more
-        # than the pass over a thousand gradients' flags.
+        # Reading is free, and thirty tensor operations on one number cost more than
+        # checking a thousand gradients.
         return _advance_on_host(state, bool(found_inf), rule, proposal)
     overflowed = found_inf.to(state.scale.device) > 0
-    # Metal has no double; in double, to be rounded once, as torch's kernel does it.
+    # In double and rounded once, as in torch's kernel; MPS has no double.
     scale = state.scale if state.scale.is_mps else state.scale.double()
     left = state.hysteresis_left - overflowed.int()
     clean = torch.where(overflowed, 0, state.clean_steps + 1)
@@ -210,8 +208,8 @@ def advance(
     lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
     if proposal is None:
         higher = scale * rule.growth_factor
-        # As torch has it, fp32 is not grown out of. A start below the floor or above
-        # the ceiling is possible after a load.
+        # As in torch, the scale does not grow beyond fp32. A loaded scale may be below
+        # the minimum or above the maximum.
         grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
         clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
     else:
@@ -230,7 +228,7 @@ def advance(
 def _advance_on_host(
     state: ScaleState, overflowed: bool, rule: ScaleRule, proposal: Tensor | None
 ) -> ScaleState:
-    """Do the same with numbers; tensors that stay the same are kept."""
+    """Do the same with Python numbers; unchanged tensors are reused."""
     scale, skips = state.scale.item(), state.skips_in_a_row
     if not overflowed:
         clean = state.clean_steps.item() + 1

@@ -1,8 +1,4 @@
-"""`LossScaler`: scales losses, unscales lists of gradients, updates the scale.
-
-In: a rule, then losses and gradients. Out: scaled losses, unscaled gradients, and the
-scale of the next step.
-"""
+"""`LossScaler`: scales losses, unscales lists of gradients, updates the scale."""
 
 from __future__ import annotations
 
@@ -54,7 +50,7 @@ class LossScaler:
     """
 
     num_dropped = 0
-    """Backward passes left out of a step: 0."""
+    """Number of dropped backward passes, always 0; `BackwardPasses` counts them."""
 
     def __init__(
         self,
@@ -67,10 +63,10 @@ class LossScaler:
         self.strategy = make_strategy(rule.strategy, group)
         self.monitor = CollapseMonitor(rule.init_scale)
         self.proposal: Tensor | None = None
-        """What the strategy asked for since the last update, shape ()."""
+        """Lowest scale proposed by the strategy since the last update, shape ()."""
 
     def __repr__(self) -> str:
-        """Return the scale now. May wait for the device."""
+        """Return the current scale and the rule. May synchronize."""
         return f"<LossScaler at {self.state.scale.item():g}: {self.rule}>"
 
     def observe_loss(
@@ -208,7 +204,7 @@ class LossScaler:
         """Raise if a state cannot be loaded.
 
         Raises:
-            UserError: If a field is missing, or what it remembers is of another kind.
+            UserError: If a field is missing, or its history is malformed.
         """
         for field in fields(ScaleState):
             if field.name not in state:
@@ -222,7 +218,7 @@ class LossScaler:
         """Load a saved state; the rule is not changed.
 
         Raises:
-            UserError: If a field is missing, or what it remembers is of another kind.
+            UserError: If a field is missing, or its history is malformed.
         """
         self.check(state)
         loaded = {}
@@ -230,12 +226,12 @@ class LossScaler:
             current = getattr(self.state, field.name)
             loaded[field.name] = torch.full_like(current, state[field.name])
         if self.rule.backoff_factor == 1:
-            loaded["scale"] = self.state.scale  # fixed: the rule has the last word
+            loaded["scale"] = self.state.scale  # a fixed scale is the rule's
         is_same = state.get("strategy", "backoff") == self.rule.strategy
         if self.strategy is not None and is_same:
             self.strategy.load_state_dict(state.get("strategy_state", {}))
         self.state = replace(self.state, **loaded)
-        # What is under way is of another run.
+        # A new monitor: values that have not arrived yet are of another run.
         log = self.monitor.log
         self.monitor = CollapseMonitor(float(loaded["scale"]))
         self.monitor.log = log
@@ -243,7 +239,7 @@ class LossScaler:
 
 
 def _history_from(state: dict[str, Any]) -> StepHistory:
-    """Return what a state tells of the steps before; an older one tells of none."""
+    """Return the history in a state; older states have only the number of skips."""
     if "watch" in state:
         return StepHistory.from_data(state["watch"])
     return StepHistory(
@@ -252,5 +248,5 @@ def _history_from(state: dict[str, Any]) -> StepHistory:
 
 
 def inverse_scale(scale: Tensor) -> Tensor:
-    """Return 1 / scale, divided in double and rounded once, as torch does it."""
+    """Return 1 / scale, divided in double and rounded once, as in torch."""
     return scale.reciprocal() if scale.is_mps else scale.double().reciprocal().float()

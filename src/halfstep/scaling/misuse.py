@@ -1,7 +1,7 @@
-"""Errors of a misused `GradScaler`: torch's message, then what caused it.
+"""Makes the errors about misuse of a `GradScaler` or a session.
 
-In: an optimizer, or a place in the user's code. Out: exceptions, to be raised. Each
-begins with torch's own sentence, for code that matches on it.
+Where torch raises too, the message begins with torch's, for code that matches on it;
+the cause follows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def caller() -> tuple[str, int]:
 
 
 def unscaled_twice(stage: OptState, where: tuple[str, int] | None) -> RuntimeError:
-    """Return the error of a second `unscale_`, or of one after `step`."""
+    """Return the error for a second `unscale_`, or one after `step`."""
     if stage is OptState.STEPPED:
         message = "unscale_() is being called after step()."
         return RuntimeError(message + _first_call(where, "before step()"))
@@ -49,26 +49,26 @@ def unscaled_twice(stage: OptState, where: tuple[str, int] | None) -> RuntimeErr
 
 
 def stepped_twice(where: tuple[str, int] | None) -> RuntimeError:
-    """Return the error of a second `step` before an `update`."""
+    """Return the error for a second `step` before `update`."""
     message = "step() has already been called since the last update()."
     return RuntimeError(message + _first_call(where, "for each optimizer"))
 
 
 def _first_call(where: tuple[str, int] | None, when: str) -> str:
-    """Return where the first call was, and what is missing."""
+    """Return where the first call was, and when to call it."""
     place = "" if where is None else " The first call was at {}:{};".format(*where)
     return f"{place} call it once in an iteration, {when}, and update() at its end."
 
 
 def no_gradients(optimizer: Optimizer) -> AssertionError:
-    """Return the error of a step without a gradient."""
+    """Return the error for a step without gradients."""
     return AssertionError(
         f"No inf checks were recorded for this optimizer. {why_no_gradients(optimizer)}"
     )
 
 
 def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
-    """Return the error of an `update` with nothing to go by."""
+    """Return the error for an `update` without checked gradients."""
     reason = "Call step(optimizer) before update()."
     if stepped:
         reason = " ".join(why_no_gradients(optimizer) for optimizer in stepped)
@@ -77,7 +77,7 @@ def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
 
 
 def why_no_gradients(optimizer: Optimizer) -> str:
-    """Say which parameters have no gradients, and the likely cause."""
+    """Return which parameters have no gradients, and the likely cause."""
     named_params = list(named_parameters(optimizer))
     names = [name for name, _ in named_params]
     if any(param.grad is not None for _, param in named_params):
@@ -95,7 +95,7 @@ def why_no_gradients(optimizer: Optimizer) -> str:
 
 
 def fp16_gradients(optimizer: Optimizer) -> ValueError:
-    """Return the error of gradients that unscaling would flush to zero."""
+    """Return the error for fp16 gradients, which unscaling could flush to zero."""
     fp16_names = [
         name
         for name, param in named_parameters(optimizer)
@@ -112,10 +112,10 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
 
 
 def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
-    """Return gradients ready to be checked, where fp16 is allowed among them.
+    """Return the gradients to check, coalesced, with fp16 among them.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If fp16 is not allowed.
     """
     if not allowed:
         raise fp16_gradients(optimizer)
@@ -124,7 +124,7 @@ def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
 
 
 def named_loss_with_drop(name: str) -> UserError:
-    """Return the error of a named loss where passes are left out."""
+    """Return the error for a named loss with "drop_microbatch"."""
     message = (
         f"the loss {name!r} has a scale of its own, but 'drop_microbatch' "
         "counts micro-batches of one loss; use one of the two."
@@ -133,7 +133,7 @@ def named_loss_with_drop(name: str) -> UserError:
 
 
 def mixed_scales() -> RuntimeError:
-    """Return the error of gradients at two scales in one sum."""
+    """Return the error for summing gradients at two scales."""
     message = (
         "scaler.scale() was given a loss that reaches parameters whose gradients "
         "scaler.backward() has unscaled already; use scaler.backward() for it too."
@@ -142,7 +142,7 @@ def mixed_scales() -> RuntimeError:
 
 
 def pickled_group() -> TypeError:
-    """Return the error of pickling a scaler with a process group."""
+    """Return the error for pickling a scaler with a process group."""
     message = (
         "a GradScaler with a process_group cannot be pickled, for the group cannot; "
         "save scaler.state_dict(), and load it into one that is given the group."
@@ -151,7 +151,7 @@ def pickled_group() -> TypeError:
 
 
 def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse `backward` on top of gradients of unknown scale.
+    """Raise if `backward` would add to gradients of unknown scale.
 
     Raises:
         RuntimeError: If a parameter has a gradient.
@@ -168,7 +168,7 @@ def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
 
 
 def retries_under_ddp() -> UserError:
-    """Session: retries, and a model in DDP."""
+    """Session: retries with a model in DDP."""
     message = (
         "halfstep.Retry runs a backward pass again, whose gradients DDP would not "
         "average: it does so once for each forward pass. Set on_overflow='skip' or "
@@ -178,7 +178,7 @@ def retries_under_ddp() -> UserError:
 
 
 def released_twice() -> UserError:
-    """Session: a second backward pass where gradients are released."""
+    """Session: a second backward pass with optimizer_in_backward."""
     message = (
         "optimizer_in_backward=True updates weights in each backward pass: call "
         "session.step() before the next. Add losses up into one."
@@ -187,7 +187,7 @@ def released_twice() -> UserError:
 
 
 def step_without_backward(steps: int) -> RuntimeError:
-    """Session: `step` with nothing to do after so many steps."""
+    """Session: `step` without a backward pass, after so many steps."""
     message = (
         "session.step() was called without a backward pass since the last; "
         f"{steps} steps are done. Call session.backward(loss) first; "
@@ -197,7 +197,7 @@ def step_without_backward(steps: int) -> RuntimeError:
 
 
 def grads_without_backward() -> UserError:
-    """Session: gradients asked for where none are complete."""
+    """Session: `grads` without a backward pass."""
     message = (
         "session.grads() was called without a backward pass since the last step; "
         "call it between session.backward(loss) and session.step()."
@@ -206,7 +206,7 @@ def grads_without_backward() -> UserError:
 
 
 def grads_in_window(micro: int, accumulate: int) -> UserError:
-    """Session: gradients asked for before the last micro-batch."""
+    """Session: `grads` before the last micro-batch."""
     message = (
         f"session.grads() was called in micro-batch {micro} of {accumulate}: the "
         "gradients of a step are complete after the backward pass of the last."
@@ -233,7 +233,7 @@ def pass_failed() -> RuntimeError:
 
 
 def state_in_window(micro: int, accumulate: int) -> RuntimeError:
-    """Session: a state asked for with gradients under way."""
+    """Session: `state_dict` with pending gradients."""
     message = (
         f"session.state_dict() after {micro} of {accumulate} "
         "micro-batches, or a backward pass, would lose their gradients; call "

@@ -1,7 +1,7 @@
-"""How `GradScaler` steps fused optimizers and optimizers with a closure.
+"""Steps fused optimizers, and optimizers with a closure, for `GradScaler`.
 
-In: a scaler, and an optimizer whose kernel skips by itself, or whose step evaluates the
-model. Out: the step taken, or everything left as it was.
+The kernels of fused optimizers skip on overflow themselves. A closure evaluates the
+model inside `step`; if an evaluation overflows, the whole step is undone.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _FP32_OR_WIDER = {torch.float32, torch.float64}
 
 
 class HostScale:
-    """Follows a tensor that others may replace or write to."""
+    """Tracks on the host a scale tensor that other code may replace or write to."""
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
         self._version = 0
         self.is_power_of_two = False
-        """It is a power of two."""
+        """Whether the scale is known to be a power of two."""
 
     def poll(self, scale: Tensor, init_scale: float) -> float | None:
-        """Return what other code has set it to, if any; 0 if reading synchronizes."""
+        """Return the scale if other code has set it, else None; 0 if it is unknown."""
         is_new = scale is not self._tensor
         if not is_new and scale._version == self._version:  # noqa: SLF001
             return None
@@ -51,11 +51,11 @@ class HostScale:
         return value
 
     def mark_written(self, scale: Tensor) -> None:
-        """Take note that it was written to by its owner."""
+        """Record that the scaler itself has written to the scale."""
         self._tensor, self._version = scale, scale._version  # noqa: SLF001
 
     def mark_multiplied(self, numbers: Iterable[float]) -> None:
-        """Take note of what it may be multiplied by, or set to."""
+        """Record the numbers that the scale may be multiplied by, or clamped to."""
         all_powers = all(is_power_of_two(one) for one in numbers if one != FP32_MAX)
         self.is_power_of_two = self.is_power_of_two and all_powers
 
@@ -68,15 +68,15 @@ def fused_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Step an optimizer whose kernel skips by itself, without synchronization."""
+    """Step an optimizer whose kernel itself skips, without synchronization."""
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        return GradScaler.step(scaler, optimizer, *args, **kwargs)  # torch's first form
+        return GradScaler.step(scaler, optimizer, *args, **kwargs)  # torch's old API
     factor = getattr(optimizer, "grad_scale", None)
     scale, _ = scaler._check_scale_growth_tracker("step")  # noqa: SLF001
     if state["stage"] is OptState.READY:
-        # Where the scale is a power of two, multiplying beforehand and dividing inside
-        # give the same bits, and the kernel has no gradients to write back. Code that
-        # is not torch's own is given what torch gives: the scale, scaled gradients.
+        # If the scale is a power of two, unscaling before the kernel gives the same
+        # bits, and the kernel need not write gradients back. Optimizers and hooks other
+        # than torch's get what torch passes: the scale and scaled gradients.
         if (
             host_scale.is_power_of_two
             and factor is None
@@ -89,7 +89,7 @@ def fused_step(
             factor = scale if factor is None else scale * factor
     flags = reduced_flags(state)
     if not flags and gradients_of(optimizer):
-        # They would be applied unchecked; torch fails here too, by accident.
+        # Gradients would be applied unchecked; torch raises here too, by accident.
         raise misuse.no_gradients(optimizer)
     found_inf = max_flag(flags or [torch.zeros_like(scale)], scale.device)
     return fused_optimizers.step(optimizer, found_inf, factor, *args, **kwargs)
@@ -103,7 +103,7 @@ def step_with_closure(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Step an optimizer that evaluates the model inside; None if it was taken back."""
+    """Step an optimizer that evaluates the model inside; None if it was undone."""
 
     def overflowed() -> bool:
         return any(bool(flag) for flag in reduced_flags(state))
@@ -121,7 +121,7 @@ def step_with_closure(
 
 
 class _Overflow(Exception):  # noqa: N818 -- a signal, not an error
-    """An evaluation inside a step left inf or NaN in the gradients."""
+    """Gradients of an evaluation inside a step hold inf or NaN."""
 
 
 def step_or_undo(
@@ -133,18 +133,18 @@ def step_or_undo(
 ) -> Any:
     """Step an optimizer with a closure; undo all of it if an evaluation overflows.
 
-    Why: by the time the second evaluation of a line search overflows, the first has
-    moved the weights. Costs a copy of weights and state for the time of the step.
+    Why: when the second evaluation of a line search overflows, the first has already
+    changed the weights. Costs a copy of weights and state during the step.
 
     Args:
-        optimizer: Its weights, state and settings are restored.
-        evaluate: Clears gradients, computes the loss, fills in unscaled gradients.
-        overflowed: Says whether the gradients of the last evaluation were not finite.
+        optimizer: Its weights, state and hyper-parameters are restored.
+        evaluate: Clears gradients, computes the loss, leaves unscaled gradients.
+        overflowed: Returns whether gradients of the last evaluation were non-finite.
         args: For the optimizer's step.
         kwargs: For the optimizer's step.
 
     Returns:
-        What the step returned; None if it was undone.
+        The return value of the step; None if it was undone.
     """
     weights = {
         p: p.detach().clone() for g in optimizer.param_groups for p in g["params"]
@@ -172,7 +172,7 @@ def step_or_undo(
 
 
 def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return an optimizer and those it works with, as SAM does with its base."""
+    """Return an optimizer and those inside it, such as the base of SAM."""
     inner = [
         v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)
     ]
@@ -180,7 +180,7 @@ def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]
 
 
 def _copy_state(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], list[Any]]:
-    """Return copies of an optimizer's state, and of its settings by group."""
+    """Return copies of an optimizer's state and of its groups' hyper-parameters."""
     state = {param: deepcopy(value) for param, value in optimizer.state.items()}
     settings = [
         {key: deepcopy(value) for key, value in group.items() if key != "params"}

@@ -1,10 +1,8 @@
-"""Backward passes that are unscaled and checked one by one.
+"""Unscales and checks each backward pass of a step separately.
 
-In: losses, and how to run a backward pass. Out: unscaled gradients, and one flag. The
-usual step has one loss scale, and its gradients are unscaled once, at the end. Passes
-with scales of their own, or that may be left out or repeated, come here: gradients of
-two loss scales cannot be added, and an inf that has been added can no longer be taken
-out.
+Usually gradients are unscaled once, at the end of a step. That does not work for losses
+with separate scales, or passes that may be dropped or repeated: gradients at two scales
+cannot be added, and an inf cannot be removed from a sum.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class Retry:
 
     @classmethod
     def of(cls, on_overflow: object) -> Retry:
-        """Return the `Retry` of an argument: "skip", "drop_microbatch" retry 0 times.
+        """Return the `Retry` for an argument; "skip", "drop_microbatch": 0 times.
 
         Raises:
             UserError: If it is neither of them, nor a `Retry`.
@@ -88,20 +86,20 @@ class Retry:
 
     @property
     def drops(self) -> bool:
-        """A pass whose last try overflowed is left out of the step."""
+        """Whether a pass whose last try overflowed is left out of the step."""
         return self.then == "drop_microbatch"
 
     @property
     def checks_each_pass(self) -> bool:
-        """Gradients are unscaled and checked after each backward pass."""
+        """Whether gradients are unscaled and checked after each backward pass."""
         return self.drops or self.times > 0
 
 
 class LossScalers:
-    """Scalers by the name of their loss; "" for losses without a name.
+    """One LossScaler per loss name; "" is the unnamed loss.
 
     Args:
-        rule: By which each begins and moves.
+        rule: Rule of each.
         group: As for `LossScaler`.
     """
 
@@ -114,7 +112,7 @@ class LossScalers:
         self._from_first_step = True
 
     def get_or_create(self, name: str, device: torch.device) -> LossScaler:
-        """Return the scaler of a loss; it begins where a loaded state left it."""
+        """Return the scaler of a loss; a new one takes its state from a loaded one."""
         if name not in self._scalers:
             scaler = self._scalers[name] = LossScaler(self.rule, device, self._group)
             if name in self._saved:
@@ -128,11 +126,11 @@ class LossScalers:
         return scaler
 
     def get(self, name: str) -> LossScaler:
-        """Return the scaler of a loss that has been seen."""
+        """Return the scaler of a loss that `get_or_create` was called for."""
         return self._scalers[name]
 
     def record_found_inf(self, name: str, found_inf: Tensor) -> None:
-        """Take down what one backward pass of a loss found, shape ()."""
+        """Record the flag of one backward pass of a loss, shape ()."""
         previous = self._found_inf.get(name)
         combined = found_inf if previous is None else torch.maximum(previous, found_inf)
         self._found_inf[name] = combined
@@ -140,10 +138,10 @@ class LossScalers:
     def update(
         self, found_inf: Tensor, culprits: Callable[[], Sequence[NonFiniteParam]]
     ) -> None:
-        """Move those scales that were used in this step.
+        """Update the scales that were used in this step.
 
         Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
+            LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
         flags, self._found_inf = self._found_inf, {}
         if not flags:
@@ -152,17 +150,17 @@ class LossScalers:
             self._scalers[name].update(flag, culprits, skipped=found_inf)
 
     def reset(self) -> None:
-        """Leave out what was noted since the last step."""
+        """Discard the flags recorded since the last step."""
         self._found_inf = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all states by name. Waits for the device."""
+        """Return all states by name. Synchronizes with the device."""
         current = {name: scaler.state_dict() for name, scaler in self._scalers.items()}
         return self._saved | current
 
     @staticmethod
     def check(state: dict[str, Any] | None) -> None:
-        """Refuse states that cannot be loaded; None holds nothing to refuse.
+        """Raise if a state cannot be loaded; None can.
 
         Raises:
             UserError: If a field is missing.
@@ -171,10 +169,10 @@ class LossScalers:
             LossScaler.check(one)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from saved states by name; of a new loss when it comes.
+        """Load states by name; that of a loss not used yet when it is first used.
 
         Args:
-            state: None for a run without one, such as one of torch's.
+            state: None if the run did not save one, such as a run of torch's scaler.
 
         Raises:
             UserError: If a field is missing.
@@ -186,18 +184,18 @@ class LossScalers:
             if name in self._saved:
                 scaler.load_state_dict(self._saved.pop(name))
             else:
-                del self._scalers[name]  # it begins anew
+                del self._scalers[name]  # it starts again with the rule's scale
 
 
 class BackwardPasses:
-    """Unscales and checks each backward pass of a step by itself.
+    """Unscales and checks each backward pass of a step separately.
 
-    In a step it stands for the `LossScaler`: gradients are unscaled when it is asked.
+    It replaces the `LossScaler` in a session's step, with gradients already unscaled.
     """
 
     needs_only_found_inf = False
     group = None
-    """Ranks that have not agreed yet: each pass was agreed on by itself."""
+    """No group for the step: the flag of each pass is already reduced over ranks."""
 
     def __init__(
         self,
@@ -212,14 +210,14 @@ class BackwardPasses:
         self._last_name = ""
         self._found_inf = torch.zeros(())
         self.keeps_graphs = on_overflow.times > 0
-        """A graph is kept until its last try."""
+        """Whether graphs are retained until the last try."""
 
     def check(self, name: str, *, is_ddp: bool) -> None:
-        """Refuse a pass that would give wrong gradients.
+        """Raise if a pass would give wrong gradients.
 
         Raises:
-            UserError: If DDP would not average a second try, or a named loss comes
-                where passes are left out.
+            UserError: For retries under DDP, which would not average the second try;
+                for a named loss with "drop_microbatch".
         """
         if is_ddp and self.keeps_graphs:
             raise misuse.retries_under_ddp()
@@ -232,10 +230,11 @@ class BackwardPasses:
         backward: Callable[[bool], None],
         parameters: Sequence[Tensor],
     ) -> Tensor | None:
-        """Run one backward pass, which fills `.grad`; its argument: keep the graph.
+        """Run `backward(keep_graph)`, which fills `.grad`; unscale and check.
 
         Returns:
-            1.0 if it is left out of the step, else 0.0, shape (); None if none ever is.
+            1.0 if it is left out of the step, else 0.0, shape (). None without
+            "drop_microbatch".
         """
         self._last_name = name
         scaler, retries = self._loss_scalers.get(name), self._on_overflow.times
@@ -246,7 +245,7 @@ class BackwardPasses:
         return found_inf if self._on_overflow.drops else None
 
     def unscale_earlier(self, parameters: Sequence[Tensor]) -> None:
-        """Take in gradients that passes without a name have left in `.grad`."""
+        """Unscale and collect gradients that unnamed losses have left in `.grad`."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         found_inf = self._loss_scalers.get("").unscale_(gradients)
         self._accumulate(
@@ -258,7 +257,7 @@ class BackwardPasses:
         self._unscaled.accumulate(parameters, found_inf)
 
     def sums_in_fp32(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (parameter, copy of its gradient) as `restore_grads` puts it there."""
+        """Yield (parameter, copy of its gradient in fp32 or wider)."""
         for param, total in self._unscaled.sums():
             wide = torch.promote_types(total.dtype, torch.float32)
             yield param, total.to(wide, copy=True)
@@ -268,7 +267,7 @@ class BackwardPasses:
         self._found_inf = self._unscaled.restore_grads()
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the flag of gradients that were unscaled pass by pass."""
+        """Return the flag of the step; the gradients are already unscaled."""
         del gradients
         return self._found_inf
 
@@ -279,32 +278,32 @@ class BackwardPasses:
 
     @property
     def num_dropped(self) -> Tensor | int:
-        """How many passes of this step were left out, shape ()."""
+        """Number of passes left out of this step, shape ()."""
         return self._unscaled.num_dropped()
 
     def update(
         self, found_inf: Tensor, culprits: Callable[[], Sequence[NonFiniteParam]]
     ) -> None:
-        """End the step: move each scale that was used by what its passes found.
+        """End the step: update each scale that was used by the flags of its passes.
 
         Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
+            LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
         self._unscaled.reset()
         self._loss_scalers.update(found_inf, culprits)
 
     def reset(self) -> None:
-        """Forget the passes since the last step."""
+        """Discard the passes since the last step."""
         self._unscaled.reset()
         self._loss_scalers.reset()
 
 
 class UnscaledGradients:
-    """Unscaled gradients of the passes so far.
+    """Sums of the unscaled gradients of the passes so far.
 
     Args:
-        drop: Leave out a pass that overflowed, and let the mean of the others stand
-            for all; otherwise one such pass skips the step.
+        drop: Leave out passes that overflowed, and use the mean of the others for
+            them; otherwise one such pass skips the step.
     """
 
     def __init__(self, *, drop: bool) -> None:
@@ -312,17 +311,17 @@ class UnscaledGradients:
         self._totals: dict[Tensor, Tensor] = {}
         self._restored: dict[Tensor, tuple[Tensor, int]] = {}
         self.num_passes = 0
-        """Entered since the last `reset`."""
+        """Number of passes since the last `reset`."""
         self._num_overflowed: Tensor | None = None
 
     @property
     def parameters(self) -> Iterable[Tensor]:
-        """Those whose gradients are entered."""
+        """The parameters with a sum."""
         return self._totals.keys()
 
     @torch.no_grad()
     def sync_user_edits(self) -> None:
-        """Take in what was done to the sums while they were in `.grad`."""
+        """Copy edits that the user made to the sums in `.grad` back to the sums."""
         for parameter, (restored, version) in self._restored.items():
             current = parameter.grad
             if current is None:
@@ -336,7 +335,7 @@ class UnscaledGradients:
         self._restored.clear()
 
     def _mean_factor(self, total: Tensor) -> Tensor | int:
-        """Return how many passes each good one stands for."""
+        """Return the number of passes divided by the number without overflow."""
         if not self._drop or self._num_overflowed is None:
             return 1
         num_clean = (self.num_passes - self._num_overflowed).clamp(min=1)
@@ -344,10 +343,10 @@ class UnscaledGradients:
 
     @torch.no_grad()
     def accumulate(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Add what a pass left in `.grad`, unscaled, and take it out of there.
+        """Add the unscaled `.grad` of a pass to the sums, and set `.grad` to None.
 
         Args:
-            parameters: Those whose `.grad` is to be entered.
+            parameters: Parameters whose `.grad` to add.
             found_inf: 0.0 or 1.0: whether these gradients held inf or NaN, shape ().
         """
         self.num_passes += 1
@@ -360,12 +359,12 @@ class UnscaledGradients:
             if gradient is None:
                 continue
             if self._drop:
-                # Filled, not multiplied by 0: that would make NaN of an inf.
+                # Not multiplied by 0: inf * 0 is NaN.
                 values = local_values(gradient)
                 values.masked_fill_(found_inf.to(values.device) > 0, 0)
             total = self._totals.get(parameter)
             if total is None:
-                # Its memory may be a buffer that the next pass writes to.
+                # Cloned: its memory may be a buffer that the next pass writes to.
                 self._totals[parameter] = gradient.clone()
             elif total.is_sparse:
                 self._totals[parameter] = gradient + total
@@ -374,7 +373,7 @@ class UnscaledGradients:
             parameter.grad = None
 
     def sums(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (parameter, sum of its gradients, or their mean where some dropped)."""
+        """Yield (parameter, sum of its gradients, scaled up for dropped passes)."""
         for parameter, total in self._totals.items():
             grad = total
             if self._drop:
@@ -386,8 +385,8 @@ class UnscaledGradients:
         """Put the sums into `.grad`; return whether the step must be skipped.
 
         Returns:
-            1.0 if a pass overflowed; where they are dropped, if all of them did.
-            float32, shape ().
+            1.0 if a pass overflowed (with `drop`: if all did) or a sum is non-finite,
+            else 0.0. float32, shape ().
         """
         num_overflowed = self._num_overflowed
         assert num_overflowed is not None, "restore_grads() comes after accumulate()"  # noqa: S101
@@ -398,7 +397,7 @@ class UnscaledGradients:
             num_overflowed >= self.num_passes if self._drop else num_overflowed > 0
         ).float()
         if self.num_passes > 1:
-            # Finite parts may have a sum that is not.
+            # The sum of finite gradients may overflow.
             sums = [grad for grad, _ in self._restored.values()]
             found_inf = torch.maximum(
                 found_inf, unscale_(sums, torch.ones_like(found_inf))
@@ -406,7 +405,7 @@ class UnscaledGradients:
         return found_inf
 
     def num_dropped(self) -> Tensor | int:
-        """Return how many passes were left out, shape ()."""
+        """Return the number of passes left out, shape ()."""
         return (
             self._num_overflowed
             if self._drop and self._num_overflowed is not None
@@ -414,7 +413,7 @@ class UnscaledGradients:
         )
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Discard the sums."""
         self._totals.clear()
         self._restored.clear()
         self.num_passes, self._num_overflowed = 0, None
@@ -428,14 +427,14 @@ def run_pass(
     retries: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Run a backward pass by itself and unscale what it left in `.grad`.
+    """Run a backward pass, and unscale and check its gradients.
 
     Args:
-        scaler: Its scale.
-        backward: Runs the pass of the scaled loss; says whether to keep the graph.
-        parameters: All that it reaches. What is in their `.grad` is lost.
-        retries: How often to run it again at a lower scale if it overflows, >= 0; each
-            pass but the last synchronizes with the device.
+        scaler: Scaler of the loss.
+        backward: Runs the pass; its argument is whether to retain the graph.
+        parameters: All parameters that it reaches; their `.grad` is overwritten.
+        retries: Number of repetitions at a lower scale if it overflows, >= 0; each pass
+            but the last synchronizes with the device.
         group: Ranks that must agree.
 
     Returns:
@@ -455,7 +454,7 @@ def run_pass(
 
 
 def free_graph(loss: Tensor) -> None:
-    """Free the graph that was kept for another try, though the user holds the loss."""
+    """Free the graph retained for another try, although the user keeps the loss."""
     if not loss._is_view():  # noqa: SLF001
         loss.detach_()
 
@@ -473,13 +472,13 @@ class PerPassBackward:
         self.on_overflow = on_overflow
         self._group = group
         self.num_dropped: Tensor | int = 0
-        """Passes left out since the last `update`, shape ()."""
+        """Number of passes left out since the last `update`, shape ()."""
         self.last_scale: Tensor | None = None
-        """Scale of the last pass since then, shape ()."""
+        """Loss scale of the last pass since then, shape ()."""
         self._active: list[UnscaledGradients] = []
 
     def check_not_mixed(self, loss: Tensor) -> None:
-        """Refuse a scaled loss that reaches gradients which are unscaled already.
+        """Raise if a scaled loss reaches parameters with unscaled gradients.
 
         Raises:
             RuntimeError: If it does.
@@ -494,11 +493,11 @@ class PerPassBackward:
                 raise misuse.mixed_scales()
 
     def last_scale_or(self, usual: Tensor) -> Tensor:
-        """Return the scale of the last pass, or the usual one if there was none."""
+        """Return the scale of the last pass, or `usual` if there was none."""
         return usual if self.last_scale is None else self.last_scale
 
     def end_step(self) -> None:
-        """Begin the next iteration."""
+        """Reset for the next iteration."""
         self.num_dropped, self.last_scale = 0, None
         self._active.clear()
 
@@ -511,12 +510,11 @@ class PerPassBackward:
         *,
         retain_graph: bool,
     ) -> None:
-        """Run one pass; each optimizer comes with the `GradScaler`'s state of it.
+        """Run one pass; `optimizers` are pairs with the `GradScaler`'s state of each.
 
         Raises:
-            UserError: If there is no optimizer, or a named loss where passes are left
-                out.
-            RuntimeError: If gradients are there that no such pass made, or an optimizer
+            UserError: Without optimizers, or for a named loss with "drop_microbatch".
+            RuntimeError: If there are gradients that no such pass made, or an optimizer
                 has been stepped.
             ValueError: If gradients are fp16.
         """
@@ -564,7 +562,7 @@ class PerPassBackward:
     def _accumulator(
         self, optimizer: Optimizer, state: dict[str, Any]
     ) -> UnscaledGradients:
-        """Return an optimizer's gradients so far, ready for another pass."""
+        """Return an optimizer's sums so far, ready for another pass."""
         if state["stage"] is OptState.STEPPED:
             raise misuse.unscaled_twice(OptState.STEPPED, None)
         accumulator: UnscaledGradients = state.setdefault(

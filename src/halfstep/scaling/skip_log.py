@@ -1,8 +1,7 @@
-"""Reports skipped steps, and losses that are not finite, when they happen.
+"""Reports skipped steps and non-finite losses: one warning each, then rare log records.
 
-In: scale and names of each step that was skipped; a loss that is inf or NaN. Out: log
-records, sparsely, and one warning of either. A dynamic scale loses some steps while it
-looks for its level: those are logged at INFO, which Python does not print by itself.
+A dynamic scale skips some steps until it has found its level. They are logged at INFO,
+which Python does not print by default.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MIN_CONSECUTIVE = 5
-"""Overflows in a row from which the user is warned."""
+"""Number of consecutive overflows that causes a warning."""
 STABLE_SCALE = 4096.0
-"""A dynamic scale above it may still be on its way down: 2**16, where it begins, is
-halved four times before."""
+"""A dynamic scale above it may still be descending from 2**16, where it starts: four
+halvings."""
 FIRST_STABLE_SCALE = 256.0
-"""The same before any step was applied: healthy models have been seen to begin here."""
+"""The same before the first applied step: healthy models were seen to start here."""
 MIN_FREQUENT = 6
-"""Skips, each after an applied step, that are worth a warning..."""
+"""Number of skips, each after an applied step, that causes a warning..."""
 FREQUENT_WINDOW = 50
-"""... if so many steps hold them. A scale that probes upwards, every `growth_interval`
-steps, loses fewer."""
+"""... if they occur within so many steps. Growth every `growth_interval` steps causes
+fewer."""
 _FIND_ADVICE = "halfstep.find_nonfinite(model, step) finds the operation."
 
 
 class SkipLog:
-    """Counts what one loss scale has lost, and decides what is worth a line.
+    """Counts overflows at one loss scale, and decides which to report.
 
     Attributes:
-        consequence: What a non-finite gradient leads to, in words.
+        consequence: Consequence of a non-finite gradient, for log records.
     """
 
     def __init__(self) -> None:
@@ -51,15 +50,15 @@ class SkipLog:
         self._stable_scale = FIRST_STABLE_SCALE
         self._steps = 0
         self._streak_starts: deque[int] = deque(maxlen=MIN_FREQUENT)
-        """When the last rows of skips began, a row of one included."""
+        """Steps at which the last runs of consecutive skips began."""
 
     @property
     def has_loss(self) -> bool:
-        """A loss that is not finite has been reported."""
+        """Whether a non-finite loss has been reported."""
         return self._losses > 0
 
     def on_applied(self) -> None:
-        """Take note of a step without overflow."""
+        """Record a step without overflow."""
         self._alarmed = False
         self._stable_scale = STABLE_SCALE
         self._steps += 1
@@ -73,14 +72,14 @@ class SkipLog:
         *,
         skipped: bool = True,
     ) -> None:
-        """Report a step with non-finite gradients if it is the first of its kind.
+        """Count a step with non-finite gradients; report it if alarming or 2**n-th.
 
         Args:
             scale: Loss scale of its backward pass.
-            in_a_row: Such steps since the last one without, this one included.
-            rule: By which the scale moves.
-            culprits: Names the parameters; called only if there is something to report.
-            skipped: The step was skipped; otherwise a part of it was left out.
+            in_a_row: Number of consecutive such steps, this one included.
+            rule: The scale's rule.
+            culprits: Returns the parameters; called only if the step is reported.
+            skipped: The step was skipped; otherwise a micro-batch was dropped.
         """
         self._skips += 1
         self._steps += 1
@@ -92,13 +91,13 @@ class SkipLog:
             self._streak_starts.append(self._steps)
             span = self._steps - self._streak_starts[0] + 1
             often = len(self._streak_starts) == MIN_FREQUENT and span <= FREQUENT_WINDOW
-            # A short growth interval loses steps by design.
+            # A short growth interval skips steps by design.
             is_alarming |= (
                 often and rule.growth_interval * MIN_FREQUENT > FREQUENT_WINDOW
             )
             text = f"steps were skipped {MIN_FREQUENT} times within {span}"
         if not is_alarming and self._skips & (self._skips - 1):
-            return  # only the 1st, 2nd, 4th, 8th ... of them
+            return  # not the 1st, 2nd, 4th, 8th, ...
         self._alarmed = self._alarmed or is_alarming
         gradients_text = (
             f"non-finite gradient{_names_text(culprits())} at loss scale {scale:g}"
@@ -115,11 +114,11 @@ class SkipLog:
     def log_loss(
         self, value: float, finding: GraphCause | None, graph_error: str
     ) -> None:
-        """Report a loss (or sum of losses) that is not finite: a warning, then records.
+        """Report a non-finite loss or sum of losses: first a warning, then log records.
 
         Args:
-            value: Of the loss.
-            finding: What its graph showed, if it was examined and shows a cause.
+            value: The loss.
+            finding: The cause in its graph, if one was found.
             graph_error: Why the graph could not be examined; "" if it could.
         """
         self._losses += 1
@@ -139,5 +138,5 @@ def _cause(finding: GraphCause) -> str:
 def _names_text(culprits: Sequence[NonFiniteParam]) -> str:
     names = [culprit.name for culprit in culprits]
     if not names:
-        return "s"  # found by another process, or the names have not arrived yet
+        return "s"  # on another rank, or the names have not arrived yet
     return f" of {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")

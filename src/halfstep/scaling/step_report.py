@@ -1,8 +1,4 @@
-"""What one optimizer step did, as a value.
-
-In: tensors that may still be on the device. Out: `StepReport`, whose properties wait
-for the device only when they are read.
-"""
+"""`StepReport`: what one optimizer step did; reads the device only when accessed."""
 
 from __future__ import annotations
 
@@ -32,23 +28,23 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True)
 class NonFiniteParam:
-    """A parameter whose gradient was not finite."""
+    """A parameter whose gradient held inf or NaN."""
 
     name: str
     inf: bool
-    """It held inf."""
+    """Whether it held inf."""
     nan: bool
-    """It held NaN."""
+    """Whether it held NaN."""
 
 
 @dataclass(frozen=True)
 class Constant(Generic[T]):
-    """A value where something to call is asked for, which pickle can keep."""
+    """A callable that returns a value, and can be pickled."""
 
     value: T
 
     def __call__(self) -> T:
-        """Return it."""
+        """Return the value."""
         return self.value
 
 
@@ -99,7 +95,7 @@ class StepReport:
     non-finite gradient skips its own parameter only."""
 
     def __repr__(self) -> str:
-        """Say in one line what the step did. May wait for the device."""
+        """Return in one line what the step did. May synchronize."""
         if not self.complete:
             return f"step {self.step + 1} is not complete: nothing is updated yet"
         if self.skipped:
@@ -117,7 +113,7 @@ class StepReport:
     def _cause(self) -> str:
         try:
             names_by_kind = {"inf": self.inf_in, "NaN": self.nan_in}
-        except RuntimeError:  # their gradients were cleared before anybody asked
+        except RuntimeError:  # the gradients were cleared before they were read
             return "a gradient held inf or NaN"
         parts = [
             f"{kind} in {first_names(names)}"
@@ -186,7 +182,7 @@ class StepReport:
                 self._nonfinite_params()
             )
         except RuntimeError:
-            culprits = partial(nonfinite_params_of, [None])  # gone for good
+            culprits = partial(nonfinite_params_of, [None])  # raises when it is read
         return replace(self, norm=Constant(norm), culprits=culprits)
 
     def _nonfinite_params(self) -> tuple[NonFiniteParam, ...]:
@@ -194,25 +190,25 @@ class StepReport:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first names and the number of others, as text."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
 class OptimizerGrads:
-    """The gradients an optimizer was stepped with, as long as they are still there.
+    """The gradients an optimizer was stepped with, by weak reference.
 
-    Why: to hold on to them would cost their memory in the next forward pass, and to
-    read each of them would cost every run a pass over memory. On a CPU, where an
-    overflow is known at once, those of a skipped step are read at once.
+    Why: keeping them would cost their memory in the next forward pass, and reading them
+    would cost a pass over memory in each step. On a CPU, where an overflow is known
+    without synchronization, those of a skipped step are read at once.
 
     Args:
-        optimizer: Just stepped.
-        flags: Whether its gradients held inf or NaN, by device, each of shape ().
+        optimizer: The optimizer, just stepped.
+        flags: Its found_inf flag for each device, each of shape ().
     """
 
     def __init__(self, optimizer: Optimizer, flags: Iterable[Tensor]) -> None:
-        # A scaler must not keep alive what it was last used with.
+        # The scaler must not keep its last optimizer alive.
         self._optimizer = weakref.ref(optimizer)
         first = first_gradient(optimizer)
         self._first_grad = None if first is None else weakref.ref(first)
@@ -227,11 +223,11 @@ class OptimizerGrads:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer, while other code has it."""
+        """The optimizer; None if it was deleted."""
         return self._optimizer()
 
     def gradients(self) -> list[tuple[str, Tensor]] | None:
-        """Return them with names; None once they were cleared or added to."""
+        """Return (name, gradient) pairs; None once they were cleared or changed."""
         first = None if self._first_grad is None else self._first_grad()
         optimizer = self.optimizer
         current = None if optimizer is None else first_gradient(optimizer)
@@ -243,7 +239,7 @@ class OptimizerGrads:
         return [(name, param.grad) for name, param in pairs if param.grad is not None]
 
     def nonfinite_params(self) -> tuple[NonFiniteParam, ...] | None:
-        """Return those that were not finite; None if the gradients are gone."""
+        """Return the non-finite ones; None if the gradients no longer exist."""
         if self._nonfinite is not None:
             return self._nonfinite
         gradients = self.gradients()
@@ -251,7 +247,7 @@ class OptimizerGrads:
 
 
 def optimizers_of(grads: Sequence[OptimizerGrads]) -> list[Optimizer]:
-    """Return the optimizers that are still there."""
+    """Return the optimizers that still exist."""
     return [part.optimizer for part in grads if part.optimizer is not None]
 
 
@@ -262,7 +258,7 @@ def make_report(
     found_inf: Tensor,
     dropped: Tensor | int = 0,
 ) -> StepReport:
-    """Return what a step with these optimizers did, read only when it is asked."""
+    """Return the report of a step with these optimizers; it reads nothing yet."""
     return StepReport(
         step,
         complete=True,
@@ -275,7 +271,7 @@ def make_report(
 
 
 def norm_of(grads: Sequence[OptimizerGrads]) -> Tensor | None:
-    """Return the norm of all gradients; None if some are gone."""
+    """Return the norm of all gradients; None if some no longer exist."""
     grads_by_optimizer = [part.gradients() for part in grads]
     if not grads_by_optimizer or any(part is None for part in grads_by_optimizer):
         return None
@@ -287,10 +283,10 @@ def norm_of(grads: Sequence[OptimizerGrads]) -> Tensor | None:
 def nonfinite_params_of(
     grads: Sequence[OptimizerGrads | None],
 ) -> tuple[NonFiniteParam, ...]:
-    """Return whose gradients were not finite.
+    """Return the parameters with non-finite gradients.
 
     Raises:
-        RuntimeError: If they are gone.
+        RuntimeError: If some gradients no longer exist.
     """
     params_by_optimizer = [
         None if part is None else part.nonfinite_params() for part in grads
@@ -305,18 +301,18 @@ def nonfinite_params_of(
 
 
 def remaining_nonfinite(grads: Sequence[OptimizerGrads]) -> tuple[NonFiniteParam, ...]:
-    """Return whose gradients were not finite, as far as that can still be known."""
+    """Return the parameters with non-finite gradients, among those still readable."""
     return tuple(culprit for part in grads for culprit in part.nonfinite_params() or ())
 
 
 def find_nonfinite_params(
     pairs: Iterable[tuple[str, Tensor]],
 ) -> tuple[NonFiniteParam, ...]:
-    """Return those tensors that hold inf or NaN. Waits for the device."""
+    """Return the tensors that hold inf or NaN. Synchronizes with the device."""
     params = []
     for name, tensor in pairs:
         values = dense_values(tensor)
-        # A sum is inf or NaN if a part is, and mostly spares the other two passes.
+        # The sum is non-finite if an element is; this mostly saves the other passes.
         if values.numel() and not bool(torch.isfinite(values.sum())):
             inf, nan = bool(values.isinf().any()), bool(values.isnan().any())
             if inf or nan:
@@ -325,9 +321,9 @@ def find_nonfinite_params(
 
 
 class GradAbsmax:
-    """Names the non-finite gradients when it is called, though they are gone by then.
+    """Names the non-finite gradients when called, after they may have been cleared.
 
-    Takes the largest magnitude of each now, without synchronization.
+    The constructor computes the largest magnitude of each, without synchronization.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
@@ -341,7 +337,7 @@ class GradAbsmax:
         """Largest magnitude of each gradient, on the device."""
 
     def __call__(self) -> tuple[NonFiniteParam, ...]:
-        """Return the parameters whose gradients were not finite. Waits."""
+        """Return the parameters with non-finite gradients. Synchronizes."""
         return self.nonfinite_params(self.absmax.tolist())
 
     def nonfinite_params(self, absmax: Sequence[float]) -> tuple[NonFiniteParam, ...]:
@@ -356,5 +352,5 @@ class GradAbsmax:
 def deferred_nonfinite(
     pairs: Sequence[tuple[str, Tensor]],
 ) -> Callable[[], tuple[NonFiniteParam, ...]]:
-    """Return what names the non-finite ones among some gradients, if there are any."""
+    """Return a function that returns the non-finite ones among some gradients."""
     return GradAbsmax(pairs) if pairs else tuple

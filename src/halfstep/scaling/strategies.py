@@ -1,7 +1,7 @@
-"""Strategies that propose a loss scale: measured, logmax, or none.
+"""Strategies that compute a loss scale from gradients: "measured" and "logmax".
 
-In: each loss before its backward pass, and the unscaled gradients after it. Out: the
-scale that a strategy asks for, or None; `advance` has the last word.
+In: each loss before its backward pass, the unscaled gradients after it. Out: the scale
+that the strategy proposes, or None, for `advance`.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _OVERFLOW_LOG2 = 16
 _MOMENTS = ("fast_mean", "slow_mean", "slow_square", "steps")
 
 _NUM_RECENT = 10
-"""Looks that count: gradients differ from batch to batch by more than a margin of 2."""
+"""The lowest of so many measurements is used: batches differ by more than `margin`."""
 
 _MAX_TRIALS = 12
-"""Backward passes of a trial: mostly two; down to 2**-22 where gradients are huge."""
+"""Maximum number of trial backward passes. Usually two; enough for scales of 2**-22."""
 
 _MAX_TRIAL_SCALE = 2.0**24
-"""Where all is zero at this scale, it is so at any."""
+"""If all gradients are zero at this scale, higher scales are not tried."""
 
 
 class ScaleStrategy(Protocol):
     """Observes losses and gradients, and proposes a scale."""
 
     name: str
-    """The word that `strategy` knows it by."""
+    """Its name in `ScaleRule.strategy`."""
 
     def on_loss(self, loss: Tensor, state: ScaleState) -> Tensor | None:
-        """Observe an unscaled loss; return the scale to begin with, or None."""
+        """Observe an unscaled loss; return the scale to start with, or None."""
 
     def propose(
         self, gradients: Sequence[Tensor], state: ScaleState, found_inf: Tensor
@@ -66,32 +66,32 @@ class ScaleStrategy(Protocol):
         """Return the scale for the next step, a power of two, or None.
 
         Args:
-            gradients: Unscaled; of several optimizers in several calls, the lowest of
-                whose answers counts.
-            state: The state under which the backward passes ran.
-            found_inf: Not zero if a gradient held inf or NaN. Shape ().
+            gradients: Unscaled gradients. Several optimizers may make several calls:
+                the lowest result is used.
+            state: The state during the backward passes.
+            found_inf: Non-zero if a gradient held inf or NaN. Shape ().
         """
 
     def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
-        """Record what the ranks agreed on, just before the scale moves."""
+        """Record the flag reduced over ranks, just before the scale is updated."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from. May wait for the device."""
+        """Return the state for `load_state_dict`. May synchronize."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; {} begins anew."""
+        """Load a saved state; {} starts again."""
 
 
 class LogMaxStrategy:
-    """Asks for the scale that statistics of the largest gradient call safe.
+    """Proposes a scale from the statistics of each step's largest gradient.
 
-    Why: the largest gradient of a step is roughly log-normal, and so has a bound that
-    it passes with a known probability. No scale has to overflow to be ruled out. It
-    sees gradients of parameters alone: those of activations may be larger.
+    Why: the largest gradient of a step is roughly log-normal, so a bound can be given
+    that it exceeds with a known probability, without overflows to find it. It observes
+    only gradients of parameters: those of activations may be larger.
 
     Formula (g gradients, S scale, ema with bias corrected):
 
-        x  = log2(max(abs(g))), or 16 - log2(S) after an overflow: at least that
+        x  = log2(max(abs(g))), or its lower bound 16 - log2(S) after an overflow
         m  = ema(x, beta1)
         s  = sqrt(ema(x * x, beta2) - ema(x, beta2)**2)
         S' = 2**floor(16 - (m + k * s))
@@ -102,8 +102,8 @@ class LogMaxStrategy:
     Args:
         beta1: Decay of the mean, in [0, 1): about 100 steps.
         beta2: Decay of the spread, in [0, 1): about 1000 steps.
-        k: Standard deviations to stay away, >= 0; 3.09 is passed once in 1000 steps.
-        group: Ranks whose gradients count; default all. Each has to come at each step.
+        k: Margin in standard deviations, >= 0; 3.09 is exceeded once in 1000 steps.
+        group: Ranks to include; default all. Each must call `propose` in each step.
 
     Raises:
         UserError: If a number is out of its range.
@@ -130,13 +130,13 @@ class LogMaxStrategy:
         self._moments = torch.zeros(len(_MOMENTS), dtype=torch.float64)
 
     def on_loss(self, loss: Tensor, state: ScaleState) -> None:
-        """Let the scale stay."""
+        """Do nothing."""
 
     def propose(
         self, gradients: Sequence[Tensor], state: ScaleState, found_inf: Tensor
     ) -> Tensor:
-        """Take in the largest gradient of a step; ask for a scale above all likely."""
-        # Metal has no double.
+        """Update the statistics with a step's largest gradient; propose a scale."""
+        # MPS has no double.
         scale = state.scale if state.scale.is_mps else state.scale.double()
         absmax = largest_magnitude(gradients, scale)
         overflowed = (found_inf.to(scale.device) > 0) | ~absmax.isfinite()
@@ -148,11 +148,11 @@ class LogMaxStrategy:
         variance = square / unbiased2 - (slow / unbiased2) ** 2
         bound = fast / unbiased + self._k * variance.clamp(min=0).sqrt()
         safe = power_of_two((_OVERFLOW_LOG2 - bound).floor().nan_to_num())
-        # Nothing but zeros so far: there is no mean to speak of.
+        # With only zero gradients so far, there are no statistics.
         return torch.where(steps > 0, safe, state.scale)
 
     def _updated_moments(self, x: Tensor) -> Tensor:
-        """Return the moments and one more x; -inf, of nothing but zeros, is none."""
+        """Return the moments updated with x; -inf (all gradients zero) is ignored."""
         before = to_device_async(self._moments, x.device).to(x)
         fast, slow, square, steps = before
         after = (
@@ -164,42 +164,42 @@ class LogMaxStrategy:
         return torch.where(x > -torch.inf, torch.stack(after), before)
 
     def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
-        """Take note of nothing more."""
+        """Do nothing: `propose` has used the flag."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments. Waits for the device."""
+        """Return the moments. Synchronizes with the device."""
         return dict(zip(_MOMENTS, self._moments.tolist(), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved moments."""
+        """Load saved moments."""
         saved = [state.get(name, 0.0) for name in _MOMENTS]
         self._moments = torch.tensor(saved, dtype=torch.float64)
 
 
 class MeasuredStrategy:
-    """Asks for the largest scale at which no 16-bit gradient overflows.
+    """Proposes the largest scale at which no 16-bit gradient overflows.
 
-    Why: growth and back-off find that scale by losing steps, and look for it again
-    after each growth. The overflow that costs a step mostly happens inside the
-    network, in the gradients of activations: those of parameters, fp32 under autocast,
-    do not show it. So a backward pass is watched at each node of its graph. One look
-    is one batch: the lowest of the last ten counts, and so does a step that overflowed.
+    Why: growth and back-off find that scale by skipping steps, again after each growth.
+    Most overflows happen inside the network, in gradients of activations; gradients of
+    parameters, fp32 under autocast, do not show them. So hooks on all nodes of the
+    graph measure a backward pass. One measurement covers one batch, so the lowest of
+    the last ten is used, which steps that overflow lower too.
 
-    The first step makes a trial before anything is lost: it runs the backward pass at
-    some scales without touching `.grad`, and waits for the device. The random state is
-    put back; hooks of tensors fire, those of DDP do not. A graph with a backward pass
-    written in Python is not tried, for it may be good for one pass only (compiled code,
-    reentrant checkpoints, fused losses): the first step then runs at the rule's
-    own scale, and is watched. A function that can be run again says so by setting
-    `ctx.repeatable = True`. Gradients inside such a node are never seen.
+    The first step is preceded by trials: backward passes at several scales, which do
+    not touch `.grad` and synchronize with the device. The random state is restored;
+    hooks of tensors run, those of DDP do not. There is no trial if a node's backward is
+    written in Python, since it may support one pass only (compiled code, reentrant
+    checkpoints, fused losses); the first step then runs at the rule's own scale and is
+    measured. Functions that can run again set `ctx.repeatable = True`. Gradients inside
+    such nodes are not measured.
 
     Args:
-        every: Steps from one look to the next, >= 1. Gradients drift over hundreds of
-            steps, and a look costs a pass over all of them: 100. Losses with optimizers
-            of their own take turns as steps; of two, an odd number sees both.
-        low: Format whose gradients may overflow. bf16 reaches as far as fp32.
-        margin: Powers of two to stay away from overflow, >= 0: `largest_safe_scale`.
-        group: Ranks that look together; default all. Each has to come to each look.
+        every: Steps between measurements, >= 1. Gradients drift over hundreds of steps,
+            and a measurement costs a pass over all of them: 100. Losses with separate
+            optimizers count as alternate steps: with two, an odd number measures both.
+        low: Dtype whose gradients may overflow. bf16 has the range of fp32.
+        margin: Powers of two to stay below overflow, >= 0: see `largest_safe_scale`.
+        group: Ranks that measure together; default all. Each must take part each time.
 
     Raises:
         UserError: If a number is out of its range.
@@ -225,7 +225,7 @@ class MeasuredStrategy:
         self._recent: deque[Tensor] = deque(maxlen=_NUM_RECENT)
 
     def on_loss(self, loss: Tensor, state: ScaleState) -> Tensor | None:
-        """Tap the graph if a look is due; try the first one of all."""
+        """Add hooks to the graph if a measurement is due; run trials for the first."""
         if loss.grad_fn is None:
             return None
         first = self._steps == 0
@@ -240,15 +240,15 @@ class MeasuredStrategy:
         return self._find_first_scale(loss, nodes, state) if first else None
 
     def _count_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Count what comes to a node of a backward pass."""
+        """Count the exponents of gradients that arrive at a node."""
         for gradient in gradients:
             if gradient is not None and gradient.dtype == self._low:
-                # One histogram a device: each has an autograd thread of its own.
+                # One histogram per device: each has its own autograd thread.
                 before = self._counts.get(gradient.device, 0)
                 self._counts[gradient.device] = before + count_exponents(gradient)
 
     def _pop_histogram(self, scale: Tensor) -> Tensor:
-        """Return what all ranks counted, unscaled, and begin anew."""
+        """Return the histogram of all ranks, unscaled, and reset the counts."""
         total = torch.zeros(BINS, dtype=torch.int64, device=scale.device)
         while self._counts:
             total += self._counts.popitem()[1].to(total.device)
@@ -259,10 +259,10 @@ class MeasuredStrategy:
     def _find_first_scale(
         self, loss: Tensor, nodes: Sequence[Node], state: ScaleState
     ) -> Tensor | None:
-        """Return the scale at which a loss can safely begin, by trying.
+        """Return a safe first scale for a loss, from trial passes.
 
-        Each pass proposes the next, until one is proposed that was tried: what flowed
-        at it is then known, and not concluded from what a lower scale left of it.
+        Each pass proposes the scale of the next, until a scale is proposed that was
+        tried: it is then measured, not extrapolated from a lower scale.
         """
         if not all(map(_is_repeatable, nodes)):
             return None
@@ -294,7 +294,7 @@ class MeasuredStrategy:
     def _trial_histogram(
         self, loss: Tensor, leaves: Sequence[Tensor], scale: Tensor
     ) -> Tensor:
-        """Return the histogram of a backward pass that leaves nothing behind."""
+        """Return the histogram of a backward pass without changing `.grad`."""
         wide = torch.promote_types(loss.dtype, torch.float32)
         with torch.enable_grad():
             scaled = (loss.to(wide) * scale.to(loss.device)).sum()
@@ -307,7 +307,7 @@ class MeasuredStrategy:
     def propose(
         self, gradients: Sequence[Tensor], state: ScaleState, found_inf: Tensor
     ) -> Tensor | None:
-        """Ask for what was measured, if a look was due."""
+        """Propose the measured scale, if a measurement was due."""
         del gradients, found_inf
         self._in_step = False
         if not self._hook_handles:
@@ -321,7 +321,7 @@ class MeasuredStrategy:
         return torch.stack(recent).amin()
 
     def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
-        """Remember that a scale was too large, as long as the last look counts."""
+        """Lower the last measurement if its scale overflowed."""
         if self._recent:
             lower = state.scale * 2.0 ** (-1 - self._margin)
             overflowed = found_inf.to(lower.device) > 0
@@ -329,18 +329,18 @@ class MeasuredStrategy:
             self._recent[-1] = torch.where(overflowed, torch.minimum(last, lower), last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many steps have begun, and what they saw. Waits for the device."""
+        """Return the number of steps, and the last measurements. Synchronizes."""
         return {"steps": self._steps, "recent": [float(safe) for safe in self._recent]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; only {} leads to another trial."""
+        """Load a saved state; only {} leads to new trials."""
         self._steps, self._in_step = int(state.get("steps", 0)), False
         recent = [torch.tensor(safe) for safe in state.get("recent", [])]
         self._recent = deque(recent, maxlen=_NUM_RECENT)
 
 
 def nodes_of(root: Node) -> list[Node]:
-    """Return all nodes of a graph, in no order."""
+    """Return all nodes of an autograd graph, in any order."""
     nodes, pending = {root}, [root]
     while pending:
         next_nodes = {node for node, _ in pending.pop().next_functions if node} - nodes
@@ -350,7 +350,7 @@ def nodes_of(root: Node) -> list[Node]:
 
 
 def _is_repeatable(node: Node) -> bool:
-    """Say whether a backward pass through a node can be run more than once."""
+    """Return whether a node's backward can run more than once."""
     in_python = isinstance(node, BackwardCFunction)
     return not in_python or getattr(node, "repeatable", False) is True
 
@@ -358,7 +358,7 @@ def _is_repeatable(node: Node) -> bool:
 def make_strategy(
     name: str, group: dist.ProcessGroup | None = None
 ) -> ScaleStrategy | None:
-    """Return a new strategy; None for "backoff", which asks for nothing.
+    """Return a new strategy; None for "backoff", which proposes nothing.
 
     Args:
         name: "backoff", "measured" or "logmax".

@@ -1,8 +1,4 @@
-"""Unscales gradients, and checks them for inf and NaN.
-
-In: lists of gradients, and one over the loss scale. Out: the gradients, unscaled in
-place, and found_inf: whether one of them was not finite on this rank.
-"""
+"""Unscales gradients in place and reports whether any is non-finite on this rank."""
 
 from __future__ import annotations
 
@@ -52,9 +48,9 @@ def unscale_(
 
 
 def max_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the largest of some flags, on one device.
+    """Return the maximum of flags, on one device.
 
-    Why: torch adds them. Two overflowing devices give 2, and torch's fused kernels,
+    Why: torch sums them. Two devices that overflow give 2, and torch's fused kernels,
     which compare with 1, then apply the step that overflowed.
     """
     local_flags = [to_device_async(flag, device) for flag in flags]
@@ -69,7 +65,7 @@ def unscale_by_device_(
     *,
     recheck: bool = False,
 ) -> dict[torch.device, Tensor]:
-    """Do the same; return a flag for each device, 0.0 or 1.0 in float32, shape ()."""
+    """As `unscale_`, but return device -> flag, 0.0 or 1.0 in float32, shape ()."""
     if not gradients:
         return {}
     if recheck:
@@ -78,7 +74,7 @@ def unscale_by_device_(
         return {at: torch.maximum(flags[at], recheck_flags[at]) for at in flags}
     inverse_device = inverse.device
     if inverse_device.type == "cpu" and not torch.accelerator.is_available():
-        # The usual case first: a thousand small tensors cost more Python than work.
+        # Fast path: for a thousand small tensors, Python overhead dominates.
         dtypes = dtypes_of(gradients) if dtypes is None else dtypes
         if dtypes <= _KERNEL_DTYPES and not _has_dtensor(gradients):
             flag = torch.zeros_like(inverse)
@@ -93,7 +89,7 @@ def unscale_by_device_(
         factor = to_device_async(inverse, device)
         flag = flags.setdefault(device, torch.zeros_like(factor))
         if device.type == "cuda" and dtype == torch.bfloat16:
-            # torch's kernel has no bf16 form on CUDA.
+            # torch's kernel does not support bf16 on CUDA.
             peaks = torch.stack(torch._foreach_norm(group, torch.inf))  # noqa: SLF001
             torch._foreach_mul_(group, factor)
             flag.copy_(torch.maximum(flag, (~torch.isfinite(peaks).all()).float()))
@@ -103,9 +99,9 @@ def unscale_by_device_(
 
 
 def divided_copies(gradients: Iterable[Tensor], scale: Tensor) -> list[Tensor]:
-    """Return copies of gradients as a fused kernel will divide them, in fp32 at least.
+    """Return copies divided as in a fused kernel, in fp32 or wider.
 
-    For a scale below 1, where that can overflow; elsewhere it is wasted memory.
+    To check for overflow at a scale below 1; otherwise they would waste memory.
     """
     local_gradients = [local_values(gradient) for gradient in gradients]
     dtypes = [
@@ -119,7 +115,7 @@ def divided_copies(gradients: Iterable[Tensor], scale: Tensor) -> list[Tensor]:
 
 
 def dtypes_of(gradients: Iterable[Tensor]) -> set[torch.dtype]:
-    """Return the dtypes of some tensors."""
+    """Return the dtypes of tensors."""
     return set(map(_DTYPE, gradients))
 
 
@@ -128,14 +124,14 @@ def _check_and_unscale_(group: list[Tensor], flag: Tensor, factor: Tensor) -> bo
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
     except NotImplementedError:
-        # It is the dispatcher that refuses, for one sparse tensor among all, before
-        # any of them is touched. Asking each first would cost a fifth of the pass.
+        # The dispatcher raises if one tensor is sparse, before any is changed. Checking
+        # each beforehand would cost a fifth of the pass.
         return False
     return True
 
 
 def _has_dtensor(gradients: Iterable[Tensor]) -> bool:
-    """Say whether one of them is a DTensor, which no process without a group has."""
+    """Return whether one is a DTensor; without a process group none is."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     return any(hasattr(kind, "to_local") for kind in set(map(type, gradients)))
