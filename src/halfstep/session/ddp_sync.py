@@ -55,7 +55,7 @@ class GradientSync:
         if wrapper is None:
             return contextlib.nullcontext()
         leaves, hooked = bool(self._masters.master_params), bool(wrapper._comm_hooks)  # noqa: SLF001
-        if leaves and wrapper._join_config.enable:  # noqa: SLF001 -- tells nobody else
+        if leaves and wrapper._join_config.enable:  # noqa: SLF001 -- no public API
             message = (
                 "DDP's join() beside master weights: a rank that runs out of data "
                 "would miss updates of its masters. Give all ranks as many batches, as "
