@@ -1,1 +1,1 @@
-"""Text files as examples, token ids and batches."""
+"""Reads text files, tokenizes their examples, and forms batches."""

@@ -1,10 +1,10 @@
-"""Directories of prepared files that are built once and verified at every use.
+"""Caches directories of prepared files: built once, verified at every use.
 
-In: the facts that decide a content, and a function that writes it. Out: a directory,
-whole or absent, shared by all processes. An entry unused for a month is removed.
+In: the facts that determine the content, and a function that writes it. Out: a complete
+directory, shared by all processes. Entries unused for a month are removed.
 
     FOLDER/KIND-HASH/...           flat arrays, JSON, and manifest.json with SHA-256
-    FOLDER/.KIND-HASH.lock         held while the entry is built
+    FOLDER/.KIND-HASH.lock         locked while the entry is built
     FOLDER/.KIND-HASH.part-*       an entry being built, or left by a killed process
 """
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 _MONTH = 30 * 86400.0  # seconds
 _FORMAT = "halfstep cache"
-# The folder may hold other files of the user.
+# Deletes only names that match, as the folder may hold other files of the user.
 _OURS = re.compile(r"\.?(rows|tokens)-[0-9a-f]{32}(\..+)?")
 _DTYPES = {".utf8": "u1", ".i2": "<i2", ".i4": "<i4", ".i8": "<i8"}
-"""Suffix of an array's file -> its numbers, the same on any machine."""
+"""File suffix -> dtype of the array, with a fixed byte order."""
 
 
 def folder() -> Path:
-    """Return where entries are stored.
+    """Return the cache folder.
 
-    `HALFSTEP_CACHE` names it; without that it is `halfstep/train` in the user's cache.
+    That is `HALFSTEP_CACHE`, or `halfstep/train` in the user's cache directory.
     """
     name = os.environ.get("HALFSTEP_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -57,22 +57,22 @@ def get_or_build(
     facts: Mapping[str, object],
     build: Callable[[Path], None],
 ) -> Path:
-    """Return the directory of some facts, built if it is absent or damaged.
+    """Return the directory for some facts; build it if absent or damaged.
 
-    Why: many processes open the same data at once, any of them may die at any byte,
-    and a disk may alter one. An entry that is whole needs no lock and no write, so a
-    folder that cannot be written serves as well.
+    Many processes may open the same data at once, any of them may be killed at any
+    point, and a disk may corrupt a byte. An intact entry needs no lock and no write, so
+    a read-only folder works too.
 
-    `facts` are all that decides the content; `build` writes files into an empty
-    directory, and an OSError in it counts as one of the folder.
+    `facts` determine the content; `build` writes files into an empty directory, and an
+    OSError in it is reported as one of the folder.
 
     Raises:
-        UserError: If the folder cannot be written, and does not hold the entry whole.
+        UserError: If there is no intact entry and the folder cannot be written.
     """
     text = json.dumps(facts, sort_keys=True)
     entry = folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     with contextlib.suppress(OSError):
-        os.utime(entry)  # first: from now on no other process removes it as unused
+        os.utime(entry)  # done first, so that no other process removes it as unused
     if _is_complete(entry):
         return entry
 
@@ -84,7 +84,7 @@ def get_or_build(
         entry.parent.mkdir(parents=True, exist_ok=True)
         lock = file_lock.acquire(entry.with_name(f".{entry.name}.lock"))
         try:
-            # Another process may have built it meanwhile.
+            # Another process may have built it in the meantime.
             if not _is_complete(entry):
                 if entry.exists():
                     message = f"{entry} is damaged; it is rebuilt."
@@ -95,7 +95,7 @@ def get_or_build(
                 lock.release()
         _remove_unused(entry.parent)
     except (OSError, atomic_directory.CheckpointWriteError) as error:
-        # Where there are no locks, another process may have been first.
+        # Without locks, another process may have finished first.
         if not _is_complete(entry):
             place = getattr(error, "filename", None) or entry.parent
             message = (
@@ -122,7 +122,7 @@ def _is_complete(entry: Path) -> bool:
 
 
 def _remove_unused(parent: Path) -> None:
-    """Remove entries unused for a month, and what killed processes left long ago."""
+    """Remove entries unused for a month, and old leftovers of killed processes."""
     for path in parent.iterdir():
         with contextlib.suppress(OSError):
             is_old = path.stat().st_mtime < time.time() - _MONTH
@@ -131,9 +131,9 @@ def _remove_unused(parent: Path) -> None:
 
 
 class ArrayWriter(contextlib.ExitStack):
-    """Writes flat arrays to the files of a directory, a piece at a time.
+    """Appends to flat arrays in the files of a directory.
 
-    The suffix of a name is the type of the numbers: `starts.i8`.
+    The suffix of a file name gives the dtype: `starts.i8`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +143,7 @@ class ArrayWriter(contextlib.ExitStack):
         self._ends: dict[str, int] = {}
 
     def append(self, name: str, values: bytes | Sequence[Any] | np.ndarray) -> None:
-        """Add numbers, or bytes as they are, to the end of an array."""
+        """Append numbers, or raw bytes, to an array."""
         if name not in self._files:
             file = (self._folder / name).open("wb")
             self._files[name] = self.enter_context(file)
@@ -152,14 +152,14 @@ class ArrayWriter(contextlib.ExitStack):
         self._files[name].write(values)
 
     def append_offsets(self, name: str, sizes: list[int]) -> None:
-        """Add where each of the next things begins; the last offset is their end."""
+        """Append the start offset of each item from the sizes, and the end."""
         ends = np.cumsum([self._ends.get(name, 0), *sizes])
         self.append(name, ends[1:] if name in self._ends else ends)
         self._ends[name] = int(ends[-1])
 
 
 def load_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a directory by name, mapped and not read."""
+    """Memory-map the arrays of a directory, by name."""
     return {
         path.stem: _memory_map(path, _DTYPES[path.suffix])
         for path in folder.iterdir()
@@ -168,7 +168,7 @@ def load_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _memory_map(path: Path, dtype: str) -> np.ndarray:
-    if not path.stat().st_size:  # a file without bytes cannot be mapped
+    if not path.stat().st_size:  # mmap rejects an empty file
         return np.empty(0, dtype)
-    # A plain array over the same memory: memmap's own indexing is slow.
+    # A plain array view, because indexing a memmap is slow.
     return np.memmap(path, dtype, "r").view(np.ndarray)

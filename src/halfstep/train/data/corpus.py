@@ -1,6 +1,6 @@
-"""Examples as a corpus: split into train, dev and test, each label or kind an id.
+"""Loads examples as a corpus: train, dev and test splits, with numbered labels.
 
-In: a file, a directory of splits, or None for the built-in ones. Out: `Corpus`, or a
+In: a file, a directory of splits, or None for the built-in data. Out: `Corpus`, or a
 `UserError` that names the file, the line and what to do.
 """
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "EMOTIONS", "Corpus", "Split", "load"]
 
 BUILT_IN = {"classify": "emotions", "ner": "entities"}
-"""Of each task: the built-in data."""
+"""Task -> folder of its built-in data."""
 
 EMOTIONS = ("other", "like", "sad", "disgust", "angry", "happy")
-"""The classes of the built-in emotions, in the order of their ids."""
+"""The classes of the built-in emotions, by id."""
 
-# What a label is called.
+# What messages call a label.
 _NOUNS = {"classify": "label", "ner": "kind"}
-# In two rows, labels that differ are nothing strange.
+# With fewer rows, labels often differ anyway.
 _MIN_ROWS_FOR_HEADER_CHECK = 3
 # Label names that a message lists.
 _MAX_LISTED_LABELS = 12
@@ -55,14 +55,14 @@ _MAX_LISTED_LABELS = 12
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Some examples of a file, in an order."""
+    """A sequence of examples from one file."""
 
     store: Store
-    """The file."""
+    """The examples of the file."""
     rows: Int64
-    """Of each example, its row in the file; shape (N,)."""
+    """Row in the store of each example; shape (N,)."""
     ids: Int64
-    """Of each word of the store, its index in `Corpus.labels`; -1 if it has none."""
+    """Index in `Corpus.labels` of each of the store's label words; -1 if absent."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -76,25 +76,25 @@ class Split:
         return map(self.store.text, map(int, self.rows))
 
     def where(self, i: int) -> str:
-        """Return the file and the line of an example, for messages."""
+        """Return the file and line of an example, for messages."""
         return self.store.where(int(self.rows[i]))
 
     def words(self) -> set[str]:
-        """Return the label words, or kinds of entities, that the examples hold."""
+        """Return the label words or entity types that occur in the examples."""
         rows, words = self.store.uses()
         is_used = np.zeros(len(self.store), bool)
         is_used[self.rows] = True
         return {self.store.words[word] for word in np.unique(words[is_used[rows]])}
 
     def labels(self) -> Int64:
-        """Return the class of each example: an index into `Corpus.labels`; (N,)."""
+        """Return each example's class, an index into `Corpus.labels`; shape (N,)."""
         return self.ids[self.store.word_at[self.rows]]
 
     def spans(self, i: int) -> list[tuple[int, int, int]]:
         """Return the entities of an example.
 
         Returns:
-            Of each: its first character, the one after its last, and its kind, an
+            (start, end, entity type) of each: character offsets, end exclusive; and an
             index into `Corpus.labels`.
         """
         row = int(self.rows[i])
@@ -107,33 +107,33 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on, selects its checkpoint by and is evaluated on."""
+    """The examples of a run, in three splits, and their label names."""
 
     name: str
-    """Of the built-in data, or of the directory, or of the file without its suffix."""
+    """Name of the built-in data or the directory, or the file without its suffix."""
     task: str
     """`classify` or `ner`."""
     labels: tuple[str, ...]
-    """The name of each class, or of each kind of entity, at its id."""
+    """The name of each class or entity type, by id."""
     train: Split
-    """What the model learns from; two classes or more, or one kind of entity."""
+    """Training examples, with at least two classes or one entity type."""
     dev: Split
-    """What chooses the checkpoint; never empty, and no label that train lacks. Some of
-    its texts hold entities, where the task is to find them."""
+    """Selects the best checkpoint; never empty, and all its labels are in train. For
+    ner it holds at least one entity."""
     test: Split
-    """What only the final score sees; may be empty."""
+    """Used for the final score only; may be empty."""
     fingerprint: str
-    """SHA-256 of what decides which examples, in which order, with which labels."""
+    """SHA-256 of the task, the labels and the examples of each split in order."""
 
     @property
     def sizes(self) -> str:
-        """How many texts each split holds, in words."""
+        """The number of texts in each split, for display."""
         tests = format_count(len(self.test), "test text")
         return f"{len(self.train)} train, {len(self.dev)} dev, {tests}"
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Of each sentence that no split holds: where it stands, and what is wrong."""
+        """Location and error of each sentence omitted for invalid tags."""
         stores = {id(s.store): s.store for s in (self.train, self.dev, self.test)}
         return tuple(fault for store in stores.values() for fault in store.left_out)
 
@@ -148,25 +148,26 @@ def load(
     seed: int,
     columns: Columns = DEFAULT_COLUMNS,
 ) -> Corpus:
-    """Return the corpus of a file, of a directory of splits, or the built-in one.
+    """Load the corpus of a file, of a directory of splits, or the built-in one.
 
-    Why: a class that only dev holds, or a label that is a number here and a word
-    there, trains without an error and shows only as a poor score. So it is rejected.
+    Raises on errors that would train silently and only show as a poor score, such as a
+    class that only dev has, or labels that are numbers here and words there.
 
     Args:
-        path: A file, to be shuffled and split; or a directory with `train.*`, `dev.*`
-            and perhaps `test.*`, taken as they are; or None for the built-in data.
+        path: A file, which is shuffled and split; or a directory with `train.*`,
+            `dev.*` and optionally `test.*`, used as they are; or None for the built-in
+            data.
         task: "classify": each text has one label. "ner": each has entities.
-        label_names: The classes or kinds of entities in the order of their ids. None
-            takes the words of train, sorted, or the numbers from 0 to its largest.
-        limit: Take the first rows of the file (of train, in a directory) as if they
-            were all; None for all.
-        dev_share: Part of a file that becomes dev; at least one row each for both.
-        seed: Of the shuffle that comes before the split of a file.
-        columns: classify: names of those that hold the text and the label.
+        label_names: Names of the classes or entity types, by id. None: the sorted
+            labels of train or, if these are numbers, all from 0 to the largest.
+        limit: Use only the first rows of the file (of train, in a directory); None:
+            all.
+        dev_share: Share of a file that becomes dev; train and dev get at least one row.
+        seed: Seed of the shuffle before a file is split.
+        columns: classify: names of the columns with the text and the label.
 
     Raises:
-        UserError: If a file, row or label cannot be used.
+        UserError: If a file, row or label is invalid.
     """
     if path is None and columns != DEFAULT_COLUMNS:
         message = (
@@ -185,7 +186,7 @@ def load(
     else:
         name, stores = path.stem, {"train": open_store(path, task, limit, columns)}
     labels, ids = _label_ids(stores, task, label_names)
-    # With names given, a header's word is unknown, and refused already.
+    # With label_names given, a header's label is unknown and already rejected.
     if task == "classify" and not label_names and columns == DEFAULT_COLUMNS:
         _check_header(stores["train"])
     splits = {
@@ -205,13 +206,13 @@ def load(
 def _load_splits(
     folder: Path, task: str, limit: int | None, columns: Columns
 ) -> dict[str, Store]:
-    """Return the splits that a directory holds, train cut to its first rows."""
+    """Open the splits of a directory; `limit` applies to train."""
     reader = READERS[task]
     stores: dict[str, Store] = {}
     for split in ("train", "dev", "test"):
         readable = [f for f in folder.iterdir() if f.suffix.lower() in reader.FORMATS]
         matches = sorted(f for f in readable if f.stem == split)
-        # Corpora say more in their names: train.char.bmes.
+        # File names may have more parts: train.char.bmes.
         matches = matches or sorted(
             f for f in readable if f.name.startswith(f"{split}.")
         )
@@ -233,10 +234,10 @@ def _load_splits(
 
 
 def random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]:
-    """Return the rows of one file, shuffled and cut in two.
+    """Shuffle the rows of one file and split them into train and dev.
 
-    Each label has its share of dev, and at least one row of it stays in train. Of
-    entities, a text goes to dev only if train keeps each of its kinds.
+    Dev is stratified by label, and at least one row of each label stays in train. For
+    ner, a text goes to dev only if train keeps an entity of each of its types.
     """
     order = array("q", range(len(split)))
     random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret
@@ -257,7 +258,7 @@ def random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]
 
 
 def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
-    """Say which rows of a store, in their order, go to dev: at most `num_dev`."""
+    """Return which of `rows`, in their order, go to dev: at most `num_dev`; bool."""
     is_dev = np.zeros(len(rows), bool)
     if store.task == "classify":
         words = store.word_at[rows]
@@ -266,7 +267,7 @@ def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
             is_dev[position] = quota[word] > 0
             quota[word] -= 1
         return is_dev
-    uses = np.unique(np.stack(store.uses()), axis=1)  # a kind counts once a text
+    uses = np.unique(np.stack(store.uses()), axis=1)  # each entity type once per text
     remaining = np.bincount(uses[1])
     starts = np.searchsorted(uses[0], np.arange(len(rows) + 1))
     for position, row in enumerate(rows.tolist()):
@@ -283,10 +284,9 @@ def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
 def dev_counts(counts: Int64, seats: int) -> Int64:
     """Return how many rows of each label go to dev.
 
-    Formula: the next seat is that of the label with the largest n / sqrt(k (k + 1)),
-    n its rows and k its seats, as seats of a parliament are shared out (Huntington,
-    Hill). So each label has one before any has two, then as many as its share, and
-    never all of its rows.
+    Uses the Huntington-Hill method of apportionment: the next seat goes to the label
+    with the largest n / sqrt(k (k + 1)), for n rows and k seats so far. Each label gets
+    its first seat before any gets a second, and never as many seats as rows.
     """
     taken = np.zeros(len(counts), np.int64)
     heap = [(-math.inf, -int(n), word) for word, n in enumerate(counts) if n > 1]
@@ -304,11 +304,11 @@ def dev_counts(counts: Int64, seats: int) -> Int64:
 def _label_ids(
     stores: dict[str, Store], task: str, label_names: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the name of each class or kind, and the id of each label word."""
+    """Return the name of each class or entity type, and the id of each label word."""
     train = stores["train"]
     numbers = task == "classify" and is_number(train.words[0])
     for store in stores.values():
-        # Words stand in the order of their rows, so the first fault is the first row's.
+        # Words are in order of first appearance, so this finds the first invalid row.
         for word in store.words:
             fault = _label_fault(word, train, label_names, task=task, numbers=numbers)
             if fault:
@@ -331,7 +331,7 @@ def _label_fault(
     task: str,
     numbers: bool,
 ) -> str:
-    """Return what is wrong with a word that stands for a label; nothing if sound."""
+    """Return what is wrong with a label word; "" if valid."""
     if task == "classify" and is_number(word) != numbers:
         return (
             f"label {word!r} does not go with {first.words[0]!r} in {first.where(0)}; "
@@ -352,7 +352,7 @@ def _label_fault(
 
 
 def _check_header(train: Store) -> None:
-    """Refuse a first row that looks like a header which names the columns otherwise."""
+    """Raise if the first row looks like a header with other column names."""
     if len(train) < _MIN_ROWS_FOR_HEADER_CHECK or any(map(is_number, train.words)):
         return
     alone = np.count_nonzero(train.word_at == train.word_at[0]) == 1
@@ -366,15 +366,15 @@ def _check_header(train: Store) -> None:
 
 
 def _ids(store: Store, ids: dict[str, int]) -> Int64:
-    """Return the id of each word of a store; -1 of one that train lacks."""
+    """Return the id of each label word of a store; -1 if train lacks it."""
     return np.array([ids.get(word, -1) for word in store.words], np.int64)
 
 
 def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
-    """Refuse a train split that teaches nothing, or lacks a word of dev or test.
+    """Raise if train is unusable, or lacks a label of dev or test.
 
-    A dev split without entities is refused too: whatever the model, its F1 is 0, and
-    the first evaluation would pass for the best.
+    Also if dev holds no entities: its F1 would always be 0, and the first evaluation
+    would count as the best.
     """
     train_words = splits["train"].words()
     message = ""
@@ -397,7 +397,7 @@ def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
 
 
 def _check_words(name: str, split: Split, train_words: set[str], noun: str) -> None:
-    """Refuse a split with a word that is not known."""
+    """Raise if a split has a label that train lacks."""
     store = split.store
     foreign = np.array([word not in train_words for word in store.words], bool)
     rows, words = store.uses()
@@ -416,7 +416,7 @@ def _check_words(name: str, split: Split, train_words: set[str], noun: str) -> N
 
 
 def _fingerprint(task: str, labels: tuple[str, ...], splits: dict[str, Split]) -> str:
-    """Return the SHA-256 of what makes a corpus."""
+    """Return the SHA-256 of the labels and examples of a corpus."""
     facts = [
         [name, split.store.key, _sha256(split.rows), _sha256(split.ids)]
         for name, split in splits.items()

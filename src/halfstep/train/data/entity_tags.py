@@ -1,10 +1,7 @@
-"""Entities as tags of tokens, and back; the best valid tags for given scores.
+"""Converts entities to token tags and back; decodes valid tags from scores.
 
-In: entities as characters of a text, the characters of each token, scores of tags.
-Out: tags, which are indices into `tag_names`, and entities.
-
-Shapes: B texts, T tokens, K tags. Tag 0 is O; kind k begins with 2k + 1, goes on with
-2k + 2.
+Shapes: B texts, T tokens, K tags. Tag 0 is O; entity type k has the tags 2k + 1 (B-)
+and 2k + 2 (I-), whatever scheme the file used.
 """
 
 from __future__ import annotations
@@ -19,13 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 IGNORED = -100
-"""The tag of a special token, which no loss counts; torch's own number for it."""
+"""Target of special tokens; torch's default `ignore_index` of the loss."""
 
 
 def tag_names(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the tags: O, and B- and I- of each kind (IOB2).
+    """Return the tag names in IOB2: O, and B- and I- of each entity type.
 
-    Whatever the scheme of the file was: this is the one that other programs read.
+    Other programs read IOB2, so it is used for every input scheme.
     """
     return ("O", *(f"{prefix}-{kind}" for kind in kinds for prefix in "BI"))
 
@@ -33,15 +30,15 @@ def tag_names(kinds: Sequence[str]) -> tuple[str, ...]:
 def tag_tokens(
     offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, int]]
 ) -> tuple[list[int], int]:
-    """Return the tags of a text's tokens, and how many entities they cannot show.
+    """Return the tags of a text's tokens, and the number of inexact entities.
 
-    An entity takes the tokens that hold any of its characters. They cannot show one
-    with an edge inside a token, one that is cut off, and one whose token is taken.
+    An entity gets the tokens that overlap it. It is inexact if an edge is inside a
+    token, if it is truncated, or if another entity has its token.
 
     Args:
-        offsets: First character of each token and the one after its last, in order.
-            An empty token is special and gets -100.
-        spans: First character, the one after the last, and kind; in order, and apart.
+        offsets: Start and end character of each token, in order. An empty token is
+            special and gets -100.
+        spans: (start, end, entity type) of each entity; sorted and disjoint.
     """
     tags = [IGNORED if start >= end else 0 for start, end in offsets]
     token = 0
@@ -59,15 +56,15 @@ def tag_tokens(
 def spans_of(
     tags: Sequence[int] | NDArray[np.integer], offsets: NDArray[np.integer]
 ) -> list[tuple[int, int, int]]:
-    """Return the entities that valid tags show: first character, end and kind.
+    """Return (start, end, entity type) for each entity of a valid sequence of tags.
 
-    They come in order, and no two share a character. A byte-level tokenizer makes
-    several tokens of one character, and each may begin an entity: one that begins
-    before the end of the last goes on with it if it is of the same kind; if not, it has
-    only the characters that are left. Empty tokens are passed over.
+    The entities are sorted and disjoint. A byte-level tokenizer can split a character
+    into several tokens, each of which may begin an entity: one that starts before the
+    end of the last extends it if the type is the same; otherwise it gets only the
+    remaining characters. Empty tokens are skipped.
 
     Raises:
-        ValueError: If a tag goes on with an entity that none began.
+        ValueError: If an I tag does not follow a tag of the same type.
     """
     return _spans(np.asarray(tags).tolist(), np.asarray(offsets).tolist())
 
@@ -77,8 +74,8 @@ def _spans(
 ) -> list[tuple[int, int, int]]:
     spans: list[tuple[int, int, int]] = []
     open_kind = -1
-    last_end = 0  # where the last one found ends
-    has_character = False  # whether the entity that goes on has a character yet
+    last_end = 0  # end of the last entity in `spans`
+    has_character = False  # whether the current entity has a character yet
     for tag, (start, end) in zip(tags, offsets, strict=True):
         if start >= end:
             continue
@@ -103,17 +100,16 @@ def _spans(
 
 
 def decode(scores: NDArray[np.float32], real: NDArray[np.bool_]) -> NDArray[np.int16]:
-    """Return the valid tags whose scores have the greatest sum, for each text.
+    """Return the valid tag sequence with the highest total score of each text.
 
-    Why: the greatest score at each token alone may go on with an entity that never
-    began. Viterbi's algorithm finds the best of the sequences that do not. Where the
-    greatest scores are valid, they are what it finds, equal scores included: these go
-    to the lower tag.
+    The argmax per token may contain an I tag that follows no entity; Viterbi's
+    algorithm finds the best valid sequence instead. If the argmax is valid, it is the
+    result, and ties go to the lower tag.
 
     Args:
-        scores: float32, shape (B, T, K), K odd. A nan counts as less than any number.
-        real: Which tokens count, bool, shape (B, T). The others are passed over: an
-            entity goes on behind them.
+        scores: float32, shape (B, T, K), K odd. NaN counts as the lowest number.
+        real: Tokens to tag, bool, shape (B, T). The others are skipped: an entity
+            continues after them.
 
     Returns:
         Tags, int16, shape (B, T); 0 where a token is not real.
@@ -123,17 +119,17 @@ def decode(scores: NDArray[np.float32], real: NDArray[np.bool_]) -> NDArray[np.i
     gains = np.nan_to_num(scores.astype(np.float32), nan=float(lowest)).astype(
         np.float64
     )
-    # Losses against the best, so that the best sequence of all sums to exactly 0.
+    # Relative to the best tag, so that the argmax sequence sums to exactly 0.
     gains -= gains.max(axis=-1, keepdims=True)
     rows, inner = np.arange(texts), np.arange(2, count, 2)
-    # Before the first token stands O.
+    # The sequence starts after an O.
     sums = np.full((texts, count), -np.inf)
     sums[:, 0] = 0.0
     backpointers = np.empty((length, texts, count), dtype=np.int16)
     for at in range(length):
         counts = real[:, at, None]
         previous = np.repeat(sums.argmax(-1)[:, None], count, axis=1)
-        # I of a kind follows B or I of the same, so one of the two tags below it.
+        # I of a type follows its B or I: one of the two tags, 2k + 1 and 2k + 2.
         previous[:, inner] = inner - (sums[:, inner - 1] >= sums[:, inner])
         backpointers[at] = np.where(counts, previous, np.arange(count))
         reached = sums[rows[:, None], previous] + gains[:, at]

@@ -1,16 +1,16 @@
-"""One file of examples, checked once and then mapped from flat files.
+"""Validates one file of examples once, and memory-maps the result.
 
-In: a file, its task and how many rows count. Out: `Store`, which holds no Python object
-a row, or a `UserError` that names the file, the line and what to do.
+In: a file, its task and the number of rows to read. Out: `Store`, without a Python
+object per row, or a `UserError` that names the file, the line and what to do.
 
-    texts.utf8        the texts, one after another
-    starts.i8         byte offset of each text; the last is the end
-    lines.i8          where each row begins in the file, lines from 1
-    left_out.json     ner: of each sentence that is left out, what is wrong with it
+    texts.utf8        concatenated texts
+    starts.i8         byte offset of each text, and the end
+    lines.i8          line of the file where each row starts, from 1
+    left_out.json     ner: the error of each omitted sentence
     words.json        label words or entity types, by first appearance
-    word_at.i4        classify: of each row, the index of its word
-    span_starts.i8    ner: of each row, where its spans begin in the next file; the end
-    spans.i4          ner: first character, the one after the last, index of the type
+    word_at.i4        classify: index of each row's label word
+    span_starts.i8    ner: offset of each row's spans in the next file, and the end
+    spans.i4          ner: start and end character, index of the entity type
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ if TYPE_CHECKING:
 
 
 READERS: dict[str, ModuleType] = {"classify": labelled_text, "ner": tagged_text}
-"""Of each task: the module that reads its files."""
+"""Task -> module that reads its files."""
 
 MAX_LABELS = 65536
-"""A guess, far above any real task: a user id taken for a label would otherwise ask
-for a classifier with a billion outputs."""
+"""Far above any real task. Without a limit, user ids mistaken for labels would ask for
+a classifier with a billion outputs."""
 
 MAX_KINDS = (2**15 - 1) // 2
-"""Of entities: each has two tags, and a tag has 16 bits."""
+"""Limit of entity types: each has two tags, and a tag is stored in 16 bits."""
 
-# Larger whenever a reader makes something else of a file, or these files change.
+# To be raised when a reader's result or the format of these files changes.
 _VERSION = 6
-# Share of the sentences whose tags may be invalid: slips of a hand, not of a program.
+# Share of sentences whose tags may be invalid: annotation mistakes, not a wrong format.
 _MAX_LEFT_OUT_SHARE = 0.01
-# Rows that wait in memory to be written; each may be a long one.
+# Rows buffered before writing; each may be long.
 _CHUNK = 512
 
 
 class Store:
-    """The examples of one file, and where each stands in it."""
+    """The examples of one file, memory-mapped."""
 
     key: str
-    """The same for the same examples, wherever they stand; another for others."""
+    """Hash of the examples, independent of the file's location."""
     source: str
-    """The file, for messages."""
+    """Path of the file, for messages."""
     words: tuple[str, ...]
-    """Label words or kinds of entities, by first appearance."""
+    """Label words or entity types, by first appearance."""
     word_at: Integers
-    """classify: of each row, an index into `words`; int32."""
+    """classify: index into `words` of each row; int32."""
     span_starts: Integers
-    """ner: row i has the spans from here to the next; int64, one more than rows."""
+    """ner: start of each row's part of `spans`, and the end; int64, shape (N + 1,)."""
     spans: Integers
-    """ner: first character, the one after the last, index into `words`; int32."""
+    """ner: start and end character, index into `words`; int32, shape (spans, 3)."""
 
     def __init__(self, folder: Path, source: str, task: str) -> None:
         self.source, self.task, self._folder = source, task, folder
         files = json.loads((folder / atomic_directory.MANIFEST).read_bytes())["files"]
-        # Line numbers are no part of what the rows are.
+        # Line numbers do not change what the examples are.
         del files["lines.i8"], files["left_out.json"]
         self.key = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.words = tuple(json.loads((folder / "words.json").read_bytes()))
@@ -86,7 +86,7 @@ class Store:
             self.word_at = arrays["word_at"]
 
     def __reduce__(self) -> tuple[type[Store], tuple[Path, str, str]]:
-        """Travel to another process as a folder, never as its content."""
+        """Pickle the folder's path, not the content."""
         return Store, (self._folder, self.source, self.task)
 
     def __len__(self) -> int:
@@ -97,18 +97,18 @@ class Store:
         return self._texts[self._starts[i] : self._starts[i + 1]].tobytes().decode()
 
     def where(self, i: int) -> str:
-        """Return where a row stands, for messages."""
+        """Return the location of a row, for messages."""
         where = f"{self.source} line {self._lines[i]}"
         return f"{where} entry {i + 1}" if self._numbered else where
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Of each sentence with invalid tags: where it stands, and what is wrong."""
+        """Location and error of each sentence omitted for invalid tags."""
         tails = json.loads((self._folder / "left_out.json").read_bytes())
         return tuple(f"{self.source}{tail}" for tail in tails)
 
     def uses(self) -> tuple[Integers, Integers]:
-        """Return each use of a word: its row, and the index of the word."""
+        """Return (row, index of the word) for each occurrence of a label word."""
         if self.task == "ner":
             counts = np.diff(self.span_starts)
             return np.repeat(np.arange(len(self)), counts), self.spans[:, 2]
@@ -121,12 +121,12 @@ def open_store(
     limit: int | None,
     columns: labelled_text.Columns = labelled_text.DEFAULT_COLUMNS,
 ) -> Store:
-    """Return the examples of a file, read and checked unless that was done before.
+    """Open the examples of a file; read and validate it if not cached.
 
-    `limit` is the number of rows after which reading stops; None: all are read.
+    `limit` is the maximum number of rows to read; None: all.
 
     Raises:
-        UserError: If the file or one of the rows read cannot be used.
+        UserError: If the file or one of the rows read is invalid.
     """
     reader = READERS[task]
     suffix = text_lines.check_file(path, reader.FORMATS)
@@ -167,13 +167,13 @@ def _content(path: Path) -> str:
 def _write(
     folder: Path, examples: Iterator[Any], task: str, left_out: list[str]
 ) -> None:
-    """Write the files of a store; reject too many sentences with invalid tags."""
+    """Write the files of a store; raise if too many sentences have invalid tags."""
     words: dict[str, int] = {}
     limit = MAX_KINDS if task == "ner" else MAX_LABELS
 
     def index(word: str, where: str) -> int:
         number = words.setdefault(word, len(words))
-        if number >= limit:  # more than a model can have outputs
+        if number >= limit:  # limit of the model's outputs
             message = (
                 f"{where}: {word!r} is one label more than {limit}; is it a label, "
                 "and not a text or a number of the row?"

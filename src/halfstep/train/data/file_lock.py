@@ -1,4 +1,4 @@
-"""Locks on files: they end with the process that holds them, however it ends."""
+"""Locks files with OS locks, which are released however the process ends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def acquire(path: Path, timeout: float = -1) -> filelock.BaseFileLock | None:
-    """Return the lock of a file, which is created, once no other process holds it.
+    """Create a file if needed and lock it, waiting for other processes.
 
-    Why not only the library: its replacement where a network file system has no locks
-    is a file that outlives a killed process.
+    filelock's own fallback on network file systems without locks is disabled: it leaves
+    a lock file behind when the process is killed.
 
     Returns:
-        The lock, to be released; None where the file system has no locks.
+        The lock, to be released; None if the file system has no locks.
 
     Raises:
-        filelock.Timeout: If another process still holds it.
+        filelock.Timeout: If another process still holds the lock.
         OSError: If the file cannot be opened for writing.
     """
     lock = filelock.FileLock(path, timeout=timeout, fallback_to_soft=False)

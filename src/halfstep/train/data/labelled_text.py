@@ -1,4 +1,4 @@
-"""Rows of labelled text from one file, each checked, with its location.
+"""Reads and validates rows of text and label.
 
 In: a .json, .jsonl, .ndjson, .csv or .tsv file. Out: `Row` values, or a `UserError`
 that names the file, the line and what to do.
@@ -21,67 +21,68 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-# More digits than these are a telephone number or a hash, so a word.
+# More digits are a phone number or a hash, so treated as a word.
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# Of characters in a cell; csv's own is 131,072, and a text may be longer.
+# Maximum characters of a cell; csv's default is 131,072, and a text may be longer.
 _LONGEST_CELL = 2**31 - 1
 
 
 class Columns(NamedTuple):
-    """Names of the columns of a table, or keys of a JSON object, that are read."""
+    """Names of the table columns or JSON keys to read."""
 
     text: str = "text"
     label: str = "label"
 
 
 DEFAULT_COLUMNS = Columns()
-"""Where nothing is said: these names, or the first two columns, or a pair."""
+"""If unspecified: these names, or the first two columns, or a pair."""
 
 
 class Row(NamedTuple):
-    """One text and its label as a file holds them."""
+    """One text and its label."""
 
     text: str
-    """The text, unchanged and not blank."""
+    """The text, unchanged; not blank."""
     label_word: str
-    """The label without outer white space; a whole number in its shortest form. JSON's
-    true, false and numbers with a point are words, as in a table."""
+    """The label, stripped; a whole number without leading zeros. JSON's true, false and
+    numbers with a point are words, as in a table."""
     line: int
-    """Where the row begins in its file, counted from 1."""
+    """Line in the file where the row starts, counted from 1."""
     where: str
-    """The same for messages: file, line and, in an array, the number of the entry."""
+    """Location for messages: file, line and, in an array, number of the entry."""
 
 
 def is_number(label_word: str) -> bool:
-    """Say whether a label is a whole number and not a word."""
+    """Return whether a label is a whole number."""
     return _NUMBER.fullmatch(label_word) is not None
 
 
 def read(path: Path, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
-    """Return the rows of one file, one after another; one bad row rejects the file.
+    """Return an iterator over the rows of one file; it raises at an invalid row.
 
-    Why: a reader that skips what it does not understand trains on less than the user
-    believes, or on a column that is not the label.
+    Skipping what is not understood would train on less data than the user believes, or
+    on a column that is not the label.
 
     Args:
         path: A UTF-8 file: `.json` is one array of `[text, label]` pairs or objects,
-            `.jsonl` and `.ndjson` one of these a line, `.csv` and `.tsv` a table whose
-            header names `text` and `label`; without one they are the first two.
-        columns: Names to look for in place of these two; a table then has a header,
-            and an entry of JSON is an object.
+            `.jsonl` and `.ndjson` one of these per line, `.csv` and `.tsv` a table
+            whose header names `text` and `label`; without a header, its first two
+            columns.
+        columns: Other names for these two; a table then must have a header, and JSON
+            entries must be objects.
 
     Raises:
-        UserError: If the file cannot be used: at once; or a row: when its turn comes.
+        UserError: At once if the file is invalid; during iteration if a row is.
     """
     entries, syntax = FORMATS[text_lines.check_file(path, FORMATS)]
     return _rows(path, entries(path, columns), syntax)
 
 
 def has_no_header(path: Path, columns: Columns = DEFAULT_COLUMNS) -> bool:
-    """Say whether a file is a table whose first row is data, by its names.
+    """Return whether a file is a table whose first row does not name the columns.
 
-    Why: a header with other names is such a row too, and its label a class.
+    A header with other names also looks like that, and its label like a class.
     """
     delimiter = _DELIMITERS.get(path.suffix.lower())
     first = next(_cells(path, delimiter), None) if delimiter else None
@@ -91,7 +92,7 @@ def has_no_header(path: Path, columns: Columns = DEFAULT_COLUMNS) -> bool:
 def _rows(
     path: Path, entries: Iterator[text_lines.Entry], syntax: str
 ) -> Iterator[Row]:
-    """Yield the rows of the entries of a file."""
+    """Validate the entries of a file and yield them as rows."""
     line = 0
     text: Any
     label: Any
@@ -106,7 +107,7 @@ def _rows(
         if fault:
             message = f"{where}: {fault}."
             raise UserError(message)
-        # What a cell of a table would hold: JSON's true, not Python's True.
+        # As in a cell of a table: JSON's true, not Python's True.
         word = (label if isinstance(label, str) else json.dumps(label)).strip()
         yield Row(text, str(int(word)) if is_number(word) else word, line, where)
     if not line:
@@ -115,12 +116,12 @@ def _rows(
 
 
 def _fault(text: object, label: object) -> str:
-    """Return what is wrong with a text or a label; nothing if both are sound."""
+    """Return what is wrong with a text or a label; "" if both are valid."""
     if not isinstance(text, str):
         return f"text is {text_lines.as_json(text)}; a text is a string"
     if not text.strip():
         return "text is blank; give it words or drop the row"
-    # JSON's NaN stands for a label that is missing.
+    # pandas and others write a missing label as NaN.
     is_nan = isinstance(label, float) and not math.isfinite(label)
     if is_nan or not isinstance(label, int | float | str):
         return f"label is {text_lines.as_json(label)}; a label is a number or a word"
@@ -132,7 +133,7 @@ def _fault(text: object, label: object) -> str:
 def _objects(
     path: Path, columns: Columns, *, read: Callable[[Path], Iterator[text_lines.Entry]]
 ) -> Iterator[text_lines.Entry]:
-    """Yield the entries of JSON; of objects with other names, text and label alone."""
+    """Yield the JSON entries; with custom names, map the keys to text and label."""
     for where, line, entry in read(path):
         if columns == DEFAULT_COLUMNS:
             yield where, line, entry
@@ -175,7 +176,7 @@ def _table(
         )
         raise UserError(message)
     elif "label" in names or names[0] == "text" or len(head) == 1:
-        # Half a header, taken for data, would become a class of its own.
+        # Taken as data, an incomplete header would become a class.
         message = (
             f"{path} line {line}: text and label are two columns; begin with a header "
             "row that names them, or give --text-column and --label-column."
@@ -196,7 +197,7 @@ def _table(
 
 
 def _names(head: Iterable[str]) -> list[str]:
-    """Return the cells of a first row as the names of columns."""
+    """Normalize the cells of a first row to column names."""
     return [cell.strip().lower() for cell in head]
 
 
@@ -205,10 +206,10 @@ def _is_header(head: list[str], columns: Columns) -> bool:
 
 
 def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line and the cells of each row of a table that is not blank."""
-    # The limit is one of the whole process, and csv has no other.
+    """Yield the line and cells of each row of a table that is not blank."""
+    # csv has no limit per reader, only this global one.
     csv.field_size_limit(_LONGEST_CELL)
-    # Without `strict`, a stray quote swallows every row up to the next one, unseen.
+    # Without `strict`, a stray quote silently merges all rows up to the next quote.
     table = csv.reader(text_lines.read_lines(path), delimiter=delimiter, strict=True)
     line = 1
     try:
@@ -240,4 +241,4 @@ FORMATS: dict[
     ".csv": (partial(_table, delimiter=_DELIMITERS[".csv"]), _EACH_ROW),
     ".tsv": (partial(_table, delimiter=_DELIMITERS[".tsv"]), _EACH_ROW),
 }
-"""Of each suffix: what reads it, and the form that its entries must have."""
+"""Suffix -> reader of the format, and what an entry must look like."""

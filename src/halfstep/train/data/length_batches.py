@@ -1,7 +1,6 @@
-"""Batches of examples of similar length, in an order that a resumed run reproduces.
+"""Batches examples of similar length, in a reproducible random order.
 
-Why: a text padded to the longest of its batch costs as much as the longest. Among
-texts of like length little is padding; and the order must still be random.
+Each text costs as much as the longest in its batch, so similar lengths save padding.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ import numpy as np
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 POOL = 50
-"""Batches sorted together: enough for batches of one length, few beside an epoch."""
+"""Batches sorted together: enough for similar lengths, few compared with an epoch."""
 
 
 def epoch(
     lengths: np.ndarray, batch_size: int, *, seed: int, number: int, pool: int = POOL
 ) -> list[Indices]:
-    """Return the batches of one epoch: alike in length within, random in order.
+    """Return the batches of one epoch: similar lengths within, random order overall.
 
-    Why: sorting the whole epoch by length makes the same batches every epoch, and a
-    run that leaves off at step K cannot know what came before it. Here only a random
-    pool is sorted, and the answer depends on the arguments alone.
+    Sorting the whole epoch by length would make the same batches in every epoch; so
+    only random pools are sorted. The result depends on the arguments alone, so that a
+    resumed run continues in mid-epoch.
 
     Args:
         lengths: Tokens of each example, shape (N,).
-        batch_size: Examples in a batch, >= 1; the last one cut may be smaller.
-        seed: Of the run, any integer.
-        number: Of the epoch, counted from 0; each has its own order.
+        batch_size: Examples per batch, >= 1; the last batch cut may be smaller.
+        seed: Seed of the run, any integer.
+        number: Number of the epoch, from 0; each has its own order.
         pool: Batches that are sorted together, >= 1.
     """
-    # numpy promises the bits of bit generators, not `permutation` or `shuffle`.
+    # numpy keeps the output of bit generators stable, not of `permutation`.
     key = hashlib.sha256(f"{seed} {number}".encode()).digest()[:16]
     draw = np.random.Philox(key=np.frombuffer(key, dtype="<u8"))
     order = _shuffled(len(lengths), draw)
@@ -46,17 +45,17 @@ def epoch(
 def ordered(lengths: np.ndarray, batch_size: int) -> list[Indices]:
     """Return batches for evaluation, longest texts first.
 
-    Why: memory then peaks in the first batch, where a failure costs nothing.
+    Memory then peaks in the first batch, so running out of it shows at once.
     """
     return _cut(np.argsort(lengths, kind="stable")[::-1].copy(), batch_size)
 
 
 def share(batch: Indices, lengths: np.ndarray, rank: int, world: int) -> Indices:
-    """Return one process's part of a batch, as heavy as the part of any other.
+    """Return one rank's part of a batch, of about the same cost as any other.
 
     Returns:
-        The indices of this rank, shortest text first. The parts of all ranks make up
-        the batch; with fewer examples than ranks some are empty.
+        The indices of this rank, shortest text first. The ranks' parts partition the
+        batch; with fewer examples than ranks some are empty.
     """
     return batch[np.argsort(lengths[batch], kind="stable")][rank::world]
 

@@ -1,4 +1,4 @@
-"""Texts with annotated entities from one file, each checked, with its location.
+"""Reads and validates texts with annotated entities.
 
 In: a file of tagged tokens (.bmes, .bio, .bioes, .conll, .iob, .txt) or of texts with
 offsets (.json, .jsonl, .ndjson). Out: `AnnotatedText` values, or a `UserError` that
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-# Nothing to see and nothing to read: controls, and marks such as U+200B.
+# Invisible characters: controls, and format marks such as U+200B.
 _NO_WIDTH = frozenset({"Cc", "Cf"})
 _TAG = re.compile(r"([BIMES])-(.+)")
 _BLANKS = re.compile(" +")
 _START_OF_DOCUMENT = "-DOCSTART-"
-# Of a tag: its prefix and its kind, both empty for O.
+# A tag's prefix and entity type, both empty for O.
 _Parts = tuple[str, str]
-# A line of a sentence: its number, token and tag.
+# One line: its number, token and tag.
 _Tagged = tuple[int, str, str]
 
 
@@ -37,47 +37,47 @@ class Span:
     """An entity in a text."""
 
     start: int
-    """The first character, counted from 0."""
+    """Offset of the first character."""
     end: int
-    """The character after the last."""
+    """Offset after the last character."""
     kind: str
-    """What it is, as the file says: PER, ORG and so on."""
+    """The entity type as in the file: PER, ORG and so on."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedText:
-    """One text and its entities as a file holds them."""
+    """One text and its entities."""
 
     text: str
-    """Not blank; that of tagged tokens is put together from them."""
+    """Not blank; joined from the tokens if the file has tagged tokens."""
     spans: tuple[Span, ...]
-    """In the order of the text, apart from each other; none begins or ends blank."""
+    """Sorted and disjoint; none starts or ends with white space."""
     line: int
-    """Where it begins in its file, counted from 1."""
+    """Line in the file where it starts, counted from 1."""
     where: str
-    """The same for messages: file, line and, in an array, the number of the entry."""
+    """Location for messages: file, line and, in an array, number of the entry."""
 
 
 class InvalidTagsError(UserError):
-    """A sentence whose tags cannot follow each other."""
+    """A sentence with a sequence of tags that no scheme allows."""
 
 
 def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedText]:
-    """Yield the texts of one file, one at a time; one bad text rejects the file.
+    """Yield the texts of one file; raise at the first invalid one.
 
-    Why: a tag that no scheme allows, or an offset past the end, is a slip in the file.
-    Corrected by a guess, it would teach the model an entity that was not annotated.
+    Invalid tags or offsets are mistakes in the file. Repairing them by a guess would
+    train on entities that were not annotated.
 
     Args:
         path: A UTF-8 file: `.json` is one array of objects, `.jsonl` and `.ndjson` one
-            object a line. The others hold a token and its tag a line, in the first and
-            the last column, apart by tabs or blanks; a blank line ends a sentence. The
-            tags tell their scheme: IOB2 (B, I), BIOES or BMES.
-        left_out: Given a list, a sentence whose tags cannot follow each other does not
-            refuse the file: it is left out, and what is wrong with it is added here.
+            object per line. The others hold one token per line, in the first column,
+            and its tag in the last, separated by tabs or blanks; a blank line ends a
+            sentence. The scheme is inferred from the tags: IOB2 (B, I), BIOES or BMES.
+        left_out: If given, sentences with an invalid sequence of tags are omitted, and
+            their errors appended here, instead of raising.
 
     Raises:
-        UserError: If the file or one of its texts cannot be used.
+        UserError: If the file or one of its texts is invalid.
     """
     entries, syntax = FORMATS[text_lines.check_file(path, FORMATS)]
     empty = True
@@ -91,24 +91,24 @@ def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedTex
 
 @dataclass(slots=True)
 class _Scheme:
-    """How a file marks the end and the middle of an entity, once its tags tell."""
+    """The tagging scheme of a file, as far as known from the lines so far."""
 
     ends: bool | None = None
-    """Whether E and S mark the end; None until a sentence holds an entity."""
+    """Whether E and S mark ends; None before the first entity."""
     ends_line: int = 0
-    """The line that told."""
+    """The line that showed it."""
     inner: str = ""
-    """I or M, as the first such tag; empty before."""
+    """I or M, whichever came first; empty before."""
     inner_line: int = 0
 
 
 def _read_columns(
     path: Path, syntax: str, left_out: list[str] | None
 ) -> Iterator[AnnotatedText]:
-    """Yield the sentences of tagged tokens."""
+    """Yield the sentences of a file of tagged tokens."""
     scheme = _Scheme()
     for sentence in _sentences(path, syntax):
-        # A sentence that is left out must not decide the scheme.
+        # An omitted sentence must not determine the scheme.
         new_scheme = replace(scheme)
         try:
             text = _sentence(path, sentence, new_scheme)
@@ -142,12 +142,12 @@ def _sentences(path: Path, syntax: str) -> Iterator[list[_Tagged]]:
 
 
 def _columns(line: str) -> list[str]:
-    """Return the columns of a line, none where it is blank."""
+    """Split a line into columns; none if it is blank."""
     if not line.strip():
         return []
     if "\t" not in line:
         return _BLANKS.split(line.strip(" \r\n"))
-    # Between tabs a blank is a token, and a token may hold one.
+    # With tabs as separators, a token may be or contain a blank.
     cells = line.rstrip().split("\t")
     return [cell.strip(" ") or cell for cell in cells]
 
@@ -155,7 +155,7 @@ def _columns(line: str) -> list[str]:
 def _line_fault(
     line: str, columns: list[str], first: tuple[int, int], syntax: str
 ) -> str:
-    """Return what is wrong with the columns of a line, the tag apart."""
+    """Return what is wrong with the columns of a line, except for the tag."""
     if "\r" in line.rstrip("\r\n"):
         return "a carriage return stands inside the line; end lines with line feeds"
     if len(columns) == 1:
@@ -172,7 +172,7 @@ def _line_fault(
 
 
 def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> AnnotatedText:
-    """Return the text and the entities of one sentence."""
+    """Convert one sentence to a text and entities."""
     tags = _tags(path, sentence, scheme)
     text, starts = _join_tokens([token for _, token, _ in sentence])
     spans: list[Span] = []
@@ -188,7 +188,7 @@ def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> Annotated
 
 
 def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
-    """Return the tags of a sentence, which are checked against the scheme."""
+    """Parse the tags of a sentence and check them against the scheme."""
     tags: list[_Parts] = []
     for number, _, tag in sentence:
         parts = _parts(tag)
@@ -220,7 +220,7 @@ def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
 
 @lru_cache(maxsize=4096)
 def _parts(tag: str) -> _Parts | None:
-    """Return prefix and kind of a tag; None if it is none."""
+    """Split a tag into prefix and entity type; None if invalid."""
     if tag == "O":
         return "", ""
     match = _TAG.fullmatch(tag)
@@ -228,7 +228,7 @@ def _parts(tag: str) -> _Parts | None:
 
 
 def _scheme_conflict(prefix: str, scheme: _Scheme, number: int) -> str:
-    """Return what is wrong with a prefix beside those of the lines before."""
+    """Return how a prefix contradicts the scheme of the lines before; "" if valid."""
     if prefix in {"E", "S", "M"} and not scheme.ends:
         began = f"but IOB2 began in line {scheme.ends_line}"
         return f"is of BMES or BIOES, {began}; use one scheme in a file"
@@ -242,9 +242,9 @@ def _scheme_conflict(prefix: str, scheme: _Scheme, number: int) -> str:
 
 
 def _invalid_transition(before: str, tag: str, scheme: _Scheme) -> str:
-    """Return why a tag cannot follow the one before; an empty tag is no tag at all.
+    """Return why a tag cannot follow the one before; "" if it can.
 
-    The sentence begins after an empty tag, and ends before one.
+    An empty `before` is the start of the sentence, an empty `tag` its end.
     """
     prefix, kind = _parts(tag or "O") or ("", "")
     was, open_kind = _parts(before or "O") or ("", "")
@@ -269,11 +269,11 @@ def _invalid_transition(before: str, tag: str, scheme: _Scheme) -> str:
 
 
 def _join_tokens(tokens: list[str]) -> tuple[str, list[int]]:
-    """Return the text of tokens, and where each of them starts.
+    """Join tokens to a text; return it and the offset of each token.
 
-    A blank stands between two tokens unless the characters at the seam are written
-    without. A sentence of single characters comes from a file that has a character
-    a line, where 2 0 1 9 is a year.
+    Tokens are separated by a blank, except next to white space or between two CJK
+    characters. If all tokens are single characters, one of them CJK, there are no
+    blanks at all: the file is split by character, and 2 0 1 9 is a year.
     """
     single = max(map(len, tokens)) == 1 and any(map(_is_cjk, tokens))
     parts, starts, length, last = [], [], 0, " "
@@ -296,23 +296,23 @@ def _join_tokens(tokens: list[str]) -> tuple[str, list[int]]:
 
 @lru_cache(maxsize=65536)
 def _is_cjk(character: str) -> bool:
-    """Tell whether a character is Chinese or Japanese, or punctuation of these.
+    """Return whether a character is Chinese or Japanese, or their punctuation.
 
-    Korean is as wide, but has blanks between words.
+    Korean is also wide, but separates words by blanks.
     """
     width = unicodedata.east_asian_width(character)
     if width in {"W", "F", "H"}:
         return not unicodedata.name(character, "").startswith(
             ("HANGUL", "HALFWIDTH HANGUL")
         )
-    # Quotes, dashes and dots that Chinese and western texts share.
+    # Quotes, dashes and dots that Chinese shares with western texts.
     return width == "A" and unicodedata.category(character).startswith("P")
 
 
 def _annotated_text(
     text: str, spans: Sequence[Span], line: int, where: str
 ) -> AnnotatedText:
-    """Return a text whose spans lie inside it, checked and put in order."""
+    """Validate spans and sort them."""
     ordered = tuple(sorted(spans, key=lambda span: (span.start, span.end)))
     fault = ""
     if not any(map(_has_width, text)):
@@ -339,14 +339,14 @@ def _annotated_text(
 
 
 def _has_width(character: str) -> bool:
-    """Tell whether a character is more than a control or an invisible mark."""
+    """Return whether a character is visible."""
     return not character.isspace() and unicodedata.category(character) not in _NO_WIDTH
 
 
 def _objects(
     path: Path, syntax: str, _left_out: list[str] | None
 ) -> Iterator[AnnotatedText]:
-    """Yield the texts of JSON; offsets are right or wrong by themselves."""
+    """Yield the texts of a JSON file, which cannot have invalid tags."""
     is_array = path.suffix.lower() == ".json"
     read_values = text_lines.json_array if is_array else text_lines.json_lines
     for where, line, entry in read_values(path):
@@ -396,4 +396,4 @@ FORMATS: dict[
     ".jsonl": (_objects, _EACH_LINE),
     ".ndjson": (_objects, _EACH_LINE),
 }
-"""Of each suffix: what reads it, and the form that its entries must have."""
+"""Suffix -> reader of the format, and what an entry must look like."""

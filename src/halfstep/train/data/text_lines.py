@@ -1,7 +1,7 @@
-"""Text files read line by line, and the JSON values in them with their locations.
+"""Reads text files by line, and JSON values together with their line numbers.
 
-In: a UTF-8 file of any length. Out: its lines, or the entries of its JSON, each with
-its line; or a `UserError` that names the file, the line and what to do.
+In: a UTF-8 file of any length. Out: its lines, or its JSON entries and their lines; or
+a `UserError` that names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Entry = tuple[str, int, object]
-"""Where a value stands, for messages; its line; the value, still unchecked."""
+"""(location for messages, line, value before validation)."""
 
 _NON_SPACE = re.compile(r"[^ \t\r\n]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
-# Characters of a bad value that a message repeats.
+# Characters of an invalid value that a message quotes.
 _MAX_QUOTED = 40
 
 
 class _DuplicateKeyError(ValueError):
-    """A JSON object that holds a key twice; the argument is the key."""
+    """A JSON object contains a key twice; the argument is the key."""
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object whose keys differ: of two, JSON takes the last, unseen."""
+    """Build a dict; raise on duplicate keys, of which json silently keeps the last."""
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -43,20 +43,20 @@ _JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def accepted(suffixes: Iterable[str]) -> str:
-    """Return the suffixes of files in words, for messages."""
+    """Format suffixes as a list in words, for messages."""
     *others, last = suffixes
     return f"{', '.join(others)} or {last}"
 
 
 def check_file(path: Path, suffixes: Collection[str]) -> str:
-    """Return the suffix of a file that is there and of a known kind, in lower case."""
+    """Check that a file exists and has a known suffix; return it in lower case."""
     suffix = path.suffix.lower()
     message = ""
     if not path.exists():
         message = f"{path} is not there; give a file or a directory that exists."
     elif path.is_dir():
         message = f"{path} is a directory; give one file, {accepted(suffixes)}."
-    elif not path.is_file():  # reading it might never end
+    elif not path.is_file():  # reading could block forever
         message = (
             f"{path} is a pipe or a device, not a file; save its rows as "
             f"{accepted(suffixes)}."
@@ -72,7 +72,7 @@ def check_file(path: Path, suffixes: Collection[str]) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Return the lines of a UTF-8 file, each with its end, without byte-order mark."""
+    """Return an iterator over the lines of a UTF-8 file, ends kept, BOM removed."""
 
     def raw_lines() -> Iterator[bytes]:
         with path.open("rb") as file:
@@ -82,13 +82,13 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
-    """Yield lines of bytes as text, each with its end, the byte-order mark dropped.
+    """Decode lines of UTF-8 lazily, line ends kept, byte-order mark removed.
 
-    Why: a file of a million texts must not be held in memory. Only a line feed ends a
-    line: `str.splitlines` would also cut at U+2028, which may stand inside a text.
+    Only a line feed ends a line: `str.splitlines` would also split at U+2028, which may
+    occur inside a text.
 
     Raises:
-        UserError: If they cannot be read, are not UTF-8 or hold a NUL byte.
+        UserError: If the source cannot be read, is not UTF-8 or contains a NUL byte.
     """
     offset = 0
     try:
@@ -101,7 +101,7 @@ def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
 
 
 def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
-    """Return one line as text; the offset is that of the line in what is read."""
+    """Decode one line; `offset` is its byte offset in the source."""
     try:
         text = (data if offset else data.removeprefix(_BOM)).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -118,7 +118,7 @@ def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
 
 
 def text_fault(text: str) -> str:
-    """Return what is wrong with the characters of a text; nothing if they are sound."""
+    """Return why the characters of a text are invalid; "" if valid."""
     if _SURROGATE.search(text):
         return "a character is cut in half (a lone surrogate); fix or drop it"
     if "\0" in text:
@@ -127,7 +127,7 @@ def text_fault(text: str) -> str:
 
 
 def json_lines(path: Path) -> Iterator[Entry]:
-    """Yield one JSON value a line; blank lines are passed over."""
+    """Yield one JSON value per line; skip blank lines."""
     for number, line in enumerate(read_lines(path), start=1):
         content = line.removesuffix("\n")
         at = _skip_space(content, 0)
@@ -141,9 +141,9 @@ def json_lines(path: Path) -> Iterator[Entry]:
 
 
 def json_array(path: Path) -> Iterator[Entry]:
-    """Yield the entries of one JSON array, decoded one by one to know their lines.
+    """Yield the entries of a JSON array, decoded one by one to know their lines.
 
-    The text of the file is held in memory, since an array may lie on one line.
+    Reads the whole file into memory, because an array may be on one line.
     """
     text = "".join(read_lines(path))
     at = _skip_space(text, 0)
@@ -172,10 +172,10 @@ def json_array(path: Path) -> Iterator[Entry]:
 
 
 def as_json(value: object) -> str:
-    """Return a value as JSON, cut to the length of a message.
+    """Format a value as JSON for a message, truncated.
 
-    Letters of any script stay as they are; what cannot be seen, such as a blank
-    without width or half a character, is escaped.
+    Letters of any script stay; invisible characters, such as zero-width spaces and lone
+    surrogates, are escaped.
     """
     text = json.dumps(value, ensure_ascii=False)[: _MAX_QUOTED + 1]
     printable = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
@@ -185,7 +185,7 @@ def as_json(value: object) -> str:
 
 
 def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, int]:
-    """Return the JSON value at a place in the text, and the place after it."""
+    """Decode the JSON value at a position; return it and the position after it."""
     try:
         return _JSON.raw_decode(text, at)
     except json.JSONDecodeError as error:
@@ -203,7 +203,7 @@ def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, i
 
 
 def _json_error(path: Path, first: int, text: str, at: int, fault: str) -> UserError:
-    """Return the refusal of JSON that breaks at a place; the text begins at a line."""
+    """Return the error for invalid JSON at a position; `first` is the text's line."""
     line = first + text.count("\n", 0, at)
     column = at - text.rfind("\n", 0, at)
     message = f"{path} line {line} column {column}: broken JSON: {fault}."
@@ -211,6 +211,6 @@ def _json_error(path: Path, first: int, text: str, at: int, fault: str) -> UserE
 
 
 def _skip_space(text: str, at: int) -> int:
-    """Return the place of the next character that is not JSON white space."""
+    """Return the position of the next character that is not JSON white space."""
     match = _NON_SPACE.search(text, at)
     return match.start() if match else len(text)

@@ -1,11 +1,11 @@
-"""Token ids of every example, computed once, stored on disk and memory-mapped.
+"""Tokenizes every example once, and memory-maps the cached result.
 
 In: a split and a tokenizer. Out: `EncodedTexts`, which makes the tensors of a batch.
 
-Why: tokenising every epoch, or every start, is time that trains nothing. The tokens of
-a million texts stay in mapped files; only an order and a length a text is in memory.
+The tokens of a million texts stay in mapped files; in memory are only an index and a
+length per text.
 
-Shapes: B examples in a batch, T positions, N examples in all.
+Shapes: B examples in a batch, T positions, N examples in total.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_VERSION = 4  # of the files of a cache entry
+_VERSION = 4  # format of a cache entry's files
 _CHUNK = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedTexts:
-    """The tokens and the targets of a split's examples, stored flat."""
+    """The tokens and targets of a split's examples, as flat arrays."""
 
     ids: np.ndarray
-    """Token ids, one text after another. int32, shape (tokens in all,)."""
+    """Concatenated token ids of all stored texts. int32, shape (tokens,)."""
     starts: np.ndarray
-    """Where each stored text begins in `ids`, and the end. int64."""
+    """Offset in `ids` of each stored text, and the end. int64."""
     rows: np.ndarray
-    """Which stored texts are the examples. int64, shape (N,)."""
+    """Index of each example among the stored texts. int64, shape (N,)."""
     labels: np.ndarray | None = None
-    """The class of each example, if it has one. int64, shape (N,)."""
+    """classify: the class of each example. int64, shape (N,)."""
     tags: np.ndarray | None = None
-    """The tag of each token, if tokens have one: an index into `meaning`. int16."""
+    """ner: the stored tag of each token, an index into `meaning`. int16."""
     offsets: np.ndarray | None = None
-    """Of each token, from `tokens`, beside `tags`. int32, shape (tokens, 2)."""
+    """Start and end character of each token. int32, shape (tokens, 2)."""
     stored_counts: np.ndarray | None = None
-    """Tokens that have a tag in each stored text. int32."""
+    """Number of tagged tokens in each stored text. int32."""
     meaning: np.ndarray | None = None
-    """Stored tag -> target; the last one is that of special tokens. int64."""
+    """Stored tag -> target; the last entry is for special tokens. int64."""
     source: Path | None = None
-    """The folder that the files are mapped from."""
+    """The cache entry that the arrays are mapped from."""
     inexact: int = 0
-    """Entities among all stored texts that tokens cannot show to the character."""
+    """Entities of all stored texts whose edges do not match token edges."""
 
     @classmethod
     def build(
@@ -71,7 +71,7 @@ class EncodedTexts:
         labels: Sequence[int] | None = None,
         offsets: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> EncodedTexts:
-        """Return tokens held in memory, for texts that come and go."""
+        """Build from tokens in memory, without a cache entry."""
         lengths = np.fromiter(map(len, token_lists), np.int64, len(token_lists))
         starts = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
         encoded = cls(_flat(token_lists), starts, np.arange(len(lengths)))
@@ -86,7 +86,7 @@ class EncodedTexts:
         return len(self.rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send a path to a worker: a mapped array would be sent whole."""
+        """Pickle the path for a worker, instead of the mapped arrays."""
         if self.source is None:
             return dict(vars(self))
         names = ("rows", "labels", "meaning", "source")
@@ -104,7 +104,7 @@ class EncodedTexts:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Targets to learn in each example. int64, shape (N,)."""
+        """Targets of each example. int64, shape (N,)."""
         if self.stored_counts is None:
             return np.ones(len(self), dtype=np.int64)
         counts: np.ndarray = self.stored_counts[self.rows].astype(np.int64)
@@ -112,7 +112,7 @@ class EncodedTexts:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """Where the tokens of each example begin among those of all, and the end."""
+        """Offset of each example in the concatenated tokens of all, and the end."""
         begins: np.ndarray = np.concatenate([[0], np.cumsum(self.lengths)])
         return begins
 
@@ -122,14 +122,13 @@ class EncodedTexts:
         """Return the tensors of one batch, padded to its longest example.
 
         Args:
-            indices: Which examples, in the order of the rows. None at all makes
-                tensors of no rows.
-            pad_id: The token that fills up a row.
-            multiple: T is rounded up to a multiple of it, >= 1.
+            indices: The examples, by index in `rows`. May be empty.
+            pad_id: Token id of the padding.
+            multiple: T is rounded up to a multiple of this, >= 1.
 
         Returns:
-            `input_ids` and `attention_mask`, int64 of shape (B, T), and `labels`,
-            int64 of shape (B,), or (B, T) where each token has one.
+            `input_ids` and `attention_mask`, int64 of shape (B, T), and `labels`, int64
+            of shape (B,), or (B, T) for ner.
         """
         places, real = self.token_indices(indices, multiple)
         input_ids = np.full(real.shape, pad_id, dtype=np.int64)
@@ -142,14 +141,14 @@ class EncodedTexts:
             batch["labels"] = torch.from_numpy(self.labels[indices])
         elif self.tags is not None and self.meaning is not None:
             targets = np.full(real.shape, IGNORED, dtype=np.int64)
-            # The tag of a special token is negative: it means the last target.
+            # Special tokens have a negative tag, which selects the last target.
             stored = np.maximum(self.tags[places[real]], -1)
             targets[real] = self.meaning[stored]
             batch["labels"] = torch.from_numpy(targets)
         return batch
 
     def longest(self, count: int) -> EncodedTexts:
-        """Return the longest examples, at most a number of them."""
+        """Return the `count` longest examples."""
         chosen = np.argsort(self.lengths, kind="stable")[-count:]
         labels = None if self.labels is None else self.labels[chosen]
         return replace(self, rows=self.rows[chosen], labels=labels)
@@ -157,7 +156,7 @@ class EncodedTexts:
     def token_indices(
         self, indices: Indices, multiple: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the tokens of a batch lie, and which positions hold one."""
+        """Return a batch's indices into `ids`, and which are real; both (B, T)."""
         chosen = self.rows[indices]
         begins, ends = self.starts[chosen], self.starts[chosen + 1]
         longest = int((ends - begins).max(initial=1))
@@ -166,7 +165,7 @@ class EncodedTexts:
         return places, places < ends[:, None]
 
     def token_offsets(self, index: int) -> np.ndarray:
-        """Return the characters of each token of an example. int32, shape (T, 2)."""
+        """Return the character offsets of an example's tokens. int32, shape (T, 2)."""
         assert self.offsets is not None  # noqa: S101 - only asked where tokens count
         row = self.rows[index]
         offsets: np.ndarray = self.offsets[self.starts[row] : self.starts[row + 1]]
@@ -174,7 +173,7 @@ class EncodedTexts:
 
 
 def encode_split(split: Split, tokenizer: Any, task: str) -> EncodedTexts:  # noqa: ANN401
-    """Return a split's tokens, made now or kept from an earlier run."""
+    """Tokenize a split, or load its tokens from the cache."""
     facts = {
         "version": _VERSION,
         "rows": split.store.key,
@@ -192,7 +191,7 @@ def encode_split(split: Split, tokenizer: Any, task: str) -> EncodedTexts:  # no
 
 
 def _targets_of_tags(ids: np.ndarray) -> np.ndarray:
-    """Return the target of each stored tag: kinds have other numbers in a corpus."""
+    """Map stored tags to targets: the corpus numbers entity types differently."""
     targets = np.zeros(2 + 2 * len(ids), dtype=np.int64)
     targets[1:-1:2], targets[2:-1:2] = 1 + 2 * ids, 2 + 2 * ids
     targets[-1] = IGNORED
@@ -200,7 +199,7 @@ def _targets_of_tags(ids: np.ndarray) -> np.ndarray:
 
 
 def _mapped(folder: Path) -> dict[str, Any]:
-    """Return the fields of `EncodedTexts` that a cache entry holds."""
+    """Load the fields of `EncodedTexts` that a cache entry holds."""
     arrays = cache.load_arrays(folder)
     if "offsets" in arrays:
         arrays["offsets"] = arrays["offsets"].reshape(-1, 2)
@@ -208,7 +207,7 @@ def _mapped(folder: Path) -> dict[str, Any]:
 
 
 def _build(folder: Path, store: Store, tokenizer: Any) -> None:  # noqa: ANN401
-    """Write the tokens of every row of a store, a chunk at a time."""
+    """Tokenize every row of a store, in chunks, and write the arrays."""
     tagged = store.task == "ner"
     inexact = 0
     with cache.ArrayWriter(folder) as arrays:
@@ -237,14 +236,14 @@ def _build(folder: Path, store: Store, tokenizer: Any) -> None:  # noqa: ANN401
 
 
 def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yield items a few thousand at a time."""
+    """Yield lists of up to `_CHUNK` items."""
     source = iter(items)
     while chunk := list(islice(source, _CHUNK)):
         yield chunk
 
 
 def _flat(lists: Iterable[Sequence[int]]) -> np.ndarray:
-    """Return int32 numbers; one that does not fit raises OverflowError."""
+    """Concatenate lists to an int32 array; raise OverflowError beyond its range."""
     return np.fromiter(chain.from_iterable(lists), np.int32)
 
 
@@ -254,14 +253,14 @@ def tokenize(
     *,
     offsets: bool = False,
 ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Return the token ids of each text, and the characters of each token if asked.
+    """Return the token ids and, if asked, the character offsets of each text.
 
-    The characters of a token are the first and the one after the last, without white
-    space at either edge: byte-level tokenizers count the blank before a word as part
-    of it, and no entity begins there. A token of white space alone has none, (x, x).
+    Offsets are (start, end) without surrounding white space: byte-level tokenizers
+    include the blank before a word, where no entity starts. A token of white space
+    alone gets an empty range, (x, x).
 
     Raises:
-        UserError: If offsets are asked for and the tokenizer is not a fast one.
+        UserError: If offsets are requested and the tokenizer is not a fast one.
     """
     texts = list(texts)
     if not texts:
@@ -297,14 +296,14 @@ def _without_blanks(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401
-    """Return a hash of all that decides which tokens a text becomes."""
+    """Return a hash of everything that determines a text's tokens."""
     import tokenizers
     import transformers
 
     parts = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__]
     parts += [tokenizer.truncation_side, str(tokenizer.split_special_tokens)]
     if tokenizer.is_fast:
-        # A call leaves its truncation and padding in there; they are no part of it.
+        # A call stores its truncation and padding there; they do not belong to it.
         core = json.loads(tokenizer.backend_tokenizer.to_str())
         parts.append(json.dumps(core | {"truncation": None, "padding": None}))
     else:
@@ -313,7 +312,7 @@ def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401
 
 
 def character_counts(split: Split, clean: Callable[[str], str]) -> Counter[str]:
-    """Return how often each character occurs in a split's texts, once cleaned."""
+    """Count the characters of a split's texts after applying `clean`."""
     counts: Counter[str] = Counter()
     for chunk in _chunks(split.texts()):
         counts.update(clean("\n".join(chunk)))
