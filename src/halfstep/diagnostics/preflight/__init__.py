@@ -1,4 +1,4 @@
-"""Before training: will this model, on this batch, train at this level?"""
+"""Checks before training whether a level works for a model, on copies of it."""
 
 from halfstep.diagnostics.preflight.model_check import check
 from halfstep.diagnostics.preflight.report import CheckReport

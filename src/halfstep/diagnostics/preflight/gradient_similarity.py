@@ -1,4 +1,4 @@
-"""How similar two sets of gradients are: cosine, SQNR, and what was lost altogether."""
+"""Computes the similarity of two sets of gradients: cosine, SQNR and flushed share."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradientSimilarity:
-    """How similar gradients q are to their reference x, both unscaled."""
+    """The similarity of gradients q to their reference x, both unscaled."""
 
     where: str
-    """Module whose parameters they are of."""
+    """The module that owns the parameters."""
     numbers: int
     cosine: float
-    """<x, q> / (|x| |q|), -1 to 1; 1 where both are zero, 0 where one is; NaN where q
-    holds inf or NaN."""
+    """<x, q> / (|x| |q|), -1 to 1; 1 if both are zero, 0 if one is; NaN if q has inf or
+    NaN."""
     sqnr: float
-    """10 log10(sum x**2 / sum (x - q)**2), in dB; inf where they are equal."""
+    """10 log10(sum x**2 / sum (x - q)**2), in dB; inf if they are equal."""
     flushed: float
-    """Share of the numbers other than zero of x that are zero in q, 0 to 1."""
+    """Share of the non-zero values of x that are zero in q, 0 to 1."""
     norm: float
     """|x|."""
 
@@ -40,15 +40,15 @@ def compare(
 ) -> tuple[GradientSimilarity, tuple[GradientSimilarity, ...]]:
     """Compare gradients, all together and by the module that owns them.
 
-    Sums are taken in fp64, on the device; it is waited for once at the end.
+    Sums are computed in fp64 on the device.
 
     Args:
-        reference: Gradients x by the parameter's name.
-        other: Gradients q; one that is missing on either side counts as zeros.
-        owner: Gives the group of a name.
+        reference: Parameter name -> gradient x.
+        other: Parameter name -> gradient q; a missing one on either side is zeros.
+        owner: Returns the group of a name.
 
     Returns:
-        Of all ("all"), and of each group in the order of its first name.
+        Similarity of all ("all"), and of each group in the order of its first name.
     """
     sums: dict[str, list[Tensor]] = defaultdict(list)
     sizes: dict[str, int] = defaultdict(int)
@@ -68,7 +68,7 @@ def compare(
 
 
 def _sums(x: Tensor, q: Tensor) -> Tensor:
-    """Return <x, q>, |x|**2, |q|**2, |x - q|**2, numbers lost, numbers not zero."""
+    """Return <x, q>, |x|**2, |q|**2, |x - q|**2, number of flushed and of non-zero x."""
     seen = x != 0
     return torch.stack(
         [

@@ -1,4 +1,4 @@
-"""What a check before training has measured, as plain values."""
+"""Holds the measurements of a check before training as plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Range:
-    """How large the numbers of one module get, in fp32."""
+    """The largest values of one module in fp32."""
 
     path: str
     kind: str
@@ -25,42 +25,42 @@ class Range:
     output: float
     """Largest absolute value of its outputs."""
     gradient: float
-    """Largest absolute value of their gradients, unscaled; NaN where none came."""
+    """Largest absolute value of their gradients, unscaled; NaN without gradients."""
 
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """What one loss scale would do to the gradients that were seen in fp32."""
+    """The predicted effect of one loss scale on the gradients measured in fp32."""
 
     scale: float
     flushed: float
-    """Share of the numbers other than zero that become zero, 0 to 1."""
+    """Share of the non-zero values that become zero, 0 to 1."""
     subnormal: float
-    """Share that loses bits, 0 to 1."""
+    """Share of values that lose bits as subnormals, 0 to 1."""
     headroom: float
-    """Binades from the largest gradient to the format's limit, less than one too few;
-    negative where it overflows."""
+    """Binades from the largest gradient to overflow, rounded down; negative if it
+    overflows."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What training at one level takes."""
+    """Time and memory of training at one level."""
 
     seconds: float
-    """Median of a whole training step."""
+    """Median time of a training step."""
     memory: dict[str, int]
-    """Bytes of weights, gradients, masters, moments, and of what the forward pass
-    saves for the backward pass."""
+    """Bytes of weights, gradients, master weights, moments, and of the tensors saved
+    for the backward pass."""
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Sum of `memory`."""
         return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was measured. What a broken pass did not show is None or empty."""
+    """All measurements; None or empty where a failed pass has none."""
 
     level: str
     dtype: str
@@ -68,65 +68,65 @@ class Facts:
     """Why this level and dtype."""
     device: str
     policy: str
-    """With the rules that cure overflow, where some do."""
+    """Includes the rules that fix overflow, if any do."""
     loss_fp32: float
-    """Of the first batch, or the first whose pass is not finite."""
+    """Loss of the first batch, or of the first with a non-finite pass."""
     finite_fp32: bool
-    """Loss and gradients are, in fp32."""
+    """Whether loss and gradients are finite in fp32."""
     bad_batch: str = ""
-    """The argument that is the first batch of which they are not."""
+    """The argument that is the first batch for which they are not."""
     learns: bool = True
-    """Some parameter has a gradient other than zero, in fp32."""
+    """Whether any parameter has a non-zero gradient in fp32."""
     optimizer: str = ""
-    """Its kind and learning rate, and whether it stands for one that was not given."""
+    """Type and learning rate, and whether it is the default for a missing one."""
     loss: float | None = None
     failed: str = ""
-    """What the level's pass raised."""
+    """The error that a pass at the level raised."""
     fault: BadOp | None = None
     """What made the first inf or NaN at the default loss scale, before any rule."""
     rules: tuple[str, ...] = ()
     """Rules added because of it, with which a pass was finite."""
     output_error: OutputError | None = None
-    """The first module whose output is another than in fp32, though its inputs agree,
-    with the rules above."""
+    """The first module with a wrong output for correct inputs, under these rules."""
     hidden_overflow: BadOp | None = None
-    """What overflows in it, or in a pass whose loss is another, and leaves no inf."""
+    """The first overflow, even if it leaves no inf; searched if an output or the loss
+    is wrong."""
     default_scale: float = 1.0
     default_finite: bool = True
-    """Gradients are finite at it."""
+    """Whether gradients are finite at the default scale."""
     safe_scale: float | None = None
-    """The largest power of two at which a pass was finite with a margin; None where
-    the format needs no scale, or none was found."""
+    """The largest power of two at which a pass was finite with a margin; None if the
+    format needs no scale or none was found."""
     scale: float = 1.0
-    """At which gradients were compared."""
+    """Loss scale at which gradients were compared."""
     curve: tuple[ScalePoint, ...] = ()
-    """The first is of the default scale."""
+    """The first is the default scale."""
     gradients: GradientSimilarity | None = None
-    """Against fp32's, same weights, batch, buffers and random state."""
+    """Similarity to fp32's, with the same weights, batch, buffers and random state."""
     layers: tuple[GradientSimilarity, ...] = ()
     noise: GradientSimilarity | None = None
-    """The same of fp32 gradients of two halves of the batch."""
+    """Similarity of fp32 gradients of two halves of the batch, or of two batches."""
     noise_layers: tuple[GradientSimilarity, ...] = ()
     noise_of: str = "two halves of the batch"
     ranges: tuple[Range, ...] = ()
     cost_fp32: Cost | None = None
     cost: Cost | None = None
     ratios: tuple[float, ...] = ()
-    """fp32's seconds over the level's, of each round of a step of both."""
+    """Speed-up of each round: seconds of an fp32 step over those of the level's."""
     weights_finite: bool = True
-    """They were after the steps that were made."""
+    """Whether weights are finite after the timed steps."""
     lost: float | None = None
-    """Share of the updates of one step lost to rounding, 0 to 1; None where
-    no 16-bit weight is updated by itself, or no step was made."""
+    """Share of the updates of one step lost to rounding, 0 to 1; None with master
+    weights or fp32 weights, or without timed steps."""
     weight_nan_warning: str = ""
-    """The caution that says that weights will be NaN."""
+    """Why weights will become NaN, or ""."""
     dropout_off: bool = False
     cautions: tuple[str, ...] = ()
-    """What else `prepare` warned of."""
+    """Other warnings of `prepare`."""
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
     seconds: float = 0.0
-    """The check itself took."""
+    """Duration of the check."""
 
     @property
     def format(self) -> formats.FloatFormat:
@@ -140,7 +140,7 @@ class Facts:
 
     @property
     def finite(self) -> bool:
-        """The level's loss and gradients were finite at some scale."""
+        """Whether the level's loss and gradients were finite at some scale."""
         return not self.failed and self.loss is not None and self.gradients is not None
 
     @property
@@ -156,23 +156,23 @@ class Facts:
 
     @property
     def speed_up(self) -> float | None:
-        """Return fp32's seconds over the level's; of several rounds, the median."""
+        """Return the median speed-up over fp32 of all rounds."""
         return statistics.median(self.ratios) if self.ratios else None
 
     @property
     def memory_saved(self) -> float | None:
-        """Return the share of fp32's bytes that the level does without."""
+        """Return the saved share of fp32's memory; negative if the level needs more."""
         if self.cost_fp32 is None or self.cost is None or not self.cost_fp32.bytes:
             return None
         return 1 - self.cost.bytes / self.cost_fp32.bytes
 
     @property
     def distance(self) -> float:
-        """Return 1 - cosine of the gradients; inf where it is not a number."""
+        """Return the cosine distance of the gradients; inf if it is NaN."""
         return math.inf if self.gradients is None else cosine_distance(self.gradients)
 
 
 def cosine_distance(similarity: GradientSimilarity) -> float:
-    """Return 1 - cosine, 0 or more; inf where it is not a number."""
+    """Return 1 - cosine, >= 0; inf if it is NaN."""
     far = 1 - similarity.cosine
     return math.inf if math.isnan(far) else max(far, 0.0)

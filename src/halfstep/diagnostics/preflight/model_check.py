@@ -1,4 +1,4 @@
-"""The check itself: what is measured, in which order, and put back afterwards."""
+"""Runs the check before training: takes all measurements and restores the model."""
 
 from __future__ import annotations
 
@@ -160,10 +160,9 @@ def check(
 
 @contextlib.contextmanager
 def _default_context(device: torch.device) -> Iterator[None]:
-    """Run outside of whatever region `check` was called in.
+    """Disable autocast, and enable gradients, of the caller's contexts.
 
-    Why: in a region of autocast fp32 would not be fp32, and without gradients there is
-    nothing to look at.
+    Under autocast the fp32 reference would not run in fp32.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
@@ -174,7 +173,7 @@ def _default_context(device: torch.device) -> Iterator[None]:
 
 
 def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
-    """Measure all that there is to be measured."""
+    """Run all passes and steps and return the measurements."""
     choice, plain = search.choice, search.fp32_copy
     right = search.fp32_passes
     scaled = choice.format == FP16
@@ -243,10 +242,10 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
 
 
 def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
-    """Return the pass whose gradients are compared: at the default scale if it will do.
+    """Return the pass whose gradients are compared: at the default or the safe scale.
 
-    It will not where gradients overflow, nor where many are lost at it, and fewer at
-    the safe one, which is then higher.
+    The safe scale is used if gradients overflow at the default scale, or if it is
+    higher and too many gradients are flushed at the default scale.
     """
     if trial.finite:
         lost = facts.curve[0].flushed if facts.curve else 0.0
@@ -257,7 +256,7 @@ def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
 
 
 def _compared(facts: Facts, search: ScaleSearch, used: Pass) -> Facts:
-    """Compare gradients with fp32's, and those of fp32 with each other."""
+    """Compare gradients with fp32's, and fp32's of two batches or halves."""
     right = search.fp32_passes[0]
     owner = partial(_owner, kinds=search.kinds)
     overall, layers = gradient_similarity.compare(
@@ -273,7 +272,7 @@ def _compared(facts: Facts, search: ScaleSearch, used: Pass) -> Facts:
 
 
 def _owner(name: str, kinds: dict[str, str]) -> str:
-    """Return the module that a parameter belongs to; of the model's own, its name."""
+    """Return the module of a parameter; for one of the root module, its own name."""
     path = name.rpartition(".")[0]
     return path if path and path in kinds else name
 
@@ -285,9 +284,9 @@ def _histogram(passes: Sequence[Pass]) -> Tensor:
 def _curve(
     histogram: Tensor, scales: Sequence[float], top: float | None = None
 ) -> tuple[ScalePoint, ...]:
-    """Return what scales would do in fp16 to fp32's gradients; the first stays first.
+    """Return the predicted effect of `scales` on fp32's gradients in fp16, in order.
 
-    `top` is the largest at which nothing overflows; None concludes it from fp32.
+    `top` is the largest scale without overflow. None: predict it from fp32.
     """
     top = largest_safe_scale(histogram, margin=0).item() if top is None else top
     points = []
@@ -305,7 +304,7 @@ def _curve(
 
 
 def _ranges(search: ScaleSearch) -> tuple[Range, ...]:
-    """Return how large outputs and gradients of each module get in fp32."""
+    """Return the largest outputs and gradients of each module in fp32."""
     peaks: dict[str, float] = {}
     for one in search.fp32_passes:
         for name, peak in one.peaks.items():

@@ -1,4 +1,4 @@
-"""A copy of a model at work at one level, for passes that leave the model alone."""
+"""Runs passes and steps at one level on a copy of a model, which stays unchanged."""
 
 from __future__ import annotations
 
@@ -44,51 +44,49 @@ if TYPE_CHECKING:
 LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
 _ANY = 2.0**-126, 2.0**127
-"""Scales that fp32 holds as powers of two."""
+"""Smallest and largest scale: normal powers of two in fp32."""
 
 _NEVER = sys.maxsize
-"""Steps from one count of lost updates to the next: those that are timed count none."""
+"""Interval of counting lost updates that turns it off, for the timed steps."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass of a copy."""
+    """The results of one forward and backward pass of a copy."""
 
     loss: float
     scale: float
     gradients: dict[str, Tensor]
-    """Of parameters, by name: fp32, unscaled, dense."""
+    """Parameter name -> gradient: fp32, unscaled, dense."""
     gradients_finite: bool
     peaks: dict[str, float]
-    """Largest finite magnitudes by a probe's names; empty where none was attached."""
+    """Name of a probe -> largest finite magnitude; empty if not `probed`."""
     histogram: Tensor
-    """Exponents of unscaled gradients in the copy's format (`numerics.exponents`), of
-    activations and of weights as they arrive; zeros where they were not counted.
-    int64, shape (BINS,), on the CPU."""
+    """Exponents (`numerics.exponents`) of unscaled gradients in the copy's format, of
+    activations and parameters; zeros if not counted. int64, shape (BINS,), CPU."""
     saved_bytes: int
-    """What the forward pass kept for the backward pass, weights and buffers apart."""
+    """Bytes saved for the backward pass, without weights and buffers."""
 
     @property
     def finite(self) -> bool:
-        """Neither gradients of parameters nor those that made them hold inf or NaN."""
+        """Whether gradients of parameters and counted activations are finite."""
         return self.gradients_finite and not int(self.histogram[-1])
 
     @property
     def sound(self) -> bool:
-        """Neither the loss is inf or NaN, nor any of these."""
+        """Whether the loss is finite too."""
         return self.finite and math.isfinite(self.loss)
 
 
 class ModelCopy:
     """A copy of a model and of its optimizer, prepared at a level.
 
-    Every pass begins with the same random state and buffers: dropout masks and batch
-    statistics are those of any other copy's pass. On a GPU masks depend on the format,
-    so there the copies' own dropout layers let everything through. Without an optimizer
-    it makes an AdamW.
+    Every pass begins with the same random state and buffers, so dropout masks and batch
+    statistics are the same in all copies. On a GPU masks depend on the dtype, so there
+    dropout layers of copies are disabled. Without an optimizer, an AdamW is made.
 
     Raises:
-        UserError: If it cannot be copied, or `prepare` refuses it.
+        UserError: If the model cannot be copied, or `prepare` raises it.
     """
 
     def __init__(
@@ -103,11 +101,11 @@ class ModelCopy:
         model_copy, stepper = _copied(model, optimizer)
         rates = [float(group.get("lr", math.nan)) for group in stepper.param_groups]
         self.optimizer = f"{type(stepper).__name__}, lr={max(rates):g}"
-        """Its kind and learning rate, and whether it was given."""
+        """Type and learning rate, and whether the optimizer is a default."""
         if optimizer is None:
             self.optimizer += ", as none was given"
         self.notes: list[str] = []
-        """What `prepare` warned of."""
+        """Warnings of `prepare` and of steps."""
         self._low = choice.format.dtype
         self._random = state
         self.device = next(model_copy.parameters()).device
@@ -117,11 +115,11 @@ class ModelCopy:
         self.weight_nan_warning = choosing.weight_nan_warning(
             choice, stepper, masters=has_masters
         )
-        """What will make NaN of weights, "" where nothing does."""
+        """Why weights will become NaN; "" if they will not."""
         self.emulates_fp16 = choice.format == FP16 and fp16_emulation.is_needed(
             self.device.type
         )
-        """Passes, not steps, compute fp16 products in fp32 and round them."""
+        """Whether passes compute fp16 matmuls in fp32 and round; steps do not."""
         lossy = choice.level.low_weights and not has_masters
         rule = ScaleRule.parse(1.0)
         with _collecting_warnings(self.notes), allow_overflow():
@@ -138,7 +136,7 @@ class ModelCopy:
 
     @property
     def model(self) -> nn.Module:
-        """The copy."""
+        """The copy of the model."""
         return self.session.model
 
     def run(
@@ -151,15 +149,15 @@ class ModelCopy:
         counted: bool = True,
         probed: bool = False,
     ) -> Pass:
-        """Run a batch forward and backward; weights stay.
+        """Run a forward and backward pass; weights do not change.
 
         Args:
-            loss_fn: Gives the loss of a model on a batch, shape ().
-            batch: What it takes.
-            scale: Of the loss, a power of two.
-            others: Ids of parameters that no loss may depend on.
+            loss_fn: Returns the loss of a model on a batch, shape ().
+            batch: Argument of `loss_fn`.
+            scale: Loss scale, a power of two.
+            others: id() of parameters that the loss must not depend on.
             counted: Count exponents, which takes about as long as the pass.
-            probed: Read the ranges of modules.
+            probed: Record the ranges of modules.
         """
         self.begin(scale)
         session, saved = self.session, _SavedBytes(self.model)
@@ -189,7 +187,7 @@ class ModelCopy:
     def forward(
         self, loss_fn: LossFn, batch: object, after: Callable[..., None]
     ) -> None:
-        """Run a batch forward; `after` gets module, args, kwargs, output of each."""
+        """Run a forward pass with `after` as forward hook of every module."""
         self.begin(1.0)
         hooks = [
             module.register_forward_hook(after, with_kwargs=True)
@@ -203,7 +201,7 @@ class ModelCopy:
                 hook.remove()
 
     def find_overflow(self, loss_fn: LossFn, batch: object) -> BadOp | None:
-        """Return the first operation that overflows its dtype, hidden or not."""
+        """Return the first operation that overflows its dtype, even if hidden."""
         self.begin(1.0)
 
         def step() -> Tensor:
@@ -216,9 +214,9 @@ class ModelCopy:
     def find_nonfinite(
         self, loss_fn: LossFn, batch: object, scale: float
     ) -> BadOp | None:
-        """Return what makes inf or NaN of a batch: an overflow before what shows it.
+        """Return the operation that makes inf or NaN; prefer the first overflow.
 
-        The inf of x * x comes first, though only the NaN of inf / inf reaches the loss.
+        The inf of x * x is reported, though only the NaN of inf / inf reaches the loss.
         """
         self.begin(scale)
 
@@ -232,7 +230,10 @@ class ModelCopy:
             )
 
     def _products(self) -> contextlib.AbstractContextManager[object]:
-        """Return a region in which fp16 takes no minutes where a CPU has none."""
+        """Return a context that emulates fp16 matmuls on CPUs without them.
+
+        They take minutes there otherwise.
+        """
         if self.emulates_fp16:
             return fp16_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
         return contextlib.nullcontext()
@@ -240,7 +241,7 @@ class ModelCopy:
     def _gradients(
         self, scale: float, exponents: _GradientExponents
     ) -> dict[str, Tensor]:
-        """Return the gradients that a backward pass left, unscaled in fp32."""
+        """Return the gradients of the backward pass, unscaled in fp32."""
         grads = {}
         for name, param in self.model.named_parameters():
             if param.grad is None:
@@ -248,12 +249,12 @@ class ModelCopy:
             dense = param.grad.detach()
             dense = dense.to_dense() if dense.layout != torch.strided else dense
             dense = torch.view_as_real(dense) if dense.is_complex() else dense
-            exponents.add(dense)  # as leaves, they come to no node
+            exponents.add(dense)  # leaf nodes have no hook of `exponents`
             grads[name] = dense.to(torch.float32, copy=True).div_(scale)
         return grads
 
     def begin(self, scale: float) -> None:
-        """Put random state and buffers back, and set the scale."""
+        """Restore random state and buffers, and set the loss scale."""
         self._random.restore()
         self._snapshot.restore()
         scaler = self.session.scaler
@@ -261,7 +262,7 @@ class ModelCopy:
         scaler.state = replace(scaler.state, scale=power)
 
     def step(self, loss_fn: LossFn, batch: object) -> float:
-        """Make a whole training step, which changes the copy; return its seconds."""
+        """Run a training step, which changes the copy; return its seconds."""
         self._wait()
         began = time.perf_counter()
         with self.session.autocast():
@@ -273,10 +274,10 @@ class ModelCopy:
         return time.perf_counter() - began
 
     def last_step(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
-        """Make one more step, not timed, and count in it the updates lost to rounding.
+        """Run one more step, not timed, and count its updates lost to rounding.
 
         Returns:
-            The bytes that training holds after the backward pass, by purpose.
+            The memory of training after the backward pass, in bytes by purpose.
         """
         session = self.session
         with session.autocast():
@@ -287,14 +288,14 @@ class ModelCopy:
             session.count_rounding_loss(every=1)
         with _collecting_warnings(self.notes):
             session.step()
-        if self._counts_rounding:  # steps to come are timed
+        if self._counts_rounding:  # later steps are timed
             session.count_rounding_loss(every=_NEVER)
         return memory
 
     def lost_share(self) -> float | None:
         """Return the share of the last step's updates lost to rounding, 0 to 1.
 
-        None where none was counted. Waits for the device.
+        None if they were not counted. Synchronizes with the device.
         """
         groups = self.session.optimizer.param_groups
         lost = total = 0.0
@@ -306,7 +307,7 @@ class ModelCopy:
         return lost / total if total else None
 
     def weights_finite(self) -> bool:
-        """Say whether no weight is inf or NaN. Waits for the device."""
+        """Return whether all weights are finite. Synchronizes with the device."""
         return all(bool(torch.isfinite(one).all()) for one in self.model.parameters())
 
     def _wait(self) -> None:
@@ -317,7 +318,7 @@ class ModelCopy:
 def _copied(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a copy of a model, and of its optimizer or a new one over the copy."""
+    """Return a copy of the model, and of its optimizer or a new one for the copy."""
     try:
         model_copy, stepper = copy.deepcopy((model, optimizer))
     except Exception as error:
@@ -342,7 +343,7 @@ def _copied(
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Switch off what draws masks in a copy."""
+    """Set the dropout probability of a copy's modules to 0."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001
             module.p = 0.0
@@ -354,7 +355,7 @@ def _disable_dropout(model: nn.Module) -> None:
 def _reading_peaks(
     model: nn.Module, peaks: dict[str, float], *, on: bool
 ) -> Iterator[None]:
-    """Read the largest magnitudes of outputs and gradients, by a probe's names."""
+    """Record the largest magnitudes of outputs and gradients, by names of a probe."""
     if not on:
         yield
         return
@@ -370,7 +371,7 @@ def _reading_peaks(
 
 @contextlib.contextmanager
 def _collecting_warnings(notes: list[str]) -> Iterator[None]:
-    """Take warnings down instead of showing them, each once."""
+    """Append warnings to `notes`, each once, instead of showing them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -380,7 +381,7 @@ def _collecting_warnings(notes: list[str]) -> Iterator[None]:
 
 
 class _SavedBytes:
-    """Counts the bytes that a forward pass keeps for the backward pass."""
+    """Counts the bytes that a forward pass saves for the backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         own = [*model.parameters(), *model.buffers()]
@@ -388,7 +389,7 @@ class _SavedBytes:
         self.bytes = 0
 
     def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return what counts while it is open."""
+        """Return a context that counts."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -397,7 +398,7 @@ class _SavedBytes:
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())
                 self.bytes += storage.nbytes()
-        return tensor.detach()  # not itself: an output would hold its own graph
+        return tensor.detach()  # a saved output would reference its own graph
 
 
 def _unpack(tensor: Tensor) -> Tensor:
@@ -405,20 +406,20 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 class _GradientExponents:
-    """Counts the exponents of gradients of one dtype, scaled, as they flow.
+    """Counts the exponents of all gradients of one dtype in a backward pass, scaled.
 
-    Single numbers are left out: what makes the loss out of means computes in fp32. With
-    dtype None it counts nothing.
+    0-dim gradients are left out: the loss is usually reduced in fp32. With dtype None
+    nothing is counted.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        # Each device has an autograd thread of its own.
+        # One tensor per device: each has its own autograd thread.
         self._counts: dict[torch.device, Tensor] = {}
 
     @contextlib.contextmanager
     def over(self, loss: Tensor) -> Iterator[None]:
-        """Look at what comes to each node of the graph of a loss."""
+        """Count the gradients that enter each node of a loss's graph."""
         if self._dtype is None:
             yield
             return

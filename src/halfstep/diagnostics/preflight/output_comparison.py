@@ -1,8 +1,7 @@
-"""Compares what each module gives at a level with what it gives in fp32.
+"""Compares the output of each module at a level with its output in fp32.
 
-In: a copy of the model in fp32 and one at the level, and a batch. Out: the first module
-whose output is another although its inputs agree, as where positions, angles or counts
-are computed in 16 bits.
+Finds the first module with a wrong output for correct inputs, for example because it
+computes positions, angles or counts in 16 bits.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy
 
 FAR = 0.2
-"""Relative error of an output from which it is another. Our choice: 50 roundings of
-bf16 in one direction."""
+"""Relative error above which an output is wrong. Our choice: 50 roundings to bf16 in
+one direction."""
 _CLOSE = 0.05
-"""Relative error of inputs up to which a module is not to blame its callers."""
+"""Relative error up to which inputs are correct."""
 _SAMPLE = 65_536
-"""Numbers of a tensor that are compared."""
+"""Values of a tensor that are compared."""
 
 
 @dataclass(frozen=True)
 class OutputError:
-    """A module whose output at the level is another than in fp32."""
+    """A module whose output at the level differs from that in fp32."""
 
     path: str
-    """In the model; "" is the model itself."""
+    """Module path; "" is the model itself."""
     kind: str
     """Class name."""
     error: float
-    """Norm of the difference over that of fp32's output."""
+    """Norm of the output's difference over the norm of fp32's output."""
     inputs: float
-    """The same of its inputs."""
+    """The same for the inputs."""
     rule: str = ""
-    """With which it is gone; "" where none helps."""
+    """Rule that fixes it; "" if none does."""
 
 
 @dataclass
 class _Call:
-    """What a module was given, and gave."""
+    """Samples of a module's inputs and outputs in one call."""
 
     path: str
     kind: str
@@ -55,10 +54,13 @@ class _Call:
 def first_output_error(
     fp32_copy: ModelCopy, low_copy: ModelCopy, loss_fn: LossFn, batch: object
 ) -> OutputError | None:
-    """Return the first module that is to blame, in the order in which modules end."""
+    """Return the first module with a wrong output for correct inputs.
+
+    First in the order in which modules return.
+    """
     right, low = (_calls(each, loss_fn, batch) for each in (fp32_copy, low_copy))
     if [each.path for each in right] != [each.path for each in low]:
-        return None  # it does not run the same modules twice
+        return None  # the two passes ran different modules
     for one, other in zip(right, low, strict=True):
         inputs = _error(one.inputs, other.inputs)
         error = _error(one.outputs, other.outputs)
@@ -82,7 +84,7 @@ def error_of(
 
 
 def _calls(model_copy: ModelCopy, loss_fn: LossFn, batch: object) -> list[_Call]:
-    """Return what modules took and gave in a forward pass, in the order they end."""
+    """Return the module calls of a forward pass, in the order they return."""
     calls: list[_Call] = []
     paths = {module: path for path, module in model_copy.model.named_modules()}
 
@@ -96,19 +98,19 @@ def _calls(model_copy: ModelCopy, loss_fn: LossFn, batch: object) -> list[_Call]
 
 
 def _sample(value: object) -> list[Tensor]:
-    """Return numbers of the tensors in a value, in fp32, evenly spread."""
+    """Return evenly spaced values, in fp32, of each floating tensor in `value`."""
     tensors = [each for each in _pytree.tree_leaves(value) if isinstance(each, Tensor)]
     samples = []
     for each in tensors:
         if each.is_floating_point() and each.layout == torch.strided and each.numel():
             flat = each.detach().reshape(-1)
             some = flat[:: -(-len(flat) // _SAMPLE)]
-            samples.append(some.to(torch.float32, copy=True))  # it may be overwritten
+            samples.append(some.to(torch.float32, copy=True))  # before in-place writes
     return samples
 
 
 def _error(right: list[Tensor], low: list[Tensor]) -> float:
-    """Return the largest relative error; 0 where the numbers cannot be compared."""
+    """Return the largest relative error; 0 if no tensors can be compared."""
     errors = [0.0]
     for one, other in zip(right, low, strict=False):
         if one.shape == other.shape and bool(one.isfinite().all()):

@@ -1,4 +1,4 @@
-"""What a check before training found, to be read by people and programs."""
+"""Defines the report of a check before training: text, tables and plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from halfstep.reporting.finding import Finding
 
 _MAX_TABLE_ROWS = 12  # rows of a table by layer; `data` has all
-_MAX_FINDINGS = 3  # findings in the short form
+_MAX_FINDINGS = 3  # findings in the printed report
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""What a check before training finds: limits, rules, and the verdict in one sentence.
-
-Nothing is measured here.
-"""
+"""Evaluates the measurements of a check before training: limits, rules and verdict."""
 
 from __future__ import annotations
 
@@ -20,57 +17,57 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
 
 FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
-"""Shares of gradients lost to zero. Our choice: in the mixed-precision paper 5 % made
-fp32 masters worth having, 31 % made training diverge, and 0.1 % did no harm."""
+"""Shares of gradients flushed to zero. Our choice: in the mixed-precision paper, master
+weights were needed at 5 %, training diverged at 31 %, and 0.1 % did no harm."""
 
 COSINE_WARN = 0.99
-"""Least cosine to fp32's gradients that is not spoken of. Our choice: a relative error
-of 14 %."""
+"""Smallest cosine to fp32's gradients that is not reported. Our choice: a relative
+error of 14 %."""
 
 NOISE_SHARE = 0.1
-"""1 - cosine that is small beside that of two halves of the batch. Our choice: the
-rounding then adds a twentieth to the gradient's own noise."""
+"""Largest cosine distance that is not reported, relative to that of two halves of the
+batch. Our choice: rounding then adds a twentieth to the gradient noise."""
 
 NORM_SHARE = 1e-3
-"""Share of the whole gradient's norm below which a layer is not spoken of: the gradient
-of a key's bias in attention is zero, and what is computed of it is rounding alone."""
+"""Smallest share of the total gradient norm for which a layer is reported: the gradient
+of a key's bias in attention is zero, so its computed value is only rounding error."""
 
 LOSS_WARN = 0.01
-"""Relative difference of the loss. Our choice: bf16 rounds by 0.4 % at most."""
+"""Relative difference of the loss. Our choice; bf16 rounds by 0.4 % at most."""
 
 LOST_WARN, LOST_ALARM = 0.05, 0.5
 """Shares of the updates lost to rounding: the doctor's limits."""
 
 WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
-"""Least speed-up, and least share of the memory saved, that make a level worth having.
-Our choice: medians of a few steps differ by some per cent."""
+"""Speed-up, and saved share of the memory, from which a level is worth it. Our choice:
+medians of a few steps vary by some percent."""
 
 TIME_FOR_MEMORY = 0.8
-"""Least speed, beside fp32's, at which saved memory is worth having. Our choice."""
+"""Smallest speed relative to fp32 at which saved memory is worth it. Our choice."""
 
 _SURE = 0.999
-"""How sure a speed-up is to lie within its spread. Our choice: it is asked up to 20
-times, as rounds come in."""
+"""Confidence level of `spread`. Our choice: it is computed up to 20 times, as rounds
+come in."""
 _FEWEST, _BEYOND = 11, 1.5
-"""Rounds from which that can be said, for 2 / 2**11 is below 0.1 %; and the factor that
-a few steps tell. Our choice."""
+"""Number of rounds from which that level is possible, as 2 / 2**11 < 0.1 %; factor by
+which the range of fewer rounds is widened. Our choice."""
 
 DYNAMIC = 1.0, 2.0**24
-"""Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
+"""Range of dynamic scales: `ScaleRule.min_scale` and `max_scale`."""
 
 NO_GRADIENT = "no parameter gets a gradient other than zero"
-"""Said of a loss that does not depend on the weights."""
+"""Finding for a loss that does not depend on the weights."""
 
 _NO_RULE = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
 
 NOTHING = "nothing to compare"
-"""How the verdict on fp32 begins."""
+"""Beginning of the verdict on fp32."""
 
 RULES: Rules[Facts] = Rules()
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return all that there is to say, worst first."""
+    """Return the findings of all rules, notes and cautions, worst first."""
     results = [finding for rule in RULES for finding in rule.evaluate(facts)]
     results += [_note(facts, note, "note") for note in facts.notes]
     results += [_note(facts, caution, "warning") for caution in facts.cautions]
@@ -84,12 +81,12 @@ def _note(facts: Facts, text: str, severity: Severity) -> Finding:
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return between which speed-ups the true one lies, of each round's.
+    """Return a 99.9 % confidence interval of the median speed-up.
 
-    Order statistics: their median lies between the k-th smallest and the k-th largest
-    of n rounds with a chance of 1 - 2 P(fewer than k of n fair coins show heads), for
-    the largest k at which that is 99.9 %. Fewer than 11 rounds cannot say so: there it
-    is the least and the greatest, and half as much beyond.
+    Order statistics: the median is between the k-th smallest and the k-th largest of n
+    rounds with probability 1 - 2 P(fewer than k of n fair coins show heads); k is the
+    largest with at least 99.9 %. With fewer than 11 rounds there is no such k: the
+    result is the minimum and maximum, widened by the factor 1.5.
     """
     ordered, n = sorted(ratios), len(ratios)
     if n < _FEWEST:
@@ -102,16 +99,16 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def is_decided(ratios: Sequence[float]) -> bool:
-    """Say whether rounds tell on which side of the limits the speed-up lies."""
+    """Return whether the interval of the speed-up contains no limit."""
     low, high = spread(ratios)
     return not any(low < limit <= high for limit in (WORTH_TIME, TIME_FOR_MEMORY))
 
 
 def cost(facts: Facts) -> tuple[str, str]:
-    """Return whether a level is worth its cost, and what was measured.
+    """Return whether a level is worth its cost, and the measurement as text.
 
     Returns:
-        "worth", "not worth" or "cannot tell"; "" where nothing was timed.
+        "worth", "not worth" or "cannot tell", or "" if nothing was timed; and the text.
     """
     faster, saved = facts.speed_up, facts.memory_saved
     if faster is None or saved is None:
@@ -130,7 +127,7 @@ def cost(facts: Facts) -> tuple[str, str]:
 
 
 def is_far(similarity: GradientSimilarity, noise: GradientSimilarity | None) -> bool:
-    """Say whether gradients are too far from fp32's, beside their own noise."""
+    """Return whether gradients are too far from fp32's, relative to their noise."""
     far = cosine_distance(similarity)
     if far <= 1 - COSINE_WARN:
         return False
@@ -140,7 +137,7 @@ def is_far(similarity: GradientSimilarity, noise: GradientSimilarity | None) -> 
 
 
 def gradients_differ(facts: Facts) -> bool:
-    """Say whether the whole gradient is too far from fp32's."""
+    """Return whether the whole gradient is too far from fp32's."""
     return facts.gradients is not None and is_far(facts.gradients, facts.noise)
 
 
@@ -189,7 +186,7 @@ def overflow(facts: Facts) -> Iterator[Observation]:
         measured = "inf or NaN at each loss scale that was tried"
         yield Observation("gradients", measured, _NO_RULE, None, 1.0, "error")
     if bad is None or (bad.normal and facts.safe_scale and facts.safe_scale >= 1):
-        return  # a lower scale is the cure, and `loss_scale` says so
+        return  # a lower scale fixes it: rule `loss_scale`
     wrong = not facts.finite or bool(facts.rules) or gradients_differ(facts)
     passed = " in its backward pass" if bad.phase == "backward" else ""
     measured = f"{bad.nonfinite_kind or 'inf or NaN'}{passed} at loss scale "
@@ -212,7 +209,7 @@ def overflow(facts: Facts) -> Iterator[Observation]:
 
 
 def _was_tried(facts: Facts) -> bool:
-    """Say whether passes at the level were made."""
+    """Return whether passes at the level were run."""
     return facts.finite_fp32 and facts.learns and facts.format != FP32
 
 
@@ -237,7 +234,7 @@ def loss_scale(facts: Facts) -> Iterator[Observation]:
 
 
 def _how(scale: float) -> str:
-    """Return how to train with a scale."""
+    """Return the advice on how to train with a scale."""
     low, high = DYNAMIC
     if low <= scale <= high:
         return f"Use loss_scale='measured', or begin at {power(scale)}."
@@ -300,7 +297,7 @@ def loss(facts: Facts) -> Iterator[Observation]:
 
 
 def is_loss_far(facts: Facts) -> bool:
-    """Say whether the loss is another than in fp32."""
+    """Return whether the loss is too far from fp32's."""
     return facts.loss_error is not None and abs(facts.loss_error) > LOSS_WARN
 
 
@@ -321,7 +318,7 @@ def output(facts: Facts) -> Iterator[Observation]:
 
 @RULES.add("the format", name="hidden overflow")
 def hidden_overflow(facts: Facts) -> Iterator[Observation]:
-    """An inf that a later operation makes a finite number of."""
+    """An inf that a later operation turns into a finite number."""
     bad = facts.hidden_overflow
     if bad is None:
         return
@@ -334,7 +331,7 @@ def hidden_overflow(facts: Facts) -> Iterator[Observation]:
 
 @RULES.add(severity="error", name="caution")
 def weight_nan(facts: Facts) -> Iterator[Observation]:
-    """What makes NaN of weights."""
+    """Causes of NaN weights."""
     if facts.weight_nan_warning:
         measured, _, advice = facts.weight_nan_warning.partition(". ")
         yield Observation(facts.optimizer, measured, advice, weight=1.0)
@@ -387,9 +384,9 @@ def too_costly(facts: Facts) -> Iterator[Observation]:
 
 
 def verdict(facts: Facts, found: Sequence[Finding]) -> str:
-    """Return the gravest of what was found, as a sentence.
+    """Return the most important result as a sentence.
 
-    Numbers come before costs: "not worth it" is only said of what costs more.
+    Numerical problems come before costs; "not worth it" is about costs only.
     """
     errors = [
         one
@@ -414,12 +411,12 @@ def verdict(facts: Facts, found: Sequence[Finding]) -> str:
 
 
 def _use(numbers: str) -> str:
-    """Return what numbers need where something else keeps them from being good."""
+    """Return the text on the loss scale for a verdict that is not "good"."""
     return numbers.replace("good with", "overflows: use", 1)
 
 
 def _numbers(facts: Facts) -> str:
-    """Return what loss and gradients need to be like fp32's."""
+    """Return the loss scale and fp32 modules needed to be like fp32, or "good"."""
     asked = _scale_asked(facts)
     scale = f"a loss scale of {power(asked)}" if asked else ""
     if facts.rules:
@@ -429,14 +426,14 @@ def _numbers(facts: Facts) -> str:
 
 
 def _scale_asked(facts: Facts) -> float | None:
-    """Return the loss scale that the verdict names, where the default is not good."""
+    """Return the loss scale for the verdict; None if the default works."""
     if facts.safe_scale is None or facts.scale == facts.default_scale:
         return None
     return facts.safe_scale
 
 
 def power(scale: float) -> str:
-    """Return a loss scale as people write it: 1024, or 2**30 where that is shorter."""
+    """Format a loss scale: 1024, or 2**30 if it is large or below 1."""
     mantissa, exponent = math.frexp(scale)
     if mantissa == 0.5 and not 1 <= scale <= 2**20:  # noqa: PLR2004
         return f"2**{exponent - 1}"
@@ -444,6 +441,6 @@ def power(scale: float) -> str:
 
 
 def cosine(similarity: GradientSimilarity | None) -> str:
-    """Return a cosine as people read it."""
+    """Format a cosine with 5 digits."""
     assert similarity is not None  # noqa: S101 -- the pass was finite
     return f"{similarity.cosine:.5f}"

@@ -1,4 +1,4 @@
-"""Passes at a level until they are finite: other loss scales, and modules in fp32."""
+"""Searches for the loss scale and the fp32 modules with which passes are finite."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from halfstep.nonfinite.origin import BadOp
 
 DEFAULT_SCALE = ScaleRule().init_scale
-"""Where a dynamic loss scale begins."""
+"""Initial value of a dynamic loss scale."""
 
-_TRIES = 12  # passes that look for a scale; mostly one or two
-_RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
-_LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
-_LEAP = 2.0**12  # from a scale at which all is zero to the next
-_COMPARED = 2
+_TRIES = 12  # scales tried at most; usually one or two
+_RULES = 8  # fp32 modules at most; with more, the format is unsuitable
+_LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried: the scaled loss must fit fp32
+_LEAP = 2.0**12  # factor to the next scale if all gradients are zero
+_COMPARED = 2  # batches whose gradients are kept for comparison
 _FIX_ADVICE = "No level was tried: fix it, the model or the batch."
 _WIDENED = (
     "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
@@ -53,28 +53,31 @@ _MAX_ERROR_CHARS = 200  # of an error message
 
 @dataclass(frozen=True)
 class ScaleTrial:
-    """Passes at the level under one policy."""
+    """The passes at the level under one policy."""
 
     policy: Policy
     model_copy: ModelCopy | None
-    """None where it cannot run at all."""
+    """None if a pass raised."""
     passes: tuple[Pass, ...] = ()
-    """Of each batch, at the default loss scale."""
+    """One pass for each batch, at the default loss scale."""
     safe: float | None = None
-    """The largest safe scale that was found, where the format needs one."""
+    """The largest safe scale that was found; None if the format needs no scale."""
     at_safe: Pass | None = None
-    """The first batch's pass at it."""
+    """The pass of the first batch at scale `safe`."""
     failed: str = ""
-    """What the level's pass raised, in a line."""
+    """The error that a pass raised, in one line."""
 
     @property
     def finite(self) -> bool:
-        """All is, at the default scale."""
+        """Whether all passes are finite at the default scale."""
         return all(one.sound for one in self.passes)
 
 
 class ScaleSearch:
-    """The reference passes in fp32, and trials at a level; `make` copies the model."""
+    """Runs the reference passes in fp32 and trials at a level.
+
+    `make` copies the model.
+    """
 
     def __init__(
         self,
@@ -92,21 +95,21 @@ class ScaleSearch:
         self.notes: list[str] = []
         """What was left out, and why."""
         self.cautions: list[str] = []
-        """What `prepare` warned of."""
-        self._scaled = choice.format == FP16  # the others need no scale
+        """Warnings of `prepare`."""
+        self._scaled = choice.format == FP16  # other formats need no scale
         self.default = DEFAULT_SCALE if self._scaled else 1.0
-        """The loss scale that training begins with."""
+        """The initial loss scale of the training."""
         self.loss_fn = self._with_copied_batches(loss_fn)
-        """Leaves batches as they are."""
+        """The caller's function, called with copies of batches."""
         fp32 = Choice(levels.O0, FP32, "the reference")
         self.fp32_copy = make(choice=fp32, policy=Policy())
         self.fp32_passes = tuple(map(self._reference, range(len(batches))))
 
     def _with_copied_batches(self, loss_fn: LossFn) -> LossFn:
-        """Return a loss function that is given copies of batches.
+        """Return a loss function that passes copies of batches to `loss_fn`.
 
-        Why: one that takes the labels out of a dictionary would find none in the next
-        pass, and one that works in place would find other numbers.
+        Otherwise a `loss_fn` that pops labels from a dictionary or writes in place
+        would change the batch of the next pass.
         """
         try:
             for batch in self.batches:
@@ -131,7 +134,7 @@ class ScaleSearch:
             raise raised(called, error, _FIX_ADVICE) from error
 
     def name_of(self, number: int) -> str:
-        """Return the argument that a batch was given as."""
+        """Return the argument of `check` that a batch is."""
         return f"more[{number - 1}]" if number else "batch"
 
     def _passes(self, model_copy: ModelCopy, scale: float) -> tuple[Pass, ...]:
@@ -147,11 +150,11 @@ class ScaleSearch:
             counted=self._scaled,
             probed=model_copy is self.fp32_copy,
         )
-        # Those of the first two are compared; others would only fill memory.
+        # Other gradients are not compared and would only take memory.
         return one if number < _COMPARED else replace(one, gradients={})
 
     def pair(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Return fp32 gradients of two batches, or of two halves of the one."""
+        """Return fp32 gradients of two batches, or of two halves of a single one."""
         if len(self.fp32_passes) > 1:
             return self.fp32_passes[0].gradients, self.fp32_passes[1].gradients
         try:
@@ -161,7 +164,7 @@ class ScaleSearch:
                 self.notes.append(why)
                 return None
             one, other = (self._uncounted(half) for half in cut)
-        except Exception as error:  # noqa: BLE001 -- half a batch was our idea
+        except Exception as error:  # noqa: BLE001 -- loss_fn need not support half a batch
             why = line_of(error)
             self.notes.append(f"half the batch does not run ({why}): no yardstick")
             return None
@@ -173,11 +176,11 @@ class ScaleSearch:
     def with_fp32_rules(
         self, policy: Policy
     ) -> tuple[ScaleTrial, BadOp | None, tuple[str, ...]]:
-        """Return a trial that is finite, if rules on modules can make one.
+        """Keep modules in fp32 until a trial is finite.
 
         Returns:
-            The trial; the first fault that was met; the rules that were added. Where
-            rules do not fix it, the trial before any of them.
+            The trial, or if rules do not help the one without them; the first fault;
+            the rules that were added.
         """
         first = trial = self._trial(policy)
         begun: BadOp | None = None
@@ -187,7 +190,7 @@ class ScaleSearch:
             begun = begun or fault
             if fault is None or not harm:
                 return trial, begun, tuple(rules)
-            # The model's own code and the loss function are no modules of it.
+            # No rule matches the root module's own code or the loss function.
             rule = _rule_for(fault.module if fault.module in self.kinds else "", rules)
             if not rule or len(rules) == _RULES:
                 break
@@ -195,12 +198,12 @@ class ScaleSearch:
             row = replace(Rule.parse(rule), reason="overflowed in a check")
             try:
                 trial = self._trial(trial.policy + row)
-            except UserError:  # a rule that this level cannot obey, ours, not theirs
+            except UserError:  # the level rejects the rule, which is not the caller's
                 break
         return first, begun, ()
 
     def output_error(self, trial: ScaleTrial) -> OutputError | None:
-        """Return the first module whose output is another, with the rule that helps."""
+        """Return the first module with a wrong output, and the rule that fixes it."""
         low, batch = trial.model_copy, self.batches[0]
         if low is None:
             return None
@@ -211,7 +214,7 @@ class ScaleSearch:
         try:
             policy = trial.policy + Rule.parse(rule)
             cured = self._make(choice=self.choice, policy=policy)
-        except UserError:  # a rule that this level cannot obey
+        except UserError:  # the level rejects the rule
             return worst
         error = error_of(worst.path, self.fp32_copy, cured, self.loss_fn, batch)
         return replace(worst, rule=rule) if error <= FAR else worst
@@ -222,9 +225,9 @@ class ScaleSearch:
             passes = self._passes(model_copy, self.default)
         except UserError:
             raise
-        except Exception as error:  # noqa: BLE001 -- in fp32 it raised nothing
+        except Exception as error:  # noqa: BLE001 -- any error of the model's code
             return ScaleTrial(policy, None, failed=line_of(error))
-        self.cautions = model_copy.notes  # it grows as the copy trains
+        self.cautions = model_copy.notes  # later steps append to this list
         if model_copy.emulates_fp16 and _WIDENED not in self.notes:
             self.notes.append(_WIDENED)
         trial = ScaleTrial(policy, model_copy, passes)
@@ -237,10 +240,10 @@ class ScaleSearch:
     def _search(
         self, model_copy: ModelCopy, begun: Sequence[Pass]
     ) -> tuple[float | None, Pass | None]:
-        """Return the largest scale at which gradients stay away from overflow.
+        """Return the largest scale at which gradients keep the margin to overflow.
 
-        Each pass proposes the next, until one is proposed that was tried and was
-        finite: what flowed at it is then known, and not concluded from fp32.
+        The histogram of each trial proposes the next scale, until the proposal was
+        already tried and finite: the result is measured, not predicted from fp32.
         """
         proposed = self._safe(self.fp32_passes)
         scale = 1.0 if proposed is None else proposed
@@ -253,8 +256,8 @@ class ScaleSearch:
                 finite[scale] = passes[0]
                 safe = self._safe(passes)
                 if not any(int(one.histogram.sum()) for one in passes):
-                    return scale, passes[0]  # nothing of it is in 16 bits
-                # Where all of it is zero, fp32 has promised too much.
+                    return scale, passes[0]  # no gradient is in 16 bits
+                # All zero: the scale predicted from fp32 is too small.
                 following = min(scale * _LEAP if safe is None else safe, ceiling)
             else:
                 following = ceiling = scale / 4
@@ -272,11 +275,11 @@ class ScaleSearch:
         return None if math.isnan(safe) else min(max(safe, _LOWEST), _HIGHEST)
 
     def _fault(self, trial: ScaleTrial) -> tuple[BadOp | None, bool]:
-        """Return what first made inf or NaN in a trial, and whether it needs a rule."""
+        """Return the first op that made inf or NaN, and whether it needs a rule."""
         assert trial.model_copy is not None  # noqa: S101
         enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
         harm = not (enough and all(math.isfinite(one.loss) for one in trial.passes))
-        # What leaves the range of bf16 leaves that of fp32.
+        # fp16 only: values that overflow bf16 overflow fp32 too.
         harm = harm or (self._scaled and self._gradients_differ(trial))
         if trial.finite and not harm:
             return None, False
@@ -287,7 +290,7 @@ class ScaleSearch:
         return None, False
 
     def _gradients_differ(self, trial: ScaleTrial) -> bool:
-        """Say whether gradients are finite, but far from fp32's."""
+        """Return whether gradients are far from fp32's, or not finite at any scale."""
         used = trial.passes[0] if trial.finite else trial.at_safe
         if used is None:
             return True
@@ -297,10 +300,10 @@ class ScaleSearch:
 
 
 def _rule_for(path: str, rules: Sequence[str]) -> str:
-    """Return a rule on the module of a fault, or on one around it; "" if none is left.
+    """Return a rule for the module of a fault, or for a parent; "" if none is left.
 
-    Why one around: where a module was kept in fp32 already, what it gives may still be
-    cast to the format, as at levels without autocast.
+    A parent is needed if the module is in fp32 already: its output may still be cast to
+    the format, as at levels without autocast.
     """
     while path and f"module:{path}=fp32" in rules:
         path = path.rpartition(".")[0]
@@ -312,6 +315,6 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def line_of(error: Exception) -> str:
-    """Return an error in one line that is not too long."""
+    """Return the message of an error as one line of limited length."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _MAX_ERROR_CHARS else f"{words[:_MAX_ERROR_CHARS]}..."

@@ -1,4 +1,4 @@
-"""Whole training steps in fp32 and at the level: their time, their memory."""
+"""Measures time and memory of training steps in fp32 and at the level."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.model_copy import ModelCopy, Pass
     from halfstep.diagnostics.preflight.scale_search import ScaleSearch
 
-_MAX_SECONDS = 15.0  # about, beyond which fewer steps must do
-_MORE = 4  # times as many steps where they do not tell
+_MAX_SECONDS = 15.0  # approximate limit; slow steps are timed fewer times
+_MORE = 4  # factor for the number of rounds if the result is undecided
 
 
 class StepError(Exception):
-    """A training step failed at the level, in a line; in fp32 it did not."""
+    """A training step failed at the level but not in fp32."""
 
 
 def time_steps(
     search: ScaleSearch, model_copy: ModelCopy, used: Pass, steps: int
 ) -> tuple[Cost, Cost, tuple[float, ...]]:
-    """Make training steps in fp32 and at the level, in turns; take time and memory.
+    """Measure training steps in fp32 and at the level, alternating.
 
     Returns:
-        Cost in fp32 and at the level; and of each round, a step of both, how many times
-        as fast the level was: load that comes and goes slows both steps of a round.
+        Cost in fp32; cost at the level; the speed-up of each round. A round is a step
+        of both, so that other load on the machine slows both.
     """
     copies = (search.fp32_copy, model_copy)
     search.fp32_copy.begin(1.0)
     model_copy.begin(used.scale)
-    warm_up = sum(_round(search, model_copy))  # it makes the optimizer's state
+    warm_up = sum(_round(search, model_copy))  # allocates the optimizer's state
     fit = int(max(1, min(steps, _MAX_SECONDS / warm_up)))
     if fit < steps:
         search.notes.append(
@@ -60,10 +60,10 @@ def time_steps(
 def rounds(
     make_round: Callable[[], tuple[float, float]], count: int
 ) -> list[tuple[float, float]]:
-    """Return the seconds of rounds, more than asked for where they do not tell.
+    """Return the seconds of each round; run more rounds if the result is undecided.
 
-    They do not where the machine is busy or the level about as fast as fp32. There are
-    up to four times as many then, as far as the time goes.
+    It is undecided if the machine is busy or the level about as fast as fp32. Then up
+    to four times as many rounds run, within the time limit.
     """
     times = [make_round() for _ in range(count)]
     extra_seconds = 0.0
@@ -78,7 +78,7 @@ def rounds(
 
 
 def _round(search: ScaleSearch, model_copy: ModelCopy) -> tuple[float, float]:
-    """Make a step in fp32 and one at the level; return the seconds of each."""
+    """Run a step in fp32 and one at the level; return the seconds of each."""
     batch = search.batches[0]
     with _reporting_errors(search, search.fp32_copy):
         plain = search.fp32_copy.step(search.loss_fn, batch)
@@ -89,7 +89,7 @@ def _round(search: ScaleSearch, model_copy: ModelCopy) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _reporting_errors(search: ScaleSearch, model_copy: ModelCopy) -> Iterator[None]:
-    """Turn what a step raises into a `UserError` in fp32, or a `StepError`."""
+    """Convert an error of a step to a `UserError` in fp32, else to a `StepError`."""
     try:
         yield
     except UserError:

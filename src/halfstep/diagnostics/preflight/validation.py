@@ -1,4 +1,4 @@
-"""What a check before training cannot be made of, and what to say of it."""
+"""Validates the arguments of `halfstep.check`, and the losses and gradients."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _RIGHT = {
 
 
 def check_loss(loss: object, others: frozenset[int]) -> None:
-    """Reject what cannot be trained with, and losses of another model's parameters.
+    """Check that a loss is a scalar with a graph, and that of the copy.
 
     Raises:
-        UserError: If it will not do.
+        UserError: If not.
     """
     message = _loss_problem(loss, others)
     if message:
@@ -67,15 +67,15 @@ def _loss_problem(loss: object, others: frozenset[int]) -> str:
 
 
 def is_leaf(node: Node) -> bool:
-    """Say whether a node puts a gradient into a leaf, such as a weight."""
+    """Return whether a node accumulates a gradient into a leaf, such as a weight."""
     return type(node).__name__ == "AccumulateGrad"
 
 
 def check_gradients(gradients: Mapping[str, Tensor]) -> None:
-    """Reject a loss that reached no parameter.
+    """Check that a parameter has a gradient.
 
     Raises:
-        UserError: If there is none.
+        UserError: If none has.
     """
     if not gradients:
         message = (
@@ -88,10 +88,10 @@ def check_gradients(gradients: Mapping[str, Tensor]) -> None:
 def check_words(
     level: object, dtype: object, policy: object, master: object, **counts: object
 ) -> None:
-    """Reject words of the wrong kind, and `margin` and `steps` that are no counts.
+    """Check the types of `level` etc., and the ranges of `margin` and `steps`.
 
     Raises:
-        UserError: If one of them will not do.
+        UserError: If one is invalid.
     """
     kinds = (
         ("level", level, str | Choice, "'O0', 'O1', 'O2', 'O3', 'auto' or a Choice"),
@@ -114,10 +114,10 @@ def check_words(
 def check_arguments(
     model: object, loss_fn: object, optimizer: object, more: object
 ) -> None:
-    """Reject no model, a loss that takes none, and another model's optimizer.
+    """Check the model's type, that `loss_fn` takes a model, and the optimizer's params.
 
     Raises:
-        UserError: If one of them is given.
+        UserError: If one is invalid.
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -149,10 +149,11 @@ def check_arguments(
 
 
 def check_model(model: nn.Module) -> None:
-    """Reject models that no fp32 reference can be made of.
+    """Check that an fp32 reference can be computed from the model.
 
     Raises:
-        UserError: If it is wrapped, learns nothing, or is stored in 16 bits.
+        UserError: If it is wrapped, sharded, has no trainable parameter, is on the meta
+            device, or is stored in 16 bits.
     """
     message = _model_problem(model)
     if message:
@@ -166,7 +167,7 @@ def _model_problem(model: nn.Module) -> str:
     if not any(param.requires_grad for param in model.parameters()):
         return f"{kind} has no parameter that learns: there is nothing to check."
     for name, param in model.named_parameters():
-        lazy = is_lazy(param)  # a type guard that would rule out all the rest
+        lazy = is_lazy(param)  # in the `if` itself, this type guard would narrow param
         if lazy:
             return f"parameter {name!r} has no shape yet: call the model once first."
         if is_low(param.dtype):
@@ -183,21 +184,21 @@ def _model_problem(model: nn.Module) -> str:
 
 
 def raised(what: str, error: Exception, advice: str) -> UserError:
-    """Return what to say where what was called raises in fp32 already."""
+    """Return a `UserError` for an error that a call raised in fp32."""
     words = " ".join(str(error).split()[:_WORDS]) or "without a word"
     message = f"{what} raised {type(error).__name__} in fp32: {words}. {advice}"
     return UserError(message)
 
 
 def empty(batch: object) -> str:
-    """Return what to say of a batch that holds no example, or ""."""
+    """Return a note on a batch without examples, or ""."""
     shapes = [tuple(one.shape) for one in tensors_in(batch) if one.ndim]
     none = next((shape for shape in shapes if not shape[0]), None)
     return "" if none is None else f"the batch holds a tensor of shape {none}"
 
 
 def misplaced(model: nn.Module, batch: object) -> str:
-    """Return what to say where a batch lies on another device than the model, or ""."""
+    """Return an error message if batch and model are on different devices, or ""."""
     home = next(model.parameters()).device
     for tensor in tensors_in(batch):
         if tensor.device != home:
