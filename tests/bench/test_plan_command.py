@@ -93,7 +93,7 @@ def test_kinds_and_explain(capsys: Any, model: str) -> None:
     """Law: flags move operations; one is explained with its inputs and users."""
     words = (model, "--method", "painting", "--deny", "gelu,softmax")
     text = shown(capsys, *words, "--explain", "gelu")
-    assert "the plan was asked for it" in text
+    assert "the caller chose this kind" in text
     assert "linear, made in bf16, cast in" in text
     assert "linear_1 in bf16" in text
 
@@ -161,7 +161,7 @@ REFUSED = {
     "{module}:torch": "is of type module; it must be a function",
     "{module}:make --allow exp --deny exp": "exp is given to both --allow and --deny.",
     "{module}:none": "has no none.",
-    "{module}:branch": "takes it in parts, with breaks at planned_",
+    "{module}:branch": "compiles it in parts, with breaks at planned_",
     "{module}:shape": "a and b must have same reduction dim, but got [2, 3] X [2, 2].",
     "{module}:wrong": "must return a model and a tuple of its inputs.",
     "{module}:make --deny lineal": "'lineal' must be a name in torch.ops.aten.",

@@ -354,13 +354,13 @@ def test_damage_is_named(kept: Path) -> None:
     )
     manifest.write_text(said.replace("1.weight", "9.weight"), encoding="utf-8")
     assert refusal(kept) == (
-        f"checkpoint file {manifest} is damaged: its seal is not that of what it says. "
+        f"checkpoint file {manifest} is damaged: its seal does not match its content. "
         "Resume from another checkpoint."
     )
     state.unlink()
     manifest.write_text(said, encoding="utf-8")
     assert refusal(kept) == (
-        f"checkpoint {kept} has no state.pt; it is not whole. Resume from another "
+        f"checkpoint {kept} has no state.pt; it is incomplete. Resume from another "
         "checkpoint."
     )
     manifest.write_text(said.replace('"schema": 1', '"schema": 2'), encoding="utf-8")

@@ -170,4 +170,4 @@ def test_kinds_of_ones_own() -> None:
     ):
         plan = hs.plan(model, [torch.randn(4, 8)], method="painting", kinds=asked)
         assert [node.low for node in plan.nodes] == low
-    assert plan.nodes[0].reason == "the plan was asked for it"
+    assert plan.nodes[0].reason == "the caller chose this kind"

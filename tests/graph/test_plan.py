@@ -117,7 +117,7 @@ def test_decisions_have_reasons() -> None:
     assert nodes["linear"].op == "linear"
     assert nodes["linear"].module == "project"
     assert nodes["linear"].source.startswith("test_plan.py:")
-    assert nodes["linear"].reason.startswith("a matrix product")
+    assert nodes["linear"].reason.startswith("a matmul")
     assert nodes["exp"].kind == "deny"
     written = [node for node in plan.nodes if node.reason.startswith("its memory")]
     assert {node.op.partition(".")[0] for node in written} >= {"zeros", "add_"}
@@ -270,8 +270,8 @@ def test_refusals() -> None:
         "the plan is of another model: its parameter '0.weight'": lambda: hs.rewrite(
             mlp()[0], plan
         ),
-        "Branching cannot be captured as one graph.* takes it in parts, with breaks at "
-        r"test_plan.py:\d+ (generic_jump": lambda: hs.plan(Branching(), batch),
+        "Branching cannot be captured as one graph.* compiles it in parts, with breaks "
+        r"at test_plan.py:\d+ (generic_jump": lambda: hs.plan(Branching(), batch),
     }
     for message, call in refused.items():
         with pytest.raises(hs.UserError, match=message.replace("(", r"\(")):

@@ -337,7 +337,7 @@ def test_children_are_given_the_rates(
     monkeypatch.setenv(name, word)
     told = hardware.measured_rates("cpu")
     assert (told.rates, told.doubt) == (RATES, "")
-    assert told.why_not_cached == "HALFSTEP_RATES tells them"
+    assert told.why_not_cached == "set by HALFSTEP_RATES"
     assert hardware.tables()[1].rows[0][5] == "-"  # nobody knows when
     assert hardware.recommend("cpu").level == "O2"
     assert here.count == 1

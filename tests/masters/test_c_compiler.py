@@ -156,7 +156,7 @@ GARBAGE = 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"'
         ("int other;\n", "halfstep_update"),
         (
             "void halfstep_update(){} int halfstep_check_finite(){return 0;}\n",
-            "not compiled: what it compiled does not compute as it should",
+            "not compiled: it produced code that computes wrong results",
         ),
     ],
     ids=["garbage", "missing functions", "wrong results"],
@@ -294,7 +294,7 @@ def test_flushing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     other = tmp_path / "harm.c"
     other.write_text(FLUSHING, encoding="utf-8")
     monkeypatch.setenv(c_compiler.VARIABLE, f"{REAL} {other}")
-    assert "makes zero of subnormal numbers" in cpu_kernels.describe()
+    assert "flushes subnormal numbers to zero" in cpu_kernels.describe()
     assert not c_compiler.flushes_subnormals()
 
 
@@ -314,9 +314,7 @@ def test_self_check_sees(tmp_path: Path, true: str, false: str) -> None:
     job = c_compiler.CompiledLibrary(
         tmp_path / cpu_kernels.SOURCE.name, cpu_kernels.works
     )
-    with pytest.raises(
-        c_compiler.NoLibraryError, match="does not compute as it should"
-    ):
+    with pytest.raises(c_compiler.NoLibraryError, match="computes wrong results"):
         job.load_or_compile(c_compiler.find())
 
 

@@ -199,7 +199,7 @@ def test_explain() -> None:
     assert seen.notes == (
         "level O2 bf16: level O2 was asked for",
         "policy: torch + module:3=fp32 + type:RMSNorm=fp32",
-        "master weights of 112 numbers: fp32 masters, exact",
+        "master weights of 112 numbers: fp32, exact",
         f"update: SGD in one pass over memory: {cpu_kernels.describe()}",
         "loss scale: 1, fixed",
     )
@@ -218,7 +218,7 @@ def test_printed() -> None:
         "Session of Sequential and SGD, 195 numbers on cpu",
         "level O2 bf16: level O2 was asked for",
         "policy: lean",
-        "master weights of 163 numbers: fp32 masters, exact",
+        "master weights of 163 numbers: fp32, exact",
         f"update: SGD in one pass over memory: {cpu_kernels.describe()}",
         "loss scale: 1, fixed",
         "micro-batches a step: 2, 1 of the next",

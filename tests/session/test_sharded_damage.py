@@ -73,11 +73,11 @@ def other_shard(path: Path) -> None:
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "cut part": (PART, cut, "is truncated or altered: "),
     "bit in part": (PART, flip, "is damaged: its SHA-256 is not the one in "),
-    "no part": (PART, Path.unlink, "has no __0_0.distcp; it is not whole."),
+    "no part": (PART, Path.unlink, "has no __0_0.distcp; it is incomplete."),
     "another's part": (PART, other_shard, f"/c/{PART} is "),
     "cut index": (INDEX, cut, "is truncated or altered: "),
     "bit in index": (INDEX, flip, "is damaged: its SHA-256 is not the one in "),
-    "no index": (INDEX, Path.unlink, "has no index.json; it is not whole."),
+    "no index": (INDEX, Path.unlink, "has no index.json; it is incomplete."),
     "cut manifest": (MANIFEST, cut, "is damaged: it is not valid JSON."),
     "no manifest": (MANIFEST, Path.unlink, "has no manifest.json, so it cannot be "),
     "a plain one": (

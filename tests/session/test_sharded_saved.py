@@ -149,7 +149,7 @@ def refused(word: str) -> dict[str, Any]:
 WORDS = {
     "over another": "FOLDER/O2 bf16 adamw exists; a checkpoint is never written over "
     "another.",
-    "not whole": "FOLDER/nowhere holds no whole checkpoint of torch.distributed: it "
+    "not whole": "FOLDER/nowhere has no complete checkpoint of torch.distributed: it "
     "has no file .metadata, which is written last.",
     "not ours": "FOLDER/foreign has no manifest.json, so it cannot be checked; it "
     "was altered, or not written by halfstep.",

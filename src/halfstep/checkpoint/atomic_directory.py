@@ -198,7 +198,7 @@ def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
         raise CheckpointError(message)
     if manifest.get("seal") != seal(manifest):
         message = (
-            f"{noun} file {path} is damaged: its seal is not that of what it says. "
+            f"{noun} file {path} is damaged: its seal does not match its content. "
             f"{remedy}"
         )
         raise CheckpointError(message)
@@ -232,7 +232,7 @@ def verify(
         except OSError as error:
             raise read_error(path, os_reason(error), format_) from error
         if actual is None:
-            message = f"{noun} {directory} has no {name}; it is not whole. {remedy}"
+            message = f"{noun} {directory} has no {name}; it is incomplete. {remedy}"
             raise CheckpointError(message)
         if actual["bytes"] != expected["bytes"]:
             message = (

@@ -268,7 +268,7 @@ def _refuse_unsealed(directory: Path) -> NoReturn:
     """Raise the error for a directory without a manifest."""
     if not (directory / TORCH_INDEX).is_file():
         message = (
-            f"{directory} holds no whole checkpoint of torch.distributed: it has no "
+            f"{directory} has no complete checkpoint of torch.distributed: it has no "
             f"file {TORCH_INDEX}, which is written last."
         )
         raise CheckpointError(message)

@@ -230,7 +230,7 @@ def _reason_of_peer(store: Store) -> str:
             if store.check([_FAILURE_KEY]):
                 return bytes(store.get(_FAILURE_KEY)).decode()
             time.sleep(_REASON_TIMEOUT_S / 20)
-    return "it ended without a word, so it was killed or its machine was lost"
+    return "it gave no reason, so it was killed or its machine was lost"
 
 
 def all_reduce_max(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -302,7 +302,7 @@ def _advice(model: nn.Module, example_inputs: Sequence[Any]) -> str:
     more = explained.graph_break_count - len(places)
     places += [f" at {more} places more"] if more > 0 else []
     breaks = f", with breaks{','.join(places)}" if places else ""
-    return f" torch.compile(model, backend='halfstep') takes it in parts{breaks}."
+    return f" torch.compile(model, backend='halfstep') compiles it in parts{breaks}."
 
 
 def make_functional(graph_module: fx.GraphModule) -> None:
@@ -388,7 +388,7 @@ def facts(
                 kind = DENY
             asked = kinds.get(op, kinds.get(op.partition(".")[0]))
             if asked is not None:
-                kind, reason = asked, "the plan was asked for it"
+                kind, reason = asked, "the caller chose this kind"
         node_facts[node] = NodeFacts(
             kind, reason, op, module, _source(node), bool(fixed)
         )

@@ -228,7 +228,7 @@ def _rates_from_environment(device: str) -> GemmRates | None:
         )
         raise UserError(message) from error
     spread = dict.fromkeys(rates, 0.0)
-    return GemmRates(rates, spread, 0.0, why_not_cached=f"{_VARIABLE} tells them")
+    return GemmRates(rates, spread, 0.0, why_not_cached=f"set by {_VARIABLE}")
 
 
 def _measure(device: str, facts: dict[str, Any], *, refresh: bool) -> GemmRates:

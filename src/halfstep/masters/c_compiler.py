@@ -260,9 +260,9 @@ class CompiledLibrary:
             if flushes_subnormals() != flushed:
                 # Some flags in CC link start-up code that enables flush-to-zero.
                 torch.set_flush_denormal(flushed)
-                _fail("what it compiled makes zero of subnormal numbers everywhere")
+                _fail("it produced code that flushes subnormal numbers to zero")
             if not self.works(library):
-                _fail("what it compiled does not compute as it should")
+                _fail("it produced code that computes wrong results")
         except (OSError, AttributeError, MemoryError) as error:
             _fail(f"{file.name}: {error}", error)
         return library

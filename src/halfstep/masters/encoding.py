@@ -191,16 +191,16 @@ class MasterParam:
         return int(differs.sum())
 
 
-FP32 = MasterEncoding("fp32", "fp32 masters, exact", torch.float32, torch.float32)
+FP32 = MasterEncoding("fp32", "fp32, exact", torch.float32, torch.float32)
 SPLIT = MasterEncoding(
     "split",
-    "fp32 masters whose high half is the bf16 weight, exact",
+    "fp32 whose high half is the bf16 weight, exact",
     torch.int16,
     torch.float32,
 )
 KAHAN = MasterEncoding(
     "kahan",
-    "bf16 weights with a bf16 rest, 16 bits of significand; bf16 moments, unbiased",
+    "bf16 weights and compensation, 16 bits of significand; bf16 moments, unbiased",
     torch.bfloat16,
     torch.bfloat16,
 )

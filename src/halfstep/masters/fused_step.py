@@ -76,11 +76,11 @@ def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
     elif len(devices) > 1:
         reason = f"its parameters are on several devices: {', '.join(devices)}"
     elif any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in model_params):
-        reason = "parameters are of a tensor class of their own"
+        reason = "parameters are of a tensor subclass"
     elif not {param.dtype for param in model_params} <= {*FLOATS}:
         reason = "parameters are not all bf16, fp16 or fp32"
     elif not all(map(_is_dense, model_params)):
-        reason = "a parameter's numbers do not lie side by side in memory"
+        reason = "a parameter has gaps in memory"
     return reason
 
 
@@ -94,7 +94,7 @@ def why_not_fused(optimizer: Optimizer) -> str:
         return "its step was replaced"
     groups = optimizer.param_groups if type(optimizer) in _OPTIMIZERS else ()
     if any(rule_of(optimizer, group) is None for group in groups):
-        return "differentiable=True, or a rate on a device"
+        return "differentiable=True, or a learning rate on a device"
     return ""
 
 

@@ -293,7 +293,7 @@ class MasterWeights:
         why = fused_step.why_not_fused(self.optimizer)
         if self.kernel is not None and not why:
             return f"{name} in one pass over memory: {self.kernel_description}"
-        way = "piece by piece" if self.encoding.is_compact else "then published"
+        way = "piece by piece" if self.encoding.is_compact else "then copied back"
         return f"{name}'s own step, {way}: {why or self.kernel_description}"
 
     def note(self) -> str:
@@ -401,7 +401,7 @@ class MasterWeights:
         if changed:
             message = (
                 f"weights were changed outside the optimizer ({changed} numbers): "
-                "their masters were set to the 16-bit values found there. To load a "
+                "their master weights were reset to the 16-bit values. To load a "
                 "checkpoint in fp32, load it before, or into the session."
             )
             warnings.warn(message, stacklevel=3)
