@@ -31,7 +31,7 @@ In most programs one import line changes:
 """
 FOOT = """
 The columns show lines removed and added, without each program's docstring. Times of the
-programs: [benchmark](../benchmarks/2026-11-24-examples.md).
+programs: [benchmark](../benchmarks/2026-11-25-examples.md).
 """
 FORMS = {
     "prepared": "hs.prepare",
