@@ -1,10 +1,7 @@
-"""Mixed precision for a script that nobody edits: `halfstep run`, or `HALFSTEP=bf16`.
-
-In: a script, or the environment of any program that imports torch. Out: the program
-itself, run by Python as ever, its forward passes in 16 bits.
+"""Mixed precision for unedited scripts: `halfstep run`, or `HALFSTEP=bf16`.
 
 torch calls `autoload` at the end of `import torch`, in every process of an environment
-where this package is installed: with the variable unset it must cost nothing.
+where this package is installed, so it must cost nothing if the variable is unset.
 """
 
 from __future__ import annotations
@@ -12,21 +9,21 @@ from __future__ import annotations
 import os
 
 VARIABLE = "HALFSTEP"
-"""Environment variable that holds one of `DTYPES`."""
+"""Environment variable with one of `DTYPES`."""
 DTYPES = ("bf16", "fp16", "auto")
-"""auto: bf16, and fp16 on a GPU without bf16."""
+"""auto: bf16, or fp16 on a GPU without bf16."""
 PID_VARIABLE = "HALFSTEP_RUN_PID"
-"""Environment variable that holds the process `halfstep run` was; it became the
-script's."""
+"""Environment variable with the pid of `halfstep run`, which the script's process
+keeps."""
 
 
 def autoload() -> None:
-    """Train this process in mixed precision, if its environment asks for it.
+    """Install mixed precision in this process if the environment asks for it.
 
-    The entry point of the group "torch.backends".
+    The entry point in the group "torch.backends".
 
     Raises:
-        SystemExit: If the variable holds another word.
+        SystemExit: If the variable has an invalid value.
     """
     dtype = os.environ.get(VARIABLE, "").lower()
     if not dtype:

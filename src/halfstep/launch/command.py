@@ -1,7 +1,6 @@
-"""`halfstep run`: becomes the Python that runs a script, with the variable set.
+"""`halfstep run`: replaces itself by Python running a script, with HALFSTEP set.
 
-In: a level, a dtype, a script or module and its arguments. Out: no return: the process
-is replaced, so that arguments, `__main__`, `sys.path`, tracebacks, signals and the exit
+Because of `exec`, arguments, `__main__`, `sys.path`, tracebacks, signals and the exit
 status are those of `python script.py`.
 """
 
@@ -30,13 +29,13 @@ def exec_script(
 
     Args:
         words: The script, or the module's name, and its arguments.
-        level: "O1", "O0" for the script as it is, or "auto": O1 where 16 bits were
+        level: "O1"; "O0" for the script as it is; or "auto": O1 if 16 bits were
             measured to be faster on this machine.
         dtype: One of `DTYPES`.
         module: The first word is a module, as for `python -m`.
 
     Raises:
-        UserError: If the script or module is not there, the level needs an edited
+        UserError: If the script or module does not exist, the level needs an edited
             script, or torch would not call `halfstep.launch.autoload`.
     """
     _check_target(words, module=module)
@@ -67,7 +66,7 @@ def exec_script(
 
 
 def interpreter_flags(arguments: Sequence[str]) -> list[str]:
-    """Return Python's own flags of a command line, for another like it.
+    """Return the interpreter's own flags of a command line, to start another.
 
     Example:
         >>> interpreter_flags(["python", "-u", "-X", "dev", "-m", "halfstep", "run"])
@@ -101,7 +100,7 @@ def _check_target(words: Sequence[str], *, module: bool) -> None:
     target = words[0]
     if module:
         sys.path.insert(0, "")  # where `python -m` looks first
-        # To look for a.b would import a, here and again in the script's process.
+        # find_spec("a.b") would import a, here and again in the script's process.
         first = target.partition(".")[0]
         exists = bool(first) and importlib.util.find_spec(first) is not None
         if not exists:
@@ -113,7 +112,7 @@ def _check_target(words: Sequence[str], *, module: bool) -> None:
 
 
 def _check_autoload() -> None:
-    """Refuse to run a script that would silently train in fp32.
+    """Raise rather than run a script that would silently train in fp32.
 
     Raises:
         UserError: If torch will not call `autoload`.

@@ -1,10 +1,10 @@
-"""Backward passes of scaled losses that leave true gradients in `.grad`.
+"""Backward passes of scaled losses that leave unscaled gradients in `.grad`.
 
-In: the roots of a graph, and a loss scale. Out: gradients divided by it before they are
-added to `.grad`, and what a step must know of passes that overflowed.
+Hooks divide gradients by the loss scale before they are accumulated, and record for the
+step which passes overflowed.
 
-Nothing is shared by passes that run at once, in threads or inside one another: hooks
-find the scale of a gradient by the number that autograd gives to a pass.
+Passes that run at once, in threads or nested, share no state: hooks look up the scale
+by autograd's id of the pass.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _scales: dict[int, float] = {}
-"""Number of a scaled pass under way -> its loss scale."""
+"""Autograd's id of a running scaled pass -> its loss scale."""
 
 
 Root = Tensor | GradientEdge
-"""What a backward pass may begin from."""
+"""A root of a backward pass."""
 
 
 def listed(value: Any) -> list[Any]:  # noqa: ANN401
-    """Return what `torch.autograd.backward` takes one or many of as a list."""
+    """Return one or several arguments of `torch.autograd.backward` as a list."""
     is_one = value is None or isinstance(value, Tensor | GradientEdge)
     return [value] if is_one else list(value)
 
 
 def _first_nodes(roots: Iterable[Root]) -> set[Any]:
-    """Return the nodes that roots come from."""
+    """Return the nodes that produced the roots."""
     edges = (
         root if isinstance(root, GradientEdge) else get_gradient_edge(root)
         for root in roots
@@ -48,9 +48,10 @@ def _first_nodes(roots: Iterable[Root]) -> set[Any]:
 def scaled_roots(
     roots: Sequence[Root], grads: Sequence[Tensor | None], scale: float
 ) -> tuple[list[Root], list[Tensor | None]]:
-    """Return roots and the gradients to begin with, scaled.
+    """Return roots and their initial gradients, scaled.
 
-    Tensors are multiplied in fp32; of an edge, whose tensor is not known, the gradient.
+    Tensors are multiplied in fp32. The tensor of a GradientEdge is not known, so its
+    gradient is multiplied instead.
     """
     scaled: list[Root] = []
     scaled_grads = list(grads)
@@ -66,7 +67,7 @@ def scaled_roots(
 
 
 def leaf_nodes(roots: Sequence[Root]) -> list[Any]:
-    """Return the nodes of a graph that add gradients to `.grad`."""
+    """Return the nodes of a graph that accumulate gradients into `.grad`."""
     to_visit: list[Any] = list(_first_nodes(roots))
     seen = set(to_visit)
     leaves = []
@@ -82,7 +83,7 @@ def leaf_nodes(roots: Sequence[Root]) -> list[Any]:
 
 
 def scale_of_pass() -> float | None:
-    """Return the loss scale of the backward pass that calls this; None: it has none."""
+    """Return the loss scale of the current backward pass; None if it is not scaled."""
     return _scales.get(torch._C._current_graph_task_id())  # noqa: SLF001
 
 
@@ -90,14 +91,14 @@ def scale_of_pass() -> float | None:
 def unscaled_leaves(
     roots: Sequence[Root], nodes: Sequence[Any], scale: float
 ) -> Iterator[None]:
-    """Divide gradients by a loss scale where a backward pass adds them to `.grad`.
+    """Divide gradients by a loss scale before a backward pass accumulates them.
 
     Args:
-        roots: What the pass begins from, multiplied by the scale.
-        nodes: Those of `leaf_nodes` that are to divide.
+        roots: The roots of the pass, multiplied by the scale.
+        nodes: The leaf nodes at which to divide.
         scale: The loss scale.
     """
-    number: int | None = None  # of this pass: autograd gives it one when it begins
+    number: int | None = None  # autograd's id of this pass, assigned when it begins
 
     def begin(grads: tuple[Tensor | None, ...]) -> None:
         nonlocal number
@@ -107,7 +108,7 @@ def unscaled_leaves(
 
     def unscale(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         if torch._C._current_graph_task_id() != number:  # noqa: SLF001
-            return grads  # of a pass in another thread
+            return grads  # belongs to a pass in another thread
         return tuple(None if grad is None else grad * (1 / scale) for grad in grads)
 
     handles = [node.register_prehook(begin) for node in _first_nodes(roots)]
@@ -122,7 +123,7 @@ def unscaled_leaves(
 
 
 def wrap_register_hook(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.register_hook`, whose hooks on leaves are given true gradients."""
+    """Wrap `Tensor.register_hook`: hooks on leaves receive unscaled gradients."""
 
     @functools.wraps(original)
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401
@@ -143,21 +144,22 @@ def wrap_register_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OverflowFlags:
-    """Which parameters hold gradients of passes that left inf or NaN.
+    """Overflow flags of the gradients that parameters hold, one flag per pass.
 
-    Why: clipping by value makes an inf finite before the step looks.
+    Recorded right after each pass, because clipping by value makes an inf finite
+    before the step checks.
     """
 
     def __init__(self) -> None:
         self._flags = WeakIdKeyDictionary()
-        """Leaf -> 0.0 or 1.0, shape (), shared with other leaves; and whether a step
-        has used it."""
+        """Leaf -> (0.0 or 1.0 of shape (), shared with other leaves; whether a step has
+        used it)."""
 
     def discarded(self, leaves: Iterable[Tensor]) -> bool:
-        """Say whether a script threw overflowed gradients away without a step.
+        """Return whether a script discarded overflowed gradients without a step.
 
         Args:
-            leaves: Those that a pass is about to reach.
+            leaves: The leaves that the next pass will reach.
         """
         flags = (self._flags.get(leaf) for leaf in leaves if leaf.grad is None)  # type: ignore[no-untyped-call]
         unused = {
@@ -168,11 +170,11 @@ class OverflowFlags:
     def add(
         self, leaves: Iterable[Tensor], with_grad: set[int], found_inf: Tensor
     ) -> None:
-        """Take note of a pass.
+        """Record a pass.
 
         Args:
-            leaves: Those that it reached.
-            with_grad: Ids of those that held gradients before.
+            leaves: The leaves that it reached.
+            with_grad: Ids of leaves that had gradients before.
             found_inf: 0.0 or 1.0, shape ().
         """
         merged: dict[int, Tensor] = {}
@@ -187,10 +189,10 @@ class OverflowFlags:
             self._flags[leaf] = (flag, False)
 
     def of_step(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the flags that concern a step, which uses them up.
+        """Return the flags of a step's gradients, and mark them as used.
 
         Args:
-            params: Those that the step changes.
+            params: The parameters that the step updates.
         """
         flags = {}
         for param in params:
@@ -203,12 +205,12 @@ class OverflowFlags:
 
 @torch.no_grad()
 def find_inf(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return 1.0 if one of some gradients is inf or NaN, else 0.0; float32."""
+    """Return 1.0 if any gradient contains inf or NaN, else 0.0; float32, shape ()."""
     from halfstep.numerics.local_tensor import dense_values
 
     values = [dense_values(gradient) for gradient in gradients if gradient is not None]
     on_cpu = [value for value in values if value.is_cpu]
-    # A sum is inf or NaN if a part is; on a CPU it takes a tenth of the largest norm.
+    # inf or NaN makes the sum non-finite; a CPU sums in 10% of the time of a max norm.
     has_overflow = any(
         not value.sum().isfinite() and not value.isfinite().all() for value in on_cpu
     )

@@ -1,15 +1,13 @@
 """Runs an unedited training script in mixed precision, by patching torch.
 
-In: calls of modules, backward passes, steps of optimizers and schedulers, as a script
-makes them. Out: the outermost call of a module runs under the lean policy and returns
-fp32; fp16 losses are scaled, and gradients unscaled before they reach `.grad`; a step
-whose gradients are not finite is skipped, and its schedule stands still.
+The outermost call of a module runs under the lean policy and returns fp32. fp16 losses
+are scaled, and gradients unscaled before they reach `.grad`. A step with non-finite
+gradients is skipped, and so is its scheduler's step.
 
-What is replaced in torch, for the life of the process: `nn.Module.__call__`,
-`torch.autograd.backward` and `grad`, `Tensor.register_hook`,
-`Optimizer.profile_hook_step` (torch's own wrapper of every optimizer's step), `step` of
-the schedulers, `autocast.__enter__` and `GradScaler.__init__`. A script that brings its
-own mixed precision is left alone.
+Patched for the life of the process: `nn.Module.__call__`, `torch.autograd.backward` and
+`grad`, `Tensor.register_hook`, `Optimizer.profile_hook_step` (torch's wrapper of every
+optimizer's step), `step` of the schedulers, `autocast.__enter__` and
+`GradScaler.__init__`. A script with mixed precision of its own is left alone.
 """
 
 from __future__ import annotations
@@ -56,16 +54,16 @@ if TYPE_CHECKING:
 _LOW_DTYPES = (torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _UNSTEPPED = 3
-"""Overflows without any step of an optimizer after which that is said."""
+"""Overflows without any optimizer step after which a message is printed."""
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
 @functools.cache  # two installed copies have two entry points
 def install(dtype: str) -> None:
-    """Train this process in mixed precision from now on.
+    """Patch torch for mixed precision in this process.
 
     Args:
-        dtype: As the variable holds it.
+        dtype: The value of the environment variable.
 
     Raises:
         SystemExit: If it is none of `DTYPES`.
@@ -102,21 +100,21 @@ def _subclasses(kind: type) -> list[type]:
 
 
 class _ThreadState(threading.local):
-    """What a thread is inside of: calls of patched functions inside are left alone."""
+    """Which patched functions this thread is inside; nested calls are not patched."""
 
     forward_or_backward = False
-    """The outermost call of a module, or a backward pass."""
+    """In the outermost call of a module, or in a backward pass."""
     backward = False
     own_autocast = False
-    """A context of ours that opens."""
+    """Entering an autocast context of halfstep."""
     step = False
-    """An optimizer's step."""
+    """In an optimizer's step."""
     scheduler = False
-    """A scheduler's step."""
+    """In a scheduler's step."""
 
 
 class ScriptTraining:
-    """Mixed precision in one process, whose script does not know of it.
+    """Mixed precision of one process whose script is not edited.
 
     Args:
         dtype: One of `DTYPES`.
@@ -125,29 +123,29 @@ class ScriptTraining:
     def __init__(self, dtype: str) -> None:
         self._dtype, self._pid = dtype, os.getpid()
         self._format: FloatFormat | None = None
-        """None until the first module is called, on whose device "auto" depends."""
+        """None until the first module call, whose device decides what "auto" means."""
         self._scaler: LossScaler | None = None
-        """Made with the format. On the host: there it is decided what is skipped."""
+        """Created with the format. On the host, where skipping is decided."""
         self._is_off = False
         self._thread = _ThreadState()
         self._lock = threading.Lock()
         self._num_open = 0
-        """Outermost module calls and backward passes under way, in all threads."""
+        """Running outermost module calls and backward passes, in all threads."""
         self._contexts: dict[str, Autocast | PolicyAutocast] = {}
         self._overflow_flags = OverflowFlags()
         self._is_first_rank = True
-        """When the first module was called: at exit the ranks have parted."""
+        """Set at the first module call, as the process group may be gone at exit."""
         self._num_unstepped = 0
-        """Passes that overflowed, and whose gradients were dropped without a step."""
+        """Passes that overflowed and whose gradients were discarded without a step."""
         self._found_inf: bool | None = None
-        """Of the steps since the last backward pass; None: there was none."""
+        """Whether any step since the last backward pass overflowed; None: no step."""
         self._culprits: tuple[NonFiniteParam, ...] = ()
         self._steps_of: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
-        """Optimizer -> steps applied and skipped."""
+        """Optimizer -> [steps applied, steps skipped]."""
         self._steps_when_scheduled: WeakKeyDictionary[LRScheduler, list[int]] = (
             WeakKeyDictionary()
         )
-        """Scheduler -> the counts of its optimizer when it was stepped last."""
+        """Scheduler -> counts of its optimizer at the scheduler's last step."""
         self._all_steps = [0, 0]
         self._forward_seconds = 0.0
         self._start = time.perf_counter()
@@ -155,7 +153,7 @@ class ScriptTraining:
     # Forward passes
 
     def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `nn.Module.__call__`, whose outermost call is under the policy."""
+        """Wrap `nn.Module.__call__`: its outermost call runs under the policy."""
         thread = self._thread
 
         @functools.wraps(original)
@@ -168,7 +166,7 @@ class ScriptTraining:
             ):
                 return original(module, *args, **kwargs)
             if isinstance(module, ParametrizationList):
-                # Reading `layer.weight` calls it, and what it returns may be stored.
+                # Reading `layer.weight` calls it, and parametrize may store the result.
                 with self._inside():
                     return original(module, *args, **kwargs)
             context = self._context(self._device_type(module, args, kwargs))
@@ -180,7 +178,7 @@ class ScriptTraining:
             self._forward_seconds += time.perf_counter() - start
             from halfstep.numerics.formats import cast_floating
 
-            # For losses that are no modules, and are computed outside of the context.
+            # Losses that are functions run outside the context.
             return cast_floating(output, torch.float32)
 
         return call
@@ -212,9 +210,9 @@ class ScriptTraining:
     def _device_type(
         self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> str:
-        """Return the device of a model or of a loss; "" for a metric.
+        """Return the device of a model or a loss module; "" for a metric.
 
-        A metric has no parameters, and its inputs need no gradient.
+        A metric has no parameters, and its inputs do not require gradients.
         """
         from halfstep.numerics.formats import tensors_in
 
@@ -229,7 +227,7 @@ class ScriptTraining:
         return next((t.device.type for t in inputs if t.requires_grad), "")
 
     def _context(self, device_type: str) -> Autocast | PolicyAutocast | None:
-        """Return the policy's context for a device; None where none is to be opened."""
+        """Return the autocast context to enter for a device; None for none."""
         if device_type not in _DEVICE_TYPES:
             return None
         is_enabled = torch.is_autocast_enabled(device_type)
@@ -249,7 +247,7 @@ class ScriptTraining:
         return self._contexts[device_type]
 
     def _resolve_format(self, device_type: str) -> FloatFormat:
-        with self._lock:  # threads that call modules at once make one scaler
+        with self._lock:  # concurrent first calls must create one scaler
             if self._format is not None:
                 return self._format
             from halfstep.machine import hardware, recommendation
@@ -275,7 +273,7 @@ class ScriptTraining:
         self._is_off = True
 
     def wrap_autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `autocast.__enter__`, which says that a script casts by itself."""
+        """Wrap `autocast.__enter__` to detect scripts that use autocast."""
 
         @functools.wraps(original)
         def enter(context: torch.autocast) -> Any:  # noqa: ANN401
@@ -295,7 +293,7 @@ class ScriptTraining:
     def wrap_grad_scaler_init(
         self, original: Callable[..., None]
     ) -> Callable[..., None]:
-        """Return `GradScaler.__init__`, which says that a script scales itself."""
+        """Wrap `GradScaler.__init__` to detect scripts that scale losses."""
 
         @functools.wraps(original)
         def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -308,7 +306,7 @@ class ScriptTraining:
     # Backward passes
 
     def wrap_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `torch.autograd.grad`, outside of the policy; nothing is scaled."""
+        """Wrap `torch.autograd.grad`: runs it outside the policy, without scaling."""
 
         @functools.wraps(original)
         def grad(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -322,7 +320,7 @@ class ScriptTraining:
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Run a backward pass outside of the policy; its recomputations restore it."""
+        """Run a backward pass outside the policy; recomputations in it restore it."""
         if self._is_off or not self._contexts:
             return original(*args, **kwargs)
         with contextlib.ExitStack() as stack:
@@ -333,7 +331,7 @@ class ScriptTraining:
             return original(*args, **kwargs)
 
     def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `torch.autograd.backward`, which leaves true gradients in `.grad`."""
+        """Wrap `torch.autograd.backward`: scale losses, unscale before `.grad`."""
 
         @functools.wraps(original)
         def backward(
@@ -348,12 +346,12 @@ class ScriptTraining:
                 return
             roots = listed(tensors)  # once: it may be a generator
             if thread.backward or (self._num_open and _is_torch_thread()):
-                # Inside a pass, by reentrant checkpointing, whose roots are scaled.
+                # Reentrant checkpointing, within a pass whose roots are scaled.
                 scale = scale_of_pass()
                 nodes = [
                     node
                     for node in leaf_nodes(roots)
-                    # What checkpointing detaches passes its gradient on, scaled.
+                    # Not checkpointing's detached inputs, which pass gradients on.
                     if isinstance(node.variable, nn.Parameter)
                 ]
                 with unscaled_leaves(roots, nodes, scale or 1.0):
@@ -376,7 +374,7 @@ class ScriptTraining:
             with unscaled_leaves(scaled, nodes, scale):
                 self._run_backward(original, scaled, grads, *args, **kwargs)
             reached = [leaf for leaf in leaves if leaf.grad is not None]
-            # Now: clipping by value would make an inf finite.
+            # Before the script clips by value, which would make an inf finite.
             found_inf = find_inf([leaf.grad for leaf in reached])
             self._overflow_flags.add(reached, with_grad, found_inf)
 
@@ -387,7 +385,7 @@ class ScriptTraining:
     def wrap_profile_hook_step(
         self, original: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return torch's wrapper of the `step` of a class of optimizers, with ours."""
+        """Wrap torch's wrapper of an optimizer class's `step`."""
 
         @functools.wraps(original)
         def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -396,7 +394,7 @@ class ScriptTraining:
         return profile_hook_step
 
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step that is skipped if a gradient is not finite."""
+        """Wrap a step: skip it if a gradient is non-finite."""
 
         @functools.wraps(original)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -444,7 +442,7 @@ class ScriptTraining:
         return loss if skipped else result
 
     def _has_overflow(self, optimizer: Optimizer) -> bool:
-        """Say whether the gradients of a step are not finite. Waits for the device."""
+        """Return whether a step's gradients are non-finite; synchronizes."""
         from halfstep._torch.optimizer_params import named_parameters
         from halfstep.scaling.found_inf_reduction import reduce_found_inf
         from halfstep.scaling.step_report import find_nonfinite_params
@@ -452,8 +450,8 @@ class ScriptTraining:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
         flags = [find_inf(grads), *self._overflow_flags.of_step(params)]
-        # Before ranks agree: each of FSDP knows of its own shard.
-        # On the parameters' device: a rank whose shards are empty takes part, too.
+        # Before the reduction, as each rank of FSDP sees only its shard. On the
+        # parameters' device, as ranks with empty shards take part too.
         device = params[0].device if params else flags[0].device
         found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
         is_fsdp1 = any(getattr(param, "_fsdp_flattened", False) for param in params)
@@ -476,16 +474,16 @@ class ScriptTraining:
         return self._scaler.state.scale.item()
 
     def _update_scale(self, leaves: Sequence[Tensor]) -> None:
-        """Move the loss scale by what the steps since the last pass met.
+        """Update the loss scale from the overflows since the last pass.
 
-        A script that looks for inf itself takes no step, and drops the gradients: that
-        is an overflow too.
+        A script that checks for inf itself discards the gradients without a step; that
+        counts as an overflow too.
 
         Args:
-            leaves: Those that the pass to come will reach.
+            leaves: The leaves that the next pass will reach.
 
         Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
+            LossScaleCollapse: If steps overflow at the minimum scale for too long.
         """
         if self._scaler is None:
             return
@@ -507,7 +505,7 @@ class ScriptTraining:
     # Schedules
 
     def wrap_scheduler_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Return `LRScheduler.__init__`, for classes that a script defines."""
+        """Wrap `LRScheduler.__init__`, to wrap classes that a script defines."""
 
         @functools.wraps(original)
         def init(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -518,7 +516,7 @@ class ScriptTraining:
         return init
 
     def wrap_schedulers_of(self, kind: type) -> None:
-        """Let the schedulers of a class stand still after skipped steps."""
+        """Wrap `step` of a scheduler class: do nothing after skipped steps."""
         original = vars(kind).get("step")
         if (
             original is None
@@ -541,7 +539,7 @@ class ScriptTraining:
         kind.step = step  # type: ignore[attr-defined]
 
     def _all_skipped_since(self, scheduler: LRScheduler) -> bool:
-        """Say whether all steps since the scheduler's last one were skipped."""
+        """Return whether all steps since the scheduler's last one were skipped."""
         counts = list(self._steps_of.get(scheduler.optimizer, (0, 0)))
         seen = self._steps_when_scheduled.get(scheduler, counts)
         self._steps_when_scheduled[scheduler] = counts
@@ -550,9 +548,9 @@ class ScriptTraining:
     # The end
 
     def report(self) -> None:
-        """Say in one line what was done; nothing in processes that did not train.
+        """Print a summary at exit; nothing in processes that did not train.
 
-        Nor in those that the script forked: what they know is the parent's.
+        Nor in forked processes, whose counts are the parent's.
         """
         main = getattr(sys.modules.get("__main__"), "__spec__", None)
         is_launcher = main is not None and main.name in _LAUNCHERS
@@ -573,7 +571,7 @@ class ScriptTraining:
 
 
 def _print_line(text: str) -> None:
-    if sys.stderr is not None:  # as under pythonw
+    if sys.stderr is not None:  # None under pythonw
         with contextlib.suppress(OSError, ValueError):  # closed
             sys.stderr.write(f"halfstep: {text}\n")
 
@@ -585,5 +583,5 @@ def _is_first_rank() -> bool:
 
 
 def _is_torch_thread() -> bool:
-    """Say whether torch started this thread, as it does for backward passes on GPUs."""
+    """Return whether torch started this thread, as for backward passes on GPUs."""
     return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Settings of a run as a file of TOML, a setting a line."""
+"""Reads and writes the settings of a run as TOML, one per line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODES = ("check", "resume", "overwrite")
-"""Flags of `halfstep train` that say what to do, and are no settings of a run."""
+"""Flags of `halfstep train` that select what to do and are not settings."""
 _HEADER = """\
 # The settings of a run of `halfstep train`, every default resolved. What is not here
 # was not set: all rows, all parameters, a fine-tuned model's own dropout.
@@ -24,10 +24,10 @@ _HEADER = """\
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the settings that stand in a file, those left out left out.
+    """Return the settings in a file, without defaults.
 
     Raises:
-        UserError: If the file cannot be read, or a key in it is no setting.
+        UserError: If the file cannot be read, or holds an invalid setting.
     """
     try:
         content = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
@@ -51,14 +51,14 @@ def read_file(path: Path) -> dict[str, Any]:
         if fault:
             message = f"{path}: {fault}."
             raise UserError(message)
-        # A whole number may be too large to be converted by itself.
+        # An integer may be too large for float(), which then raises OverflowError.
         is_float = type_of(SETTINGS[name]) is float
         settings[name] = float(str(value)) if is_float else value
     return settings
 
 
 def write_resolved(path: Path, mapping: Mapping[str, Any]) -> None:
-    """Write settings as TOML which `--config` reads back to the same `TrainConfig`."""
+    """Write settings as TOML that `--config` reads back to the same `TrainConfig`."""
     import tomli_w
 
     settings = TrainConfig(**mapping).data_dict()
@@ -66,6 +66,6 @@ def write_resolved(path: Path, mapping: Mapping[str, Any]) -> None:
     try:
         write_text(path, _HEADER + tomli_w.dumps(non_null))
     except (OSError, UnicodeEncodeError) as error:
-        # A name given on the command line may hold bytes that are not UTF-8.
+        # A name from the command line may contain bytes that are not UTF-8.
         message = f"{path} cannot be written: {error}."
         raise UserError(message) from error

@@ -1,9 +1,9 @@
-"""Dropout on the CPU: masks several times as quick where torch draws on one thread.
+"""Faster dropout on the CPU, where torch draws masks on one thread.
 
-Why: torch draws a mask on one thread, one call of its generator an element: 5.2 ms a
-million on the machine measured, 22 to 40 % of a step of the small models. For
-processors that it recognises as Intel's it has a parallel path; there the gain is not
-measured. (The machine measured is Intel's, in a sandbox, and did not take that path.)
+torch makes one generator call per element on one thread: 5.2 ms per million on the
+machine measured, which is 22 to 40 % of a step of the small models. It has a parallel
+path for CPUs that it recognizes as Intel's (the machine measured was Intel's, in a
+sandbox, and did not take that path); the gain over that path was not measured.
 """
 
 from __future__ import annotations
@@ -20,56 +20,57 @@ from torch.library import Library
 from torch.nn import functional
 
 STEPS = 1 << 16
-"""Keep probabilities are multiples of one over this: 0.9 becomes 58982 / 65536."""
+"""Keep probabilities are rounded to multiples of 1 / STEPS: 0.9 to 58982 / 65536."""
 
 _SEEDS = 2**63 - 1
 _MATH = "_scaled_dot_product_attention_math"
-_RANK = 4  # texts, heads, positions, numbers of each
+_RANK = 4  # texts, heads, positions, numbers per head
 
 
 def use_fast_dropout(model: nn.Module) -> None:
-    """Let a model's dropouts draw cheap masks while it trains on the CPU.
+    """Replace a model's dropout masks by faster ones for training on the CPU.
 
     Elements are kept independently, with a probability rounded to a multiple of
-    1/65536, and scaled by exactly its inverse. The masks follow from
-    `torch.manual_seed`, and recomputation draws them again; they are not torch's.
+    1/65536, and scaled by exactly its inverse. The masks depend on
+    `torch.manual_seed`, and activation checkpointing redraws the same ones; they are
+    not the masks that torch draws.
 
-    Changed are `nn.Dropout` modules (their class becomes `FastDropout`), and modules
-    whose class is called an attention, in which torch's own function drops likewise;
-    neither parameters nor buffers nor the config. Calls of `nn.functional.dropout` in
-    a model's own code stay torch's. So does everything in evaluation, under
-    torch.compile, in `torch.func`, on other devices and for subclasses of Tensor.
+    Changes `nn.Dropout` modules (their class becomes `FastDropout`), and the dropout of
+    torch's attention in modules with "Attention" in their class name; parameters,
+    buffers and config stay. Calls of `nn.functional.dropout` in a model's own code are
+    not affected, nor are evaluation, torch.compile, `torch.func`, other devices and
+    subclasses of Tensor.
     """
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout
         elif "Attention" in type(module).__name__:
-            # They run again where activations are computed again.
+            # Hooks, because they also run when activations are recomputed.
             module.register_forward_pre_hook(_enter_attention)
             module.register_forward_hook(_leave_attention, always_call=True)
 
 
 class FastDropout(nn.Dropout):
-    """`nn.Dropout` with `dropout` in place of torch's."""
+    """`nn.Dropout` with the fast `dropout`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
-        """Drop elements while training."""
+        """Apply dropout while training."""
         if not self.training:
             return input
         return dropout(input, self.p, inplace=self.inplace)
 
 
 def dropout(x: Tensor, p: float, *, inplace: bool = False) -> Tensor:
-    """Return `x` with elements dropped independently, the others scaled up.
+    """Return `x` with elements dropped independently, and the others scaled up.
 
-    Torch's own function takes what are not plain tensors of real numbers on the CPU,
-    probabilities that are 0 or 1 in 16 bits, and all while torch.compile traces.
+    Falls back to torch for anything but plain real tensors on the CPU, for
+    probabilities that round to 0 or 1, and while torch.compile traces.
     """
     dropped = round(p * STEPS)
     if not 0 < dropped < STEPS or not _is_supported(x):
         return functional.dropout(x, p, training=True, inplace=inplace)
     mask = _mask(x.shape, dropped)
-    # Two products: the scale has no value in 16 bits, torch's own is off by 0.2%.
+    # Two multiplications, as a low dtype cannot hold the scale: torch's is off by 0.2%.
     masked = x.mul_(mask) if inplace else x.mul(mask)
     return masked.mul_(STEPS / (STEPS - dropped))
 
@@ -87,16 +88,16 @@ def _is_supported(x: Tensor) -> bool:
 
 
 def _mask(shape: torch.Size, dropped: int) -> Tensor:
-    """Return ones and zeros, a byte each: zeros with probability `dropped` / `STEPS`.
+    """Draw a byte mask of ones and zeros; zero with probability `dropped` / `STEPS`.
 
-    torch's generator gives the seed, so that what saves and restores its state saves
-    and restores the masks. numpy promises that a seed's bits never change.
+    The seed comes from torch's generator, so saving and restoring its state reproduces
+    the masks. numpy guarantees a stable bit stream per seed.
     """
     seed = int(torch.randint(_SEEDS, (), device="cpu"))
     count = shape.numel()
     words = np.random.SFC64(seed).random_raw(-(-count // 4))
     bits = words.view(np.uint16)[:count]
-    # Bytes, for torch is four times as slow to multiply bf16 by bool.
+    # uint8, because torch multiplies bf16 by bool four times as slowly.
     return torch.from_numpy((bits >= dropped).view(np.uint8)).view(shape)
 
 
@@ -104,7 +105,7 @@ def _mask(shape: torch.Size, dropped: int) -> Tensor:
 
 
 class _Thread(threading.local):
-    depth = 0  # of attention modules that were changed, each inside the next
+    depth = 0  # nesting depth of the attention modules with hooks
 
 
 _thread = _Thread()
@@ -123,9 +124,9 @@ def _leave_attention(module: nn.Module, args: object, output: object) -> None:
 
 @functools.cache
 def _register_kernel() -> Library:
-    """Stand before what torch's attention comes down to on the CPU with dropout.
+    """Override the CPU kernel that torch's attention with dropout ends up in.
 
-    Why here: autocast, with whatever policy, has cast the operands by then.
+    At this level autocast, under any policy, has already cast the operands.
     """
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl(_MATH, _attention_kernel, "AutogradCPU")  # type: ignore[no-untyped-call]
@@ -144,7 +145,7 @@ def _attention_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute as torch does unless fast dropout is active in this thread."""
+    """Run torch's kernel, or ours inside an attention module with hooks."""
     dropped = round(dropout_p * STEPS)
     ours = (
         _thread.depth
@@ -179,14 +180,14 @@ def _attention_kernel(
 
 
 class _AttentionWithDropout(torch.autograd.Function):
-    """Attention with dropout on its probabilities: the output, and what is not dropped.
+    """Attention with dropout on its probabilities; also returns the dropped ones.
 
-    Formulas, with S of softmax, M the mask, L = S * M and c = 1 / (1 - p): the output
-    is c L V. From its gradient G come those of V, c L^T G, and of the scores, c times
-    softmax's own from H = G V^T * M, which is S * (H - sum(H * S)). Scores and softmax
-    are in fp32; all else, as in torch's kernels, in the format of the operands.
+    With S the softmax, M the mask, L = S * M and c = 1 / (1 - p), the output is c L V.
+    For its gradient G, the gradient of V is c L^T G; that of the scores is c times the
+    softmax gradient of H = G V^T * M, which is S * (H - sum(H * S)). Scores and softmax
+    are in fp32, all else in the dtype of the operands, as in torch's kernels.
 
-    Shapes: B texts, A heads, T and U positions of query and key, D numbers of each.
+    Shapes: B texts, A heads, T query and U key positions, D numbers per head.
     """
 
     @staticmethod
@@ -199,7 +200,7 @@ class _AttentionWithDropout(torch.autograd.Function):
         dropped: int,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return both: (B, A, T, D) and (B, A, T, U)."""
+        """Return the output (B, A, T, D) and dropped probabilities (B, A, T, U)."""
         probs = attention_probs(query, key, mask, scale).to(value.dtype)
         dropout_mask = _mask(probs.shape, dropped)
         dropped_probs = probs * dropout_mask
@@ -213,7 +214,7 @@ class _AttentionWithDropout(torch.autograd.Function):
         """Return the gradients of query, key and value.
 
         Raises:
-            RuntimeError: If their own gradients will be asked for.
+            RuntimeError: If double backward is requested.
         """
         if torch.is_grad_enabled():
             message = (
@@ -236,7 +237,7 @@ class _AttentionWithDropout(torch.autograd.Function):
 
 
 def _scaled_matmul(one: Tensor, other: Tensor, factor: float) -> Tensor:
-    """Return factor * one @ other, each number rounded once."""
+    """Return factor * one @ other, rounded once."""
     nothing = one.new_empty(())
     product = torch.baddbmm(
         nothing, one.flatten(0, 1), other.flatten(0, 1), beta=0, alpha=factor
@@ -249,10 +250,11 @@ def attention_probs(
 ) -> Tensor:
     """Return softmax(query @ key^T * scale + mask), in fp32 or wider.
 
-    A row without any key that is not masked is zero, as in torch.
+    Fully masked rows are zero, as in torch.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    # Scores of 16 bits would cost digits that torch's kernels keep. Contiguous, for
+    # 16-bit scores would be less precise than in torch's kernels. Contiguous, because
+    # the matmul would otherwise copy what the cast has just written.
     # the product would else copy what the cast has just written.
     query, key = (
         each.to(wide, memory_format=torch.contiguous_format) for each in (query, key)
@@ -265,7 +267,7 @@ def attention_probs(
     empty = mask.isneginf().all(-1, keepdim=True)
     if not empty.any():
         return torch.softmax(torch.add(mask.to(wide), scores, alpha=scale), -1)
-    # Its softmax would be NaN, and so its gradient, whatever is multiplied by it.
+    # A fully masked row would become NaN, and so would its gradient.
     mask = mask.masked_fill(empty, 0).to(wide)
     probs = torch.softmax(torch.add(mask, scores, alpha=scale), -1)
     return probs.masked_fill(empty, 0)

@@ -1,4 +1,4 @@
-"""How a model is laid out over processes, compiled, and spared of activations."""
+"""Applies DDP, FSDP2, torch.compile and activation checkpointing to a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MIN_BLOCKS = 2
 def parallelize_model(
     model: nn.Module, config: TrainConfig, choice: Choice, world: World
 ) -> None:
-    """Prepare a model, in fp32 and in place, before its optimizer is made."""
+    """Apply what must precede the optimizer to a model, in fp32 and in place."""
     if config.recompute:
         checkpoint_activations(model)
     if config.parallel == FSDP2:
@@ -34,18 +34,18 @@ def parallelize_model(
 
 
 def wrap_model(model: nn.Module, world: World, parallel: str) -> nn.Module:
-    """Return the model as the session runs it: FSDP2 has changed it in place."""
+    """Wrap the model in DDP for the session; FSDP2 has changed it in place."""
     return model if parallel == FSDP2 else ddp.data_parallel(model, world)
 
 
 def checkpoint_activations(model: Any) -> None:  # noqa: ANN401 -- transformers adds the method
-    """Keep no activations inside blocks; compute them again in the backward pass."""
-    # The second is its name before transformers 5.
+    """Enable activation checkpointing: recompute activations in the backward pass."""
+    # The second is the name before transformers 5.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), names[-1])
     try:
         getattr(model, name)({"use_reentrant": False})
-        model.config.use_cache = False  # which would be done anyway, with a warning
+        model.config.use_cache = False  # avoids a warning that it is incompatible
     except (AttributeError, ValueError) as error:
         message = (
             f"--recompute: {type(model).__name__} of transformers does not support "
@@ -72,10 +72,9 @@ def _shard(model: nn.Module, choice: Choice, world: World) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that stand in lists, those inside others first.
+    """Return the blocks of module lists, inner ones first.
 
-    What is split already cannot be split again as part of something larger; what
-    holds something split can.
+    FSDP2 must shard inner modules before those that contain them.
     """
     modules = [*model.modules()]
     lists = [each for each in modules if isinstance(each, nn.ModuleList)]
@@ -84,7 +83,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _compile(model: nn.Module, world: World) -> None:
-    # The first is where torch looks first.
+    # torch, too, tries CXX first.
     compilers = (os.environ.get("CXX") or "g++", "g++", "clang++")
     if world.device.type == "cpu" and not any(map(shutil.which, compilers)):
         message = (
@@ -92,5 +91,5 @@ def _compile(model: nn.Module, world: World) -> None:
             "there; install one, or leave it out."
         )
         raise UserError(message)
-    # Batches have many widths; one program for all, not one for each.
+    # Batch widths vary; dynamic shapes avoid one compilation per width.
     model.compile(dynamic=True)

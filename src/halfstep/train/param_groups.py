@@ -1,4 +1,4 @@
-"""Which parameters learn, how fast, and which of them decay."""
+"""Builds the optimizer: frozen parameters, layer-wise learning rates, weight decay."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from halfstep.train.config import TrainConfig
 
 LR_FACTOR = "rate_share"
-"""Key of a group: what its learning rate is multiplied by."""
+"""Key in a param group: factor on the learning rate."""
 
-# A list of equal blocks: bert.encoder.layer.3, model.layers.3, transformer.h.3.
+# Lists of equal blocks: bert.encoder.layer.3, model.layers.3, transformer.h.3.
 _BLOCK = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe|shared)\.")
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Stop the parameters whose names match from learning; return how many numbers.
+    """Freeze the parameters whose names match; return the number of values frozen.
 
     Args:
         model: Changed in place.
-        patterns: Shell patterns of parameter names; one that names a module takes
-            all that is in it. None at all freezes nothing.
+        patterns: Shell patterns of parameter names; one that matches a module freezes
+            all of its parameters. May be empty.
 
     Raises:
-        UserError: If a pattern matches nothing, or nothing is left to learn.
+        UserError: If a pattern matches nothing, or no trainable parameter is left.
     """
     named = dict(model.named_parameters())
     frozen = 0
@@ -62,11 +62,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def layer_depth(name: str, blocks: int) -> int:
-    """Return how far above the input a parameter stands.
+    """Return the depth of a parameter, counted from the input.
 
     Returns:
-        0 for embeddings, 1 to `blocks` for those of the blocks, `blocks` + 1 for what
-        comes after them.
+        0 for embeddings, 1 to `blocks` for the blocks, `blocks` + 1 for what comes
+        after them.
     """
     match = _BLOCK.search(name)
     if match:
@@ -75,7 +75,7 @@ def layer_depth(name: str, blocks: int) -> int:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, lr: float) -> AdamW:
-    """Return the optimizer of a run."""
+    """Return the optimizer of a run, AdamW."""
     groups = make_param_groups(model, config.weight_decay, config.layer_decay)
     return AdamW(groups, lr=lr, fused=True)
 
@@ -83,21 +83,21 @@ def make_optimizer(model: nn.Module, config: TrainConfig, lr: float) -> AdamW:
 def make_param_groups(
     model: nn.Module, weight_decay: float, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's groups of the parameters that learn.
+    """Return the param groups of the trainable parameters.
 
-    Matrices decay, biases and normalisation do not: a decay pulls towards zero, and for
-    a scale of one or an offset that is no prior. Each block below the head learns
-    `layer_decay` times as fast as the one above it, embeddings slowest: what lies near
-    the input is most general (Howard and Ruder, "Universal Language Model Fine-tuning
-    for Text Classification", 2018).
+    Weight decay applies to matrices, not to biases and normalization: for a scale of
+    one, zero is no sensible prior. Each block has `layer_decay` times the learning rate
+    of the block above, embeddings the lowest, because lower layers are more general
+    (Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification",
+    2018).
 
     Args:
         model: Frozen parameters are left out.
-        weight_decay: Of matrices.
-        layer_decay: 0 < layer_decay <= 1; 1 for one rate everywhere.
+        weight_decay: Weight decay of matrices.
+        layer_decay: 0 < layer_decay <= 1; 1 for one learning rate everywhere.
     """
     named = list(model.named_parameters())
-    # Frozen blocks are between the others still.
+    # Counts frozen blocks too, so that depths do not shift.
     blocks = max(
         (int(m[1]) + 1 for n, _ in named if (m := _BLOCK.search(n))), default=0
     )

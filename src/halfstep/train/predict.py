@@ -1,4 +1,4 @@
-"""Predictions of a finished run for new texts: labels, or entities."""
+"""Predicts labels or entities of new texts with the model of a finished run."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _AHEAD = 2048
-"""Texts that are read before the first is labelled: enough to find like lengths."""
+"""Texts read before the first prediction: enough to batch by length."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a classifier makes of one text."""
+    """The prediction of a classifier for one text."""
 
     text: str
     label: str
     probabilities: dict[str, float]
-    """Label -> probability; they add up to 1."""
+    """Label -> probability; they sum to 1."""
     cut: bool
-    """Whether the text is longer than the model reads."""
+    """Whether the text was truncated."""
 
 
 @dataclass(frozen=True)
 class Entity:
-    """A part of a text that stands for something."""
+    """An entity in a text."""
 
     kind: str
     start: int
-    """Its first character."""
+    """Offset of the first character."""
     end: int
-    """The character after its last."""
+    """Offset after the last character."""
     words: str
 
 
 @dataclass(frozen=True)
 class Entities:
-    """What a finder of entities makes of one text."""
+    """The predicted entities of one text."""
 
     text: str
     entities: tuple[Entity, ...]
-    """In order; no two share a character."""
+    """Sorted and disjoint."""
     cut: bool
-    """Whether the text is longer than the model reads."""
+    """Whether the text was truncated."""
 
 
 class Predictor:
-    """A finished run's model at work on new texts.
+    """Predicts with the model of a finished run.
 
     Raises:
         UserError: If the run is not finished, or its model is damaged.
@@ -99,18 +99,18 @@ class Predictor:
         self._model: Any = model.eval()
         names = model.config.id2label
         self.outputs = tuple(names[index] for index in range(len(names)))
-        """What each output of the model stands for."""
+        """Names of the model's outputs: labels or tags."""
 
     def predict(self, texts: Iterable[str]) -> Iterator[Label | Entities]:
-        """Yield a prediction for each text, in order, made as they are asked for.
+        """Yield a prediction for each text, in order and lazily.
 
-        Texts are read some thousand at a time, so that any number can be given.
+        Texts are read about two thousand at a time, so the iterable may be endless.
 
         Args:
-            texts: Each at least one character beside white space.
+            texts: Each with at least one character other than white space.
 
         Raises:
-            UserError: If a text is blank, holds NUL or cannot be written as UTF-8.
+            UserError: If a text is blank, holds NUL or cannot be encoded as UTF-8.
         """
         source, number = iter(texts), 0
         while chunk := list(itertools.islice(source, _AHEAD)):
@@ -149,18 +149,18 @@ class Predictor:
         return predictions
 
     def _is_cut(self, texts: list[str], encoded: EncodedTexts) -> list[bool]:
-        """Tell which texts have more tokens than were kept of them."""
+        """Return which texts were truncated."""
         cut = [False] * len(texts)
         full = encoded.lengths >= self._tokenizer.model_max_length
         reached = full.nonzero()[0].tolist()
-        if not reached:  # a tokenizer does not take no texts
+        if not reached:  # a tokenizer rejects an empty list
             return cut
         encoding = self._tokenizer(
             [texts[index] for index in reached],
             truncation=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # it would warn of the very length that is asked for
+            verbose=False,  # would warn about the length
         )
         for index, ids in zip(reached, encoding["input_ids"], strict=True):
             cut[index] = len(ids) > encoded.lengths[index]

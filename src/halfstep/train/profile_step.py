@@ -1,4 +1,4 @@
-"""One ordinary step of a run under the profiler, for the doctor to judge speed by."""
+"""Profiles one step of a run, from which the doctor judges speed."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROFILED_STEP = 20
-"""The step that is profiled: by then memory is mapped and caches are full. A shorter
-run is profiled in its last step."""
+"""By this step memory is allocated and caches are full. A shorter run profiles its last
+step."""
 
 _DEVICES = {"cpu"}
-"""Where it is known to cost next to nothing. On a GPU the profiler loads a library of
-the driver first, and what that costs was not measured."""
+"""Where profiling is known to be cheap. On a GPU the profiler first loads a driver
+library, whose cost was not measured."""
 
 
 def is_profile_step(number: int, total: int, device: torch.device) -> bool:
-    """Say whether a step is the one to profile."""
+    """Return whether to profile this step."""
     ours = number == min(PROFILED_STEP, total) and device.type in _DEVICES
-    return ours and not _profiler_enabled()  # whoever profiles the program comes first
+    return ours and not _profiler_enabled()  # the program may itself be profiled
 
 
 def run_profiled(
     step: Callable[[], T], clock: Timers, choice: Choice
 ) -> tuple[T, Profile | None]:
-    """Make a step, and say where its time went. It computes what it always does.
+    """Run a step under the profiler; its results are the same as without.
 
-    A profile that cannot be read must not end a run: it is a warning, and None.
+    If the profile cannot be read, warns and returns None for it.
     """
     results: list[T] = []
     try:

@@ -1,4 +1,4 @@
-"""A whole run, from settings to a finished model and its report."""
+"""Runs a whole training: from the settings to the final model and its report."""
 
 from __future__ import annotations
 
@@ -68,21 +68,21 @@ def run(
     overwrite: bool = False,
     check: bool = False,
 ) -> RunResult:
-    """Train a model as the settings say.
+    """Train a model.
 
     Args:
-        settings: Settings by name, as typed; the rest are defaults or, when resuming,
+        settings: Explicit settings by name; the others are defaults or, when resuming,
             the saved run's.
-        resume: Go on with the run in `out`. torchrun starts a failed run again
-            without saying so: what this very launch has begun is gone on with.
+        resume: Continue the run in `out`. When torchrun restarts a failed launch, the
+            run begun by that launch is continued even without this flag.
         overwrite: Replace the run in `out`.
-        check: Train a few steps, say what a run would be; write nothing in `out`.
+        check: Dry run: train a few steps, report; write nothing to `out`.
 
     Raises:
-        UserError: If settings, data or checkpoint cannot be used.
-        LossScaleCollapse: If no step could be applied for too long.
-        Diverged: If the loss is not a number.
-        Stopped: If a signal asked for it.
+        UserError: If settings, data or checkpoint are invalid.
+        LossScaleCollapse: If steps overflow at the minimum scale for too long.
+        Diverged: If the dev loss is non-finite.
+        Stopped: If a signal was received.
         PeerLost: If another process has ended.
     """
     dependencies.check("halfstep train", dependencies.TO_TRAIN)
@@ -122,7 +122,7 @@ def run(
 
 
 def _check_same(fingerprint: str) -> None:
-    """Refuse data that are not those of the first process: each reads its own copy."""
+    """Raise unless all ranks have the same data, as each machine reads its own copy."""
     if process_group.broadcast_object(fingerprint) != fingerprint:
         message = (
             f"--data is not the same on {platform.node()} as on the first machine; "
@@ -133,9 +133,9 @@ def _check_same(fingerprint: str) -> None:
 
 @contextlib.contextmanager
 def _folder_locked(folder: RunFolder, world: World, *, check: bool) -> Iterator[None]:
-    """Keep other programs out of the folder while the run lasts."""
+    """Lock the folder for the duration of the run."""
     with contextlib.ExitStack() as stack:
-        if not check:  # which writes nothing there
+        if not check:  # writes nothing there
             checkpointing.run_on_first_rank(
                 world, lambda: stack.enter_context(folder.locked())
             )
@@ -143,13 +143,13 @@ def _folder_locked(folder: RunFolder, world: World, *, check: bool) -> Iterator[
 
 
 def _resumed_config(folder: RunFolder, settings: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of the run in a folder, which the new ones must match."""
+    """Return the settings of the run in a folder; the new ones must match them."""
     saved, full = folder.settings(), folder.path / "resolved.toml"
     return resume_config(saved, settings, read_file(full) if full.exists() else None)
 
 
 def _is_restart(folder: RunFolder, settings: Mapping[str, Any], world: World) -> bool:
-    """Say whether torchrun has started this very run again, with its settings."""
+    """Return whether torchrun restarted this run, with the same settings."""
 
     def ask() -> bool:
         is_restart = folder.resumes_after_restart()
@@ -165,9 +165,10 @@ def _is_restart(folder: RunFolder, settings: Mapping[str, Any], world: World) ->
 def _train(
     ready: PreparedRun, notes: Mapping[str, Any] | None, faults: Sequence[str]
 ) -> RunResult | Stopped:
-    """Train to the end, or until asked to stop.
+    """Train until the end or until asked to stop.
 
-    All processes stop together, so all can leave as after a whole run.
+    Returns Stopped instead of raising it: all ranks stop at the same step, so they can
+    leave the process group in the normal way.
     """
     trainer = ready.trainer
     total, leads = trainer.job.plan.total_steps, trainer.world.is_first
@@ -186,7 +187,7 @@ def _train(
 
 
 def pick_device(word: str) -> str:
-    """Return "cpu" or "cuda"."""
+    """Resolve --device to "cpu" or "cuda"."""
     if word == "cuda" and not torch.cuda.is_available():
         message = "--device cuda: torch sees no CUDA device here; use --device cpu."
         raise UserError(message)
@@ -200,7 +201,7 @@ def _prepare_run(
     world: World,
     notes: Mapping[str, Any] | None,
 ) -> PreparedRun:
-    """Return a trainer at the checkpoint of `notes`, or at the beginning without."""
+    """Build a trainer, from the checkpoint of `notes` if given."""
     if notes is not None:
         checkpointing.check_fingerprint(notes, corpus.fingerprint)
     task = tasks.TASKS[config.task]
@@ -272,14 +273,14 @@ def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: 
 def _session(
     network: Network, plan: Plan, notes: Mapping[str, Any] | None, world: World
 ) -> tuple[Session, dict[str, Tensor]]:
-    """Return the session; and, by name, values that 16-bit storage will round.
+    """Return the session, and the original values of frozen parameters by name.
 
-    These are of parameters that do not learn, and so have no master weights.
+    Only if 16-bit storage rounds them: frozen parameters have no master weights.
     """
     config = plan.config
     model = network.model.to(world.device).train()
     param_groups.freeze(model, config.frozen)
-    if not config.compile:  # a compiler draws masks its own way
+    if not config.compile:  # a compiler generates its own masks
         fast_dropout.use_fast_dropout(model)
     choice = _choice(config, notes, world)
     originals = {}
@@ -311,10 +312,10 @@ def _session(
 def _choice(
     config: TrainConfig, notes: Mapping[str, Any] | None, world: World
 ) -> Choice:
-    """Return the level and format of the run, the same on every process.
+    """Return the level and format of the run, the same on every rank.
 
-    Why: "auto" measures, and two measurements may differ. A run goes on as it began,
-    and its processes follow the first.
+    "auto" measures, and two measurements may differ. So a resumed run keeps its choice,
+    and all ranks use that of the first.
     """
     if notes is None:
         return process_group.broadcast_object(
@@ -325,7 +326,7 @@ def _choice(
 
 
 def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
-    """Make the folder ready, and say in it what the run is."""
+    """Prepare the folder of a run, and write its settings and environment."""
     trainer = ready.trainer
     folder, plan, choice = trainer.folder, trainer.job.plan, trainer.session.choice
     config = plan.config
@@ -336,7 +337,7 @@ def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
         else:
             folder.begin(config.data_dict(), overwrite=overwrite)
         path = folder.path / "resolved.toml"
-        if not path.exists():  # a run may be killed before it says so
+        if not path.exists():  # missing if a run was killed before this
             full = resolve_config(plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
         folder.write("environment.json", environment.text(plan.device, ready.weights))
@@ -349,7 +350,7 @@ def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
 def _opening_lines(
     trainer: Trainer, network: Network, notes: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return what a person reads before the first step."""
+    """Return the lines to print before the first step."""
     choice, job, world = trainer.session.choice, trainer.job, trainer.world
     corpus, plan, step = job.corpus, job.plan, trainer.state.step
     num_params = sum(param.numel() for param in network.model.parameters())

@@ -1,7 +1,4 @@
-"""The kinds of training: their outputs, losses and metrics.
-
-In: the name of a task. Out: a `Task`, which the loop calls where it would otherwise
-have to know what is trained.
+"""The training tasks, classification and NER: outputs, losses and metrics.
 
 Shapes: B examples, T positions, K outputs, N examples of a split.
 """
@@ -34,27 +31,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of training: what an output of the model is, and how outputs are scored.
+    """What differs between tasks: the model's outputs and how they are scored.
 
-    `labels` are the classes or entity types of a corpus, at their ids.
+    `labels` are the classes or entity types of a corpus, by id.
     """
 
     name: str
-    """The word of --task."""
+    """The value of --task."""
     head: str
-    """End of the class name of its models in transformers."""
+    """Suffix of the model's class name in transformers."""
     output_names: Callable[[Sequence[str]], tuple[str, ...]]
-    """(labels) -> what each output of the model stands for."""
+    """(labels) -> name of each output of the model."""
     empty_outputs: Callable[[EncodedTexts, int], Tensor]
-    """(examples, K) -> zeros for `write_outputs`; the sum over ranks is complete."""
+    """(examples, K) -> zeros for `write_outputs`; ranks fill parts and sum them."""
     write_outputs: Callable[[Tensor, EncodedTexts, np.ndarray, Tensor], None]
-    """(outputs, examples, indices, logits) stores a batch at its examples' places."""
+    """(outputs, examples, indices, logits) writes a batch to its examples' rows."""
     compute_metrics: Callable[
         [Tensor, EncodedTexts, Split, Sequence[str], float], EvalMetrics
     ]
     """(outputs, examples, split, labels, mean loss) -> their metrics."""
     worst_examples: Callable[[Tensor, EncodedTexts, Split, Sequence[str]], Table]
-    """(outputs, examples, split, labels) -> the errors that are worth reading."""
+    """(outputs, examples, split, labels) -> table of the worst errors."""
 
 
 def _write_logits(
@@ -71,7 +68,7 @@ def _label_metrics(
     labels: Sequence[str],
     loss: float,
 ) -> EvalMetrics:
-    del split, loss  # the logits give it without the rounding of a running sum
+    del split, loss  # recomputed from the logits, without the rounding of a running sum
     return metrics_labels.compute_metrics(outputs, _targets(encoded), labels)
 
 
@@ -89,7 +86,7 @@ def _targets(encoded: EncodedTexts) -> Tensor:
 def _write_tags(
     outputs: Tensor, encoded: EncodedTexts, indices: np.ndarray, logits: Tensor
 ) -> None:
-    """Store the best valid tags, from logits of shape (B, T, K)."""
+    """Store the best valid tags for logits of shape (B, T, K)."""
     tags = best_tags(encoded, indices, logits)
     for index, row in zip(indices, tags, strict=True):
         begin, length = encoded.begins[index], encoded.lengths[index]
@@ -115,10 +112,10 @@ def _worst_entities(
 
 
 def best_tags(encoded: EncodedTexts, indices: np.ndarray, logits: Tensor) -> np.ndarray:
-    """Return the best valid tags of a batch. int16, shape (B, T), T tokens at most."""
+    """Return the best valid tags of a batch: int16, shape (B, T), at most T tokens."""
     places, real = encoded.token_indices(indices)
     if encoded.offsets is not None:
-        # Special tokens stand for no characters, and cannot be part of an entity.
+        # Special tokens have no characters and cannot belong to an entity.
         offsets = encoded.offsets[places[real]]
         real[real] = offsets[:, 0] < offsets[:, 1]
     scores = logits.float().cpu().numpy()[:, : real.shape[1]]
@@ -169,14 +166,14 @@ TASKS: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of training: cross-entropy, weighted and smoothed as asked for.
+    """The training loss: cross-entropy with class weights and label smoothing.
 
     The loss of a step is the weighted mean over the targets of the whole batch, over
-    all processes and micro-batches, as `torch.nn.CrossEntropyLoss` takes it over one.
+    all ranks and micro-batches, like `torch.nn.CrossEntropyLoss` on one batch.
     """
 
     weights: Tensor | None
-    """Of each output, shape (K,); None weighs all alike."""
+    """Weight of each output, shape (K,); None: equal weights."""
     smoothing: float
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -192,17 +189,17 @@ class Objective:
         )
 
     def weight(self, encoded: EncodedTexts, indices: np.ndarray) -> float:
-        """Return the sum of the weights of a batch's targets; what to divide by."""
+        """Return the sum of a batch's target weights, the divisor of its mean loss."""
         if self.weights is None or encoded.labels is None:
-            # A batch of texts without any token has nothing to divide.
+            # At least 1: a batch of texts without tokens has no targets.
             return float(max(1, encoded.counts[indices].sum()))
         return float(self.weights[torch.from_numpy(encoded.labels[indices])].sum())
 
 
 def balanced_weights(labels: Sequence[str], encoded: EncodedTexts) -> Tensor:
-    """Return weights of classes by which all classes count alike, shape (K,).
+    """Return class weights inverse to class frequency, shape (K,).
 
-    Formula: N / (K * examples of the class), as in scikit-learn.
+    N / (K * examples of the class), as scikit-learn's "balanced".
     """
     counts = torch.bincount(_targets(encoded), minlength=len(labels))
     if not counts.all():
@@ -216,7 +213,7 @@ def balanced_weights(labels: Sequence[str], encoded: EncodedTexts) -> Tensor:
 
 
 def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
-    """Return the weights of classes that the user gave, shape (K,)."""
+    """Return user-given class weights as a tensor, shape (K,)."""
     if len(weights) != len(labels):
         message = (
             f"--class-weights holds {format_count(len(weights), 'number')} "
