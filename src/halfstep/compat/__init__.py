@@ -1,6 +1,6 @@
-"""Programs written for other trainers, on halfstep. Each module needs its library.
+"""Adapters: the interfaces of apex, Accelerate, Lightning and transformers.
 
-In: the interface of apex, Accelerate, Lightning or transformers. Out: halfstep's.
+Except for that of apex, each module needs its library installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def require(package: str, at_least: str) -> None:
-    """Say what to install for an adapter.
+    """Check that the library of an adapter is installed.
 
     Raises:
         UserError: If the package is not installed.
@@ -29,11 +29,12 @@ def require(package: str, at_least: str) -> None:
 
 
 def library_name(library: ModuleType, adapter: str, name: str) -> Any:  # noqa: ANN401
-    """Return a public name of the library that an adapter stands for.
+    """Return a public name of the library that an adapter replaces.
 
     Raises:
-        AttributeError: If the library has no such name, or it is not public: the import
-            system must not take an adapter for a package.
+        AttributeError: If the library has no such name or the name is private. Names
+            such as `__path__` would make the import system treat the adapter as a
+            package.
     """
     if name.startswith("_") or not hasattr(library, name):
         message = f"module {adapter!r} has no attribute {name!r}"

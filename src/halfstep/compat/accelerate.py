@@ -1,7 +1,7 @@
-"""Accelerate's Accelerator on a halfstep session.
+"""Provides Accelerate's `Accelerator`, training in a halfstep session.
 
-In: a program written for Accelerate. Out: the same, with levels O0 to O3, gradients
-that are checked in bf16, too, and a `step_was_skipped` true for every optimizer.
+This adds the levels O0 to O3, checks gradients in bf16 too, and makes
+`step_was_skipped` correct for every optimizer.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.last_step: StepReport | None = None
 
     def step(self, closure: object = None) -> None:
-        """Update the weights where gradients are synchronized, as Accelerate does.
+        """Update the weights if gradients are synchronized, as Accelerate does.
 
         Raises:
-            UserError: With a closure, which would need its backward passes scaled.
+            UserError: With a closure, whose backward passes would not be scaled.
         """
         if closure is not None:
             message = (
@@ -76,7 +76,7 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.session.clip_grad_norm = None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients where they are synchronized; a step has cleared them."""
+        """Clear gradients if they are synchronized; `step` has already cleared them."""
         if set_to_none is False:
             message = "zero_grad(set_to_none=False): a session frees gradients."
             raise UserError(message)
@@ -129,7 +129,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     session: Session | None
-    """Of the prepared model and optimizer; None before."""
+    """The session of the prepared model and optimizer; None before `prepare`."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.set_precision(level, policy, master)
 
     def set_precision(self, level: str | None, policy: str, master: str) -> None:
-        """Take casts and loss scale over from Accelerate; nothing is prepared yet."""
+        """Disable casts and scaler of Accelerate; call it before `prepare`."""
         requested = self.mixed_precision
         if requested not in _DTYPES or self.distributed_type not in _DISTRIBUTED:
             message = (
@@ -159,11 +159,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.session = None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Prepare as Accelerate does; a model and its optimizer become a session.
+        """Prepare objects as Accelerate does; make a session of model and optimizer.
 
         Raises:
-            UserError: If a model comes without its optimizer, there are several of
-                either, or a second pair comes before `free_memory`.
+            UserError: If a model has no optimizer, there are several of either, or a
+                second pair is prepared before `free_memory`.
         """
         models = [each for each in args if isinstance(each, torch.nn.Module)]
         optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
@@ -211,7 +211,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model; one that is only evaluated runs in 16 bits by the policy."""
+        """Prepare a model; one without optimizer runs under autocast by the policy."""
         trained = self.session is not None
         if not trained and self._dtype in {"bf16", "fp16"} and self._level != "O0":
             region = autocast(
@@ -239,7 +239,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:  # noqa: ANN401
-        """Open the autocast context, for a loss that is computed outside the model."""
+        """Enter the autocast context, for a loss computed outside the model."""
         handler = autocast_handler or self.autocast_handler
         if self.session is None or (handler is not None and not handler.enabled):
             with super().autocast(autocast_handler):
@@ -256,13 +256,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"accelerator.backward({', '.join(kwargs)}=): it takes the loss alone."
             )
             raise UserError(message)
-        # Passes between two steps are added up; in fp32 where weights are in 16 bits.
+        # Gradients of passes between two steps are summed: fp32 for 16-bit weights.
         session.backward(loss / self.gradient_accumulation_steps)
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Leave gradients to each rank for a pass; with master weights, average each.
+        """Disable gradient averaging in a pass, except with master weights.
 
-        Why: sums lie in fp32 beside the 16-bit weights, where DDP does not see them.
+        With master weights, gradients are summed in fp32 outside of `.grad`, where DDP
+        cannot average them later.
         """
         session = self.session
         if session is not None and session.choice.level.masters:
@@ -276,10 +277,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         max_norm: float,
         norm_type: float = 2,
     ) -> Tensor:
-        """Return the norm of the unscaled gradients; the next step clips them to it.
+        """Return the norm of the unscaled gradients; the next step clips to `max_norm`.
 
         Raises:
-            UserError: For a part of the model's parameters, or another norm.
+            UserError: If `parameters` are not all, or `norm_type` is not 2.
         """
         session = self._require_session("clip_grad_norm_")
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -297,12 +298,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return total_norm(grad for _, grad in session.grads())
 
     def clip_grad_value_(self, parameters: object, clip_value: float) -> None:  # noqa: ARG002
-        """Refuse: a session clips by the norm."""
+        """Raise UserError: a session clips by the norm."""
         message = f"clip_grad_value_({clip_value}): use accelerator.clip_grad_norm_()."
         raise UserError(message)
 
     def unscale_gradients(self, optimizer: object = None) -> None:  # noqa: ARG002
-        """Refuse: gradients are unscaled in the step; `session.grads()` reads them."""
+        """Raise UserError: the step unscales; `session.grads()` returns gradients."""
         message = (
             "accelerator.unscale_gradients(): the step unscales gradients. Read them "
             "with accelerator.session.grads(), clip them with clip_grad_norm_()."
@@ -310,7 +311,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         raise UserError(message)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the weights in fp32, the masters' where there are any."""
+        """Return the fp32 weights, which are the master weights if there are any."""
         session = self.session
         own = accelerate.utils.extract_model_from_parallel(model)
         if session is None or own is not accelerate.utils.extract_model_from_parallel(
@@ -322,7 +323,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return {prefix + name: tensor for name, tensor in session.weights().items()}
 
     def free_memory(self, *objects: object) -> list[object]:
-        """Forget what was prepared, the session too."""
+        """Release all prepared objects and the session."""
         self.session = None
         freed: list[object] = super().free_memory(*objects)
         return freed
@@ -338,7 +339,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def run_in_region(model: nn.Module, open_region: Any) -> None:  # noqa: ANN401
-    """Make a model's forward pass open a region and return fp32, as Accelerate does."""
+    """Wrap a model's forward in a context, and cast its outputs to fp32."""
     forward = model.forward
 
     @functools.wraps(forward)

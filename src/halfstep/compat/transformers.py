@@ -1,7 +1,7 @@
-"""transformers' Trainer on a halfstep session.
+"""Provides transformers' `Trainer`, training in a halfstep session.
 
-In: a program that trains with `transformers.Trainer`, or a subclass of it. Out: the
-same, with levels O0 to O3, true skipped-step flags, and fp32 weights in what it saves.
+This adds the levels O0 to O3, correct skipped-step flags, and fp32 weights in
+checkpoints.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ class TrainerMixin:
         return self.accelerator.session
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Have the Trainer make its Accelerator, and make a halfstep one of it."""
+        """Create the Trainer's Accelerator and change its class to halfstep's."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        # The Trainer names the class itself, and gives no other way to choose it.
+        # The Trainer hardcodes Accelerate's class.
         self.accelerator.__class__ = Accelerator
         self.accelerator.set_precision(*self._precision)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save fp32 weights, the masters' where there are any."""
+        """Save fp32 weights, which are the master weights if there are any."""
         if self.session is not None and state_dict is None:
             state_dict = self.session.weights()
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         config = getattr(self.model, "config", None)
         if self.session is not None and config is not None and self.args.should_save:
-            # transformers writes the dtype that the model has in memory, and would
-            # load the file in 16 bits by it.
+            # transformers writes the model's current dtype into the config, and
+            # `from_pretrained` would load the fp32 file in 16 bits.
             config.dtype = "float32"
             config.save_pretrained(output_dir or self.args.output_dir)
 

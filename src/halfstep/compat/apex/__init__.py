@@ -1,7 +1,7 @@
-"""The interface of NVIDIA's apex, which was removed in 2025, over halfstep.
+"""Implements the interface of NVIDIA's `apex.amp`, which was removed in 2025.
 
-In: a program written for `from apex import amp`. Out: the same program after
-`from halfstep.compat.apex import amp`, on a CPU too. `docs/apex.md` lists what differs.
+Replace `from apex import amp` by `from halfstep.compat.apex import amp`; this works on
+a CPU too. `docs/apex.md` lists what differs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _SUBMODULES: dict[str, dict[str, Any]] = {
     },
     "parallel.LARC": {"LARC": parallel.LARC},
 }
-"""Module inside one of apex's -> what programs import from there."""
+"""Submodule of apex -> the names that programs import from it."""
 
 
 def install() -> None:
@@ -83,6 +83,7 @@ def install() -> None:
         vars(module).update(names)
         sys.modules[module.__name__] = module
         parent, _, name = path.partition(".")
-        # apex too hides its modules `_amp_state` and `LARC` behind what is in them.
+        # As in apex, the names `_amp_state` and `LARC` are the object and the class,
+        # not the submodules.
         if not hasattr(_MODULES[parent], name):
             setattr(_MODULES[parent], name, module)

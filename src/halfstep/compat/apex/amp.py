@@ -1,4 +1,4 @@
-"""apex's `amp`, name for name."""
+"""Exports the names of apex's `amp`."""
 
 from halfstep.compat.apex.amp_handle import (
     float_function,

@@ -1,7 +1,6 @@
-"""apex's extension `amp_C`, as far as programs call it: on torch's own operations.
+"""Implements the functions of apex's extension `amp_C` that programs call.
 
-In: lists of tensors, and a flag. Out: the lists overwritten, or norms; the flag is 1
-if a number was not finite. Nothing waits for a device.
+They use torch's foreach operations and do not synchronize with the device.
 """  # noqa: N999 -- apex's name
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ def multi_tensor_scale(
 
     Args:
         chunk_size: Not used.
-        noop_flag: Becomes 1 if an input is not finite. Shape (1,).
+        noop_flag: Set to 1 if an input is non-finite. Shape (1,).
         tensor_lists: Inputs and outputs; they may be the same.
-        scale: What inputs are multiplied by.
+        scale: Factor of the inputs.
     """
     del chunk_size
     inputs, outputs = _lists("multi_tensor_scale", tensor_lists, 2)
@@ -56,14 +55,14 @@ def multi_tensor_axpby(
 
     Args:
         chunk_size: Not used.
-        noop_flag: Becomes 1 if a checked input is not finite. Shape (1,).
+        noop_flag: Set to 1 if a checked input is non-finite. Shape (1,).
         tensor_lists: Lists x, y and outputs, which may be x or y.
         a: Factor of x.
         b: Factor of y.
         arg_to_check: 0 checks x, 1 checks y, -1 both.
 
     Raises:
-        AmpError: If it is another number.
+        AmpError: If `arg_to_check` is another number.
     """
     del chunk_size
     x, y, outputs = _lists("multi_tensor_axpby", tensor_lists, 3)
@@ -88,16 +87,16 @@ def multi_tensor_l2norm(
     tensor_lists: Sequence[Sequence[Tensor]],
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the Euclidean norm of all numbers, and perhaps of each tensor, in fp32.
+    """Return the Euclidean norm of all values, and optionally of each tensor, in fp32.
 
     Args:
         chunk_size: Not used.
-        noop_flag: Becomes 1 if the norm is not finite. Shape (1,).
+        noop_flag: Set to 1 if the norm is non-finite. Shape (1,).
         tensor_lists: One list.
         per_tensor: Also return the norm of each tensor.
 
     Returns:
-        The norm, of shape (1,); those of the tensors, or nothing, of shape (0,).
+        The norm, shape (1,); the norms of the tensors, or an empty tensor, shape (0,).
     """
     del chunk_size
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
@@ -115,7 +114,7 @@ def multi_tensor_l2norm(
 def _lists(
     name: str, tensor_lists: Sequence[Sequence[Tensor]], count: int
 ) -> list[list[Tensor]]:
-    """Return lists of one length.
+    """Return `count` lists of equal length.
 
     Raises:
         AmpError: If there are more or fewer, or their lengths differ.

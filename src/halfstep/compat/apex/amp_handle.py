@@ -1,8 +1,7 @@
-"""O1: operations cast one by one, everywhere, from `initialize` on.
+"""Implements the casts of O1, which apply everywhere from `initialize` on.
 
-In: device types and a dtype. Out: an `AmpHandle`, which keeps autocast contexts open
-under a policy that holds apex's lists, with patches for what no policy reaches; and
-the user's own functions, registered or decorated.
+An `AmpHandle` keeps autocast contexts open whose policy has apex's lists, patches
+functions that no policy can match, and wraps functions that the user registers.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _HALF = """
     rnn_tanh_cell rnn_relu_cell
 """
 _HALF_LAYERS = {"cpu": "lstm gru rnn_tanh rnn_relu"}
-"""Recurrent layers; on CUDA torch's own kernel casts what cuDNN packs."""
+"""Recurrent layers; on CUDA torch's own kernel casts the weights that cuDNN packs."""
 
 _FP32_WORDS = """
     acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod
     cumsum dist norm prod std sum var renorm
 """
 FP32_NAMES = tuple(_FP32_WORDS.split())
-"""Names in `torch`, most of them of tensors too."""
+"""Functions of `torch`, most of them methods of tensors too."""
 
 _FLOAT = (
     _FP32_WORDS
@@ -64,10 +63,10 @@ _FLOAT = (
 """
 )
 _WIDEST = "addcdiv addcmul atan2 cross linalg_cross bilinear dot cat stack"
-"""torch promotes the arithmetic and the comparisons of apex's list by itself."""
+"""apex's list without arithmetic and comparisons, which torch promotes itself."""
 
 PATCHED_FP32 = ("local_response_norm", "multilabel_soft_margin_loss")
-"""Composed in Python, of operations that are on no list."""
+"""Implemented in Python, by operations that are on no list."""
 BANNED = ("binary_cross_entropy",)
 
 
@@ -89,7 +88,7 @@ def _rule(names: str, category: str, reason: str) -> Rule:
 
 
 def _removed(name: str) -> Callable[..., NoReturn]:
-    """Return a method that raises: apex's old interface is not here."""
+    """Return a method that raises `AmpError` for a method of apex's old interface."""
 
     def method(*_: object, **__: object) -> NoReturn:
         message = (
@@ -103,7 +102,7 @@ def _removed(name: str) -> Callable[..., NoReturn]:
 
 @dataclass(frozen=True)
 class Registered:
-    """A function of the user's, looked up by name where its callers look it up."""
+    """A registered function of the user, patched in its module or class."""
 
     owner: Any
     """A module or a class."""
@@ -112,18 +111,18 @@ class Registered:
 
 
 _pending_functions: list[Registered] = []
-"""Registered before casts were opened."""
+"""Functions registered before the casts were activated."""
 
 
 class AmpHandle:
-    """Casts in the thread that opened them, until `_deactivate`.
+    """Activates O1's casts in the thread that calls `open`, until `close`.
 
-    Why contexts that stay open: apex patched torch's functions, so a loss outside of
-    the model was cast too. Other threads are not in them, but for replicas of
-    `nn.DataParallel`.
+    The contexts stay open because apex patched torch's functions, so that a loss
+    outside of the model was cast too. Of other threads, only replicas of
+    `nn.DataParallel` are in them.
 
     Args:
-        devices: Device types on which operations are cast; none: nowhere.
+        devices: Device types on which operations are cast.
         dtype: The 16-bit dtype.
         caching: Cast each weight once from one `scale_loss` to the next.
         allow_banned: Run binary_cross_entropy in fp32 where it would be rejected.
@@ -173,17 +172,17 @@ class AmpHandle:
         self.devices = []
 
     def _deactivate(self) -> None:
-        """Do the same, and forget registered functions: apex's name."""
+        """Close and drop the registered functions; apex's name."""
         self.close()
         self.registered.clear()
 
     def is_active(self) -> bool:
-        """Say whether operations are cast here and now."""
+        """Return whether the casts are active in this thread."""
         return any(torch.is_autocast_enabled(device) for device in self.devices)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Let operations run as called."""
+        """Disable the casts in a `with` block."""
         with contextlib.ExitStack() as contexts:
             for device in self.devices:
                 if torch.is_autocast_enabled(device):
@@ -193,7 +192,7 @@ class AmpHandle:
     _disable_casts = off
 
     def clear_cache(self) -> None:
-        """Forget the casts of weights, which may have changed through `.data`."""
+        """Clear the cached casts of weights, which may have changed through `.data`."""
         for cache in self.caches.values():
             cache.clear()
 
@@ -205,7 +204,7 @@ class AmpHandle:
     # Patches
 
     def _patch_attribute(self, owner: Any, name: str, new: Callable[..., Any]) -> None:  # noqa: ANN401
-        """Set an attribute; closing takes it back."""
+        """Set an attribute; `close` restores it."""
         inherited = name not in vars(owner)
         old = getattr(owner, name)
         setattr(owner, name, new)
@@ -219,7 +218,7 @@ class AmpHandle:
         self._exit_stack.callback(restore)
 
     def _patch(self) -> None:
-        """Patch what is no operation of the dispatcher's, or must not run at all."""
+        """Patch functions that are not dispatcher operations, or that are banned."""
         for name in PATCHED_FP32:
             self._wrap(Registered(functional, name, FP32))
         for name in self._banned:
@@ -274,17 +273,17 @@ class AmpHandle:
 
         return cpu
 
-    # The user's own functions
+    # Registered functions of the user
 
     def register(self, function: Registered) -> None:
-        """Let a function run in another dtype, from now on if casts are open."""
+        """Register a function, and wrap it if the casts are active."""
         self.registered.append(function)
         if self.is_active():
             self._wrap(function)
 
     def _wrap(self, registered: Registered) -> None:
         function = getattr(registered.owner, registered.name)
-        # What torch itself computes would be cast once more, by the policy.
+        # Inside torch's own functions the policy would cast a second time.
         torchs = any(registered.owner is owner for owner in (torch, functional, Tensor))
         leaf = torchs or not isinstance(function, types.FunctionType)
 
@@ -300,9 +299,9 @@ class AmpHandle:
 
 
 def clear_cache_if_evaluating(*_: object) -> None:
-    """Forget casts before a forward pass without gradients; a forward pre-hook.
+    """Clear cached casts before a forward pass without gradients (forward pre-hook).
 
-    Averaged weights are put in through `weight.data`, which nothing counts.
+    Averaged weights are often set by `weight.data`, which changes no version counter.
     """
     if STATE.handle is not None and not torch.is_grad_enabled():
         STATE.handle.clear_cache()
@@ -396,7 +395,7 @@ def promote_function(function: Callable[P, R]) -> Callable[P, R]:
 def devices_of(tensors: Iterable[Tensor]) -> frozenset[str]:
     """Return the device types on which to cast.
 
-    A model on a CPU may yet be moved; CUDA is then not to be left out.
+    Includes CUDA if available, since a model on a CPU may be moved later.
     """
     types = {tensor.device.type for tensor in tensors} or {"cpu"}
     return frozenset(types | ({"cuda"} if torch.cuda.is_available() else set()))

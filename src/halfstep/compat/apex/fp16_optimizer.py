@@ -1,4 +1,4 @@
-"""apex's older optimizer wrapper: fp32 masters and a loss scale, any optimizer."""
+"""Implements apex's older wrapper of an optimizer: master weights and a loss scale."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class FP16_Optimizer:
-    """An optimizer whose 16-bit parameters have fp32 masters, with a loss scale.
+    """An optimizer whose 16-bit parameters have fp32 master weights, and a loss scale.
 
     Args:
-        init_optimizer: Over parameters that are 16 bits already, fp32, or both.
+        init_optimizer: An optimizer over 16-bit or fp32 parameters, or both.
         static_loss_scale: The scale, unless it is dynamic.
-        dynamic_loss_scale: Let the scale move.
+        dynamic_loss_scale: Use a dynamic scale.
         dynamic_loss_args: Keyword arguments of `DynamicLossScaler`.
-        verbose: Print that a step was skipped.
+        verbose: Print a message about each skipped step.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class FP16_Optimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer, with masters in them."""
+        """The parameter groups of the optimizer, which contain the master weights."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # noqa: ANN401
-        """That of the optimizer."""
+        """The state of the optimizer."""
         return self.optimizer.state
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters, group by group."""
+        """The master weights of each parameter group."""
         master_of = {id(low): master for low, master in self._masters.pairs}
         return [
             [master_of[id(param)] for param in group if id(param) in master_of]
@@ -74,7 +74,7 @@ class FP16_Optimizer:
         ]
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
-        """Clear the gradients of the model's parameters and of the masters."""
+        """Clear the gradients of the model's parameters and of the master weights."""
         self._optimizer_state.zero_grad(
             self.optimizer.zero_grad, set_to_none=set_grads_to_None
         )
@@ -89,9 +89,9 @@ class FP16_Optimizer:
         """Run the backward pass of the scaled loss.
 
         Args:
-            loss: Unscaled.
-            update_master_grads: Unscale the gradients into the masters' now; else
-                call `update_master_grads` after the last of several passes.
+            loss: The unscaled loss.
+            update_master_grads: Unscale the gradients into those of the master weights;
+                else call `update_master_grads` after the last of several passes.
             retain_graph: As for torch.
         """
         self._optimizer_state.prepare(self.loss_scale)
@@ -101,9 +101,9 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Unscale what passes have left, add it to the masters' gradients, check it.
+        """Unscale and check gradients, and add them to those of the master weights.
 
-        Why `overflow` is not cleared: a later pass does not mend an earlier one.
+        `overflow` is not cleared: a later finite pass does not undo an overflow.
         """
         fresh = self._optimizer_state.collect()
         found_inf = self.loss_scaler.core.unscale_([gradient for _, gradient in fresh])
@@ -111,7 +111,7 @@ class FP16_Optimizer:
         self.overflow = self.overflow or bool(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
-        """Clip the masters' gradients; return their norm, -1 after an overflow."""
+        """Clip gradients of the master weights; return their norm, -1 on overflow."""
         if self.overflow:
             return -1.0
         params = [p for group in self.param_groups for p in group["params"]]
@@ -128,13 +128,13 @@ class FP16_Optimizer:
         ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
-        """Update the masters and the model, unless a gradient was not finite.
+        """Update master weights and model, unless a gradient is non-finite.
 
         Args:
-            closure: Calls `backward` of this object; with a static scale only.
+            closure: Calls `backward` of this object; needs a static scale.
 
         Raises:
-            AmpError: If a closure is given, and the scale is dynamic.
+            AmpError: If a closure is given and the scale is dynamic.
             LossScaleCollapse: If skipping has gone on for too long.
         """
         if closure is not None:
@@ -179,7 +179,7 @@ class FP16_Optimizer:
             master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return apex's fields, the loss scaler's as plain numbers."""
+        """Return apex's fields; the loss scaler is saved as plain numbers."""
         return {
             "loss_scaler": self.loss_scaler.core.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -191,10 +191,10 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state. Load the model first: its weights are as before.
+        """Load a saved state. Load the model's weights before.
 
         Raises:
-            AmpError: If its masters are not those of these parameters.
+            AmpError: If the shapes of its master weights do not match the parameters.
         """
         saved = [m for group in state_dict["fp32_from_fp16"] for m in group]
         own = [m for group in self.fp32_from_fp16_groups for m in group]

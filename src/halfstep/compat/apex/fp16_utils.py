@@ -1,4 +1,4 @@
-"""apex's older tools: models in halves, master weights kept by hand, static scales."""
+"""Implements apex's older tools: fp16 models and master weights handled by hand."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class tofp16(nn.Module):
     """A module that casts its input to fp16."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- apex's name
-        """Cast."""
+        """Cast the input."""
         return input.half()
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 -- apex's name
-    """Bring the batch norms in a model back to fp32."""
+    """Convert the batch norms of a model to fp32."""
     for part in module.modules():
         if isinstance(part, _BatchNorm):
             part.float()
@@ -54,7 +54,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 -- apex's na
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Return a model in fp16 that takes fp32 inputs; its batch norms stay fp32."""
+    """Return an fp16 model that accepts fp32 inputs; its batch norms stay fp32."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
@@ -71,7 +71,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a model in place, but for its batch norms with weights."""
+    """Cast a model in place, except batch norms with weights."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -82,27 +82,27 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """A model in fp16, batch norm apart, that casts its inputs."""
+    """An fp16 model with fp32 batch norms that casts its inputs."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Tensor) -> Any:  # noqa: ANN401
-        """Compute."""
+        """Cast the inputs and call the model."""
         return self.network(*(value.half() for value in inputs))
 
 
 @torch.no_grad()
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> Lists:
-    """Return a model's parameters that learn, and fp32 masters for them.
+    """Return a model's trainable parameters, and fp32 master weights for them.
 
     Args:
-        model: In 16 bits, fp32, or both.
-        flat_master: One master, flat, for all; they must be of one dtype.
+        model: A model in 16 bits, fp32, or both.
+        flat_master: Return one flat master tensor; parameters must have one dtype.
 
     Raises:
-        AmpError: If parameters of several dtypes are to share a flat master.
+        AmpError: If `flat_master` is set and parameters have several dtypes.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
@@ -126,7 +126,7 @@ def model_grads_to_master_grads(
     master_params: Sequence[Tensor],
     flat_master: bool = False,
 ) -> None:
-    """Copy gradients up to the masters, as `prep_param_lists` has made both."""
+    """Copy gradients to the master weights; both lists are of `prep_param_lists`."""
     if flat_master:
         flat = [_gradient(param).reshape(-1) for param in model_params]
         total = master_params[0]
@@ -151,7 +151,7 @@ def master_params_to_model_params(
     master_params: Sequence[Tensor],
     flat_master: bool = False,
 ) -> None:
-    """Round the masters into the model's parameters."""
+    """Copy the master weights, rounded, to the model's parameters."""
     values = list(master_params)
     if flat_master:
         sizes = [param.numel() for param in model_params]
@@ -162,5 +162,5 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:  # noqa: ANN401
-    """Return the number in a tensor, or in a sequence of one."""
+    """Return the value of a tensor or sequence with one element."""
     return float(t.item() if hasattr(t, "item") else t[0])

@@ -1,4 +1,4 @@
-"""`initialize`, `scale_loss` and the checkpoints of the two."""
+"""Implements `amp.initialize`, `amp.scale_loss` and their checkpoints."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _names(models: Sequence[nn.Module]) -> Callable[[Tensor], str]:
 def _cast(
     models: Sequence[nn.Module], chosen: Properties, outputs: torch.dtype | None
 ) -> dict[nn.Parameter, Tensor]:
-    """Cast models; return the fp32 values of weights that no longer are."""
+    """Cast models; return the fp32 values of weights that are now 16-bit."""
     originals: dict[nn.Parameter, Tensor] = {}
     for model in models:
         dtype = chosen.cast_model_type

@@ -1,4 +1,4 @@
-"""apex's LARC: a learning rate for each parameter, around any optimizer."""
+"""Implements apex's LARC: a learning rate for each parameter, with any optimizer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class LARC:
     whose weights or gradients are all zero keeps its gradient, without decay.
 
     Args:
-        optimizer: Any; its groups may have a `weight_decay`.
-        trust_coefficient: How far a step may move a parameter, as a share of its norm.
-        clip: Never exceed the optimizer's learning rate; False: multiply it.
-        eps: Keeps the quotient finite.
+        optimizer: Any optimizer; its groups may have a `weight_decay`.
+        trust_coefficient: Size of a step relative to the norm of the parameter.
+        clip: Limit the rate to the optimizer's learning rate; False: multiply both.
+        eps: Avoids division by zero.
 
     References:
         You et al., "Large Batch Training of Convolutional Networks", 2017.
@@ -47,7 +47,7 @@ class LARC:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer."""
+        """The parameter groups of the optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -56,16 +56,16 @@ class LARC:
 
     @property
     def state(self) -> Any:  # noqa: ANN401
-        """That of the optimizer."""
+        """The state of the optimizer."""
         return self.optim.state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Those of the optimizer."""
+        """The defaults of the optimizer."""
         return self.optim.defaults
 
     def __repr__(self) -> str:
-        """Return the optimizer's words."""
+        """Return the repr of the optimizer."""
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,13 +85,13 @@ class LARC:
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
-        """Scale the gradients, and let the optimizer step.
+        """Scale the gradients, then call the optimizer's step.
 
         Args:
             closure: Computes loss and gradients; called once, before they are scaled.
 
         Returns:
-            What the closure returned, or what the optimizer's step did.
+            The result of the closure, or else of the optimizer's step.
         """
         loss = None
         if closure is not None:
@@ -114,7 +114,7 @@ class LARC:
 
     @torch.no_grad()
     def _scale(self, group: dict[str, Any]) -> None:
-        """Multiply the gradients of a group; nothing waits for a device."""
+        """Multiply the gradients of a group, without device synchronization."""
         decay = group.get("weight_decay") or 0.0
         for param in group["params"]:
             grad = param.grad
@@ -132,7 +132,7 @@ class LARC:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Return the Euclidean norm in fp32: sums of squares overflow in fp16."""
+    """Return the Euclidean norm in fp32, since sums of squares overflow in fp16."""
     wide = None if tensor.dtype is torch.float64 else torch.float32
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
     return norm

@@ -1,4 +1,4 @@
-"""apex's older loss scalers, static and dynamic, over halfstep's rule."""
+"""Implements apex's older loss scalers, static and dynamic, with halfstep's rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScaler:
-    """A loss scale that stays."""
+    """A constant loss scale."""
 
     dynamic = False
 
@@ -36,7 +36,7 @@ class LossScaler:
         return self.loss_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Say whether a gradient is not finite: apex did not with a static scale."""
+        """Return whether a gradient is non-finite; apex's static one did not check."""
         return any(
             not bool(param.grad.isfinite().all())
             for param in params
@@ -44,7 +44,7 @@ class LossScaler:
         )
 
     def update_scale(self, overflow: bool) -> None:
-        """Move to the scale of the next step.
+        """Update the scale for the next step.
 
         Raises:
             LossScaleCollapse: If overflow has gone on for too long.
@@ -64,12 +64,12 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that grows after clean steps, and falls on overflow.
+    """A loss scale that grows after steps without overflow and falls on overflow.
 
     Args:
         init_scale: First scale.
-        scale_factor: It is multiplied or divided by.
-        scale_window: Clean steps before it grows.
+        scale_factor: Factor by which it grows or falls.
+        scale_window: Steps without overflow before it grows.
     """
 
     dynamic = True

@@ -1,7 +1,7 @@
-"""The fp32 master of each 16-bit parameter, for checkpoints and edits.
+"""Maps 16-bit parameters to fp32 master weights, for checkpoints and writes.
 
-In: parameters and masters. Out: `state_dict` of a model in fp32, masters where there
-are any; and masters that follow what is loaded or written into the model.
+The `state_dict` of a model is then in fp32, with the values of master weights, and
+master weights follow values that are loaded or written into the model.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Master:
-    """A parameter's master, and whether the parameter was written to since."""
+    """A parameter's master weight, and the state of the parameter at the last sync."""
 
     tensor: Tensor
     version: int | None
-    """Of the parameter when master and parameter last agreed; None: only the numbers
-    tell, as after a load."""
+    """Version counter of the parameter when both last agreed; None, as after a load:
+    compare values instead."""
 
 
 _MASTERS: MutableMapping[Tensor, _Master] = WeakIdKeyDictionary()
 
 
 def record(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Remember masters by parameter; call it when both agree."""
+    """Record the master weight of each parameter; call it when both agree."""
     for param, master in pairs:
         _MASTERS[param] = _Master(master, param._version)  # noqa: SLF001
 
 
 @torch.no_grad()
 def sync_from_params(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Take into the masters what was written into the parameters since `note`.
+    """Copy into the master weights what was written into the parameters since `record`.
 
-    Why: weights are initialised, loaded and broadcast (by DDP's constructor) between
-    `initialize` and the first backward pass. A version that changed counts even where
-    the numbers did not: on the rank that DDP broadcasts from they never do, and its
-    masters must not stay more exact than those of the others.
+    Weights are initialised, loaded and broadcast (by DDP's constructor) between
+    `initialize` and the first backward pass. A changed version counts even if values
+    are equal, as on the rank that DDP broadcasts from: its master weights must be
+    rounded like those of other ranks.
     """
     for param, master in pairs:
         entry = _MASTERS.get(param)
@@ -56,7 +56,7 @@ def sync_from_params(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def attach(model: nn.Module) -> None:
-    """Let a model's checkpoints, and those of its parts, be fp32, both ways."""
+    """Register hooks that make `state_dict` and `load_state_dict` of a model fp32."""
     for module in model.modules():
         module.register_state_dict_post_hook(_fp32_state_dict_hook)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_load_fp32_hook)  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def attach(model: nn.Module) -> None:
 def _fp32_state_dict_hook(
     module: nn.Module, state: dict[str, Any], prefix: str, _: object
 ) -> None:
-    """Put fp32 numbers in place of 16-bit ones, copies as apex's are."""
+    """Replace 16-bit tensors by fp32 copies, as apex does."""
     for name, tensor in _own_tensors(module):
         key = prefix + name
         if key in state and is_low(tensor.dtype):
@@ -78,7 +78,7 @@ def _fp32_state_dict_hook(
 def _load_fp32_hook(
     module: nn.Module, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Load masters from what is about to be rounded into the parameters."""
+    """Load the master weights before the values are rounded into the parameters."""
     for name, tensor in _own_tensors(module):
         value, entry = state.get(prefix + name), _MASTERS.get(tensor)
         if entry is not None and isinstance(value, Tensor):
@@ -88,7 +88,7 @@ def _load_fp32_hook(
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return a module's own parameters and buffers, not those of modules inside."""
+    """Return a module's own parameters and buffers, without those of submodules."""
     return [
         *module.named_parameters(recurse=False, remove_duplicate=False),
         *module.named_buffers(recurse=False, remove_duplicate=False),

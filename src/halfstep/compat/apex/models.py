@@ -1,4 +1,4 @@
-"""Checks models, casts their weights, and hooks casts of their inputs and outputs."""
+"""Checks models, casts their weights, and adds hooks that cast inputs and outputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def check_unwrapped(models: Sequence[nn.Module]) -> None:
-    """Refuse models in a parallel wrapper, whose buckets have the dtype that it saw.
+    """Reject models in a parallel wrapper, whose buckets have the dtype at wrapping.
 
     Raises:
-        AmpError: If one is.
+        AmpError: If one is wrapped.
     """
     for model in models:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -35,10 +35,10 @@ def check_unwrapped(models: Sequence[nn.Module]) -> None:
 
 
 def check_fp32(models: Sequence[nn.Module]) -> None:
-    """Refuse models that are 16 bits already.
+    """Reject models with 16-bit parameters or buffers.
 
     Raises:
-        AmpError: If one is, unless `hard_override` is set.
+        AmpError: If there are any, unless `hard_override` is set.
     """
     for model in models:
         parameters = [("param", *pair) for pair in model.named_parameters()]
@@ -56,18 +56,18 @@ def check_fp32(models: Sequence[nn.Module]) -> None:
 def cast_(
     model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool
 ) -> dict[nn.Parameter, Tensor]:
-    """Store a model's weights in a dtype, in place, and let its checkpoints be fp32.
+    """Cast a model's weights in place; its checkpoints stay fp32.
 
     Args:
-        model: Bare.
-        dtype: Of weights, buffers and floating inputs.
+        model: The model, unwrapped.
+        dtype: Dtype of weights, buffers and floating inputs.
         keep_batchnorm: Leave batch norm in fp32.
 
     Returns:
-        Parameter that is now 16 bits -> its fp32 value before.
+        Parameter that is now 16-bit -> its fp32 value before.
     """
-    # `.detach()` would share the version counter: autograd would take a write into the
-    # master for one into the weight.
+    # `.detach()` would share the version counter, so that for autograd a write to the
+    # master weight would look like one to the weight.
     before = {param: param.data for param in model.parameters()}
     if keep_batchnorm:
         convert_network(model, dtype)
@@ -83,7 +83,7 @@ def cast_(
 
 
 def cast_outputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a model's floating outputs be of a dtype."""
+    """Cast a model's floating outputs to a dtype, by a forward hook."""
     model.register_forward_hook(partial(_cast_output, dtype))
 
 
@@ -98,9 +98,9 @@ def _cast_output(dtype: torch.dtype, _: nn.Module, __: object, output: object) -
 
 
 def cast_nested(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    """Return a value with its floating tensors in a dtype, fp64 too, as apex has it.
+    """Cast the floating tensors in a nested value, fp64 too, as apex does.
 
-    A batch class of the user's own is asked to cast itself, by its method `to`.
+    Other objects with a method `to`, such as batch classes, are cast by it.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value

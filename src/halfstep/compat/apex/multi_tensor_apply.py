@@ -1,4 +1,4 @@
-"""apex's `multi_tensor_apply`: one call for an operation over lists of tensors."""
+"""Implements apex's `multi_tensor_apply`: calls an operation on lists of tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class MultiTensorApply:
     """Calls functions of `amp_C`.
 
     Args:
-        chunk_size: Handed to them; those of halfstep do not use it.
+        chunk_size: Passed to them; halfstep's do not use it.
     """
 
     available = True
-    """Programs ask it before they import `amp_C`."""
+    """Programs read it before they import `amp_C`."""
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Return: there is nothing that could be missing."""
+        """Do nothing: `amp_C` is always available."""
 
     def __call__(
         self,
@@ -39,9 +39,9 @@ class MultiTensorApply:
 
         Args:
             op: A function of `amp_C`.
-            noop_flag_buffer: Becomes 1 if a number is not finite.
+            noop_flag_buffer: Set to 1 if a value is non-finite.
             tensor_lists: The operation's lists.
-            args: What else it takes.
+            args: Further arguments of the operation.
         """
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 

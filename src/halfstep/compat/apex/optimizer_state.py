@@ -1,7 +1,7 @@
-"""What amp keeps of an optimizer: saved gradients, masters, a step to skip.
+"""Attaches amp's state to an optimizer: saved gradients, master weights, skipped steps.
 
-In: an optimizer and perhaps masters. Out: the same optimizer, whose gradients are
-unscaled pass by pass before they are added up, and whose `step` can be left out.
+Gradients of the optimizer are then unscaled after each pass before they are summed, and
+its `step` can be skipped.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ class OverflowCheck(Protocol):
     """A loss scaler that has checked gradients."""
 
     def finish_check(self) -> None:
-        """Say what it saw, to those whose gradients they were."""
+        """Read the result of the check and mark the optimizers that must skip."""
 
     def skip_message(self) -> str:
-        """Return what to print of a skipped step."""
+        """Return the message about a skipped step."""
 
 
 class AmpOptimizerState:
     """Gradients of one optimizer between backward passes.
 
-    Why: two backward passes may have different loss scales, and the scale moves
-    between them. A sum of scaled gradients has no scale. So what was unscaled is set
-    aside during a pass, and added in fp32 to what that pass leaves, once unscaled.
+    Backward passes of one step may have different loss scales, so scaled gradients
+    cannot be summed. Unscaled gradients are saved before a pass, and added in fp32 to
+    the gradients of that pass after these are unscaled.
 
     Attributes:
-        unchecked: Loss scalers that have seen gradients of this optimizer, and were
-            not asked yet whether they were finite.
-        skipped_by: The loss scaler for whose sake the next step is left out.
+        unchecked: Loss scalers that unscaled gradients of this optimizer and whose
+            result is not read yet.
+        skipped_by: The loss scaler that found an overflow, so that the next step is
+            skipped; None for no skip.
     """
 
     def __init__(
@@ -62,28 +63,28 @@ class AmpOptimizerState:
 
     @property
     def pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """(16-bit parameter, fp32 master)."""
+        """Pairs of 16-bit parameter and fp32 master weight."""
         return [] if self.masters is None else self.masters.pairs
 
     def stored(self, param: Tensor) -> Tensor:
-        """Return the model's parameter behind one of the optimizer's."""
+        """Return the model's parameter for one of the optimizer's parameters."""
         return param if self.masters is None else self.masters.model_param(param)
 
     def _own_params(self) -> Iterator[Tensor]:
-        """Yield the parameters that are their own masters."""
+        """Yield the parameters without a master weight."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if self.stored(param) is param:
                     yield param
 
     def prepare(self, scale: float) -> None:
-        """Set aside what is unscaled, before a backward pass.
+        """Save the unscaled gradients before a backward pass.
 
         Args:
-            scale: Of the loss.
+            scale: Loss scale of the pass.
 
         Raises:
-            AmpError: If scaled gradients of another scale wait to be unscaled.
+            AmpError: If gradients with another scale are not unscaled yet.
         """
         if not self._is_synced:
             registry.sync_from_params(self.pairs)
@@ -114,18 +115,18 @@ class AmpOptimizerState:
         self._pending_scale = scale
 
     def restore(self) -> None:
-        """Forget what a pass that failed has left, unless passes before it wait too."""
+        """Drop the gradients of a failed pass, unless earlier ones are scaled too."""
         if self._pending_scale is None:
             for param in [*self._own_params(), *(p for p, _ in self.pairs)]:
                 param.grad = None
             self._add_saved_grads()
 
     def collect(self) -> list[tuple[Tensor, Tensor]]:
-        """Bring the gradients of a pass to where they are unscaled.
+        """Return the scaled gradients of a pass, of 16-bit parameters in fp32.
 
         Returns:
-            Each with the parameter it is of. Some are the parameter's gradient, the
-            others are to be added to it.
+            (parameter, gradient). A gradient is the parameter's `.grad`, or is to be
+            added to it by `add`.
         """
         self._pending_scale = None
         grads: list[tuple[Tensor, Tensor]] = []
@@ -146,7 +147,7 @@ class AmpOptimizerState:
 
     @torch.no_grad()
     def add(self, unscaled: list[tuple[Tensor, Tensor]]) -> None:
-        """Add what `collect` returned, unscaled, to what is there already."""
+        """Add the gradients of `collect`, now unscaled, to those of earlier passes."""
         for param, gradient in unscaled:
             if param.grad is not gradient:
                 _add_grad(param, gradient)
@@ -158,11 +159,11 @@ class AmpOptimizerState:
         self._saved_grads.clear()
 
     def step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run the optimizer's own step, unless a gradient was not finite.
+        """Run the optimizer's own step, unless a gradient is non-finite.
 
         Raises:
-            AmpError: If a closure is given, gradients are still scaled, or none went
-                through `scale_loss`.
+            AmpError: If a closure is given, gradients are still scaled, or there was no
+                `scale_loss`.
             LossScaleCollapse: If skipping has gone on for too long.
         """
         for scaler in list(self.unchecked):
@@ -180,7 +181,7 @@ class AmpOptimizerState:
             log(self.skipped_by.skip_message())
             self.skipped_by = None
             self._clear()
-            # A schedule would warn that it steps before the optimizer did.
+            # Otherwise schedulers warn that they step before the optimizer.
             vars(self.optimizer)["_opt_called"] = True
             return None
         with STATE.without_casts():
@@ -202,7 +203,7 @@ class AmpOptimizerState:
             raise AmpError(message)
 
     def _check_masters_have_grads(self) -> None:
-        """Refuse a step that would do nothing, since no gradient reached a master."""
+        """Reject a step without effect: no master weight has a gradient."""
         num_grads = sum(param.grad is not None for param, _ in self.pairs)
         if num_grads and all(master.grad is None for _, master in self.pairs):
             message = (
@@ -213,12 +214,12 @@ class AmpOptimizerState:
             raise AmpError(message)
 
     def _clear(self) -> None:
-        """Free the masters' gradients, which model.zero_grad() does not reach."""
+        """Free gradients of master weights, which model.zero_grad() does not clear."""
         for _, master in self.pairs:
             master.grad = None
 
     def zero_grad(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Clear the gradients of the model's parameters and of the masters."""
+        """Clear the gradients of the model's parameters and of the master weights."""
         run(*args, **kwargs)
         self._saved_grads.clear()
         self._pending_scale = None
@@ -231,7 +232,7 @@ class AmpOptimizerState:
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Add parameters, with masters where the others have them."""
+        """Add parameters, with master weights if the others have them."""
         run(*args, **kwargs)
         before = len(self.pairs)
         if self.masters is not None:
@@ -263,7 +264,7 @@ def _route(
 ) -> None:
     own = getattr(optimizer, name)
 
-    # The scheduler's mark on `step` must show, and it asks for a bound method.
+    # Schedulers mark `step` (wraps copies the mark) and require a bound method.
     @functools.wraps(own)
     def method(_: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         return through(own, *args, **kwargs)
@@ -288,5 +289,5 @@ def state_of(optimizer: object) -> AmpOptimizerState:
 
 
 def is_attached(optimizer: object) -> bool:
-    """Say whether an optimizer went through `initialize`."""
+    """Return whether an optimizer went through `initialize`."""
     return hasattr(optimizer, _ATTRIBUTE)

@@ -1,7 +1,6 @@
-"""apex's fused optimizers whose arithmetic torch has too.
+"""Implements apex's fused optimizers as subclasses of torch's with the same update.
 
-In: apex's arguments. Out: torch's optimizer with the same update, a subclass that adds
-nothing; what torch cannot do is refused, not approximated.
+Options that torch's optimizers lack raise `AmpError`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
 _DECOUPLED = "decoupled_weight_decay"
-"""torch's word for `adam_w_mode`, an option of each group."""
+"""torch's name for `adam_w_mode`, an option of each parameter group."""
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -63,7 +62,7 @@ class FusedAdam(torch.optim.AdamW):
         self._keep_mode()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load; the mode stays, which AdamW would set back to its own."""
+        """Load the state but keep the mode, which AdamW would reset to True."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._keep_mode()
 
@@ -139,7 +138,7 @@ class FusedAdagrad(torch.optim.Adagrad):
 
 
 def FusedLAMB(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401, N802
-    """Refuse: torch has no LAMB.
+    """Raise: torch has no LAMB.
 
     Raises:
         AmpError: Always.
@@ -148,7 +147,7 @@ def FusedLAMB(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401, N802
 
 
 def FusedNovoGrad(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401, N802
-    """Refuse: torch has no NovoGrad.
+    """Raise: torch has no NovoGrad.
 
     Raises:
         AmpError: Always.

@@ -1,4 +1,4 @@
-"""apex's `parallel`: torch's own classes for arguments of apex's, and LARC."""
+"""Implements apex's `parallel`: torch's classes with apex's arguments, and LARC."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MEGABYTE = 1024 * 1024
 
 
 class DistributedDataParallel(_TorchDDP):
-    """torch's wrapper, for arguments of apex's.
+    """torch's wrapper with apex's arguments.
 
     Args:
-        module: Already on its device.
-        message_size: Numbers in a bucket.
-        delay_allreduce: Average after the whole backward pass; here: look for
-            parameters that took no part, which is what it was needed for.
+        module: The module, on its device.
+        message_size: Number of elements in a bucket.
+        delay_allreduce: Used as `find_unused_parameters`, the case for which apex
+            needed it.
         allreduce_trigger_params: Not used: torch chooses when to send.
         retain_allreduce_buffers: Not used.
         num_allreduce_streams: Not used.
@@ -38,7 +38,7 @@ class DistributedDataParallel(_TorchDDP):
         others: Arguments that must have their default.
 
     Raises:
-        AmpError: If one of the last has not.
+        AmpError: If one of `others` has another value.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DistributedDataParallel(_TorchDDP):
 
 
 class SyncBatchNorm(_TorchSyncBatchNorm):
-    """torch's batch norm over all ranks, for arguments of apex's.
+    """torch's batch norm over all ranks with apex's arguments.
 
     Args:
         num_features: As for torch.
@@ -143,6 +143,6 @@ def convert_syncbn_model(
     )
     for part in converted.modules():
         if type(part) is _TorchSyncBatchNorm:
-            # torch makes its own class whichever it is asked of; ours adds no state.
+            # torch always makes its own class; halfstep's subclass adds no state.
             part.__class__ = SyncBatchNorm
     return converted

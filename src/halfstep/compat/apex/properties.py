@@ -1,7 +1,6 @@
-"""apex's levels as data, and a user's overrides of them, checked.
+"""Defines apex's levels as `Properties`, and checks overrides of them.
 
-In: a level's name and keyword arguments. Out: `Properties`. Nothing outside this
-module may ask for a level by its name: code reads the fields.
+Code outside this module reads the fields and does not compare level names.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _DESCRIPTIONS = {
     "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
     "O3": "Pure FP16 training.",
 }
-"""apex's own words, which programs look for in logs."""
+"""Texts of apex, which programs search for in logs."""
 
 
 def choose(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
@@ -43,7 +42,7 @@ def choose(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
         overrides: Fields of `Properties`; None leaves the level's own.
 
     Raises:
-        AmpError: If there is no such level, or an override makes no sense there.
+        AmpError: If there is no such level, or an override contradicts it.
     """
     level = LEVELS.get(opt_level)
     if level is None:
@@ -60,7 +59,7 @@ def choose(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
 
 
 def lines(properties: Properties) -> list[str]:
-    """Return what apex prints of a level, chosen and perhaps overridden."""
+    """Return the lines that apex prints about a level and its overrides."""
     name = str(properties.opt_level)
     return [
         f"Selected optimization level {name}:  {_DESCRIPTIONS[name]}",
@@ -131,7 +130,7 @@ def _check_type(value: object) -> None:
 
 
 def _check_mix(level: Properties, explicit: dict[str, Any]) -> None:
-    """Refuse overrides that work against what a level does."""
+    """Reject overrides that contradict a level."""
     name = level.opt_level
     if not level.patch_torch_functions:
         if explicit.get("patch_torch_functions"):

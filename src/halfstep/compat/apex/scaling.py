@@ -1,4 +1,4 @@
-"""One of amp's loss scalers: halfstep's own, under apex's names."""
+"""Implements amp's loss scalers: halfstep's `LossScaler` with apex's names."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FIRST_SCALE = 2.0**16
 def rule_of(
     loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float
 ) -> ScaleRule:
-    """Return how a loss scale moves.
+    """Return the rule of a loss scale.
 
     Args:
-        loss_scale: "dynamic", or a number that stays.
-        min_loss_scale: Floor; None is 1, where apex had none and fell to 0.
-        max_loss_scale: Ceiling.
+        loss_scale: "dynamic", or a constant.
+        min_loss_scale: Minimum. None: 1; apex had no minimum and fell to 0.
+        max_loss_scale: Maximum.
 
     Raises:
         UserError: If they contradict each other.
@@ -43,13 +43,13 @@ def rule_of(
 
 
 class AmpScaler:
-    """A loss scale, the verdict on gradients that is not read yet, and whom it is of.
+    """A loss scale with a found_inf flag that is not read yet, and its optimizers.
 
     Args:
-        loss_id: Its number.
-        rule: How it moves.
-        device: Where the losses are.
-        name_of: Names a parameter.
+        loss_id: Number of the loss.
+        rule: Rule of the loss scale.
+        device: Device of the losses.
+        name_of: Returns the name of a parameter.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class AmpScaler:
 
     @property
     def dynamic(self) -> bool:
-        """The scale moves."""
+        """Whether the scale is dynamic."""
         return self.scaler.rule.backoff_factor < 1
 
     def loss_scale(self) -> float:
-        """Return the scale. Waits for the device."""
+        """Return the scale. Synchronizes with the device."""
         return float(self.scaler.state.scale)
 
     @property
     def _loss_scale(self) -> float:
-        """The same: programs of apex read and set this name."""
+        """The scale, under a name that programs for apex read and set."""
         return self.loss_scale()
 
     @_loss_scale.setter
@@ -92,7 +92,7 @@ class AmpScaler:
         self.set_state(self.loss_scale(), value)
 
     def set_state(self, scale: float, unskipped: int) -> None:
-        """Go on with a scale, and a count of clean steps."""
+        """Set the scale and the number of steps since the last overflow or growth."""
         state = self.scaler.state
         self.scaler.set_state(
             torch.full_like(state.scale, scale),
@@ -111,8 +111,8 @@ class AmpScaler:
         """Divide gradients by the scale in place, and check them.
 
         Args:
-            gradients: Of one backward pass.
-            optimizers: The optimizers they are of.
+            gradients: Gradients of one backward pass.
+            optimizers: The optimizers of these gradients.
         """
         found_inf = self.scaler.unscale_(gradients)
         if self._found_inf is not None:
@@ -124,7 +124,7 @@ class AmpScaler:
                 optimizer.unchecked.append(self)
 
     def finish_check(self) -> None:
-        """Read the verdict, move the scale, and let optimizers skip if they must.
+        """Read found_inf, update the scale, and mark optimizers that must skip.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
@@ -152,12 +152,12 @@ class AmpScaler:
         return find_nonfinite_params(pairs)
 
     def skip_message(self) -> str:
-        """Return what apex prints of a skipped step."""
+        """Return apex's message about a skipped step."""
         start = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id}"
         if self.dynamic:
             return f"{start} reducing loss scale to {self.loss_scale()}"
         return f"{start} has a static loss scale of {self.loss_scale()}"
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return apex's two numbers."""
+        """Return the two values that apex saves."""
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}

@@ -1,4 +1,4 @@
-"""What a process has set up through `amp`, and how amp prints."""
+"""Holds the process-wide state of `amp`, its error class and its printing."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ class AmpError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Properties:
-    """What one level does, in apex's words."""
+    """The properties of a level, with apex's names."""
 
     enabled: bool
     opt_level: str | None
     cast_model_type: torch.dtype | bool | None
-    """Dtype of weights and inputs; None or False leaves them."""
+    """Dtype of weights and inputs; None or False: they are not cast."""
     patch_torch_functions: bool
-    """Operations are cast, one by one."""
+    """Whether operations are cast one by one, as under autocast."""
     keep_batchnorm_fp32: bool | None
     master_weights: bool | None
-    """The optimizer updates fp32 copies of 16-bit weights."""
+    """Whether the optimizer updates fp32 copies of 16-bit weights."""
     loss_scale: float | str
     """A number, or "dynamic"."""
 
 
 @dataclass
 class AmpState:
-    """What the last `initialize` set up; one for the process, as apex had it."""
+    """The state set by the last `initialize`; one per process, as in apex."""
 
     opt_properties: Properties | None = None
     """None before the first call."""
     loss_scalers: list[Any] = field(default_factory=list)
-    """An `AmpScaler` for each `loss_id`."""
+    """One `AmpScaler` for each `loss_id`."""
     handle: Any = None
-    """A `AmpHandle` on the casts of O1; None where none were ever opened."""
+    """The `AmpHandle` of O1's casts; None before the first."""
     verbosity: int = 1
-    """0 prints nothing, not even that a step was skipped."""
+    """0 prints nothing, not even skipped steps."""
     hard_override: bool = False
-    """Print what is refused, and go on."""
+    """Print a message instead of raising `AmpError` for rejected arguments."""
     allow_incoming_model_not_fp32: bool = False
-    """Take models whose parameters are 16 bits already."""
+    """Accept models whose parameters are already 16-bit."""
 
     @property
     def scales(self) -> bool:
-        """A loss is multiplied by something other than 1, now or later."""
+        """Whether any loss scale is dynamic or not 1."""
         return any(s.dynamic or s.loss_scale() != 1 for s in self.loss_scalers)
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which operations run as called."""
+        """Return a context without the casts of O1."""
         if self.handle is None:
             return contextlib.nullcontext()
         off: contextlib.AbstractContextManager[None] = self.handle.off()
@@ -77,12 +77,12 @@ def log(message: str, *, first_rank_only: bool = False) -> None:
 
 
 def maybe_print(msg: object, rank0: bool = False) -> None:
-    """Print as amp does; with `rank0` on the first rank only."""
+    """Print unless verbosity is 0; with `rank0`, on the first rank only."""
     log(str(msg), first_rank_only=rank0)
 
 
 def reject(message: str) -> None:
-    """Raise; or print, where `hard_override` is set.
+    """Raise `AmpError`, or print the message if `hard_override` is set.
 
     Raises:
         AmpError: With the message.

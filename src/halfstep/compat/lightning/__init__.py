@@ -1,7 +1,6 @@
-"""Precision plugins that give Lightning's Trainer and Fabric the levels O0 to O3.
+"""Provides precision plugins for Lightning's Trainer and Fabric: levels O0 to O3.
 
-In: a program written for `lightning`. Out: the same program with a plugin in place of
-`precision=`. `docs/lightning.md` lists what differs.
+A plugin replaces `precision=`. `docs/lightning.md` lists what differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Halfstep's levels inside of a training loop that belongs to Lightning.
+"""Runs the stages of a session's step from the hooks of Lightning's precision plugins.
 
-In: models, optimizers and losses, as the hooks of a precision plugin get them. Out: the
-stages of `Session.step`, called one by one: scale, backward, unscale, update.
+The stages are those of `Session.step`: scale, backward, unscale, update.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ if TYPE_CHECKING:
 
 
 class ConvertedModel:
-    """A model whose weights are stored as a level says, until `restore`.
+    """A model whose weights are stored in the level's format until `restore`.
 
-    Its `state_dict` holds the fp32 values of 16-bit weights, and `load_state_dict` sets
+    `state_dict` returns fp32 values for 16-bit weights, and `load_state_dict` sets
     them, so that checkpoints are those of an fp32 model.
     """
 
@@ -64,23 +63,23 @@ class ConvertedModel:
         self.policy = conversion.policy
         self.num_implied_rules = len(conversion.policy.rules) - len(policy.rules)
         self.fp32: dict[nn.Parameter, Tensor] = {}
-        """16-bit weight -> its fp32 value, until an optimizer has it."""
+        """16-bit weight -> its fp32 value, until it has a master weight."""
         self.low_weights: dict[nn.Parameter, nn.Parameter] = {}
-        """fp32 parameter of an optimizer that is not known yet -> 16-bit weight."""
+        """fp32 parameter of an optimizer not attached yet -> 16-bit weight."""
         self.masters: list[MasterWeights] = []
         self._low_params: list[nn.Parameter] = []
         if choice.level.masters:
             self.fp32 = conversion.originals
             self._low_params = [*self.fp32]
-            put_fp32 = partial(self._put_fp32)  # torch sets an attribute of it
+            put_fp32 = partial(self._put_fp32)  # torch sets an attribute on it
             model.register_state_dict_post_hook(put_fp32)  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(self._take_fp32)  # type: ignore[no-untyped-call]
 
     def separate(self, model: nn.Module) -> None:
-        """Give the model 16-bit parameters of its own; those it had become fp32 again.
+        """Give the model new 16-bit parameters; the original ones become fp32 again.
 
-        For optimizers that are made before the conversion, and known only when they
-        step: what is loaded into one until then is not rounded.
+        For optimizers made before the conversion that are attached at their first step:
+        state loaded into them before that is not rounded.
         """
         for param, value in list(self.fp32.items()):
             low = nn.Parameter(param.data, requires_grad=param.requires_grad)
@@ -95,10 +94,10 @@ class ConvertedModel:
 
     @torch.no_grad()
     def move_grads(self) -> None:
-        """Add gradients to those of the fp32 parameters.
+        """Add gradients of 16-bit weights to those of the fp32 parameters.
 
-        What stays behind takes no memory, and shows whether `zero_grad` was called by
-        an optimizer over the 16-bit weights.
+        A placeholder without memory remains in `.grad`: it shows whether `zero_grad` of
+        an optimizer over the 16-bit weights was called.
         """
         for param, low in self.low_weights.items():
             if low.grad is not None:
@@ -108,14 +107,14 @@ class ConvertedModel:
                 low.grad = low.new_zeros(()).expand_as(low)
 
     def clear_grads(self) -> None:
-        """Clear what `zero_grad` of an optimizer could not reach."""
+        """Clear gradients that `zero_grad` of an optimizer could not clear."""
         for param, low in self.low_weights.items():
             if low.grad is None:
                 param.grad = None
             low.grad = None
 
     def convert_again(self) -> None:
-        """Store weights in 16 bits that `restore` has made fp32."""
+        """Convert weights that `restore` made fp32 to 16 bits again."""
         for param in self._low_params:
             if param.dtype != self.choice.format.dtype:
                 self.fp32[param] = param.data
@@ -123,7 +122,7 @@ class ConvertedModel:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Store weights in fp32 again, as the model was."""
+        """Convert the weights back to fp32."""
         for param, value in self._fp32_values().items():
             param.data = value.to(param.device)
             param.grad = None
@@ -132,10 +131,11 @@ class ConvertedModel:
     def _fp32_values(self) -> dict[nn.Parameter, Tensor]:
         """Return the fp32 value of each 16-bit weight."""
         values: dict[nn.Parameter, Tensor]
-        # A frozen weight may have none: what is stored is all there is.
+        # A frozen weight may have no fp32 value but its own.
         values = {param: self.fp32.get(param, param) for param in self._low_params}
         for param, master in (pair for each in self.masters for pair in each.pairs):
-            # A callback may have written averages, and through `.data`, uncounted.
+            # A callback may have written averages through `.data`, which changes no
+            # version counter.
             value = master.detach().to(param.device)
             is_written = param.detach() != value.to(param.dtype)
             if is_written.any():
@@ -146,7 +146,7 @@ class ConvertedModel:
     def _put_fp32(
         self, model: nn.Module, state: dict[str, Any], prefix: str, _: object
     ) -> None:
-        """State-dict hook: fp32 values in place of 16-bit weights."""
+        """State-dict hook: replace 16-bit weights by fp32 values."""
         values = self._fp32_values()
         for name, param in model.named_parameters(remove_duplicate=False):
             key = prefix + name
@@ -157,7 +157,7 @@ class ConvertedModel:
     def _take_fp32(
         self, model: nn.Module, state: dict[str, Any], prefix: str, *_: object
     ) -> None:
-        """Load hook: set fp32 values before the weights get them in 16 bits."""
+        """Load hook: set fp32 values before the weights are loaded in 16 bits."""
         master_of = {w: (m, p) for m in self.masters for w, p in m.pairs}
         for name, param in model.named_parameters(remove_duplicate=False):
             value = state.get(prefix + name)
@@ -177,13 +177,13 @@ _converted: weakref.WeakKeyDictionary[nn.Module, ConvertedModel] = (
 
 @dataclass
 class OptimizerEntry:
-    """One optimizer at work.
+    """An attached optimizer.
 
     Attributes:
         step: Collects, unscales and clips its gradients, and updates.
         num_passes: Backward passes since its last step.
-        checked: Whether gradients of the step under way are not finite, shape (), and
-            what names them; None while they are scaled.
+        checked: found_inf of the current step, shape (), and a function that returns
+            the non-finite parameters; None while gradients are scaled.
     """
 
     optimizer: Optimizer
@@ -191,7 +191,7 @@ class OptimizerEntry:
     num_skipped: Tensor
     num_attempted: int = 0
     first_applied: int = 0
-    """Applied steps of the run that this one goes on from."""
+    """Applied steps at the loaded checkpoint."""
     num_passes: int = 0
     checked: tuple[Tensor, Callable[[], tuple[NonFiniteParam, ...]]] | None = None
 
@@ -202,18 +202,18 @@ class OptimizerEntry:
 
     @property
     def num_applied(self) -> int:
-        """Steps that updated the weights. May wait for the device."""
+        """Steps that updated the weights. May synchronize with the device."""
         return self.num_attempted - int(self.num_skipped)
 
 
 @dataclass
 class LevelEngine:
-    """A level, a loss scale, and the models and optimizers that work with them.
+    """A level, a loss scale, and the models and optimizers that they apply to.
 
     Args:
         choice: Level and format.
-        policy: Rules for what runs in which format.
-        rule: Of the loss scale.
+        policy: Precision policy.
+        rule: Rule of the loss scale.
     """
 
     choice: Choice
@@ -225,10 +225,9 @@ class LevelEngine:
     group: dist.ProcessGroup | None = None
     """Ranks over which DDP averages gradients."""
     moves_grads: bool = True
-    """Bring gradients of 16-bit weights to their masters after each backward pass.
-
-    Lightning's wrappers of optimizers call the class's `zero_grad`, which clears those
-    in the parameter groups alone."""
+    """Whether to move gradients of 16-bit weights to their master weights after each
+    backward pass: Lightning's wrappers call the optimizer class's `zero_grad`, which
+    only clears gradients in the parameter groups."""
     scaler: LossScaler | None = None
     entries: dict[Optimizer, OptimizerEntry] = field(default_factory=dict)
     _models: list[ConvertedModel] = field(default_factory=list)
@@ -238,7 +237,7 @@ class LevelEngine:
     _first_param: nn.Parameter | None = None
     _saved: dict[str, Any] = field(default_factory=dict)
     _found_inf: Tensor | None = None
-    """Of the steps since the scale moved."""
+    """Maximum over the steps since the last update of the scale."""
     _num_passes: int = 0
     _averager: bucketed_all_reduce.BucketedAllReduce = field(
         default_factory=bucketed_all_reduce.BucketedAllReduce
@@ -252,10 +251,10 @@ class LevelEngine:
         policy: Policy | str,
         loss_scale: str | float | ScaleRule,
     ) -> LevelEngine:
-        """Return the engine that the words of a plugin's arguments mean.
+        """Return the engine for the arguments of a plugin.
 
         Raises:
-            UserError: If one of them is unknown.
+            UserError: If one is unknown.
         """
         choice = resolve(levels.parse(level), formats.parse(dtype), "cpu")
         if loss_scale == "auto":
@@ -265,14 +264,15 @@ class LevelEngine:
         return cls(choice, Policy.of(policy), loss_scale)
 
     def convert(self, model: nn.Module, *, separate: bool = False) -> None:
-        """Store a model's weights as the level says.
+        """Convert a model's weights to the level's format.
 
         Args:
-            model: On any device; one that was converted before, and restored, too.
-            separate: Its optimizers may exist, and are known only when they step.
+            model: On any device; it may have been converted and restored before.
+            separate: Its optimizers may exist and are attached at their first step.
 
         Raises:
-            UserError: If it was converted at another level, or weights do not fit.
+            UserError: If it was converted at another level or with another policy, or
+                its weights are not fp32.
         """
         converted = _converted.get(model)
         if converted is None:
@@ -297,12 +297,12 @@ class LevelEngine:
         self._contexts = None
 
     def drop_frozen(self) -> None:
-        """Forget fp32 values of weights that no optimizer has."""
+        """Drop the fp32 values of weights that are in no optimizer."""
         for model in self._models:
             model.fp32.clear()
 
     def attach(self, optimizer: Optimizer) -> OptimizerEntry:
-        """Give an optimizer master weights where the level has them.
+        """Give an optimizer master weights if the level has them.
 
         Raises:
             UserError: If it is LBFGS.
@@ -336,7 +336,7 @@ class LevelEngine:
             optimizer,
             OptimizerStep(masters, None, self.device),
             torch.zeros((), device=self.device),
-            num_passes=self._num_passes,  # one that is known late has had its part
+            num_passes=self._num_passes,  # passes before a late attachment count too
         )
         self._load_counts(len(self.entries), entry)
         self.entries[optimizer] = entry
@@ -350,10 +350,11 @@ class LevelEngine:
             entry.first_applied = entry.num_applied
 
     def _hand_over(self, optimizer: Optimizer) -> dict[Tensor, Tensor | None]:
-        """Put 16-bit weights into an optimizer in place of fp32 ones.
+        """Replace the fp32 parameters of an optimizer by the model's 16-bit weights.
 
         Returns:
-            Each with its gradient in fp32. `MasterWeights` then makes it fp32 again.
+            16-bit weight -> its fp32 gradient. `MasterWeights` then puts fp32 master
+            weights into the optimizer.
         """
         grads: dict[Tensor, Tensor | None] = {}
         fp32_param: dict[Tensor, nn.Parameter] = {}
@@ -382,7 +383,7 @@ class LevelEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the models are."""
+        """The device of the models."""
         if self._first_param is None:
             return torch.device("cpu")
         return self._first_param.device
@@ -399,11 +400,11 @@ class LevelEngine:
 
         Args:
             loss: Shape ().
-            run: Its backward pass.
+            run: Called with the scaled loss to run the backward pass.
 
         Raises:
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
-            LossScaleCollapse: If steps before were skipped for too long.
+            LossScaleCollapse: If skipping has gone on for too long.
         """
         scaled = self._scale(loss)
         contexts = self._contexts
@@ -428,7 +429,7 @@ class LevelEngine:
             entry.step.masters.accumulate_grads()
 
     def _scale(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, and set aside gradients of earlier passes."""
+        """Return the scaled loss, after moving gradients of earlier passes to fp32."""
         if self.scaler is None:
             self.scaler = LossScaler(self.rule, loss.device)
             if "loss_scale" in self._saved:
@@ -437,7 +438,6 @@ class LevelEngine:
         for model in self._models:
             model.clear_grads()
         for entry in self.entries.values():
-            # Micro-batches are accumulated in fp32.
             entry.step.masters.accumulate_grads()
             entry.num_passes += 1
         self._update_scale(self.scaler)
@@ -452,7 +452,7 @@ class LevelEngine:
         return self._param_names.get(id(param), shape)
 
     def entry(self, optimizer: Optimizer) -> OptimizerEntry:
-        """Return what belongs to an optimizer."""
+        """Return the entry of an optimizer; attach it if needed."""
         return self.entries.get(optimizer) or self.attach(optimizer)
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -460,7 +460,7 @@ class LevelEngine:
         self._check(optimizer, in_place=True)
 
     def _check(self, optimizer: Optimizer, *, in_place: bool) -> OptimizerEntry:
-        """Collect the gradients of a step, and see whether they are finite."""
+        """Collect and unscale the gradients of a step, and check if they are finite."""
         entry = self.entry(optimizer)
         if entry.checked is not None or self.scaler is None:
             return entry
@@ -486,8 +486,9 @@ class LevelEngine:
     def _average_sums(self, entry: OptimizerEntry, group: dist.ProcessGroup) -> None:
         """Average the fp32 sums of micro-batches over ranks.
 
-        DDP averages what is in the `.grad` of 16-bit weights in the last backward pass.
-        Sums of earlier ones are in the masters'. The mean of a mean is that mean.
+        DDP averages only the `.grad` of 16-bit weights in the last backward pass; sums
+        of earlier passes are in `.grad` of the master weights. Averaging the last
+        pass's share again does not change it.
         """
         masters = entry.step.masters
         masters.accumulate_grads()
@@ -502,7 +503,7 @@ class LevelEngine:
     def step(self, optimizer: Optimizer) -> None:
         """Update the weights with an optimizer, unless a gradient is inf or NaN.
 
-        Without gradients nothing happens.
+        Does nothing without gradients.
         """
         entry = self._check(optimizer, in_place=False)
         if entry.checked is None or self.scaler is None:
@@ -535,10 +536,10 @@ class LevelEngine:
                 warn_caller(unmatched)
 
     def _update_scale(self, scaler: LossScaler) -> None:
-        """Move the loss scale, after the steps since the last backward pass.
+        """Update the loss scale after the steps since the last backward pass.
 
-        Why not in `step`: of two optimizers whose backward passes came first, the
-        second is to be unscaled by the same scale as the first.
+        Not in `step`: if two optimizers step after their backward passes, both must
+        unscale by the same scale.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
@@ -553,7 +554,7 @@ class LevelEngine:
 
     @torch.no_grad()
     def _rescale_grads(self, ratio: Tensor) -> None:
-        """Multiply gradients that other optimizers accumulate, as the scale was."""
+        """Multiply gradients that other optimizers still accumulate by `ratio`."""
         if ratio.is_cpu and ratio == 1:
             return
         params = [*self._params, *(p for m in self._models for p in m.low_weights)]
@@ -565,7 +566,7 @@ class LevelEngine:
                 param.grad.mul_(ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale and counters as plain values. Waits for the device."""
+        """Return loss scale and counters as plain values. Synchronizes."""
         if self.scaler is None:
             return {}
         self._update_scale(self.scaler)
@@ -580,10 +581,11 @@ class LevelEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; one of another format brings no loss scale.
+        """Load a state; the loss scale only if the state has the same 16-bit format.
 
         Args:
-            state: Of this class, or of the `GradScaler` of Lightning's "16-mixed".
+            state: State of this class, or of the `GradScaler` of Lightning's
+                "16-mixed".
 
         Raises:
             UserError: If it is neither.
@@ -607,7 +609,7 @@ class LevelEngine:
             self._load_counts(number, entry)
 
     def release(self) -> None:
-        """Store the models' weights in fp32 again, and forget the optimizers."""
+        """Convert the models' weights back to fp32, and drop the master weights."""
         for model in self._models:
             model.restore()
         self._contexts = None

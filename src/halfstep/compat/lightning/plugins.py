@@ -1,7 +1,7 @@
-"""`MixedPrecision` for the Trainer, and the same for Fabric.
+"""Implements Lightning's precision plugins, for the Trainer and for Fabric.
 
-In: Lightning's hooks around forward pass, backward pass and optimizer step. Out: calls
-of a `LevelEngine`.
+They forward Lightning's hooks around forward pass, backward pass and optimizer step to
+a `LevelEngine`.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class MixedPrecision(Precision):
         self._engine = LevelEngine.of(level, dtype, policy, loss_scale)
         self.precision = _precision_word(self._engine)
         self._scheduled_at: dict[int, int] = {}
-        """Schedule -> applied steps when it was stepped last."""
+        """id() of a schedule -> number of applied steps when it was last stepped."""
         self._module: LightningModule | None = None
         self._hooks_read_gradients = False
-        """Code of the user's runs between backward pass and update."""
+        """Whether user code runs between backward pass and update."""
 
     @property
     def last_step(self) -> StepReport:
@@ -105,7 +105,7 @@ class MixedPrecision(Precision):
         optimizers: list[Optimizer],
         lr_schedulers: list[LRSchedulerConfig],
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
-        """Give each optimizer master weights where the level has them.
+        """Give each optimizer master weights if the level has them.
 
         Raises:
             UserError: If the strategy shards the model, or an optimizer is LBFGS.
@@ -120,7 +120,7 @@ class MixedPrecision(Precision):
             )
             raise UserError(message)
         if module.trainer.state.fn != TrainerFn.FITTING:
-            # An evaluation after training: the optimizers are those of before.
+            # An evaluation after training keeps the optimizers.
             return model, optimizers, lr_schedulers
         wrapper = ddp.find_ddp(model)
         engine.group = None if wrapper is None else wrapper.process_group
@@ -143,7 +143,7 @@ class MixedPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def _wrap_methods(self, module: LightningModule) -> None:
-        """Let schedules follow applied steps, and toggles reach 16-bit weights."""
+        """Make schedules follow applied steps, and toggles apply to 16-bit weights."""
         step_schedule = module.lr_scheduler_step
 
         @wraps(step_schedule)
@@ -174,12 +174,12 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Open the autocast context for a step of training or evaluation."""
+        """Enter the autocast context for a step of training or evaluation."""
         with self._engine.forward_context():
             yield
 
     def convert_input(self, data: Any) -> Any:  # noqa: ANN401
-        """Cast a batch where the level has no autocast, and all runs in 16 bits."""
+        """Cast a batch to the 16-bit format at O3, which has no autocast."""
         return _cast_input(self._engine, data)
 
     def backward(  # type: ignore[override]
@@ -213,7 +213,7 @@ class MixedPrecision(Precision):
         """Run the closure, then update the weights unless a gradient is inf or NaN.
 
         Raises:
-            UserError: If the optimizer's step is given arguments.
+            UserError: If `optimizer.step` is called with arguments.
         """
         if kwargs:
             message = (
@@ -224,7 +224,7 @@ class MixedPrecision(Precision):
         if self._hooks_read_gradients:
             self._engine.unscale(optimizer)
         self._after_closure(model, optimizer)
-        # `training_step` may return None to leave a batch out.
+        # `training_step` may return None to skip a batch.
         if result is not None or not model.automatic_optimization:
             self._engine.step(optimizer)
             self._log(model)
@@ -246,7 +246,7 @@ class MixedPrecision(Precision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled gradients; by their norm in the update itself."""
+        """Clip unscaled gradients; clipping by norm is done in the update itself."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         entry = self._engine.entry(optimizer)
@@ -258,11 +258,11 @@ class MixedPrecision(Precision):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counters and schedules' positions, as plain values."""
+        """Return loss scale and step counters as plain values."""
         return self._engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Load loss scale and counters.
 
         Raises:
             UserError: If another plugin saved it.
@@ -270,7 +270,7 @@ class MixedPrecision(Precision):
         self._engine.load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        """Store weights in fp32 again."""
+        """Convert the weights back to fp32."""
         module, self._module = self._module, None
         if module is not None:
             for name in ("lr_scheduler_step", "toggle_optimizer", "untoggle_optimizer"):
@@ -335,7 +335,7 @@ class FabricMixedPrecision(FabricPrecision):
         return self._engine.forward_context()
 
     def convert_input(self, data: Any) -> Any:  # noqa: ANN401
-        """Cast inputs where the level has no autocast, and all runs in 16 bits."""
+        """Cast inputs to the 16-bit format at O3, which has no autocast."""
         return _cast_input(self._engine, data)
 
     def convert_output(self, data: Any) -> Any:  # noqa: ANN401
@@ -364,7 +364,7 @@ class FabricMixedPrecision(FabricPrecision):
         """Update the weights unless a gradient is inf or NaN.
 
         Raises:
-            UserError: If the optimizer's step is given arguments.
+            UserError: If `optimizer.step` is called with arguments.
         """
         if kwargs:
             message = (
@@ -375,7 +375,7 @@ class FabricMixedPrecision(FabricPrecision):
         self._engine.step(optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Unscale gradients, which are about to be clipped."""
+        """Unscale gradients before they are clipped."""
         self._engine.unscale(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -383,7 +383,7 @@ class FabricMixedPrecision(FabricPrecision):
         return self._engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Load loss scale and counters.
 
         Raises:
             UserError: If another plugin saved it.
@@ -392,7 +392,7 @@ class FabricMixedPrecision(FabricPrecision):
 
 
 def _hooks_read_gradients(module: LightningModule) -> bool:
-    """Say whether code of the user's runs between backward pass and update."""
+    """Return whether user code runs between backward pass and update."""
     own = ("on_before_optimizer_step", "configure_gradient_clipping")
     callbacks: list[Any] = vars(module.trainer)["callbacks"]
     return any(is_overridden(name, module) for name in own) or any(
@@ -401,7 +401,7 @@ def _hooks_read_gradients(module: LightningModule) -> bool:
 
 
 def _precision_word(engine: LevelEngine) -> Any:  # noqa: ANN401 -- Lightning's
-    """Return the word that is nearest in Lightning's `precision=`."""
+    """Return the closest value of Lightning's `precision=`."""
     choice = engine.choice
     if not choice.level.low:
         return "32-true"

@@ -68,7 +68,7 @@ def compare(
 
 
 def _sums(x: Tensor, q: Tensor) -> Tensor:
-    """Return <x, q>, |x|**2, |q|**2, |x - q|**2, number of flushed and of non-zero x."""
+    """Return <x, q>, |x|**2, |q|**2, |x - q|**2, numbers of flushed and non-zero x."""
     seen = x != 0
     return torch.stack(
         [
