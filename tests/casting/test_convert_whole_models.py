@@ -319,9 +319,9 @@ def inferred() -> nn.Module:
 
 REFUSED = {
     "no shape yet. Call the model once, make the optimizer, then prepare.": lazy,
-    "on the meta device, without numbers. Call model.to_empty(), load its weights, "
+    "on the meta device, without values. Call model.to_empty(), load its weights, "
     "then prepare.": meta,
-    "made in inference mode, which nothing can train. Build the model outside "
+    "made in inference mode and cannot be trained. Build the model outside "
     "torch.inference_mode().": inferred,
 }
 
@@ -334,7 +334,7 @@ def test_weights_that_are_not_ready(words: str, level: str) -> None:
     with pytest.raises(UserError) as caught:
         convert_(model, levels.parse(level), BF16, LEAN + "module:0=fp32")
     text = str(caught.value)
-    assert text.startswith(f"level={level} stores '1.weight' low, but it ")
+    assert text.startswith(f"level={level} stores '1.weight' in 16 bits, but it ")
     assert text.endswith(words)
     assert len(text.split()) <= 35
     assert model[0].weight.dtype == FP32

@@ -174,7 +174,7 @@ def test_the_table() -> None:
         with region:
             torch.mm(X, X.T)
     table = region.report()
-    assert table.title == "What ran how"
+    assert table.title == "Recorded operations"
     assert table.columns == (
         "operation",
         "module",
@@ -186,7 +186,7 @@ def test_the_table() -> None:
         "casts",
         "bytes cast",
     )
-    assert table.notes == ("4 casts in all, which wrote 64 bytes",)
+    assert table.notes == ("4 casts in total, which wrote 64 bytes",)
     assert [row[-3:] for row in table.rows] == [(2, 4, 64)]
 
 
@@ -244,7 +244,7 @@ def test_a_session_explains() -> None:
         session.backward(total)
         session.step()
     table = session.explain()
-    assert table.title == "What ran how"
+    assert table.title == "Recorded operations"
     assert list(table.rows) == [
         # Weights are cast again, since the step before has changed them.
         (*LINEAR, 1, 3, 56),
@@ -253,7 +253,7 @@ def test_a_session_explains() -> None:
         (*SOFTMAX, 1, 0, 0),
         (*MSE, 1, 1, 32),
     ]
-    assert table.notes[0] == "4 casts in all, which wrote 88 bytes"
+    assert table.notes[0] == "4 casts in total, which wrote 88 bytes"
     assert table.notes[2] == "policy: lean"
 
 

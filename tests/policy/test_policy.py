@@ -120,7 +120,7 @@ def test_pattern_that_no_word_can_spell(pattern: str) -> None:
         Rule("module", pattern, "fp32")
     assert str(caught.value) == (
         f"rule 'module:{pattern}=fp32': pattern {pattern!r} must be a glob without "
-        "' + ', which parts rules; '*' matches every name."
+        "' + ', which separates rules; '*' matches every name."
     )
 
 
@@ -140,7 +140,7 @@ def test_pattern_that_is_no_expression() -> None:
     with pytest.raises(UserError) as caught:
         Rule.parse("module:/encoder.(0/=fp32")
     assert str(caught.value) == (
-        "rule 'module:/encoder.(0/=fp32': '/encoder.(0/' is no regular expression: "
+        "rule 'module:/encoder.(0/=fp32': '/encoder.(0/' is not a regular expression: "
         "missing ), unterminated subpattern at position 8. Fix it, or write a glob, "
         "without the slashes."
     )

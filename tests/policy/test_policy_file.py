@@ -110,8 +110,8 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
                 "Policy.save writes it."
             ),
         ),
-        ("", "", ': base = None is no name; write base = "torch".'),
-        ("base = 3", "", ': base = 3 is no name; write base = "torch".'),
+        ("", "", ': base = None is not a string; write base = "torch".'),
+        ("base = 3", "", ': base = 3 is not a string; write base = "torch".'),
         (
             "base = 'amp'",
             "",
@@ -125,12 +125,12 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
         (
             "base = 'lean'\nrule = 'op:mm=low'",
             "",
-            ": rule is no list of tables; begin each rule with [[rule]].",
+            ": rule is not a list of tables; start each with [[rule]].",
         ),
         (
             "base = 'lean'\nrule = ['op:mm=low']",
             "",
-            ": rule is no list of tables; begin each rule with [[rule]].",
+            ": rule is not a list of tables; start each with [[rule]].",
         ),
         (
             "op = 'mm'\nrun = 'bf16'",
@@ -144,9 +144,9 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
             "module = '/a(/'\nrun = 'fp32'",
             ", rule 2",
             (
-                ": rule 'module:/a(/=fp32': '/a(/' is no regular expression: missing "
-                "), unterminated subpattern at position 1. Fix it, or write a glob, "
-                "without the slashes."
+                ": rule 'module:/a(/=fp32': '/a(/' is not a regular expression: "
+                "missing ), unterminated subpattern at position 1. Fix it, or write a "
+                "glob, without the slashes."
             ),
         ),
         (
@@ -184,7 +184,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
         (
             "op = 'mm'\nrun = 16",
             ", rule 2",
-            ": run = 16 is no text; put it in quotes.",
+            ": run = 16 is not a string; put it in quotes.",
         ),
     ],
 )

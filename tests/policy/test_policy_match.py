@@ -39,7 +39,7 @@ def test_expressions_match_as_re(parts: list[str], name: str) -> None:
     try:
         expected = re.fullmatch(inner, name) is not None
     except re.error:
-        with pytest.raises(UserError, match="is no regular expression"):
+        with pytest.raises(UserError, match="is not a regular expression"):
             Rule("type", f"/{inner}/", "fp32")
     else:
         rule = Rule("type", f"/{inner}/", "fp32")

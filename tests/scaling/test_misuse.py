@@ -90,7 +90,8 @@ CLEARED = (
     "on them, or an optimizer over another model's parameters."
 )
 NO_LEAVES = (
-    " Likely cause: some are no leaves: make the optimizer after moving the model."
+    " Likely cause: some are not leaf tensors: make the optimizer after moving the "
+    "model."
 )
 
 
@@ -274,5 +275,5 @@ def test_fp16_gradients(make: Make, both: bool) -> None:
     assert added == (
         f" {whose} is stored in float16: keep weights in float32 and use autocast "
         "(level O1), or let halfstep.prepare(model, optimizer, 'O2') keep float32 "
-        "masters."
+        "master weights."
     )

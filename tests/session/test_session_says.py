@@ -215,7 +215,7 @@ def test_printed() -> None:
         go(session)
     # 6 * 16 + 16, 2 * 16 and 16 * 3 + 3 numbers.
     assert str(session).splitlines() == [
-        "Session of Sequential and SGD, 195 numbers on cpu",
+        "Session of Sequential and SGD, 195 parameters on cpu",
         "level O2 bf16: level O2 was asked for",
         "policy: lean",
         "master weights of 163 numbers: fp32, exact",

@@ -213,10 +213,12 @@ def all_low() -> dict[str, Any]:
     return {"memory": session.memory(), "numel": numbers, "steps": [2]}
 
 
-_MASTERS = "with FSDP2, whose fp32 shards are the masters already: leave master out."
+_MASTERS = (
+    "with FSDP2, whose fp32 shards are already the master weights: leave master out."
+)
 _TOO_LATE = (
-    "'body.weight' was sharded after the optimizer was made, which still holds it "
-    "whole: call fully_shard first, then make the optimizer, then prepare."
+    "'body.weight' was sharded after the optimizer was made, which still holds the "
+    "unsharded one: call fully_shard first, then make the optimizer, then prepare."
 )
 WRONG = {
     "nothing": Wrong("nothing"),
@@ -250,8 +252,8 @@ WRONG = {
         level="O3",
     ),
     "16-bit shards": Wrong(
-        "'body.weight' is sharded in torch.bfloat16, and its shards are to be the fp32 "
-        "masters: call fully_shard on the model while it is fp32.",
+        "'body.weight' is sharded in torch.bfloat16, and its shards must be the fp32 "
+        "master weights: call fully_shard on the model while it is fp32.",
         stored=torch.bfloat16,
     ),
     "optimizer first": Wrong(_TOO_LATE, optimizer_first=True),
@@ -261,8 +263,8 @@ WRONG = {
         _TOO_LATE, level="O1", sharded_after="body", batch_apart=False
     ),
     "running means": Wrong(
-        "'batch' keeps fp32 statistics, and takes no bf16 weights beside them: call "
-        "fully_shard on it first, without mp_policy.",
+        "'batch' has fp32 running statistics, and its kernel rejects bf16 weights with "
+        "them: call fully_shard on it first, without mp_policy.",
         batch_apart=False,
     ),
 }
@@ -309,8 +311,8 @@ def test_shards_are_the_masters(
         if step not in seen["bad"]:
             assert seen["norms"][step] == pytest.approx(norm, rel=1e-6)
     assert seen["notes"][2] == (
-        "master weights: the fp32 shards of 149 numbers that FSDP2 keeps, and no "
-        f"others; it casts them to {run[0]} for each pass"
+        "master weights: FSDP2's fp32 shards of 149 parameters, cast to "
+        f"{run[0]} for each pass"
     )
 
 
@@ -373,7 +375,7 @@ def test_norms_apart(ranks: list[dict[str, Any]]) -> None:
     assert seen["seen"] == {"body": [low, low], "norm": [low, wide], "head": [wide] * 2}
     assert seen["losses"][-1] < seen["losses"][0]
     (note,) = seen["notes"]
-    assert note.endswith("it casts them to bf16 for each pass")
+    assert note.endswith("cast to bf16 for each pass")
 
 
 def test_all_low(ranks: list[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ RMS_NORM = Rule(
     "type",
     "RMSNorm",
     op_tables.FP32,
-    "its kernel takes no mix of dtypes, as the other norms' do: fp32 apart",
+    "unlike other norms' kernels, its kernel rejects mixed dtypes",
 )
 """At levels with 16-bit weights and fp32 norms, torch's RMSNorm is an fp32 module. The
 lean table needs no such rule: it casts the weight to the dtype of the input."""
@@ -46,7 +46,7 @@ PARAMETRIZED = Rule(
     "type",
     "ParametrizationList",
     op_tables.FP32,
-    "orthogonal maps and power iterations work in fp32; the weight made is low",
+    "orthogonal maps and power iterations need fp32; their result is 16-bit",
 )
 """At levels with 16-bit weights, a parametrized weight is computed in fp32 from fp32
 parameters and rounded once. These parameters need no master weights and have none."""
@@ -253,14 +253,16 @@ def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> No
             state = "has no shape yet"
             advice = "Call the model once, make the optimizer, then prepare"
         elif tensor.is_meta:
-            state = "is on the meta device, without numbers"
+            state = "is on the meta device, without values"
             advice = "Call model.to_empty(), load its weights, then prepare"
         elif tensor.is_inference():
-            state = "was made in inference mode, which nothing can train"
+            state = "was made in inference mode and cannot be trained"
             advice = "Build the model outside torch.inference_mode()"
         else:
             continue
-        message = f"level={level.name} stores {name!r} low, but it {state}. {advice}."
+        message = (
+            f"level={level.name} stores {name!r} in 16 bits, but it {state}. {advice}."
+        )
         raise UserError(message)
 
 

@@ -157,8 +157,8 @@ def add_cure(error: BaseException) -> None:
 _CURES = {
     "Got unsupported ScalarType BFloat16": "-> numpy has no bfloat16: call "
     ".float().numpy().",
-    "Cannot insert a Tensor that requires grad as a constant": "-> autocast keeps "
-    "casts of weights, which are no constants: trace inside "
+    "Cannot insert a Tensor that requires grad as a constant": "-> autocast caches "
+    "casts of weights, which are not constants: trace inside "
     "autocast(..., cache_enabled=False).",
 }
 

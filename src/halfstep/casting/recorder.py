@@ -208,8 +208,8 @@ class Recorder:
         )
         total = sum(count.bytes for count in self._counts.values())
         casts = sum(count.casts for count in self._counts.values())
-        notes = (f"{casts} casts in all, which wrote {total:,} bytes",)
-        return Table("What ran how", _COLUMNS, rows, notes)
+        notes = (f"{casts} casts in total, which wrote {total:,} bytes",)
+        return Table("Recorded operations", _COLUMNS, rows, notes)
 
 
 class _Mode(DispatchMode):  # type: ignore[no-untyped-call]

@@ -69,29 +69,29 @@ def _registered(device: str, rows: dict[str, Row]) -> dict[str, Row]:
     return {name: row for name, row in rows.items() if f"aten::{name}" in names}
 
 
-_PRODUCT = "a matrix product: fast in 16 bits, accumulated in fp32"
+_PRODUCT = "a matmul: fast in 16 bits, accumulated in fp32"
 _CONVOLUTION = "a convolution: fast in 16 bits, accumulated in fp32"
-_ATTENTION = "attention is two matrix products: fast in 16 bits"
-_RECURRENT = "a recurrent cell is matrix products: fast in 16 bits"
-_PRELU = "it follows a product, and its weight takes the format of that result"
+_ATTENTION = "attention is two matmuls: fast in 16 bits"
+_RECURRENT = "a recurrent cell consists of matmuls: fast in 16 bits"
+_PRELU = "it follows a matmul, and its weight is cast to the dtype of that result"
 _RANGE = "exponentials and powers leave the range of 16 bits"
-_STEEP = "it is steep somewhere: there a rounded operand gives another result"
-_LOGARITHM = "a logarithm spreads the few digits that 16 bits leave"
+_STEEP = "its derivative is unbounded: a rounded operand changes the result"
+_LOGARITHM = "near 1 a logarithm magnifies the rounding error of 16 bits"
 _NORM = "a norm sums squares: they overflow fp16 and lose digits in bf16"
 _SCALING = "normalisation subtracts and divides by sums over many elements"
 _LOSS = "a loss sums small terms, and gradients start from it"
 _PROBABILITY = "it takes logarithms of probabilities: 16 bits lose those near 0 and 1"
 _DISTANCE = "a distance sums squares of differences that nearly cancel"
 _RESAMPLING = "resampling computes coordinates and weights; in 16 bits they are coarse"
-_REDUCTION = "a reduction over many elements: its result needs the digits of fp32"
-_MIXED = "its operands must agree: the widest format loses nothing"
-_LINEAR_ALGEBRA = "linear algebra: the library below has no 16-bit kernel"
-_FFT = "Fourier transforms: the library below has no 16-bit kernel"
+_REDUCTION = "a reduction over many elements: its result needs fp32 precision"
+_MIXED = "its operands need one dtype: casting to the widest is exact"
+_LINEAR_ALGEBRA = "linear algebra: the underlying library has no 16-bit kernel"
+_FFT = "Fourier transforms: the underlying library has no 16-bit kernel"
 _QUANTILE = "quantiles: the kernel sorts and interpolates in fp32 or fp64 only"
-_COMPLEX = "its result is complex, and its kernel makes no 16-bit parts"
+_COMPLEX = "its result is complex, and its kernel has no 16-bit form"
 _VOLUME = "pooling and padding had no 16-bit kernel on CPU when the list was made"
 _GRID = "sampling coordinates are coarse in 16 bits"
-_QUANTISER = "quantisation is imitated on fp32 values"
+_QUANTISER = "quantisation is simulated on fp32 values"
 
 # Accelerators: common to CUDA, XPU and MPS
 
@@ -295,7 +295,7 @@ not cast."""
 
 # Lean: torch's rows for CUDA and CPU, registered by this torch or not, except these
 
-_KERNEL_SUMS_IN_FP32 = "its kernel accumulates in fp32 whatever it is given"
+_KERNEL_SUMS_IN_FP32 = "its kernel accumulates in fp32 for every input dtype"
 _POWERS = "powers leave the range of fp16; bf16 has the range of fp32"
 _FEW_PIXELS = "it copies or mixes few pixels, at coordinates that stay fp32"
 _LEAN: tuple[Group, ...] = (

@@ -68,11 +68,11 @@ def read(path: str | os.PathLike[str]) -> tuple[str, list[Words]]:
     if unknown:
         message = f"{name}: {unknown[0]!r} is not known; write base and [[rule]]."
     elif not isinstance(base, str):
-        message = f'{name}: base = {base!r} is no name; write base = "torch".'
+        message = f'{name}: base = {base!r} is not a string; write base = "torch".'
     elif not (
         isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
     ):
-        message = f"{name}: rule is no list of tables; begin each rule with [[rule]]."
+        message = f"{name}: rule is not a list of tables; start each with [[rule]]."
     else:
         return base, [_words(f"{name}, rule {n}", r) for n, r in enumerate(rules, 1)]
     raise UserError(message)
@@ -93,9 +93,8 @@ def _words(name: str, rule: dict[str, Any]) -> Words:
     elif "run" not in rule:
         message = f"{name} does not say how to run; write for example {_EXAMPLE}."
     elif wrong:
-        message = (
-            f"{name}: {wrong[0]} = {rule[wrong[0]]!r} is no text; put it in quotes."
-        )
+        value = f"{wrong[0]} = {rule[wrong[0]]!r}"
+        message = f"{name}: {value} is not a string; put it in quotes."
     else:
         return rule
     raise UserError(message)

@@ -71,7 +71,7 @@ class Rule:
         if not self.pattern or _SPLIT in self.pattern:
             message = (
                 f"rule {str(self)!r}: pattern {self.pattern!r} must be a glob without "
-                "' + ', which parts rules; '*' matches every name."
+                "' + ', which separates rules; '*' matches every name."
             )
             raise UserError(message)
         if self.category not in CATEGORIES:
@@ -84,7 +84,7 @@ class Rule:
             _compiled(self.pattern)
         except (re.error, OverflowError) as error:
             message = (
-                f"rule {str(self)!r}: {self.pattern!r} is no regular expression: "
+                f"rule {str(self)!r}: {self.pattern!r} is not a regular expression: "
                 f"{error}. Fix it, or write a glob, without the slashes."
             )
             raise UserError(message) from None

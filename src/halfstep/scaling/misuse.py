@@ -85,7 +85,7 @@ def why_no_gradients(optimizer: Optimizer) -> str:
     if not any(param.requires_grad for _, param in named_params):
         cause = "they are frozen (requires_grad is False)"
     elif any(not param.is_leaf for _, param in named_params):
-        cause = "some are no leaves: make the optimizer after moving the model"
+        cause = "some are not leaf tensors: make the optimizer after moving the model"
     else:
         cause = (
             "no backward() since they were cleared, a loss that does not depend on "
@@ -106,7 +106,7 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
         f"Attempting to unscale FP16 gradients. {fp16_names[0]}{more} "
         "is stored in float16: "
         "keep weights in float32 and use autocast (level O1), or let "
-        "halfstep.prepare(model, optimizer, 'O2') keep float32 masters."
+        "halfstep.prepare(model, optimizer, 'O2') keep float32 master weights."
     )
     return ValueError(message)
 
@@ -144,8 +144,9 @@ def mixed_scales() -> RuntimeError:
 def pickled_group() -> TypeError:
     """Return the error for pickling a scaler with a process group."""
     message = (
-        "a GradScaler with a process_group cannot be pickled, for the group cannot; "
-        "save scaler.state_dict(), and load it into one that is given the group."
+        "a GradScaler with a process_group cannot be pickled, because the group "
+        "cannot; save scaler.state_dict(), and load it into one that is given the "
+        "group."
     )
     return TypeError(message)
 

@@ -57,8 +57,8 @@ class GradientSync:
         leaves, hooked = bool(self._masters.master_params), bool(wrapper._comm_hooks)  # noqa: SLF001
         if leaves and wrapper._join_config.enable:  # noqa: SLF001 -- no public API
             message = (
-                "DDP's join() beside master weights: a rank that runs out of data "
-                "would miss updates of its masters. Give all ranks as many batches, as "
+                "DDP's join() does not support master weights: a rank that runs out of "
+                "data would miss updates. Give all ranks equally many batches, as "
                 "DistributedSampler does, or use level='O1'."
             )
             raise UserError(message)

@@ -97,7 +97,7 @@ def _runs_in(
         return stored, "as stored: this level has no autocast"
     operation = op_tables.OPERATION_OF.get(type(model.get_submodule(path)).__name__)
     if operation is None:
-        return "each operation's own", "no single operation does its work"
+        return "each operation's own", "it runs several operations"
     low = choice.format.dtype
     decision = decide(
         operation, (low,), device, policy=policy, low=low, module=path, types=types

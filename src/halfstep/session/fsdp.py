@@ -91,8 +91,8 @@ def check(
         return
     if level.masters and master != "fp32":
         message = (
-            f"master={master!r} with FSDP2, whose fp32 shards are the masters already: "
-            "leave master out."
+            f"master={master!r} with FSDP2, whose fp32 shards are already the master "
+            "weights: leave master out."
         )
         raise UserError(message)
     fp32_paths = [
@@ -148,8 +148,9 @@ def _check_group(
         raise UserError(message)
     if any(n.startswith("running_") for n, _ in module.named_buffers(recurse=False)):
         message = (
-            f"{path!r} keeps fp32 statistics, and takes no {choice.format} weights "
-            "beside them: call fully_shard on it first, without mp_policy."
+            f"{path!r} has fp32 running statistics, and its kernel rejects "
+            f"{choice.format} weights with them: call fully_shard on it first, without "
+            "mp_policy."
         )
         raise UserError(message)
 
@@ -158,8 +159,8 @@ def _check_shard_dtype(name: str, param: Tensor, choice: Choice) -> None:
     """Raise if a shard is not stored in the level's dtype."""
     if choice.level.masters and param.dtype != torch.float32:
         message = (
-            f"{name!r} is sharded in {param.dtype}, and its shards are to be the fp32 "
-            "masters: call fully_shard on the model while it is fp32."
+            f"{name!r} is sharded in {param.dtype}, and its shards must be the fp32 "
+            "master weights: call fully_shard on the model while it is fp32."
         )
         raise UserError(message)
     if not choice.level.masters and param.dtype == torch.float32:
@@ -200,8 +201,8 @@ def check_not_replaced(model: nn.Module, params: Iterable[Tensor]) -> None:
         if is_dtensor(param) and param.requires_grad and id(param) not in param_ids:
             message = (
                 f"{name!r} was sharded after the optimizer was made, which still "
-                "holds it whole: call fully_shard first, then make the optimizer, then "
-                "prepare."
+                "holds the unsharded one: call fully_shard first, then make the "
+                "optimizer, then prepare."
             )
             raise UserError(message)
 
@@ -254,8 +255,8 @@ def _describe_shards(model: nn.Module, choice: Choice) -> str:
     }
     count = sum(param.numel() for _, _, param, _ in parts)
     text = (
-        f"master weights: the fp32 shards of {count} numbers that FSDP2 keeps, and no "
-        f"others; it casts them to {choice.format} for each pass"
+        f"master weights: FSDP2's fp32 shards of {count} parameters, cast to "
+        f"{choice.format} for each pass"
     )
     return text + f", {len(norms)} normalisation layers too" if norms else text
 

@@ -143,7 +143,7 @@ class ExternalStepCheck:
             message = (
                 "optimizer.step() was called while the session holds gradients of "
                 "16-bit weights: call session.step(), which unscales and clips them, "
-                "steps, and publishes the weights."
+                "steps, and copies back to the model weights."
             )
             raise UserError(message)
         groups, window = self._masters.optimizer.param_groups, self._window()

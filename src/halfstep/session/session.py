@@ -682,8 +682,9 @@ class Session:
         pending = self._window.num_pending
         window = f"micro-batches a step: {self.accumulate}, {pending} of the next"
         model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
+        size = f"{count:,} parameters on {self._device}"
         lines = [
-            f"Session of {model} and {optimizer}, {count:,} numbers on {self._device}",
+            f"Session of {model} and {optimizer}, {size}",
             *self._notes(),
             *([window] if self.accumulate > 1 else []),
             f"steps: {self.steps_applied} applied, {self.steps_skipped} skipped",
