@@ -1,1 +1,1 @@
-"""Benchmarks: the same work at each level and with what people use instead."""
+"""Benchmarks of halfstep's levels against torch.amp and other libraries."""

@@ -1,8 +1,8 @@
-"""`halfstep bench quality` and `bench ner`: does a model learn as well in 16 bits?
+"""`halfstep bench quality` and `bench ner`: accuracy of 16-bit training.
 
-In: flags. Out: a table of scores with their intervals over seeds, beside time and
-memory. Each run is `halfstep train` in a process of its own; contenders take turns on
-each seed, and are compared with fp32 seed by seed.
+Reports scores with confidence intervals over seeds, time and memory. Each run is
+`halfstep train` in a process of its own; contenders take turns on each seed, and are
+compared with fp32 seed by seed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 BASELINE = "fp32"
 EVAL_ONLY_AT_END = 2**31 - 1
-"""Steps between evaluations: the last weights are evaluated, and no dev text has
-chosen them."""
+"""Evaluation interval longer than any run: the last weights are evaluated, none are
+selected by dev score."""
 
 Run = Mapping[str, Any]
 Runs = Mapping[str, Sequence[Run]]
-"""Contender -> the result of each seed, in order; of one that diverged why."""
+"""Contender -> results by seed; a diverged run has only the key "diverged"."""
 
 _EMULATED = (
     "fp16: this CPU has no fp16 matmuls, so they are computed in fp32 and rounded: "
@@ -51,7 +51,7 @@ _EMULATED = (
 
 
 def quality(arguments: argparse.Namespace) -> list[Table]:
-    """Train every contender of `bench quality` from every seed."""
+    """Train every contender of `bench quality` with every seed."""
     settings = {"dev_share": arguments.share}
     settings |= {key: getattr(arguments, key) for key in ("data", "limit")}
     settings |= {key: getattr(arguments, key) for key in ("model", "epochs")}
@@ -61,7 +61,7 @@ def quality(arguments: argparse.Namespace) -> list[Table]:
 
 
 def ner(arguments: argparse.Namespace) -> list[Table]:
-    """Train every contender of `bench ner` from every seed."""
+    """Train every contender of `bench ner` with every seed."""
     keys = ("data", "limit", "model", "epochs", "batch_size", "max_length")
     settings = {key: getattr(arguments, key) for key in (*keys, "mask_tokens")}
     rates = learning_rates(arguments.lr or [], arguments.contenders)
@@ -79,14 +79,14 @@ def ner(arguments: argparse.Namespace) -> list[Table]:
 def learning_rates(
     rates: Sequence[str], names: Sequence[str]
 ) -> dict[str, float | None]:
-    """Return the learning rate of each contender; None: as `halfstep train` chooses.
+    """Return each contender's learning rate; None: the default of `halfstep train`.
 
     Args:
-        rates: Numbers for all, and NAME=number for one, as `--lr` reads them.
-        names: The contenders that run.
+        rates: Values of `--lr`: a number for all, NAME=number for one.
+        names: The contenders to run.
 
     Raises:
-        UserError: If one is named that does not run.
+        UserError: If a named contender is not run.
     """
     parts = (word.rpartition("=") for word in rates)
     by_name = {name: float(rate) for name, _, rate in parts}
@@ -106,17 +106,17 @@ def _train(
     tasks: Mapping[str, dict[str, Any]],
     arguments: argparse.Namespace,
 ) -> tuple[Runs, list[str]]:
-    """Train each contender from each seed; return the results, and notes on them."""
+    """Train each contender with each seed; return the results and notes."""
     device = measure.pick_device(arguments.device)
     configs = [TrainConfig(**task, device=device) for task in tasks.values()]
-    corpus = load_corpus(configs[0])  # a fault of the data shows now
+    corpus = load_corpus(configs[0])  # fails early if the data are invalid
     split, texts = ("test", corpus.test) if corpus.test else ("dev", corpus.dev)
     evaluated = (
         f"{score}: of {len(texts)} {split} texts, by which nothing was chosen: the "
         f"last weights are evaluated; trained on {len(corpus.train)}"
     )
     notes = [evaluated, *measure.conditions(bench, device, arguments)]
-    hardware.gemm_rates(device)  # measured once, here, and not in a contender's time
+    hardware.gemm_rates(device)  # measured once here rather than in a contender's time
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for seed in range(arguments.seeds):
         for name in measure.order(tasks, seed):
@@ -133,10 +133,10 @@ def _train(
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
-    """Return the data of a run.
+    """Load the data of a run.
 
     Raises:
-        UserError: If it cannot be used.
+        UserError: If the data are invalid.
     """
     return load(
         None if config.data is None else Path(config.data),
@@ -148,11 +148,11 @@ def load_corpus(config: TrainConfig) -> Corpus:
     )
 
 
-# One run, in a process of its own
+# One run, in its own process
 
 
 def worker(task: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
-    """Return what runs a task."""
+    """Return the function that runs a task."""
     return lambda _: {"seed": task["seed"]} | train_once(task)
 
 
@@ -181,11 +181,11 @@ def train_once(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def quality_table(results: Runs, more: Sequence[str]) -> Table:
-    """Return accuracy and loss of contenders, and their differences to the baseline.
+    """Return accuracy and loss of each contender, and the differences to the baseline.
 
     Args:
-        results: As many seeds of each; one that diverged has only "diverged".
-        more: Notes on where and how.
+        results: Equally many seeds per contender.
+        more: Notes on the conditions.
     """
 
     def cells(runs: list[Run], pairs: list[tuple[Run, Run]]) -> dict[str, Cell]:
@@ -212,7 +212,7 @@ def quality_table(results: Runs, more: Sequence[str]) -> Table:
 
 
 def ner_table(results: Runs, more: Sequence[str]) -> Table:
-    """Return F1, precision and recall of contenders; see `quality_table`."""
+    """Return F1, precision and recall of each contender; see `quality_table`."""
 
     def cells(runs: list[Run], pairs: list[tuple[Run, Run]]) -> dict[str, Cell]:
         scores = [run["scores"] for run in runs]
@@ -246,16 +246,17 @@ def _rows(
     """Return a row for each contender.
 
     Args:
-        results: Of all contenders.
-        score: Its key.
-        column: Its column.
-        cells: More cells, of the runs that did not diverge, and of the pairs of runs
-            of the contender and the baseline from one seed where both did not.
+        results: By contender.
+        score: Key of the score.
+        column: Column of the score.
+        cells: Returns further cells from the runs that did not diverge, and from the
+            pairs of runs of contender and baseline with the same seed where neither
+            diverged.
     """
     rows: list[dict[str, Cell]] = []
     for name, all_runs in results.items():
         runs = [run for run in all_runs if "diverged" not in run]
-        # The baseline is not compared with itself; and perhaps it did not run.
+        # Not compared with itself; the baseline may also not have run.
         bases = () if name == BASELINE else results.get(BASELINE, ())
         both = zip(all_runs, bases, strict=False)
         pairs = [(a, b) for a, b in both if "diverged" not in {*a, *b}]
@@ -300,7 +301,7 @@ def _table(
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean of independent values, and half of its 95 % interval.
 
-    Of one value there is no interval, of none no mean.
+    The interval is None for fewer than two values, the mean for none.
     """
     if len(values) <= 1:
         return (values[0] if values else None), None

@@ -1,11 +1,11 @@
-"""`halfstep bench autocast`: what one operation and one autocast context cost.
+"""`halfstep bench autocast`: overhead of operations and autocast contexts.
 
-In: flags. Out: tables. The same operations run in torch.autocast and in ours: as
-torch's table says, where both run torch's kernels; under a rule, where ours runs a
-kernel of ours; and without a rule for them, where that kernel passes them on.
+Compares torch.autocast with halfstep's: operations without rules, where both run
+torch's kernels; operations under a rule, which run a dispatch kernel; and operations
+without a rule that such a kernel passes on to torch.
 
-A kernel serves the whole process, so stock operations are measured before the first is
-installed.
+Dispatch kernels are process-wide, so stock operations are measured before the first one
+is installed.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ AutocastContext: TypeAlias = AbstractContextManager[Any]
 Call: TypeAlias = "Callable[[], object]"
 
 STOCK_TARGET = 1.05
-"""Time of a stock operation in our context, over torch's."""
+"""Time of a stock operation under halfstep's autocast, relative to torch's."""
 RULE_TARGET = 7.0
-"""Microseconds that an operation under a rule may take longer than one cast by hand."""
+"""Microseconds that an operation under a rule may take more than a manual cast."""
 
 _CHANNELS = 16
 _MICRO = 1e6
 _POLICY = "torch + op:gelu=fp32"
-"""Policy of the contexts with a rule that are entered and left."""
+"""Policy of the context with a rule in the context benchmark."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how long to measure."""
+    """Device, dtype and duration of the measurements."""
 
     device: str
     """"cpu" or "cuda"."""
     dtype: torch.dtype
-    """The contexts' 16-bit dtype."""
+    """The 16-bit dtype of the contexts."""
     calls: int
-    """Calls in one turn, at most."""
+    """Maximum number of calls per turn."""
     rounds: int
-    """Turns of each contender."""
+    """Turns per contender."""
 
     def torch_context(self) -> AutocastContext:
-        """Return a context of torch.autocast."""
+        """Return a torch.autocast context."""
         return torch.autocast(self.device, self.dtype)
 
     def halfstep_context(self, policy: str | None = None) -> AutocastContext:
-        """Return a context of halfstep's autocast."""
+        """Return a halfstep.autocast context."""
         return autocast(self.device, self.dtype, policy=policy)
 
     def take_turns(
@@ -73,11 +73,11 @@ class Setup:
         slowest: Call,
         contenders: dict[str, tuple[AutocastContext, Call]],
     ) -> measure.Times:
-        """Let contenders, each a call in a context, take turns.
+        """Time contenders in turn, each a call inside a context.
 
         Args:
-            what: They do, for the journal.
-            slowest: Says how many calls make a turn.
+            what: Description for the journal.
+            slowest: The call that determines the number of calls per turn.
             contenders: By name.
         """
         once = self._seconds_of_call(self.torch_context(), slowest, 3)
@@ -91,14 +91,14 @@ class Setup:
     def _seconds_of_call(
         self, context: AutocastContext, call: Call, calls: int
     ) -> float:
-        """Measure inside the context; to enter it is not counted."""
+        """Time a call inside the context; entering it is not timed."""
         with context:
-            call()  # casts what stays cast in the context
+            call()  # fills the cast cache of the context
             return measure.per_call(call, calls, self.device)
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Measure everything, stock operations first."""
+    """Run all measurements, stock operations first."""
     device = measure.pick_device(arguments.device)
     dtype = formats.parse(arguments.dtype).dtype
     setup = Setup(device, dtype, arguments.calls, arguments.rounds)
@@ -116,7 +116,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _stock_table(setup: Setup, sizes: list[int], notes: list[str]) -> Table:
-    """Compare operations that both contexts leave to torch's kernels."""
+    """Compare operations for which both contexts use torch's kernels."""
     rows: list[dict[str, Cell]] = []
     for size in sizes:
         for name, call in stock_operations(size, setup.device).items():
@@ -147,11 +147,11 @@ def _stock_table(setup: Setup, sizes: list[int], notes: list[str]) -> Table:
 
 
 def _context_table(setup: Setup, notes: list[str]) -> Table:
-    """Compare what it costs to enter and leave an empty autocast context."""
+    """Compare the time to enter and exit an empty autocast context."""
     with_rule = partial(setup.halfstep_context, _POLICY)
     x = torch.ones(1, device=setup.device)
     with with_rule():
-        F.gelu(x)  # a rule that had matched nothing would be warned of
+        F.gelu(x)  # an unmatched rule would give a warning
 
     def enter(make: Callable[[], AutocastContext]) -> Call:
         def call() -> None:
@@ -193,11 +193,11 @@ def _context_table(setup: Setup, notes: list[str]) -> Table:
 
 
 def _rule_tables(setup: Setup, sizes: list[int], notes: list[str]) -> list[Table]:
-    """Compare operations under a rule, and those that a kernel of ours passes on.
+    """Compare operations under a rule, and those that a kernel passes on.
 
-    Small operands show the least cost. Large ones drive the interpreter's code out of
-    the processor's caches between calls, and a kernel in Python then costs several
-    times as much: training pays something between the two.
+    Small operands show the minimum overhead. Large ones evict the interpreter's code
+    from the CPU caches between calls, and a Python kernel then takes several times as
+    long. The overhead in training is between the two.
     """
     ruled_rows: list[dict[str, Cell]] = []
     passed_rows: list[dict[str, Cell]] = []
@@ -254,11 +254,11 @@ def _rule_tables(setup: Setup, sizes: list[int], notes: list[str]) -> list[Table
     ]
 
 
-# The operations, on operands that are there already
+# The operations, on preallocated operands
 
 
 def stock_operations(size: int, device: str) -> dict[str, Call]:
-    """Return calls of all kinds that torch's table knows, and some that it does not.
+    """Return calls that cover each class of torch's op table, and some not in it.
 
     Args:
         size: Rows and columns; images are `size` pixels wide, in 16 channels.
@@ -293,16 +293,17 @@ def ruled_operations(
 ) -> dict[str, tuple[Call, Call]]:
     """Return operations under rules that change how they run on the device.
 
-    Nothing learns here: a cache of casts would spare ours what is cast by hand.
+    No operand requires gradients, as the cast cache would spare halfstep the casts that
+    the manual version makes.
 
     Args:
         size: Rows and columns.
-        device: "cpu" or "cuda", whose tables differ.
+        device: "cpu" or "cuda", whose op tables differ.
         low_dtype: The 16-bit dtype of the autocast context.
 
     Returns:
-        Rule -> the operation as a model calls it; and the same under torch.autocast,
-        made to run as the rule says.
+        Rule -> (the operation as a model calls it; the same under torch.autocast with
+        manual casts, with the result of the rule).
     """
     x, y, weight = (torch.randn(size, size, device=device) for _ in range(3))
     vector = torch.randn(size, device=device)

@@ -1,9 +1,8 @@
-"""`halfstep bench wire`: bytes that data-parallel processes send in a step.
+"""`halfstep bench wire`: bytes that data-parallel processes send per step.
 
-In: flags. Out: a table. Two processes train the recipe's network over loopback, by
-gloo, at each level and with torch.amp, and count what they send: in the kernel's
-figures of the process's own sockets, and as the size of the tensors that collectives
-are called with.
+Two processes train the recipe network over loopback with gloo, at each level and with
+torch.amp. Counts the bytes sent by the process's sockets, as reported by the kernel,
+and the size of the tensors passed to collectives.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ if TYPE_CHECKING:
 BASELINE = "O0"
 RANKS = 2
 _WARM_UP = 2
-"""Steps that are not counted: DDP regroups gradients after its first."""
+"""Steps not counted: DDP rebuilds its buckets after the first."""
 _TIMEOUT = timedelta(seconds=60)
 _LR = 1e-3
 _SENT = 200
-"""Where Linux keeps `tcpi_bytes_sent` in its `tcp_info`, from 4.19 on; the bytes that
-were sent again come next, and both are 64 bits."""
+"""Offset of `tcpi_bytes_sent` in Linux's `tcp_info`, since 4.19; followed by
+`tcpi_bytes_retrans`, both 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,17 @@ class RankResult:
     """What one rank sent with one contender, per step."""
 
     sent: float | None
-    """Bytes that left its sockets; None where the system does not say."""
+    """Bytes sent by its sockets; None if the system does not report them."""
     payload: float
-    """Bytes of the tensors in its collectives."""
+    """Bytes of the tensors passed to collectives."""
     calls: float
-    """Collectives."""
+    """Number of collectives."""
     digest: str
-    """Of weights, masters and optimizer state at the end."""
+    """Hash of weights, masters and optimizer state at the end."""
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Let two processes train with each contender; return what the first one sent."""
+    """Train with each contender in two processes; return what the first one sent."""
     results: dict[tuple[str, int], list[RankResult]] = {}
     refusals: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -108,7 +107,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
 
 
 def start(rank: int, store: Path) -> WorkerProcess:
-    """Start one of the processes that train together."""
+    """Start the process of a rank."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = {"GLOO_SOCKET_IFNAME": "lo0" if "lo0" in names else "lo"}
     task = {"rank": rank, "store": str(store)}
@@ -118,7 +117,7 @@ def start(rank: int, store: Path) -> WorkerProcess:
 def request_all(
     processes: Sequence[WorkerProcess], task: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Send a task to all at once, for each waits for the others; answers in order."""
+    """Send a task to all ranks concurrently, as each waits for the others."""
     with ThreadPoolExecutor(len(processes)) as pool:
         return list(pool.map(lambda process: process.request(task), processes))
 
@@ -129,7 +128,7 @@ def table_row(
     ranks: Sequence[RankResult],
     baseline: Sequence[RankResult] | None,
 ) -> dict[str, Cell]:
-    """Return a row; its cells are empty if the ranks cannot train so."""
+    """Return a row; its cells are empty if the contender was rejected."""
     own, base = ranks[0] if ranks else None, baseline[0] if baseline else None
 
     def over(figure: Callable[[RankResult], float | None]) -> float | None:
@@ -148,11 +147,11 @@ def table_row(
     }
 
 
-# In the process of a rank
+# In a rank's process
 
 
 def worker(rank: int, store: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Join the other rank; return what answers the requests."""
+    """Join the process group; return the function that answers requests."""
     place = f"file://{store}"
     dist.init_process_group(
         "gloo", init_method=place, rank=rank, world_size=RANKS, timeout=_TIMEOUT
@@ -162,16 +161,16 @@ def worker(rank: int, store: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _leave() -> None:
-    # No barrier: the other rank may still be waiting for a request. But a thread of
-    # gloo's may want the GIL once more.
+    # No barrier: the other rank may still be waiting for a request. The sleep is for a
+    # gloo thread that may need the GIL once more.
     time.sleep(0.05)
     dist.destroy_process_group()
 
 
 def _answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
-    """Train with one contender, on batches of this rank's own.
+    """Train with one contender, on batches that differ between ranks.
 
-    One that cannot do the work says so instead, in "refused", on every rank.
+    If the contender does not support the work, the answer is the reason in "refused".
     """
     work = loops.Workload(**task["work"])
     batches = [(inputs + rank, targets) for inputs, targets in loops.draw_batches(work)]
@@ -191,7 +190,7 @@ _HOOKS: dict[str, Callable[..., object]] = {
 def make_loop(
     settings: dict[str, Any], work: loops.Workload, rank: int
 ) -> PlainLoop | SessionLoop:
-    """Return a contender; every rank begins with weights of its own."""
+    """Build a contender; each rank starts from different weights."""
     model = loops.make_network(work, seed=rank)
     optimizer = torch.optim.AdamW(model.parameters(), _LR)
     if "level" in settings:
@@ -200,7 +199,7 @@ def make_loop(
         return loop
     wrapper = DistributedDataParallel(model)
     if settings.get("hook"):
-        # Under another name: by torch's own, DDP refuses the hook on a CPU.
+        # In a lambda, as DDP rejects torch's own hook function on a CPU.
         hook = _HOOKS[work.dtype]
         wrapper.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
     return loops.plain(wrapper, optimizer, work)
@@ -209,9 +208,9 @@ def make_loop(
 def count_communication(
     loop: PlainLoop | SessionLoop, batches: Batches, steps: int
 ) -> RankResult:
-    """Count what steps send; the ranks do this together."""
+    """Count what steps send; a collective call."""
     marks = []
-    # After a barrier nothing is left in a buffer; what it sends itself is taken off.
+    # Barriers flush buffers; the bytes they send themselves are subtracted.
     for due in (_WARM_UP, 0, steps):
         for _ in range(due):
             loop.step(batches)
@@ -229,7 +228,7 @@ def count_communication(
 
 
 def _replicated_tensors(loop: PlainLoop | SessionLoop) -> Iterator[Tensor]:
-    """Yield all that must be the same on every rank."""
+    """Yield all tensors that must be equal on every rank."""
     yield from loop.model.parameters()
     if isinstance(loop, loops.SessionLoop):
         yield from loop.session.weights().values()
@@ -241,9 +240,9 @@ def _replicated_tensors(loop: PlainLoop | SessionLoop) -> Iterator[Tensor]:
 
 
 def bytes_sent() -> int | None:
-    """Return the bytes that this process's TCP sockets have sent, but not again.
+    """Return the bytes sent by this process's TCP sockets, without retransmissions.
 
-    None where the system does not say: Linux does.
+    None on systems other than Linux, which do not report them.
     """
     folder = Path("/proc/self/fd")
     if not (folder.exists() and hasattr(socket, "TCP_INFO")):
@@ -262,10 +261,10 @@ def bytes_sent() -> int | None:
 
 
 def duplicate_socket(number: int) -> socket.socket:
-    """Return a socket that shares a file's connection.
+    """Return a socket object for a file descriptor's connection.
 
     Raises:
-        OSError: If it is no socket, or was closed meanwhile.
+        OSError: If it is not a socket, or was closed in the meantime.
     """
     copy = os.dup(number)
     try:
@@ -276,7 +275,7 @@ def duplicate_socket(number: int) -> socket.socket:
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what collectives are called with, DDP's own among them."""
+    """Counts collectives and their bytes, including DDP's own."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -289,7 +288,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Count, and go on."""
+        """Count collectives, then dispatch."""
         if func.namespace == "c10d":
             tensors = [args[0]] if torch.is_tensor(args[0]) else args[0]
             self.calls += 1

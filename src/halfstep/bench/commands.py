@@ -1,4 +1,4 @@
-"""The benches of `halfstep bench`: what each measures, and its flags.
+"""The benches of `halfstep bench`: descriptions and flags.
 
 Importing this loads no torch.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Flags = dict[str, dict[str, Any]]
 """Name of a flag -> arguments of `add_argument`."""
 
-# What reads a flag's value; argparse prints the flag before the message.
+# Readers of flag values; argparse prints the flag's name before their messages.
 
 
 def _is_positive_int(text: str) -> bool:
@@ -43,18 +43,18 @@ def _check(valid: object, text: str, expected: str) -> None:
 
 
 def positive_int(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     _check(_is_positive_int(text), text, "must be a whole number of at least 1")
     return int(text)
 
 
 def positive_ints(text: str) -> list[int]:
-    """Return numbers with commas between them."""
+    """Parse comma-separated whole numbers of at least 1."""
     return [positive_int(part) for part in text.split(",")]
 
 
 def share(text: str) -> float:
-    """Return a number from 0 to below 1."""
+    """Parse a number from 0 to below 1."""
     try:
         value = float(text)
     except ValueError:
@@ -64,7 +64,7 @@ def share(text: str) -> float:
 
 
 def shapes(text: str) -> list[str]:
-    """Return shapes with commas between them, each a number of tensors x their size."""
+    """Check comma-separated shapes, each COUNTxSIZE."""
     for part in text.split(","):
         count, _, size = part.partition("x")
         _check(
@@ -76,7 +76,7 @@ def shapes(text: str) -> list[str]:
 
 
 def name_list(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """Return what reads names with commas between them; "all" are all."""
+    """Return a parser of comma-separated names; "all" means all of them."""
 
     def read(text: str) -> list[str]:
         names = list(choices) if text == "all" else text.split(",")
@@ -89,7 +89,7 @@ def name_list(choices: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def learning_rates(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """Return what reads learning rates, each a number or NAME=number."""
+    """Return a parser of comma-separated learning rates: a number or NAME=number."""
     expected = (
         f"must be a number above 0, or NAME=number with a name of {', '.join(choices)}"
     )
@@ -108,7 +108,7 @@ def learning_rates(choices: Collection[str]) -> Callable[[str], list[str]]:
     return read
 
 
-# Flags that several benches have
+# Flags shared by several benches
 
 
 def _flag(
@@ -117,7 +117,7 @@ def _flag(
     read: Callable[[str], Any] = positive_int,
     metavar: str = "N",
 ) -> dict[str, Any]:
-    """Return a flag whose help ends with its default, if it has one."""
+    """Return a flag; its help ends with the default, if any."""
     if default is not None:
         default_text = (
             ",".join(map(str, default)) if isinstance(default, list) else default
@@ -127,7 +127,7 @@ def _flag(
 
 
 def _choice(text: str, *choices: str, default: str | None = None) -> dict[str, Any]:
-    """Return a flag that takes one of some words, by default the first."""
+    """Return a flag with fixed choices; the first is the default."""
     default = default or choices[0]
     text = f"{text} (default {default})"
     return {"choices": choices, "default": default, "help": text}
@@ -186,25 +186,25 @@ _ENCODER: Flags = {
 
 @dataclass(frozen=True)
 class Bench:
-    """One thing to measure."""
+    """One benchmark."""
 
     function: str
-    """MODULE.FUNCTION in this package: from the settings to the tables."""
+    """MODULE.FUNCTION in this package: takes the settings, returns tables."""
     summary: str
-    """One line, for the list of benches."""
+    """One line for the list of benches."""
     description: str
-    """What is compared with what."""
+    """What is compared."""
     flags: Flags
     epilog: str | None = None
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Give a parser the flags of this bench."""
+        """Add this bench's flags to a parser."""
         parser.epilog = self.epilog
         for name, settings in self.flags.items():
             parser.add_argument(f"--{name}", **settings)
 
     def tables(self, arguments: argparse.Namespace) -> list[Table]:
-        """Measure; return what to print.
+        """Run the bench; return its tables.
 
         Raises:
             UserError: If a setting, the data or the machine cannot be used, or a
@@ -405,4 +405,4 @@ BENCHES = {
         {"steps": _flag("steps of each trace", 5000)},
     ),
 }
-"""Name on the command line -> what it measures."""
+"""Name on the command line -> bench."""

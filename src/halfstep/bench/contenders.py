@@ -1,6 +1,6 @@
-"""The contenders of the benches, as data: name -> what it is and how it is set.
+"""The contenders of the benches, as data: name -> description and settings.
 
-Importing this loads no torch, so the command line knows all names at once.
+Importing this loads no torch, so that the command line can list all names quickly.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ class StepContender:
 
     description: str
     loop: str
-    """Of `loops.MAKERS`."""
+    """Key of `loops.MAKERS`."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """For that loop."""
+    """Keyword arguments of the loop."""
 
     @property
     def package(self) -> str | None:
-        """Return the package that it needs besides torch."""
+        """The package that it needs besides torch."""
         return {"accelerate": "accelerate", "fabric": "lightning_fabric"}.get(self.loop)
 
 
@@ -36,7 +36,7 @@ def _o2(description: str, master: str) -> StepContender:
 
 
 MEMORY_HELD_SUFFIX = "-kept"
-"""Suffix of contenders whose C allocator gives no memory back to the system."""
+"""Suffix of contenders whose C allocator returns no memory to the system."""
 
 RECIPE = {
     "fp32": StepContender(
@@ -83,7 +83,7 @@ RECIPE = {
         "halfstep: 16-bit weights without masters", "session", {"level": "O3"}
     ),
 }
-"""What `bench recipe` can train with."""
+"""Contenders of `bench recipe`."""
 
 ACCUMULATE = {"torch.amp": _AMP} | {
     f"{level} {policy}": StepContender(
@@ -91,7 +91,7 @@ ACCUMULATE = {"torch.amp": _AMP} | {
     )
     for level, policy in (("O1", "torch"), ("O1", "lean"), ("O2", "lean"))
 }
-"""What `bench accumulate` trains with."""
+"""Contenders of `bench accumulate`."""
 
 WIRE: dict[str, dict[str, Any]] = {
     "O0": {"level": "O0", "dtype": "fp32"},
@@ -101,10 +101,10 @@ WIRE: dict[str, dict[str, Any]] = {
     "torch.amp": {},
     "torch.amp-hook": {"hook": True},
 }
-"""What `bench wire` trains with: settings of `prepare`, or of torch.amp under DDP."""
+"""Contenders of `bench wire`: settings of `prepare`, or of torch.amp under DDP."""
 
 ENCODER = {"fp32": None, "torch.amp": None, "O1 torch": "torch", "O1 lean": "lean"}
-"""What `bench encoder` trains with: policy of a Session at O1; None: a plain loop."""
+"""Contenders of `bench encoder`: policy of a Session at O1; None: a plain loop."""
 
 TRAIN: dict[str, dict[str, Any]] = {
     "plain-fp32": {"amp": False},
@@ -116,7 +116,7 @@ TRAIN: dict[str, dict[str, Any]] = {
     "O1-fp16": {"level": "O1", "dtype": "fp16"},
     "O2-fp16": {"level": "O2", "dtype": "fp16"},
 }
-"""What `bench train` can run: settings of `halfstep train`, or of the plain loop."""
+"""Contenders of `bench train`: settings of `halfstep train` or of the plain loop."""
 
 _BF16 = {"level": "O2", "dtype": "bf16"}
 
@@ -130,7 +130,7 @@ QUALITY: dict[str, dict[str, str]] = {
     "O2-none": _BF16 | {"master": "none"},
     "O3": {"level": "O3", "dtype": "bf16"},
 }
-"""What `bench quality` can train with: settings of `halfstep train`."""
+"""Contenders of `bench quality`: settings of `halfstep train`."""
 
 NER: dict[str, dict[str, str]] = {
     "fp32": {"level": "O0"},
@@ -139,34 +139,34 @@ NER: dict[str, dict[str, str]] = {
     "O1-bf16": {"level": "O1", "dtype": "bf16"},
     "O2-bf16": {"level": "O2", "dtype": "bf16"},
 }
-"""What `bench ner` can train with: settings of `halfstep train`."""
+"""Contenders of `bench ner`: settings of `halfstep train`."""
 
 
 @dataclass(frozen=True)
 class MasterForm:
-    """One encoding of the master weights, and the bytes that it takes per parameter."""
+    """One encoding of the master weights, and its bytes per parameter."""
 
     weight: int
-    """Bytes, as for the others."""
+    """Bytes per parameter of the weight; the other fields likewise."""
     gradient: int
     """After the backward pass, before the update."""
     extra: int
-    """Beside the weight: the master, or the residual of a compact encoding."""
+    """Besides the weight: the fp32 master, or the residual of a compact encoding."""
     moment: int
-    """Each of the optimizer's."""
+    """Each of the optimizer's moments."""
     settings: dict[str, Any]
-    """For `prepare`; for torch's own optimizer over fp32 weights, if `is_torch`."""
+    """Arguments of `prepare`; if `is_torch`, of torch's optimizer on fp32 weights."""
     is_torch: bool = False
 
     def expected_bytes(self, moments: int) -> int:
-        """Return the bytes that one parameter takes at the end of a backward pass."""
+        """Return the bytes per parameter at the end of a backward pass."""
         return self.weight + self.gradient + self.extra + moments * self.moment
 
     def bytes_moved(self, moments: int) -> int:
-        """Return the fewest bytes that an update reads and writes.
+        """Return the minimum bytes per parameter that an update reads and writes.
 
-        All that it changes it reads and writes; but a gradient is only read, and a
-        weight that has an fp32 master is only written.
+        State is read and written; a gradient is only read, and a weight with an fp32
+        master is only written.
         """
         weight = self.weight * (1 if self.extra > self.weight else 2)
         gradient = self.gradient or self.weight
@@ -188,17 +188,17 @@ FORMS = {
     "torch-foreach": MasterForm(4, 4, 0, 4, {"foreach": True}, is_torch=True),
     "torch-fused": MasterForm(4, 4, 0, 4, {"fused": True}, is_torch=True),
 }
-"""How `bench optimizer` can keep weights."""
+"""Encodings of `bench optimizer`."""
 
 
 @dataclass(frozen=True)
 class TorchOptimizer:
-    """One of torch's optimizers."""
+    """A torch optimizer."""
 
     class_name: str
     settings: dict[str, Any] = field(default_factory=dict)
     moments: int = 0
-    """Tensors as large as the weights that it keeps."""
+    """Number of state tensors as large as the weights."""
 
 
 UPDATE_RULES = {
@@ -207,7 +207,7 @@ UPDATE_RULES = {
     "adam": TorchOptimizer("Adam", moments=2),
     "adamw": TorchOptimizer("AdamW", moments=2),
 }
-"""What `bench optimizer` can update with."""
+"""Optimizers of `bench optimizer`."""
 
 SCALER_OPTIMIZERS = {
     "none": None,
@@ -216,7 +216,7 @@ SCALER_OPTIMIZERS = {
     "sgd-fused": TorchOptimizer("SGD", {"fused": True}),
     "adamw-fused": TorchOptimizer("AdamW", {"fused": True}),
 }
-"""What `bench scaler` can step; None does nothing."""
+"""Optimizers of `bench scaler`; None: one whose step does nothing."""
 
 PLANNED = ("bert", "resnet", "gpt", "t5", "mlp")
 """Models of `bench plan`."""

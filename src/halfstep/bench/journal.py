@@ -1,7 +1,7 @@
-"""What a bench has measured so far, written as it is measured.
+"""Writes measurements as they are taken, so that an interrupted bench still has them.
 
-In: names and figures, one measurement at a time. Out: lines of JSON beside the file of
-`--json` while the bench runs; and where it fails, a table of all that it had.
+While the bench runs, JSON lines are written next to the `--json` file; if it fails, a
+table of them is printed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 class _Journal:
-    """The measurements of one bench; a file gets a line of JSON for each."""
+    """The measurements of one bench, and optionally a file for JSON lines."""
 
     def __init__(self, file: TextIO | None) -> None:
         self.file = file
         self.values: dict[tuple[str, str], list[float]] = {}
 
     def record(self, name: str, figures: dict[str, Any]) -> None:
-        """Write a measurement; keep its numbers by name and figure."""
+        """Write a measurement; store its numbers by name and figure."""
         for figure, value in figures.items():
             if isinstance(value, int | float):
                 if math.isfinite(value):
                     self.values.setdefault((name, figure), []).append(float(value))
-                else:  # JSON has no nan and no infinity
+                else:  # JSON has no NaN and no infinity
                     figures = figures | {figure: str(value)}
         if self.file is not None:
             print(json.dumps({"name": name} | figures), file=self.file, flush=True)
 
     def table(self) -> Table:
-        """Return the medians of what was measured."""
+        """Return the medians of the measurements."""
         rows = tuple(
             (name, figure, len(samples), statistics.median(samples))
             for (name, figure), samples in self.values.items()
@@ -57,19 +57,19 @@ _open_journals: list[_Journal] = []
 
 @contextlib.contextmanager
 def open_journal(json_file: Path | None) -> Iterator[None]:
-    """Write down what is measured meanwhile.
+    """Record measurements during this context.
 
-    A bench that fails, or is interrupted, prints it on standard error, and leaves the
-    lines of JSON in `FILE.part`; one that ends has written its tables, and leaves none.
+    If the bench fails or is interrupted, they are printed on standard error, and the
+    JSON lines stay in `FILE.part`; otherwise that file is deleted.
 
     Args:
-        json_file: Of `--json`. Of a pipe or standard output there is no part.
+        json_file: Value of `--json`. A pipe or standard output gets no `.part` file.
 
     Raises:
         UserError: If the file cannot be written: before hours of measuring, not after.
     """
     part = None
-    # Beside a device or a pipe no file can be made.
+    # No file can be created next to a device or a pipe.
     is_special = json_file and json_file.exists() and not json_file.is_file()
     if json_file and str(json_file) != "-" and not is_special:
         part = json_file.with_name(f"{json_file.name}.part")
@@ -95,6 +95,6 @@ def open_journal(json_file: Path | None) -> Iterator[None]:
 
 
 def record(name: str, **figures: Any) -> None:  # noqa: ANN401 -- what JSON has
-    """Write down a measurement, plain values by name, where a bench is running."""
+    """Record a measurement, as JSON values by name, in the running benches."""
     for journal in _open_journals:
         journal.record(name, figures)

@@ -1,8 +1,8 @@
-"""`halfstep bench optimizer`: what an update costs, in memory copies and in bytes.
+"""`halfstep bench optimizer`: time and memory of an optimizer update.
 
-In: flags. Out: a table. The unit is a copy of one tensor to another that moves as many
-bytes as the update must: what it needs of weights, gradients, masters and moments, read
-once and written once. Forms of master weights and torch's own optimizers take turns.
+Times are relative to a tensor copy that moves as many bytes as the update must: the
+weights, gradients, masters and moments that it needs, read once and written once.
+Encodings of master weights and torch's own optimizers take turns.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from halfstep.session.session import Session
 
 KINDS = ("weights", "gradients", "masters", "moments")
-"""What the bytes of training are spent on; masters: whatever stands beside weights."""
+"""Kinds of training memory; masters: what is stored besides the weights."""
 
 _COUNTER = 8
-"""Most bytes that an optimizer's counter of steps takes beside each tensor."""
+"""Maximum bytes of an optimizer's step counter per tensor."""
 _LR = 1e-3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Which parameters are updated, and where."""
+    """The parameters to update, and their device."""
 
     device: str
     """"cpu" or "cuda"."""
@@ -50,12 +50,12 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Return how many there are."""
+        """The number of parameters."""
         return self.layers * self.width**2
 
 
 def optimizer(arguments: argparse.Namespace) -> list[Table]:
-    """Measure each optimizer in each form."""
+    """Measure each optimizer with each encoding."""
     device = measure.pick_device(arguments.device)
     work = measure.from_flags(Workload, arguments, device=device)
     sources = draw_gradients(work)
@@ -91,7 +91,7 @@ def optimizer(arguments: argparse.Namespace) -> list[Table]:
 
 
 def memory_after_backward(update: Update) -> dict[str, int]:
-    """Return the bytes held at the end of a second backward pass: all state is made."""
+    """Return the bytes after a second backward pass, when all state exists."""
     update.backward()
     update.step()
     update.backward()
@@ -103,7 +103,7 @@ def memory_after_backward(update: Update) -> dict[str, int]:
 def take_times(
     updates: Mapping[str, Update], work: Workload, rounds: int
 ) -> measure.Times:
-    """Let updates and copies take turns; a copy's name is the bytes that it moves."""
+    """Time updates and copies in turn; copies are named by the bytes they move."""
 
     def turn(update: Update) -> float:
         update.write_gradients()
@@ -125,12 +125,12 @@ def take_times(
     for each in moved:
         turns[copy_of(each)] = partial(copy, each * work.parameters // 2)
     for first in turns.values():
-        first()  # what is made once is made here
+        first()  # initializes state
     return measure.take_turns(turns, rounds)
 
 
 def copy_of(moved: int) -> str:
-    """Return the name of a copy that moves so many bytes a parameter."""
+    """Return the name of a copy that moves this many bytes per parameter."""
     return f"copy of {moved}"
 
 
@@ -141,9 +141,9 @@ def table_cells(
     memory: Mapping[str, int] | None,
     work: Workload,
 ) -> dict[str, Cell]:
-    """Return the cells of a form and an optimizer; empty without memory: it is refused.
+    """Return the cells of one row; empty if `memory` is None, as it was rejected.
 
-    One whose updates happen in the backward pass has bytes, and no time.
+    If updates happen in the backward pass, there are bytes but no time.
     """
     form, moments = FORMS[name], UPDATE_RULES[rule].moments
     moved, expected = form.bytes_moved(moments), form.expected_bytes(moments)
@@ -169,19 +169,19 @@ def table_cells(
 
 
 class Update:
-    """Linear layers without bias whose weights an optimizer updates.
+    """Linear layers without bias, and an optimizer that updates their weights.
 
-    All begin with the same weights. torch's own optimizer runs over fp32 weights, any
-    other form in a Session.
+    All start from the same weights. torch's optimizers run on fp32 weights, the others
+    in a Session.
 
     Args:
         rule: The optimizer.
-        form: Of the master weights.
-        work: Gives sizes and device.
+        form: The encoding of the master weights.
+        work: Sizes, dtype and device.
         sources: The gradient of each weight.
 
     Raises:
-        UserError: If the form does not serve this optimizer or dtype.
+        UserError: If the encoding does not support this optimizer or dtype.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Update:
         self._unrelated = torch.zeros((), device=work.device, requires_grad=True)
 
     def backward(self) -> None:
-        """Run a backward pass that gives each weight its gradient."""
+        """Run a backward pass that sets each weight's gradient."""
         if self._session is None:
             loss_of(self.model, self._sources).backward()  # type: ignore[no-untyped-call]
             return
@@ -221,10 +221,10 @@ class Update:
         self._session.backward(loss)
 
     def write_gradients(self) -> None:
-        """Write the gradients of a step; nothing else is left of it but `step`.
+        """Set the gradients, so that only `step` remains to be timed.
 
-        A Session learns of them by a backward pass elsewhere, so that no part of the
-        update, such as a cast of gradients, hides in it.
+        A Session gets its backward pass on an unrelated tensor, so that no part of the
+        update, such as a cast of gradients, escapes the timing.
         """
         if self._session is not None:
             self._session.backward(self._unrelated * 1)
@@ -242,7 +242,7 @@ class Update:
         return None
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held of each of `KINDS`, each storage once."""
+        """Return the bytes of each of `KINDS`; shared storages count once."""
         if self._session is not None:
             sizes: dict[str, int] = self._session.memory()
             return sizes
@@ -258,7 +258,7 @@ class Update:
 
 
 def loss_of(model: nn.Module, sources: Sequence[Tensor]) -> Tensor:
-    """Return a scalar whose gradients are the sources."""
+    """Return a scalar loss whose gradients are `sources`."""
     pairs = zip(model.parameters(), sources, strict=True)
     loss: Tensor = sum(
         ((weight * source.to(weight.dtype)).sum() for weight, source in pairs),
@@ -268,13 +268,13 @@ def loss_of(model: nn.Module, sources: Sequence[Tensor]) -> Tensor:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes behind tensors, each storage once."""
+    """Return the total storage size; shared storages count once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def draw_gradients(work: Workload) -> list[Tensor]:
-    """Return the gradient of each weight, fp32, which 16 bits hold too."""
+    """Draw each weight's gradient: fp32 values that 16 bits hold exactly."""
     torch.manual_seed(0)
     low_dtype = formats.parse(work.dtype).dtype
     shape = work.width, work.width

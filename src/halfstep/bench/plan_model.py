@@ -1,7 +1,7 @@
-"""The model that `halfstep plan` is asked about, and a batch for it.
+"""Loads the model to plan, and a batch for it.
 
-In: `module:function`, a saved program, or a folder. Out: a model and its inputs. No
-weights are read from folders: a plan is about operations, shapes and times.
+In: `module:function`, a saved program, or a folder. Out: a model and its inputs. For
+folders the weights are random: a plan only needs operations, shapes and times.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from halfstep.errors import UserError, require_type
 def load_model(
     word: str, batch: int, length: int, *, trusts_file: bool = False
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return a model and the positional arguments of one batch.
+    """Return a model and the positional arguments for one batch.
 
     Args:
         word: `module:function`, a function without arguments that returns both; a file
             of `torch.export.save`; or the folder of a transformers model, or of a run
             of `halfstep train`.
-        batch: Texts of the batch, for a folder.
-        length: Tokens of each, for a folder.
-        trusts_file: A saved program may be loaded, which can run code that it holds.
+        batch: Number of texts, for a folder.
+        length: Tokens per text, for a folder.
+        trusts_file: Allow loading a saved program, which can execute code.
 
     Raises:
         UserError: If it is none of these, or cannot be loaded.
@@ -51,7 +51,7 @@ def load_model(
             "model and its inputs, or the folder of a transformers model or a run."
         )
         raise UserError(message)
-    sys.path.insert(0, "")  # where `python -m` looks first
+    sys.path.insert(0, "")  # as `python -m` does
     try:
         make = getattr(importlib.import_module(module), function)
         expected = "a function that returns a model and its inputs"
@@ -77,12 +77,12 @@ def load_model(
 def _from_program(
     path: Path, *, trusts_file: bool
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return a saved program as a module, with the inputs it was captured with."""
+    """Load a saved program as a module, with its example inputs."""
     if not path.is_file():
         message = f"there is no file {path}."
         raise UserError(message)
     if not trusts_file:
-        # Formulas of its shapes are evaluated as Python, beside all unpickling.
+        # Besides unpickling, torch evaluates shape expressions in it as Python code.
         message = (
             f"{path}: a saved program can run any code when it is loaded. If you trust "
             "whoever wrote it, add --trust-file."
@@ -93,7 +93,7 @@ def _from_program(
         raise UserError(message)
     try:
         with warnings.catch_warnings():
-            # torch 2.9's own, of each weight.
+            # Raised by torch 2.9 for each weight.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             program = torch.export.load(path)
     except (OSError, RuntimeError, ValueError) as error:
@@ -112,7 +112,7 @@ def _from_program(
 def _from_folder(
     folder: Path, batch: int, length: int
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Return a model of transformers with random weights, and tokens for it."""
+    """Return a transformers model with random weights, and token inputs."""
     from halfstep.train import dependencies
     from halfstep.train.model import load_config
     from halfstep.train.output.run_directory import RunFolder
@@ -122,7 +122,7 @@ def _from_folder(
 
     run = RunFolder(folder)
     config = load_config(run.model if run.model.is_dir() else folder)
-    config.use_cache = False  # a graph returns tensors
+    config.use_cache = False  # a graph must return tensors
     name = (config.architectures or ["none"])[0]
     kind = getattr(transformers, name, None)
     if kind is None:
@@ -139,7 +139,7 @@ def _from_folder(
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, int) and 1 < end < config.vocab_size:
         tokens[tokens == end] = end - 1
-        tokens[:, -1] = end  # some classifiers look for it
+        tokens[:, -1] = end  # some classifiers look for the last token
     model: nn.Module = kind(config)
     arguments = {
         "input_ids": tokens,

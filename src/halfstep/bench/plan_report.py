@@ -1,7 +1,7 @@
-"""What `halfstep plan` shows of a plan: tables, one operation's account, a page.
+"""Presents a plan: tables, details of one operation, and an HTML page.
 
-In: a `Plan`. Out: tables by operation and by module, and an HTML page with a picture of
-the graph: operations from top to bottom in the colours of their formats.
+The page has a picture of the graph: operations from top to bottom, in the colours of
+their formats.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MAX_REACH = 110  # of an arc to the left
 def tables(
     plan: Plan, autocast_casts: int, measured: Mapping[str, float]
 ) -> list[Table]:
-    """Return what is known of a plan, a row for each operation, and for each module.
+    """Return a summary of a plan, and a table by operation and by module.
 
     Args:
         plan: The plan.
-        autocast_casts: Of the same model under torch.autocast.
+        autocast_casts: Number of casts of the same model under torch.autocast.
         measured: Contender -> milliseconds, forward and backward; may be empty.
     """
     num_low = len(plan.low)
@@ -64,7 +64,7 @@ def _grouped(
     key: Callable[[PlannedNode], str],
     why: str = "",
 ) -> Table:
-    """Return rows of nodes that have a key in common, and a reason where asked for."""
+    """Group nodes by a key, and by their reason if asked for."""
     groups: dict[tuple[str, str], list[PlannedNode]] = defaultdict(list)
     for node in plan.nodes:
         groups[key(node), node.reason if why else ""].append(node)
@@ -86,10 +86,10 @@ def _grouped(
 
 
 def explain(plan: Plan, name: str) -> Table:
-    """Return all that is known of one operation.
+    """Return the details of one operation.
 
     Raises:
-        UserError: If the plan has none of that name.
+        UserError: If the plan has no operation of that name.
     """
     by_name = {node.name: node for node in plan.nodes}
     if name not in by_name:
@@ -131,7 +131,7 @@ def explain(plan: Plan, name: str) -> Table:
 
 
 def page(title: str, plan: Plan, summary: list[Table]) -> str:
-    """Return an HTML page: the picture, the tables, every operation.
+    """Return an HTML page with the picture, the tables and every operation.
 
     Raises:
         UserError: If jinja2 is not installed.

@@ -1,8 +1,8 @@
 """`halfstep bench recipe` and `bench accumulate`: steps of torch's recipe network.
 
-In: flags. Out: a table. A few large linear layers with ReLU between them, mean squared
-error: memory traffic counts as much as matmuls. Every contender is a process of its
-own, since allocator settings are per process; they take turns.
+A few large linear layers with ReLU and mean squared error, so that memory traffic
+matters as much as matmuls. Each contender has its own process, because allocator
+settings are per process; they take turns.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from halfstep.reporting.table import Table
 
 BASELINES = ("torch.amp", f"torch.amp{contenders.MEMORY_HELD_SUFFIX}", "pure")
-"""torch.amp as people run it; with memory kept; and the speed limit."""
+"""torch.amp as usually run; the same without releasing memory; and the speed limit."""
 
 KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
-"""glibc keeps all memory it has once had, up to a TiB: large tensors are not mapped
-afresh, page by page, each time."""
+"""Makes glibc keep all memory up to a TiB, instead of mapping large tensors anew, page
+by page, each time."""
 
 _WARM_UP = 2
-"""Steps before the first turn: the second finds all state made."""
-_SMALL = 8  # a width at which all memory is that of libraries
+"""Steps before the first turn: the first one initializes all state."""
+_SMALL = 8  # at this width, nearly all memory belongs to libraries
 _PEAK = {
     "cpu": "resident, above what imports and a step of width 8 left; with batches",
     "cuda": "allocated by torch on the GPU, with batches",
@@ -60,12 +60,12 @@ _PEAK = {
 
 @dataclass(frozen=True)
 class Workload(loops.Workload):
-    """What every contender trains, and with what."""
+    """What every contender trains."""
 
     optimizer: str = "sgd"
-    """Of `MOMENTUM`."""
+    """Key of `MOMENTUM`."""
     lr: float | None = None
-    """None: one at which the loss falls, at any size."""
+    """None: chosen so that the loss falls at any size."""
 
 
 def recipe(arguments: argparse.Namespace) -> list[Table]:
@@ -151,15 +151,15 @@ def _step_notes(device: str, steps: int) -> list[str]:
 def measure_steps(
     names: Mapping[str, StepContender], work: Workload, steps: int, rounds: int
 ) -> tuple[measure.Times, dict[str, dict[str, Any]], dict[str, str]]:
-    """Let contenders take turns of some steps, each in its process.
+    """Time contenders in turn, each in its process.
 
     Returns:
-        Their times; name -> the last answer of its process, for those that ran; name ->
-        why not, for the others.
+        Their times; name -> last answer, for those that ran; name -> reason, for the
+        others.
     """
     hardware.gemm_rates(
         work.device
-    )  # measured once, here, and not in a contender's time
+    )  # measured once here rather than in a contender's time
     absent = {name: why_absent(name, each, work) for name, each in names.items()}
     reasons = {name: why for name, why in absent.items() if why is not None}
     answers: dict[str, dict[str, Any]] = {}
@@ -206,16 +206,16 @@ def _start(name: str, contender: StepContender, work: Workload) -> WorkerProcess
 
 
 def keep_memory(environment: Mapping[str, str]) -> dict[str, str]:
-    """Add our tunables to those that are set; the last of a name counts."""
+    """Append our tunables to those set; glibc uses the last value of a name."""
     tunables = environment.get("GLIBC_TUNABLES")
     return {"GLIBC_TUNABLES": f"{tunables}:{KEEP_MEMORY}" if tunables else KEEP_MEMORY}
 
 
 def versions(packages: Iterable[str | None]) -> list[str]:
-    """Return a note on the versions of packages, by the names they were installed as.
+    """Return a note on the versions of packages, by distribution name.
 
-    Why: `lightning_fabric` may have come with `lightning-fabric`, with
-    `pytorch-lightning`, or with neither's metadata.
+    `lightning_fabric` may belong to `lightning-fabric`, to `pytorch-lightning`, or to
+    no distribution with metadata.
     """
     texts = []
     for package in sorted({each for each in packages if each}):
@@ -227,7 +227,7 @@ def versions(packages: Iterable[str | None]) -> list[str]:
     return [", ".join(texts)] if texts else []
 
 
-# In the process of a contender
+# In a contender's process
 
 
 MOMENTUM = {"sgd": 0.0, "sgd-momentum": 0.9, "adamw": 0.0}
@@ -236,14 +236,14 @@ MOMENTUM = {"sgd": 0.0, "sgd-momentum": 0.9, "adamw": 0.0}
 def make_optimizer(
     parameters: Iterable[Tensor], work: Workload
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the work, as torch makes it by default.
+    """Return the optimizer of the workload, with torch's defaults.
 
-    Why: a mean over all outputs has gradients so small that at a usual rate no loss
-    would move, and contenders that do nothing at all would look like the others. The
-    largest curvature of such a network is some (1 + sqrt(width / batch))**2 / width.
+    A mean over all outputs has such small gradients that no loss would move at usual
+    learning rates, and contenders that do nothing would go unnoticed. So SGD's rate is
+    scaled by the largest curvature, about (1 + sqrt(width / batch))**2 / width.
     """
     if work.optimizer == "adamw":
-        # About a thousandth of a weight, as in healthy training.
+        # Updates of about 0.1% of a weight, as in healthy training.
         return torch.optim.AdamW(parameters, work.lr or 0.05 / work.width)
     momentum = MOMENTUM[work.optimizer]
     curvature = (1 + math.sqrt(work.width / work.batch)) ** 2 / work.width
@@ -252,19 +252,19 @@ def make_optimizer(
 
 
 def make_loop(contender: StepContender, work: Workload) -> Loop:
-    """Return a contender at work; all begin with the same weights."""
+    """Build a contender's loop; all start from the same weights."""
     model = loops.make_network(work, seed=1)
     optimizer = make_optimizer(model.parameters(), work)
     return loops.MAKERS[contender.loop](model, optimizer, work, **contender.settings)
 
 
 class StepServer:
-    """One contender: the first request builds it, each runs steps."""
+    """Runs one contender: the first request builds it, each request runs steps."""
 
     def __init__(self, contender: StepContender, work: Workload) -> None:
-        """Import what it needs, so that libraries do not count as its memory.
+        """Run tiny steps, so that libraries do not count as the contender's memory.
 
-        torch imports parts of itself in a first step, so small ones are taken.
+        torch imports parts of itself in a first step.
         """
         self._contender, self._work = contender, work
         if contender.package:
@@ -278,10 +278,10 @@ class StepServer:
         self._casts: int | None = None
 
     def answer(self, steps: int) -> dict[str, Any]:
-        """Take steps, at least one; return seconds a step, the loss, and the peak.
+        """Run steps, at least one; return seconds per step, the loss, and peak memory.
 
-        Of the first steps the last one counts casts, where the loop is torch.amp's or
-        ours. A contender that cannot do the work says so instead, in "refused".
+        The first call warms up, and counts casts in its last step. If the contender
+        does not support the work, the answer is the reason in "refused".
         """
         device = self._work.device
         if self._loop is None:
@@ -313,12 +313,12 @@ def _take_steps(loop: Loop, batches: Batches, steps: int) -> Tensor:
 
 
 def worker(contender: dict[str, Any], work: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Return what answers the requests for one contender."""
+    """Return the function that answers requests for one contender."""
     return StepServer(contenders.StepContender(**contender), Workload(**work)).answer
 
 
 def weight_casts(loop: Loop, batches: Batches) -> int:
-    """Return how often one step, which is taken, writes a weight in 16 bits."""
+    """Run one step; return how many times it writes a weight in 16 bits."""
 
     def cached() -> int:
         return loop.casts() if isinstance(loop, loops.SessionLoop) else 0
@@ -328,7 +328,7 @@ def weight_casts(loop: Loop, batches: Batches) -> int:
     versions = [weight._version for weight in low]  # noqa: SLF001
     with _CastCounter(loop.model.parameters()) as counter:
         loop.step(batches)
-    # Masters are rounded into weights by kernels that no dispatcher sees.
+    # Kernels that round masters into weights bypass the dispatcher.
     written = sum(
         weight._version != version  # noqa: SLF001
         for weight, version in zip(low, versions, strict=True)

@@ -1,7 +1,7 @@
 """Saves, validates and loads the checkpoints of a run.
 
-With DDP, the first rank writes a single file. With FSDP2, each rank writes its shard;
-any number of ranks can load the checkpoint.
+With DDP, the first rank writes the whole checkpoint. With FSDP2, each rank writes its
+shard; any number of ranks can load it.
 """
 
 from __future__ import annotations

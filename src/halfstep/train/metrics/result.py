@@ -112,7 +112,10 @@ def unique_name(name: str, names: tuple[str, ...]) -> str:
 def confusion_table(
     counts: Counts, names: tuple[str, ...], limit: int, *, notes: tuple[str, ...] = ()
 ) -> Table:
-    """Return a confusion matrix as a table; beyond `limit`, merge the best labels.
+    """Return a confusion matrix as a table, with at most `limit` labels.
+
+    Of more labels, those with the fewest errors are merged: a table of a hundred
+    labels is unreadable, and most errors are in few of them.
 
     Args:
         counts: True by predicted, shape (R, R) for R names. With one row and one
