@@ -1,12 +1,11 @@
 """`halfstep bench encoder` and `bench probe`: training steps of a BERT encoder.
 
-In: flags. Out: tables of step time, memory for activations and losses: in fp32, under
-torch.amp and at O1; or of the time that a probe adds in each mode. All contenders of a
-seed begin with the same weights, read the same batches and draw the same random
-numbers, and take turns step by step.
+Reports step time, memory for activations and losses in fp32, under torch.amp and at O1;
+or the time that a probe adds in each mode. All contenders of a seed start from the same
+weights, use the same batches and random numbers, and take turns step by step.
 
-The texts are synthetic: of a few groups of tokens the label names the one that the text
-favours. Counting solves it, and a small encoder learns it within a hundred steps.
+The texts are synthetic: tokens are divided into groups, and the label is the group that
+is overrepresented. A small encoder learns this within a hundred steps.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "cpu": {"layers": 4, "hidden": 256, "heads": 4, "batch": 16, "lr": 3e-4},
     "cuda": {"layers": 12, "hidden": 768, "heads": 12, "batch": 32, "lr": 1e-4},
 }
-"""Device -> what is not set by a flag; on cuda BERT base, which needs a lower rate."""
+"""Device -> defaults of flags; on cuda those of BERT base, which needs a lower lr."""
 
-CLASSES, GROUP = 4, 8  # labels, and tokens that each has for its own
-FAVOURED = 0.2  # share of tokens drawn from the label's own group, on top of chance
-_WARM_UP = 3  # steps of each seed whose time does not count
+CLASSES, GROUP = 4, 8  # number of labels, and tokens in the group of each
+FAVOURED = 0.2  # share of tokens drawn from the label's group, besides chance
+_WARM_UP = 3  # steps of each seed that are not timed
 _POINTS = 10  # parts of a run whose mean losses are shown
 
 Batch = dict[str, Tensor]
@@ -67,12 +66,12 @@ class Workload:
     hidden: int
     heads: int
     length: int
-    """Tokens of a text."""
+    """Tokens per text."""
     batch: int
-    """Texts of a step."""
+    """Texts per step."""
     steps: int
     seeds: int
-    """Runs of each contender."""
+    """Runs per contender."""
     dropout: float
     lr: float
     attention: str
@@ -80,11 +79,11 @@ class Workload:
 
 
 Losses = dict[str, list[list[float]]]
-"""Contender -> losses of each seed, step by step."""
+"""Contender -> losses of each step, by seed."""
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Train every contender from every seed; return times, memory and losses."""
+    """Train every contender with every seed; return times, memory and losses."""
     work = workload_of(arguments)
     batch = next(draw_batches(work, 0))
     memory = {
@@ -133,7 +132,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _curves(work: Workload, losses: Losses) -> Table:
-    """Return mean losses of equal parts of each run."""
+    """Return the mean losses over equal parts of each run."""
     parts = min(_POINTS, work.steps)
     bounds = [work.steps * part // parts for part in range(parts + 1)]
     rows: list[dict[str, Cell]] = [
@@ -154,7 +153,7 @@ def last_losses(losses: list[list[float]]) -> list[float]:
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
-    """Fill in what no flag set, and check what flags set."""
+    """Return the workload; fill in defaults and validate flags."""
     if find_spec("transformers") is None:
         message = (
             "bench encoder needs transformers: install with pip install "
@@ -200,7 +199,7 @@ def draw_batches(
 
 
 def make_loop(name: str, work: Workload, seed: int) -> Loop:
-    """Return a contender; all of one seed begin with the same weights."""
+    """Build a contender; all of one seed start from the same weights."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(seed)
@@ -228,7 +227,7 @@ def make_loop(name: str, work: Workload, seed: int) -> Loop:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the cross entropy of a batch."""
+    """Return the cross-entropy of a batch."""
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -240,14 +239,14 @@ def train_in_turn(
     seconds: Mapping[str, list[float]],
     after_step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[float]]:
-    """Train contenders from one seed, in turn step by step; return their losses.
+    """Train contenders with one seed, in turn step by step; return their losses.
 
     Args:
         loops: The contenders.
-        work: Gives steps and batches.
-        seed: Of the batches, and of dropout.
-        seconds: Gets the time of each step, without those that warm up.
-        after_step: Called with the contender's name; its time counts too.
+        work: Steps and batches.
+        seed: Seed of the batches and dropout.
+        seconds: Receives the time of each step after warm-up.
+        after_step: Called with the contender's name; its time counts.
     """
     losses: dict[str, list[float]] = {name: [] for name in loops}
 
@@ -258,7 +257,7 @@ def train_in_turn(
 
     for number, batch in enumerate(draw_batches(work, seed)):
         for name in measure.order(loops, number):
-            torch.manual_seed(seed * work.steps + number)  # the same dropout for all
+            torch.manual_seed(seed * work.steps + number)  # same dropout for all
             loss, took = measure.timed(partial(step, name, batch), work.device)
             losses[name].append(loss.item())
             journal.record(name, seed=seed, step=number, loss=loss.item(), seconds=took)
@@ -271,7 +270,7 @@ def train_in_turn(
 
 
 def memory_of(loop: Loop, batch: Batch, device: str) -> dict[str, float | None]:
-    """Measure the memory of a step, not the first: the optimizer has its state."""
+    """Measure the memory of a second step, when the optimizer state exists."""
     loop.step([batch])
     activations, casts = saved_for_backward(loop, batch)
     peak = None
@@ -289,10 +288,10 @@ def memory_of(loop: Loop, batch: Batch, device: str) -> dict[str, float | None]:
 
 
 def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
-    """Return the bytes that a forward pass saves, each piece of memory counted once.
+    """Return the bytes that a forward pass saves for backward; shared storages once.
 
     Returns:
-        Those of activations, and those of casts of weights; weights do not count.
+        Bytes of activations, and bytes of cast weights; weights do not count.
     """
     saved: dict[int, Tensor] = {}
     casts: set[int] = set()
@@ -301,7 +300,7 @@ def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
     def pack(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in weights:
-            # Holding the tensor keeps its address from being given to another.
+            # Keeping the tensor alive prevents reuse of its address.
             saved[address] = tensor
             if comes_from_weight(tensor):
                 casts.add(address)
@@ -319,22 +318,22 @@ _RESHAPES_OR_CASTS = {
     *("PermuteBackward0", "ExpandBackward0", "ViewBackward0"),
     *("UnsafeViewBackward0", "ReshapeAliasBackward0"),
 }
-"""Nodes of autograd behind which a weight is still a weight."""
+"""Autograd nodes that only cast or reshape a weight."""
 
 
 def comes_from_weight(tensor: Tensor) -> bool:
-    """Say whether a tensor is a leaf that learns, but for its dtype and shape."""
+    """Return whether a tensor is a trainable leaf, cast or reshaped."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _RESHAPES_OR_CASTS:
         node = node.next_functions[0][0]
-    return node is not None and hasattr(node, "variable")  # it accumulates a gradient
+    return node is not None and hasattr(node, "variable")  # an AccumulateGrad node
 
 
 # Probes
 
 NONE, FLAGS, BETWEEN, STATISTICS = "none", "flags", "between samples", "full"
 SAMPLED = "sampled"
-"""Computed: of `every` steps one as `STATISTICS`, the others as `BETWEEN`."""
+"""Computed: one of `every` steps as `STATISTICS`, the others as `BETWEEN`."""
 
 PROBES: dict[str, dict[str, Any]] = {
     NONE: {},
@@ -342,15 +341,15 @@ PROBES: dict[str, dict[str, Any]] = {
     BETWEEN: {"mode": "sampled", "every": 2**31 - 1},
     STATISTICS: {"mode": "full"},
 }
-"""Contender of `bench probe` -> settings of its probe; none without."""
+"""Contender of `bench probe` -> settings of its probe; empty: no probe."""
 
 TARGETS = {FLAGS: 1.03, SAMPLED: 1.03}
-"""Most that a step may take, over one without a probe, to be left on always. Statistics
-in every step are for an hour of debugging."""
+"""Maximum step time relative to no probe, for modes that are meant to stay on.
+Statistics in every step are for debugging."""
 
 
 def probe_tables(arguments: argparse.Namespace) -> list[Table]:
-    """Let contenders train in turn, with a probe in each mode and without."""
+    """Train with a probe in each mode and without, in turn."""
     work = workload_of(arguments)
     seconds: dict[str, list[float]] = {name: [] for name in PROBES}
     numbers = 0
@@ -389,9 +388,9 @@ def probe_tables(arguments: argparse.Namespace) -> list[Table]:
 def train_probed(
     loop: str, work: Workload, seed: int, seconds: Mapping[str, list[float]]
 ) -> dict[str, Probe]:
-    """Train all contenders of `bench probe` from one seed; return their probes.
+    """Train all contenders of `bench probe` with one seed; return their probes.
 
-    Events become text, as in metrics.jsonl, and are then forgotten.
+    Events are formatted as for metrics.jsonl, and discarded.
     """
     loops = {name: make_loop(loop, work, seed) for name in PROBES}
     probes = {
@@ -413,6 +412,6 @@ def _to_text(event: Event) -> None:
 
 
 def amortised(seconds: Mapping[str, list[float]], every: int) -> list[float]:
-    """Return, round by round, the mean step of a probe that samples each `every`."""
+    """Return, by round, the mean step time with a sample every `every` steps."""
     pairs = zip(seconds[BETWEEN], seconds[STATISTICS], strict=True)
     return [((every - 1) * between + full) / every for between, full in pairs]

@@ -1,8 +1,6 @@
-"""The training loops that benches compare: torch.amp's, others', and ours.
+"""The training loops that benches compare: plain torch.amp, other libraries, halfstep.
 
-In: a model, an optimizer, and a function from model and batch to loss. Out: an object
-with one method for a forward pass, and one for a step of the optimizer. A library is
-used as its own documentation shows it, and not tuned further.
+A library is used as its documentation shows it, without further tuning.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
     from halfstep.session.session import Session
 
 LossOf: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
-"""From a model and a batch to the batch's mean loss."""
+"""(model, batch) -> mean loss of the batch."""
 Batches: TypeAlias = "list[tuple[Tensor, Tensor]]"
 
 
 class Loop(Protocol):
-    """A model that learns."""
+    """A model and its training step."""
 
     model: nn.Module
 
@@ -40,16 +38,16 @@ class Loop(Protocol):
         """Return the loss of a batch, with its graph."""
 
     def step(self, batches: Sequence[Any]) -> Tensor:
-        """Step once, on the mean over micro-batches; return the loss of the last."""
+        """Run one step on the mean over micro-batches; return the last loss."""
 
 
 class PlainLoop:
-    """A loop as tutorials write it: torch.autocast, torch.amp.GradScaler for fp16.
+    """A loop as in tutorials: torch.autocast, and torch.amp.GradScaler for fp16.
 
     Args:
         model: On its device, in fp32; under DDP it synchronizes the last micro-batch.
-        optimizer: Over its parameters.
-        loss_of: From model and batch to loss.
+        optimizer: Optimizer of its parameters.
+        loss_of: Computes the loss from model and batch.
         device: "cpu" or "cuda".
         dtype: The 16-bit dtype; None trains in fp32.
     """
@@ -73,7 +71,7 @@ class PlainLoop:
             return self._loss_of(self.model, batch)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
-        """Step once, on the mean over micro-batches; return the loss of the last."""
+        """Run one step on the mean over micro-batches; return the last loss."""
         no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
         for number, batch in enumerate(batches, start=1):
             is_last = number == len(batches)
@@ -91,16 +89,16 @@ class PlainLoop:
 
 
 class ManualLoop(PlainLoop):
-    """16-bit weights and, perhaps, fp32 master weights, written by hand.
+    """16-bit weights and optional fp32 master weights, implemented by hand.
 
-    Copy gradients up, step, copy weights down; without masters, step on the weights,
-    without a loss scale.
+    With masters: copy gradients to fp32, step, copy the masters to the weights.
+    Without: step on the weights, without a loss scale.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, work: Workload, *, masters: bool
     ) -> None:
-        """Turn the model to 16 bits; with masters, give the optimizer those."""
+        """Convert the model to 16 bits; with masters, pass those to the optimizer."""
         self.dtype = formats.parse(work.dtype).dtype
         scaled = self.dtype if masters else None
         super().__init__(model, optimizer, loss_of, work.device, scaled)
@@ -118,7 +116,7 @@ class ManualLoop(PlainLoop):
         return loss_of(self.model, (inputs.to(self.dtype), targets.to(self.dtype)))
 
     def update(self) -> None:
-        """Step the optimizer on the masters; copy them to the weights."""
+        """Step the optimizer on the masters, and copy them to the weights."""
         for weight, master in self.pairs:
             if weight.grad is not None:
                 master.grad = weight.grad.float()
@@ -133,7 +131,7 @@ class AccelerateLoop:
     """A loop over Hugging Face Accelerate."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, work: Workload) -> None:
-        """Let it prepare both."""
+        """Let Accelerate prepare model and optimizer."""
         self._accelerator: Any = import_module("accelerate").Accelerator(
             mixed_precision=work.dtype,
             cpu=work.device == "cpu",
@@ -146,7 +144,7 @@ class AccelerateLoop:
         return loss_of(self.model, batch)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
-        """Step once, on the mean over micro-batches; return the loss of the last."""
+        """Run one step on the mean over micro-batches; return the last loss."""
         for batch in batches:
             with self._accelerator.accumulate(self.model):
                 loss = self.forward(batch)
@@ -162,13 +160,13 @@ class FabricLoop:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, work: Workload, *, kind: str
     ) -> None:
-        """Let it set up both.
+        """Let Fabric set up model and optimizer.
 
         Args:
             model: In fp32.
-            optimizer: Over its parameters.
-            work: Gives device and dtype.
-            kind: "true": all in 16 bits, without masters; "mixed": its autocast.
+            optimizer: Optimizer of its parameters.
+            work: Device and dtype.
+            kind: "true": all in 16 bits, without masters; "mixed": autocast.
         """
         number = {"bf16": "bf16", "fp16": "16"}[work.dtype]
         self._fabric: Any = import_module("lightning_fabric").Fabric(
@@ -181,7 +179,7 @@ class FabricLoop:
         return loss_of(self.model, batch)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
-        """Step once, on the mean over micro-batches; return the loss of the last."""
+        """Run one step on the mean over micro-batches; return the last loss."""
         for batch in batches:
             loss = self.forward(batch)
             self._fabric.backward(loss / len(batches))
@@ -204,7 +202,7 @@ class SessionLoop:
             return self._loss_of(self.model, batch)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
-        """Step once, on the mean over micro-batches; return the loss of the last."""
+        """Run one step on the mean over micro-batches; return the last loss."""
         for batch in batches:
             loss = self.forward(batch)
             self.session.backward(loss)
@@ -212,12 +210,12 @@ class SessionLoop:
         return loss.detach()
 
     def casts(self) -> int:
-        """Return how many the cache has made; it hides them from dispatch modes."""
+        """Return the casts made by the cache, which dispatch modes do not see."""
         cache = getattr(self._context, "cache", None)
         return cache.misses if cache is not None else 0
 
 
-# The network of several benches
+# The network shared by several benches
 
 
 @dataclass(frozen=True)
@@ -238,7 +236,7 @@ class Workload:
 
 
 def draw_batches(work: Workload) -> Batches:
-    """Return the micro-batches of every step."""
+    """Return the micro-batches, the same for every step."""
     torch.manual_seed(0)
     shape = work.batch, work.width
 
@@ -249,7 +247,7 @@ def draw_batches(work: Workload) -> Batches:
 
 
 def make_network(work: Workload, seed: int) -> nn.Module:
-    """Return the network; its weights depend on the seed alone."""
+    """Build the network; its weights depend only on the seed."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for _ in range(work.layers):
@@ -266,7 +264,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def plain(
     model: nn.Module, optimizer: Optimizer, work: Workload, *, low: bool = True
 ) -> PlainLoop:
-    """Return a plain loop over the network, in 16 bits or in fp32."""
+    """Return a plain loop on the network, in 16 bits or in fp32."""
     dtype = formats.parse(work.dtype).dtype if low else None
     return PlainLoop(model, optimizer, loss_of, work.device, dtype)
 
@@ -277,7 +275,7 @@ def session(
     work: Workload,
     **settings: Any,  # noqa: ANN401
 ) -> SessionLoop:
-    """Return a session over the network; the settings are those of `prepare`."""
+    """Return a Session loop on the network; `settings` are arguments of `prepare`."""
     common: dict[str, Any] = {"dtype": work.dtype, "accumulate": work.accumulate}
     return SessionLoop(prepare(model, optimizer, **common | settings), loss_of)
 
@@ -289,4 +287,4 @@ MAKERS: dict[str, Callable[..., Loop]] = {
     "fabric": FabricLoop,
     "session": session,
 }
-"""Name of a loop -> what makes it of a network, its optimizer, the work, settings."""
+"""Name -> constructor of a loop: (network, optimizer, work, **settings)."""

@@ -1,8 +1,4 @@
-"""Times of contenders that take turns, and the conditions they were taken under.
-
-In: calls and a device. Out: seconds round by round, with their medians, ratios and
-differences; rows and notes for the table.
-"""
+"""Times contenders in turn, and describes the conditions of the measurements."""
 
 from __future__ import annotations
 
@@ -28,32 +24,32 @@ if TYPE_CHECKING:
 MIB = 2**20
 SPREAD = "+-: half of the rounds lie as near to the ratio"
 TURN_SECONDS = 0.05
-"""A turn has lasted long enough after that, whatever --calls says."""
+"""Minimum duration of a turn, after which it may end before --calls calls."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Times:
-    """What contenders took, round by round; None of one that did not run.
+    """Times of contenders, round by round; results for those not run are None.
 
-    Why: a slow minute of the machine meets all contenders of one round. So ratios and
-    differences are taken within a round, and the median comes last.
+    A slow period of the machine affects all contenders of a round. So ratios and
+    differences are taken within a round, and then the median.
     """
 
     rounds: Mapping[str, Sequence[float]]
-    """Contender -> seconds of each round, in order; as many for each."""
+    """Contender -> seconds of each round; equally many for each."""
 
     def median(self, name: str, unit: float = 1.0) -> float | None:
-        """Return a contender's time in units, of which a second has so many."""
+        """Return a contender's median time; `unit` is the number of them per second."""
         return median([unit * each for each in self.rounds.get(name, ())])
 
     def ratio(self, name: str, baseline: str) -> float | None:
-        """Return a contender's time over that of a baseline."""
+        """Return the median of a contender's time over the baseline's."""
         return median(self._ratios(name, baseline))
 
     def spread(self, name: str, baseline: str) -> float | None:
-        """Return how far the ratios lie apart: half the width of their middle half."""
+        """Return half of the interquartile range of the ratios."""
         ratios = self._ratios(name, baseline)
         if len(ratios) <= 1:
             return 0.0 if ratios else None
@@ -61,7 +57,7 @@ class Times:
         return (high - low) / 2
 
     def excess(self, name: str, baseline: str, unit: float = 1.0) -> float | None:
-        """Return by how much a contender takes longer than a baseline, in units."""
+        """Return the median difference to a baseline; `unit` as in `median`."""
         pairs = self._pairs(name, baseline)
         return median([unit * (own - other) for own, other in pairs])
 
@@ -75,12 +71,12 @@ class Times:
 
 
 def median(values: Sequence[float]) -> float | None:
-    """Return the median; None of none."""
+    """Return the median; None if empty."""
     return statistics.median(values) if values else None
 
 
 def within(value: float | None, limit: float | None) -> bool | None:
-    """Say whether a value is at most a limit; None where there is none of either."""
+    """Return whether a value is at most a limit; None if either is None."""
     return None if value is None or limit is None else value <= limit
 
 
@@ -90,7 +86,7 @@ def table(
     notes: Iterable[str],
     digits: int = 3,
 ) -> Table:
-    """Return a table of rows, each from column to cell; all have the same columns."""
+    """Build a table from rows of column -> cell; all have the same columns."""
     cells = tuple(tuple(row.values()) for row in rows)
     return Table(title, tuple(rows[0]), cells, tuple(notes), digits=digits)
 
@@ -101,9 +97,9 @@ def take_turns(
     """Measure contenders in turn.
 
     Args:
-        contenders: Name -> what takes one turn and returns its seconds.
-        rounds: Turns of each, >= 1.
-        what: What they all do, for the journal, where a bench measures several things.
+        contenders: Name -> function that runs one turn and returns its seconds.
+        rounds: Turns per contender, >= 1.
+        what: Description for the journal, if a bench measures several things.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
@@ -115,18 +111,18 @@ def take_turns(
 
 
 def order(names: Iterable[str], number: int) -> list[str]:
-    """Return the order of a round: every second one runs backwards.
+    """Return the order of a round; every second one is reversed.
 
-    Why: the second contender finds warm caches, or a hot processor.
+    The second contender benefits from warm caches, or suffers from a hot CPU.
     """
     ordered = list(names)
     return ordered[::-1] if number % 2 else ordered
 
 
 def timed(call: Callable[[], T], device: str) -> tuple[T, float]:
-    """Return what a call returns, and its seconds until the device is done too.
+    """Return a call's result, and its seconds until the device is done.
 
-    It is wall time, on a GPU as well: waiting for the processor is time lost.
+    Wall time also on a GPU, as time in which it waits for the host counts.
     """
     synchronize(device)
     start = time.perf_counter()
@@ -136,27 +132,27 @@ def timed(call: Callable[[], T], device: str) -> tuple[T, float]:
 
 
 def per_call(call: Callable[[], object], calls: int, device: str) -> float:
-    """Return the seconds of one call, of microseconds or more, among many in a row."""
-    loop = timeit.Timer(call)  # no garbage collection, and next to no loop
+    """Return the seconds per call over many calls, each of microseconds or more."""
+    loop = timeit.Timer(call)  # no garbage collection, minimal loop overhead
     return timed(lambda: loop.timeit(calls), device)[1] / calls
 
 
 def calls_per_turn(calls: int, seconds: float) -> int:
-    """Return how many calls, each of some seconds, make a turn: at most `calls`."""
+    """Return the number of calls per turn, given seconds per call: at most `calls`."""
     return max(1, min(calls, int(TURN_SECONDS / seconds)))
 
 
 def synchronize(device: str) -> None:
-    """Wait until a device has nothing left to do."""
+    """Wait until all work on the device is done."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def pick_device(name: str | None) -> str:
-    """Return the device that a flag means; None: cuda where there is one.
+    """Resolve a --device flag; None: cuda if available.
 
     Raises:
-        UserError: If cuda is asked for and there is none.
+        UserError: If cuda is requested but not available.
     """
     if name == "cuda" and not torch.cuda.is_available():
         message = "--device cuda: torch sees no CUDA device here; use --device cpu."
@@ -167,22 +163,22 @@ def pick_device(name: str | None) -> str:
 def from_flags(
     kind: Callable[..., T], arguments: argparse.Namespace, **others: object
 ) -> T:
-    """Return a dataclass whose fields are flags, but for those that are given."""
+    """Build a dataclass from flags of the same names as its fields, and `others`."""
     names = {field.name for field in fields(kind)} - others.keys()  # type: ignore[arg-type]
     return kind(**{name: getattr(arguments, name) for name in names}, **others)
 
 
 def in_turn(rounds: int) -> str:
-    """Return the note on what a table's times are."""
+    """Return the note on how a table's times were taken."""
     return f"median of {rounds} rounds, contenders in turn"
 
 
 def conditions(bench: str, device: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the notes that every table needs: when, where, and how to repeat it."""
+    """Return the notes of every table: date, machine, and the command to repeat it."""
     facts = hardware.capabilities()
     processor = facts.gpus[0].name if device == "cuda" else facts.cpu
     today = time.strftime("%Y-%m-%d")
-    threads = torch.get_num_threads()  # now: a flag may have changed it
+    threads = torch.get_num_threads()  # now, as a flag may have changed it
     notes = [
         f"{today}, torch {facts.torch}, {processor}, threads: {threads}",
         f"halfstep bench {bench} {_flags(arguments)} --device {device}",
@@ -192,7 +188,7 @@ def conditions(bench: str, device: str, arguments: argparse.Namespace) -> list[s
 
 
 def _flags(arguments: argparse.Namespace) -> str:
-    """Spell every setting as a flag, defaults too: they may change."""
+    """Format all settings as flags, defaults too, since those may change."""
     words = []
     for name, value in vars(arguments).items():
         if name not in {"command", "tables", "device", "json"} and value is not None:
@@ -202,5 +198,5 @@ def _flags(arguments: argparse.Namespace) -> str:
 
 
 def progress(line: str) -> None:
-    """Print how far the bench is."""
+    """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""`halfstep bench plan`: casts and step times of planned models, beside autocast's.
+"""`halfstep bench plan`: casts and step times of planned models, against autocast.
 
-In: flags. Out: tables. Each model is trained under torch.autocast, under the lean
-policy, at levels O1 and O2, and as planned by painting and by the minimum cut for the
-weights of both levels; all begin with the same weights and take turns. Predicted times
-are held against those measured.
+Each model is trained under torch.autocast, under the lean policy, at levels O1 and O2,
+and as planned by painting and by min-cut for the weights of both levels; all start from
+the same weights and take turns. Predicted times are compared with measured ones.
 """
 
 from __future__ import annotations
@@ -40,37 +39,37 @@ if TYPE_CHECKING:
 
 BASELINE = "torch.autocast"
 PLANNED = ("min-cut", "min-cut O2")
-"""What the targets are asked of."""
+"""The contenders that the targets apply to."""
 MAX_RATIO, MAX_RATIO_OF_FEW_CASTS = 0.9, 1.0
-"""Targets of a planned step over torch.autocast's: where casts take at least
-`MANY_CASTS` of that, and elsewhere."""
+"""Targets of a planned step's time relative to torch.autocast: where casts take at
+least `MANY_CASTS` of it, and otherwise."""
 MANY_CASTS = 0.1
 MAX_CASTS = 0.5
-"""Target of the casts of a planned model, over torch.autocast's."""
+"""Target of a planned model's number of casts, relative to torch.autocast."""
 MAX_ERROR = 0.1
-"""Target of the prediction: how far it may lie from the measured time."""
-_WARM_UP = 2  # steps of each contender whose time does not count
+"""Target of the prediction: maximum relative error."""
+_WARM_UP = 2  # steps of each contender that are not timed
 
 ModelAndBatch = tuple[nn.Module, tuple[Tensor, ...]]
-"""A model, and its inputs, the last of them the classes to predict."""
+"""A model and its inputs, the last of which are the target classes."""
 
 
 class WithLoss(nn.Module):
-    """A model that returns its cross entropy: what is planned is the whole step."""
+    """A model that returns its cross-entropy, so that the whole step is planned."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the loss; the last of the inputs are the classes."""
+        """Return the loss; the last of the inputs are the target classes."""
         scores = self.model(*inputs[:-1])
         scores = getattr(scores, "logits", scores)
         return nn.functional.cross_entropy(scores.flatten(0, -2), inputs[-1].flatten())
 
 
 class _EncoderDecoder(nn.Module):
-    """A T5 that is given both of its inputs by position."""
+    """A T5 that takes both of its inputs by position."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -175,14 +174,14 @@ class Contender:
     """One way to train a model."""
 
     run: nn.Module
-    """What is called."""
+    """The module that is called."""
     optimizer: torch.optim.Optimizer | None = None
     make_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     plan: Plan | None = None
     session: Session | None = None
 
     def forward_backward(self, inputs: tuple[Any, ...]) -> Tensor:
-        """Return the loss, after its backward pass; it is the sum of the outputs."""
+        """Run forward and backward; return the loss, the sum of the outputs."""
         with self.make_context():
             output = self.run(*inputs)
         outputs = [t for t in tensors_in(output) if t.is_floating_point()]
@@ -194,7 +193,7 @@ class Contender:
         return loss
 
     def update(self) -> None:
-        """Step, and drop the gradients."""
+        """Step the optimizer, and clear the gradients."""
         if self.session is not None:
             self.session.step()
         elif self.optimizer is not None:
@@ -272,7 +271,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
 def make_contenders(
     name: str, device: str, dtype: torch.dtype
 ) -> tuple[dict[str, Contender], tuple[Tensor, ...]]:
-    """Return the ways to train a model, with the same weights, and a batch."""
+    """Build the contenders, with the same weights, and a batch."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model = WithLoss(model).to(device).train()
@@ -315,7 +314,7 @@ def _plan(
     method: str,
     level: str,
 ) -> Plan:
-    """Return a plan; the first of a series times all operations anew."""
+    """Plan a model; the first plan of the series times all ops anew."""
     refresh = (method, level) == _PLANS[0][1:]
     return plan(model, inputs, dtype=dtype, method=method, level=level, refresh=refresh)
 
@@ -323,10 +322,10 @@ def _plan(
 def predict(
     contenders: Mapping[str, Contender], inputs: tuple[Any, ...], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Return milliseconds that plans predict: means of before training, and of now.
+    """Return the predicted milliseconds: mean of the plans before training and now.
 
-    Why: operations are timed within a second, and the speed of a shared machine
-    changes from minute to minute.
+    Ops are timed within a second, while the speed of a shared machine changes from
+    minute to minute.
     """
     predictions = {}
     for label, method, level in _PLANS:
@@ -339,7 +338,7 @@ def predict(
 def count_copies(
     contender: Contender, inputs: tuple[Any, ...]
 ) -> Counter[tuple[int, ...]]:
-    """Count the copies to another format of a forward pass, by shape."""
+    """Count the dtype conversions of a forward pass, by shape."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     with without_kineto_log(), profiler as profile, contender.make_context():
@@ -375,8 +374,8 @@ def train_in_turn(
 
 
 def count_autocast_casts(model: nn.Module, inputs: tuple[Any, ...], dtype: str) -> int:
-    """Return how many tensors torch.autocast casts in a forward pass of a model."""
-    own = _copied(model)  # a pass may change buffers
+    """Return the number of tensors that torch.autocast casts in a forward pass."""
+    own = _copied(model)  # a forward pass may change buffers
     fp32, autocasted = Contender(own), _under_autocast(own, inputs, dtype)
     return (count_copies(autocasted, inputs) - count_copies(fp32, inputs)).total()
 
@@ -384,13 +383,13 @@ def count_autocast_casts(model: nn.Module, inputs: tuple[Any, ...], dtype: str) 
 def measure_plan(
     model: nn.Module, inputs: tuple[Any, ...], chosen: Plan, rounds: int = 9
 ) -> dict[str, float]:
-    """Return milliseconds of passes, as planned, under torch.autocast, and in fp32.
+    """Return milliseconds of the passes as planned, under torch.autocast, and in fp32.
 
     Args:
-        model: That was planned; gradients, buffers and stored formats change.
-        inputs: Of one batch.
+        model: The planned model; its gradients, buffers and dtypes change.
+        inputs: One batch.
         chosen: The plan.
-        rounds: Turns of each.
+        rounds: Turns of each contender.
     """
     fp32_model = _copied(model)
     for name in chosen.low_weights:
@@ -408,7 +407,7 @@ def measure_plan(
 
 def _copied(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        # torch's own, of a program that was saved.
+        # Raised inside torch, for saved programs.
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
         return copy.deepcopy(model)
 

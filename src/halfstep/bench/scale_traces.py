@@ -1,11 +1,11 @@
-"""`halfstep bench traces`: steps lost to overflow under each library's rule.
+"""`halfstep bench traces`: steps lost to overflow under each library's scale rule.
 
-In: flags. Out: a table for each trace. A trace is the largest gradient of each step,
-recorded from a training run or written down. Every rule is given the same trace: a step
-is lost if its largest gradient times the scale does not fit in fp16. Nothing is timed.
+A trace is the largest gradient of each step, recorded from a training run or synthetic.
+Each rule is applied to the same traces: a step is lost if its largest gradient times
+the scale overflows fp16. Nothing is timed.
 
-The rules of other libraries are written anew here; ours is a LossScaler
-at work on a graph whose one 16-bit gradient is the trace's.
+The rules of other libraries are reimplemented here; halfstep's is a LossScaler that
+runs on a graph whose only 16-bit gradient is the trace's.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from halfstep.reporting.table import Cell, Table
 
 LARGEST = 65520.0
-"""Half a unit above fp16's largest number, 65504: from here on it rounds to inf."""
+"""Half a unit above fp16's largest number, 65504: rounds to inf from here on."""
 
-_PEAK = 3.0  # 2**14 is its largest safe scale
+_PEAK = 3.0  # its largest safe scale is 2**14
 _SAFE = 2.0**14
 _WINDOW = 50
-_STUCK = 10  # steps in a row lost at one scale: longer than any hysteresis
+_STUCK = 10  # consecutive lost steps at one scale: more than any hysteresis
 
 
 def overflows(peak: float, scale: float) -> bool:
-    """Say whether the largest gradient of a step is not finite in fp16."""
-    return not abs(peak) * scale < LARGEST  # NaN is not
+    """Return whether the largest gradient of a step is non-finite in fp16."""
+    return not abs(peak) * scale < LARGEST  # NaN overflows too
 
 
 def largest_safe_scale(peak: float) -> float:
@@ -57,18 +57,17 @@ class ScalerState:
 
     scale: float
     clean_steps: int = 0
-    """Steps without overflow since the scale last moved, or the last overflow."""
+    """Steps without overflow since the scale last changed, or since an overflow."""
     overflows_left: int = 1
-    """Overflows until the scale backs off: the hysteresis that is left."""
+    """Overflows until the scale is reduced: the remaining hysteresis."""
 
 
 Rule: TypeAlias = "Callable[[ScalerState, bool], ScalerState | None]"
-"""From the state and whether the step overflowed to the next state; None: the
-library raises."""
+"""(state, whether the step overflowed) -> next state; None: the library raises."""
 
 
 def torch_amp(state: ScalerState, found_inf: bool) -> ScalerState:
-    """Halve at each overflow, double after 2,000 clean steps in a row; no bounds."""
+    """Halve at each overflow; double after 2,000 consecutive clean steps; no bounds."""
     if found_inf:
         return ScalerState(_fp32(state.scale / 2))
     if state.clean_steps + 1 < 2000:  # noqa: PLR2004 -- torch's default
@@ -94,11 +93,11 @@ def megatron(state: ScalerState, found_inf: bool) -> ScalerState:
 def deepspeed(
     state: ScalerState, found_inf: bool, *, consecutive: bool = False
 ) -> ScalerState | None:
-    """Do as Megatron does, but raise instead of staying at 1.
+    """Like Megatron, but raise instead of staying at 1.
 
     Args:
         state: Before the step.
-        found_inf: Whether it overflowed.
+        found_inf: Whether the step overflowed.
         consecutive: Each clean step resets the hysteresis, not only doubling.
     """
     if found_inf and state.overflows_left > 1:
@@ -119,24 +118,24 @@ def _fp32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
 
-# Rules at work
+# Applying rules to traces
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A rule at work."""
+    """A rule with its initial scale."""
 
     first: float
-    """Its own first scale."""
+    """Initial scale of the library."""
     play: Callable[[Sequence[float], float], Iterator[float]]
-    """From peaks and first scale to the scale of each step, and after all of them the
-    next one; it ends early where the library raises."""
+    """(peaks, initial scale) -> the scale of each step and the one after the last; ends
+    early if the library raises."""
 
 
 def replay_library_rule(
     rule: Rule, hysteresis: int, peaks: Sequence[float], first: float
 ) -> Iterator[float]:
-    """Run another library's rule; `hysteresis` overflows precede a backoff."""
+    """Run another library's rule; it tolerates `hysteresis` - 1 overflows."""
     state = ScalerState(first, overflows_left=hysteresis)
     for peak in peaks:
         yield state.scale
@@ -150,7 +149,7 @@ def replay_library_rule(
 def replay_halfstep_rule(
     rule: ScaleRule, peaks: Sequence[float], first: float
 ) -> Iterator[float]:
-    """Run our LossScaler, its strategy included."""
+    """Run a LossScaler, including its strategy."""
     scaler = LossScaler(rule)
     scaler.state = replace(scaler.state, scale=torch.tensor(first))
     weight = torch.ones((), requires_grad=True)
@@ -187,7 +186,7 @@ CONTENDERS = {
     "halfstep, measured": _halfstep(ScaleRule.parse("measured")),
     "halfstep, logmax": _halfstep(ScaleRule.parse("logmax")),
 }
-"""Name -> rule, each with its library's own numbers."""
+"""Name -> rule, with the library's defaults."""
 
 
 # Traces
@@ -195,24 +194,24 @@ CONTENDERS = {
 
 @dataclass(frozen=True)
 class Trace:
-    """How large gradients were."""
+    """A sequence of gradient magnitudes."""
 
     name: str
     peaks: Sequence[float]
-    """Largest |gradient| of each step, unscaled; NaN where it was not finite."""
+    """Largest |gradient| of each step, unscaled; NaN if non-finite."""
     level: Sequence[float]
-    """The same without what is out of the ordinary: it says which scale is right."""
+    """The same without outliers; determines the right scale."""
     first: float | None = _SAFE
-    """Scale that every rule begins with; None leaves each its own."""
+    """Initial scale for every rule; None: each library's own."""
 
 
 def synthetic_traces(steps: int) -> list[Trace]:
-    """Return the shapes that loss scales have to live with."""
+    """Return typical shapes of gradient magnitudes."""
     flat = [_PEAK] * steps
     at = steps // 10
     growth = [_PEAK * 2 ** (step / 500) for step in range(steps)]
     decay = [_PEAK / 2 ** (step / 500) for step in range(steps)]
-    # 51: a rule that looks every 100 steps shall not meet all of them, or none.
+    # 51, so that a rule that acts every 100 steps meets some of them, not all or none.
     spikes = [_PEAK * (8 if step % 51 == 50 else 1) for step in range(steps)]  # noqa: PLR2004
     nan = math.nan
     return [
@@ -228,12 +227,12 @@ def synthetic_traces(steps: int) -> list[Trace]:
 
 
 def record_trace(steps: int, reduction: str) -> Trace:
-    """Train a small classifier in fp16 autocast; return its 16-bit gradients' peaks.
+    """Train a small classifier in fp16 autocast; return the peaks of 16-bit gradients.
 
-    It trains at a scale too low to overflow, so that no rule has a hand in the trace.
+    The scale is too low to overflow, so that no rule influences the trace.
 
     Args:
-        steps: How many.
+        steps: Number of steps.
         reduction: Of the loss over a batch, "mean" or "sum".
     """
     torch.manual_seed(0)
@@ -260,7 +259,7 @@ def record_trace(steps: int, reduction: str) -> Trace:
         loss = F.cross_entropy(outputs.float(), labels, reduction=reduction)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        # Under autocast a weight's gradient was a 16-bit number too.
+        # Under autocast, weight gradients were also computed in 16 bits.
         seen += [gradient.abs().amax() for gradient in gradients]
         peaks.append(torch.stack([each.float() for each in seen]).amax().item() / scale)
         seen.clear()
@@ -280,9 +279,9 @@ def replay(trace: Trace, contender: Contender) -> dict[str, Cell]:
     """Apply a rule to a trace; return the cells of its row.
 
     A step is lost if it overflowed. Steps to recover: the longest run of steps, lost or
-    not, outside half to all of the largest safe scale; None if the trace ends there.
-    Binades unused: mean between the scale and the largest safe one, over the steps that
-    were not lost; NaN if all were, inf if the scale was 0.
+    not, outside half to all of the largest safe scale; None if the trace ends in it.
+    Binades unused: mean log2 of the largest safe scale over the scale, over the steps
+    that were not lost; NaN if all were, inf if the scale was 0.
     """
     first = contender.first if trace.first is None else trace.first
     scales = list(contender.play(trace.peaks, first))
@@ -306,7 +305,7 @@ def replay(trace: Trace, contender: Contender) -> dict[str, Cell]:
 
 
 def _scale_text(last: float, used: list[float], lost: list[bool]) -> str:
-    """Return a scale as text: its power of two, 0.0, or that it is stuck."""
+    """Format a scale: its power of two, 0.0, or that it is stuck."""
     if last == 0:
         return "0.0"
     if all(lost[-_STUCK:]) and set(used[-_STUCK:]) == {last}:

@@ -1,12 +1,12 @@
-"""`halfstep bench scaler`: what a GradScaler adds to a step of the optimizer.
+"""`halfstep bench scaler`: overhead of a GradScaler in an optimizer step.
 
-In: flags. Out: a table. torch's scaler, ours, and the bare optimizer take turns on the
-same gradients; what a scaler adds is its step less the bare one of the same round.
+torch's scaler, halfstep's, and the optimizer alone take turns on the same gradients;
+the overhead is the difference to the optimizer alone in the same round.
 
-An optimizer's own step is long and noisy beside that. So the rows that count for
-optimizers that are not fused have one whose step does nothing: such a scaler unscales,
-decides on the host whether to step, and updates its scale, whatever the step is. A
-fused optimizer unscales in its kernel; there only the difference can be measured.
+An optimizer's own step is long and noisy compared with that. For optimizers that are
+not fused, a scaler does the same whatever the step is (unscale, decide on the host
+whether to step, update its scale); so the row of an optimizer whose step does nothing
+counts. A fused optimizer unscales in its kernel, so only the difference is measurable.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from halfstep.reporting.table import Cell, Table
 
 TARGETS = {"1000x16": 0.5, "3x4096": 1.0}
-"""Shape -> most that ours may add, over what torch's adds: many small tensors cost
-Python, which can be saved; a few large ones cost memory traffic, which cannot."""
+"""Shape -> maximum overhead relative to torch's. Many small tensors cost Python time,
+which can be saved; a few large ones cost memory traffic, which cannot."""
 
-_NOISY = ("sgd", "adamw")  # what a scaler adds is read in the row of "none"
+_NOISY = ("sgd", "adamw")  # see the row of "none" for their overhead
 _LR = 1e-3
 _MICRO = 1e6
 
 
 class NoOpOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step does nothing; it holds state as one with momentum."""
+    """An optimizer whose step does nothing; it has state as if with momentum."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__(parameters, {})
@@ -50,7 +50,7 @@ class NoOpOptimizer(torch.optim.Optimizer):
 
 
 def make_optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Return one of `SCALER_OPTIMIZERS`."""
+    """Build one of `SCALER_OPTIMIZERS`."""
     chosen = SCALER_OPTIMIZERS[name]
     if chosen is None:
         return NoOpOptimizer(parameters)
@@ -61,10 +61,10 @@ def make_optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Gradients:
-    """Parameters whose gradients can be had again as a backward pass left them.
+    """Parameters whose gradients can be reset.
 
-    Why: each step unscales them in place. Left alone they would soon be 0, and numbers
-    on the way there are slow.
+    Each step unscales gradients in place. Without a reset they would underflow to 0,
+    and arithmetic on subnormal numbers is slow.
     """
 
     parameters: list[Tensor]
@@ -72,7 +72,7 @@ class Gradients:
 
     @classmethod
     def draw(cls, shape: str, device: str) -> Gradients:
-        """Make those of a shape such as "1000x16": 1,000 tensors of 16 x 16."""
+        """Draw gradients of a shape such as "1000x16": 1,000 tensors of 16 x 16."""
         count, size = map(int, shape.split("x"))
         torch.manual_seed(0)
         source = [torch.randn(size, size, device=device) for _ in range(count)]
@@ -82,7 +82,7 @@ class Gradients:
         return cls(parameters, source)
 
     def reset(self) -> None:
-        """Write the original gradients again."""
+        """Restore the original gradients."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_copy_(grads, self._source)
 
@@ -136,7 +136,7 @@ def take_times(
     rounds: int,
     what: str = "",
 ) -> measure.Times:
-    """Let the bare optimizer and both scalers step in turn."""
+    """Time the optimizer alone and with each scaler, in turn."""
     loss = torch.ones((), device=device)
 
     def scaled(scaler: torch.amp.GradScaler) -> None:
@@ -152,7 +152,7 @@ def take_times(
     }
 
     def turn(name: str, calls: int) -> float:
-        """Return the seconds of one step among some, each on gradients written anew."""
+        """Return the mean seconds per step, each on reset gradients."""
         taken = 0.0
         for _ in range(calls):
             gradients.reset()
@@ -160,7 +160,7 @@ def take_times(
         return taken / calls
 
     for name in steps:
-        turn(name, 1)  # what is made once is made here
+        turn(name, 1)  # initializes state
     calls = measure.calls_per_turn(calls, turn("torch", 3))
     turns = {name: partial(turn, name, calls) for name in steps}
     return measure.take_turns(turns, rounds, what)

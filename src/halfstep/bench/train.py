@@ -1,8 +1,8 @@
-"""`halfstep bench train`: the text classifier at each level beside a plain loop.
+"""`halfstep bench train`: the text classifier at each level, and a plain loop.
 
-In: flags. Out: a table of time, memory and quality, and one of where the time went.
-Each contender runs in a process of its own, so that its peak memory is its own, and
-contenders take turns, so that a slow minute of the machine meets them all.
+Reports time, memory and quality, and the time per part of a step. Each contender runs
+in its own process, for its own peak memory; contenders take turns, so that a slow
+period of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
     """A text and its class."""
 
 BASELINES = ("plain-amp", "plain-fp32")
-"""Contenders that the others' speed is compared with."""
+"""Contenders that the speed of the others is compared with."""
 
 PARTS = ("tokenise", "input", "forward", "backward", "update", "rest")
-"""What the time of a run goes to; the plain loop tokenises in its input."""
+"""Parts of a run's time; the plain loop tokenizes in its input."""
 
 PADDED = 128
-"""Tokens of each text in the plain loop."""
+"""Tokens per text in the plain loop."""
 
 Runs = dict[str, list[dict[str, Any]]]
 """Contender -> the result of each run."""
 
 
 def train(arguments: argparse.Namespace) -> list[Table]:
-    """Run the contenders in turn; return their medians, and where the time went."""
+    """Run the contenders in turn; return medians, and the time per part."""
     keys = ("data", "limit", "seed", "epochs", "model")
     settings = {key: getattr(arguments, key) for key in keys}
-    load_corpus(TrainConfig(**settings))  # a fault of the data shows now
+    load_corpus(TrainConfig(**settings))  # fails early if the data are invalid
     results: Runs = {name: [] for name in arguments.contenders}
     for repeat in range(arguments.repeats):
         for name in measure.order(results, repeat):
@@ -116,7 +116,7 @@ def run_rows(results: Runs) -> list[dict[str, Cell]]:
 
 
 def part_rows(results: Runs) -> list[dict[str, Cell]]:
-    """Return the milliseconds of a step, by what they went to."""
+    """Return the milliseconds per step of each part."""
     rows: list[dict[str, Cell]] = []
     for name, runs in results.items():
         medians = {
@@ -129,11 +129,11 @@ def part_rows(results: Runs) -> list[dict[str, Cell]]:
     return rows
 
 
-# One run, in a process of its own
+# One run, in its own process
 
 
 def worker(settings: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
-    """Return what runs a contender."""
+    """Return the function that runs a contender."""
     return lambda _: train_once(settings)
 
 
@@ -149,13 +149,13 @@ def train_once(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _halfstep(**settings: Any) -> tuple[list[float], dict[str, Any]]:  # noqa: ANN401
-    """Run `halfstep train` with the settings of the plain loop.
+    """Run `halfstep train` like the plain loop.
 
-    It masks no tokens, and its last weights are evaluated: no dev text has chosen them.
+    Masks no tokens, and evaluates the last weights; none are selected by dev score.
     """
     more = {"mask_tokens": 0.0, "eval_every": EVAL_ONLY_AT_END}
     with tempfile.TemporaryDirectory() as folder:
-        # Tokens kept from another run would be time not counted.
+        # An empty cache, since tokenizing is part of the measured time.
         os.environ["HALFSTEP_CACHE"] = str(Path(folder) / "cache")
         result = run(settings | more | {"out": str(Path(folder) / "run")})
         records = [r for r in result.folder.records() if "event" not in r]
@@ -173,7 +173,7 @@ def _halfstep(**settings: Any) -> tuple[list[float], dict[str, Any]]:  # noqa: A
 
 
 def sum_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds that all steps took, by what they went to."""
+    """Return the total seconds of each part, over all steps."""
     return {
         part: sum(step.get(part, 0.0) for step in steps)
         for part in dict.fromkeys(part for step in steps for part in step)
@@ -189,12 +189,13 @@ def _plain(
     model: str,
     amp: bool,
 ) -> tuple[list[float], dict[str, Any]]:
-    """Train and evaluate as tutorials do; return the losses, and what was measured.
+    """Train and evaluate as in tutorials; return losses and measurements.
 
-    The loop is neither tuned nor slowed: every text is padded to 128 and tokenised in
-    the collate function, the optimizer is AdamW as torch has it (not fused, everything
-    decays), mixed precision is torch.autocast with torch.amp.GradScaler, on a GPU in
-    fp16. Model, vocabulary, split, schedule and clipping are those of `halfstep train`.
+    The loop is neither tuned nor slowed: every text is padded to 128 and tokenized in
+    the collate function, the optimizer is AdamW with torch's defaults (not fused,
+    weight decay for all), mixed precision is torch.autocast with torch.amp.GradScaler,
+    on a GPU in fp16. Model, vocabulary, split, schedule and clipping are those of
+    `halfstep train`.
     """
     config = TrainConfig(data=data, limit=limit, seed=seed, epochs=epochs, model=model)
     corpus = load_corpus(config)
@@ -276,7 +277,7 @@ def _plain(
 
 
 def _examples(split: Split) -> list[Example]:
-    """Return a split as tutorials hold it: all of it, in memory."""
+    """Load a whole split into memory, as tutorials do."""
     return list(zip(split.texts(), split.labels().tolist(), strict=True))
 
 

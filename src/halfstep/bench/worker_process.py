@@ -1,8 +1,7 @@
-"""Contenders in processes of their own, which compute only when they are asked to.
+"""Runs contenders in processes of their own, which compute only on request.
 
-In: a module, a task, changes of the environment. Out: an answer to each request. What
-is set for a process, such as its allocator, is then compared within one run, and one
-process computes at a time: the others wait for a line.
+So settings of a process, such as its allocator, can be compared within one run, and
+only one process computes at a time: the others wait for a line of input.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Environment in which the threads of a process that waits sleep at once: by OpenMP's
-defaults they spin for a while, on processors that the next contender needs."""
+"""Environment that lets waiting threads sleep at once: by default OpenMP threads spin
+for a while, on cores that the next contender needs."""
 
 TIMEOUT_S = 30
-"""In which a process without requests must end by itself."""
+"""Seconds in which a process without requests must exit."""
 
 
 class WorkerProcess:
-    """A process that answers requests, each a line of JSON, as is the answer.
+    """A process that answers requests; both are lines of JSON.
 
     Args:
-        name: For people.
-        module: Its function `worker` makes from the task what answers requests.
-        task: Plain values: arguments of that function.
-        environment: Variables set for it.
+        name: Name for messages.
+        module: Its function `worker` takes the task and returns the request handler.
+        task: Keyword arguments of that function, as plain values.
+        environment: Environment variables to set.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class WorkerProcess:
         environment: Mapping[str, str] = PASSIVE_WAIT,
     ) -> None:
         self.name = name
-        # A file: a pipe that is not read while it works would fill up and block it.
+        # A file, because an unread pipe would fill up and block the process.
         self._stderr = tempfile.TemporaryFile(  # noqa: SIM115 -- closed by __exit__
             "w+", encoding="utf-8", errors="replace"
         )
@@ -65,15 +64,15 @@ class WorkerProcess:
         )
 
     def request(self, question: Any = None) -> dict[str, Any]:  # noqa: ANN401 -- any JSON
-        """Send a request; wait for the answer, and record it.
+        """Send a request; return and record the answer.
 
         Raises:
-            UserError: If the process has ended, with the last line of its errors.
+            UserError: If the process has ended; includes the last line of its errors.
         """
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin  # noqa: S101 -- both are pipes
         assert stdout  # noqa: S101
-        with contextlib.suppress(BrokenPipeError):  # raised below, with its reason
+        with contextlib.suppress(BrokenPipeError):  # reported below, with its reason
             stdin.write(json.dumps(question) + "\n")
             stdin.flush()
         line = stdout.readline()
@@ -96,7 +95,7 @@ class WorkerProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let it end; kill it if it does not, or at once after an error of ours."""
+        """Let the process exit; kill it on a timeout, or at once on an exception."""
         if error is not None:
             self.process.kill()
         try:
@@ -108,7 +107,7 @@ class WorkerProcess:
 
 
 def run_once(name: str, module: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one answer of a process that is started for it.
+    """Start a process for a single request; return the answer.
 
     Raises:
         UserError: If the process fails.
@@ -118,13 +117,13 @@ def run_once(name: str, module: str, task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(module: str, task: str) -> None:
-    """Be such a process: answer each line of standard input until there is none.
+    """Run as a worker: answer each line of standard input until it ends.
 
-    What is printed meanwhile, by whatever library, goes to standard error.
+    Everything that libraries print goes to standard error.
     """
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
-        # Python's own buffer would be emptied last, behind an error's traceback.
+        # Python's buffer would be flushed last, after an error's traceback.
         with contextlib.redirect_stdout(sys.stderr):
             answer = import_module(module).worker(**json.loads(task))
             for line in sys.stdin:
@@ -132,17 +131,18 @@ def main(module: str, task: str) -> None:
 
 
 def resident(device: str) -> int:
-    """Return the bytes that this process holds now; on a GPU, what torch allocated.
+    """Return the current resident bytes; on a GPU, what torch allocated.
 
-    Where the system does not say, the most that it has held so far.
+    The peak so far, if the system does not report the current value.
     """
     return _memory("VmRSS") if device == "cpu" else hardware.peak_memory(device)
 
 
 def peak_resident(device: str) -> int:
-    """Return the most bytes that this process has held so far.
+    """Return the peak resident bytes so far.
 
-    Why: the figure of `getrusage` begins at what the parent held when it started us.
+    Not from `getrusage`, whose peak starts at the parent's size at the time of the
+    fork.
     """
     return _memory("VmHWM") if device == "cpu" else hardware.peak_memory(device)
 
