@@ -255,7 +255,6 @@ def attention_probs(
     wide = torch.promote_types(query.dtype, torch.float32)
     # 16-bit scores would be less precise than in torch's kernels. Contiguous, because
     # the matmul would otherwise copy what the cast has just written.
-    # the product would else copy what the cast has just written.
     query, key = (
         each.to(wide, memory_format=torch.contiguous_format) for each in (query, key)
     )
