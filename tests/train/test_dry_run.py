@@ -35,7 +35,7 @@ def test_it_writes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     assert result.summary["skipped"] == 0
     assert result.summary["step_seconds"] > 0
     titles = [table.title for table in result.tables]
-    assert titles[:2] == ["What this run would be", "Check before training"]
+    assert titles[:2] == ["Estimate of this run", "Check before training"]
     assert "Gradients against fp32, by module" in titles
     assert "Time and memory" in titles
 
@@ -82,7 +82,7 @@ def test_it_leaves_a_run_alone(
     shown = capsys.readouterr().out
     assert tree(tmp_path) == before
     assert "holds a run already" in " ".join(shown.split())
-    assert "What this run would be" in shown
+    assert "Estimate of this run" in shown
     assert "report:" not in shown
 
 
@@ -97,7 +97,7 @@ def test_steps_that_take_long(
     monkeypatch.setattr(dry_run, "_MAX_SECONDS", longest)
     table = run(settings, check=True).tables[0]
     assert f"0 of {made} skipped" in table.text()
-    cut = "1 of 8 steps were made: they take long." in table.notes
+    cut = "Only 1 of 8 steps were run: they are slow." in table.notes
     assert cut is (made == 1)
 
 

@@ -20,7 +20,7 @@ PARTS = {
     "update": 0.008,
     "rest": 0.001,
 }
-CONFUSION = Table("Confusion", ("truth", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
+CONFUSION = Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
 
 
 def judged(shift: float) -> EvalMetrics:
@@ -97,7 +97,7 @@ def test_order_of_the_sections() -> None:
         "Findings",
         "Quality",
         "Confusion",
-        "Mistakes worth reading",
+        "Worst mistakes",
         "Curves",
         "Where the time of a step went",
         "Cost",
@@ -133,16 +133,16 @@ def test_without_a_test_split() -> None:
 def test_confusion_is_a_heat_map() -> None:
     """Law: counts with the truth in rows and guesses across."""
     (grid,) = grids(sections(page(told()))["Confusion"])
-    assert grid == [["truth", "guess"], ["a", "b"], ["a", "2", "1"], ["b", "0", "1"]]
+    assert grid == [["true", "predicted"], ["a", "b"], ["a", "2", "1"], ["b", "0", "1"]]
     bare = replace(judged(0.0), confusion=None)
     assert "Confusion" not in sections(page(told(metrics={"dev": bare})))
 
 
 def test_what_there_is_nothing_of_has_no_section() -> None:
     """Law: no findings and no mistakes leave no heading behind."""
-    empty = Table("Wrong", ("text",), (), ("0 of 4 guesses are wrong.",))
+    empty = Table("Wrong", ("text",), (), ("0 of 4 predictions are wrong.",))
     found = sections(page(told(findings=(), worst_examples=(empty,))))
-    assert not {"Findings", "Mistakes worth reading"} & set(found)
+    assert not {"Findings", "Worst mistakes"} & set(found)
 
 
 def test_curves() -> None:
@@ -181,7 +181,7 @@ def test_two_losses_are_told_apart() -> None:
         curves = sections(page(told(records=records)))["Curves"]
         notes = [str(p.text) for p in curves.iter("p")]
         assert len(notes) == count
-        assert all(note.startswith("The training loss is") for note in notes)
+        assert all(note.startswith("The training loss includes") for note in notes)
 
 
 def test_where_the_time_went() -> None:
@@ -213,7 +213,7 @@ def test_times_and_memory_on_a_gpu(device: str) -> None:
     """Law: on a GPU times are the host's, memory is what torch allocated there."""
     found = sections(page(told(settings={"device": device})))
     notes = [str(p.text) for p in found["Where the time of a step went"].iter("p")]
-    hosts = [note for note in notes if note.startswith("These are the host's times")]
+    hosts = [note for note in notes if note.startswith("Times are taken on the host")]
     assert len(hosts) == (device == "cuda")
     _, held = grids(found["Cost"])
     peaks = {"cpu": "peak of the process", "cuda": "peak allocated by torch on the GPU"}

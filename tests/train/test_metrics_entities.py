@@ -102,21 +102,21 @@ def test_by_hand() -> None:
         ("ORG", 0.0, 0.0, 0.0, 0),
     )
     assert judged.confusion is not None
-    assert judged.confusion.columns == ("truth", "PER", "LOC", "ORG", "missed")
+    assert judged.confusion.columns == ("true", "PER", "LOC", "ORG", "missed")
     assert judged.confusion.rows == (
         ("PER", 2, 0, 0, 0),
         ("LOC", 1, 0, 0, 1),
         ("ORG", 0, 0, 0, 0),
-        ("not there", 0, 1, 0, None),
+        ("spurious", 0, 1, 0, None),
     )
     assert json.loads(json.dumps(judged.data()))["per_class"][1] == ["LOC", 0, 0, 0, 2]
 
 
 def test_names_that_the_table_has_itself() -> None:
     """Law: a kind may be named as a column of the table is."""
-    table = compute_metrics([[(0, 1, 0)]], [[]], ["missed", "truth"], 0.0).confusion
+    table = compute_metrics([[(0, 1, 0)]], [[]], ["missed", "true"], 0.0).confusion
     assert table is not None
-    assert table.columns == ("truth'", "missed", "truth", "missed'")
+    assert table.columns == ("true'", "missed", "true", "missed'")
 
 
 def test_worst_texts_first() -> None:
@@ -130,7 +130,7 @@ def test_worst_texts_first() -> None:
     truth = [[(0, 3, 0), (7, 11, 1)], [(0, 3, 0)], [(0, 3, 0)], [(0, 3, 0)]]
     guess = [[(0, 2, 0), (7, 11, 2)], [], [(0, 3, 0)], []]
     table = worst_examples(text_of, truth, guess, KINDS, limit=2)
-    assert table.columns == ("text", "missed", "not there")
+    assert table.columns == ("text", "missed", "spurious")
     assert table.rows == (
         ("Ada in Rome", "PER Ada at 0; LOC Rome at 7", "PER Ad at 0; ORG Rome at 7"),
         ("Bob", "PER Bob at 0", ""),

@@ -68,7 +68,7 @@ def test_by_hand() -> None:
     assert found.scores["accuracy"] == pytest.approx(4 / 7)
     assert found.scores["macro_f1"] == pytest.approx((3 / 4 + 2 / 5) / 3)
     assert found.confusion is not None
-    assert found.confusion.columns == ("truth", "a", "b", "c")
+    assert found.confusion.columns == ("true", "a", "b", "c")
     assert found.confusion.rows == (("a", 3, 1, 0), ("b", 1, 1, 0), ("c", 0, 1, 0))
 
 
@@ -99,11 +99,11 @@ def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
         return f"text {i}"
 
     table = worst_examples(text, logits, torch.tensor([1, 2, 0, 0]), LABELS, limit=2)
-    assert table.columns == ("text", "truth", "guess", "probability")
+    assert table.columns == ("text", "true", "predicted", "probability")
     assert table.rows == (
         ("text 1", "c", "b", pytest.approx(0.7)),
         ("text 3", "a", "c", pytest.approx(0.6)),
     )
     assert asked == [1, 3]
-    note = "3 of 4 guesses are wrong; the 2 most confident are shown."
+    note = "3 of 4 predictions are wrong; the 2 most confident are shown."
     assert table.notes == (note,)

@@ -21,7 +21,7 @@ FOUND = EvalMetrics(
     loss=0.25,
     scores={"accuracy": 0.875, "macro_f1": 0.5, "mcc": -0.125},
     per_class=(("a", 1.0, 0.5, 0.625, 3), ("b", 0.5, 0.25, 0.375, 1)),
-    confusion=Table("Confusion", ("truth", "a", "b"), (("a", 2, 1), ("b", 0, 1))),
+    confusion=Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1))),
 )
 
 
@@ -96,8 +96,8 @@ def test_most_mistaken(beyond: int, most: int, more: int, data: st.DataObject) -
 
     kept = sorted(sorted(range(len(names)), key=lambda i: -wrong(i))[: most - 1])
     named = (*(names[i] for i in kept), "others")
-    assert table.columns == ("truth", *named, *["missed"] * beyond)
-    assert tuple(row[0] for row in table.rows) == (*named, *["not there"] * beyond)
+    assert table.columns == ("true", *named, *["missed"] * beyond)
+    assert tuple(row[0] for row in table.rows) == (*named, *["spurious"] * beyond)
     others = [i for i in range(len(names)) if i not in kept]
     groups = [*([i] for i in kept), others, *([len(names) + i] for i in range(beyond))]
     expected: list[list[int | None]] = [

@@ -97,12 +97,12 @@ def dry_run(ready: PreparedRun) -> RunResult:
         ("level", f"{session.choice}: {session.choice.reason}"),
         ("data", f"{corpus.sizes}; {format_count(len(corpus.labels), 'label')}"),
         ("tokens", f"median {float(np.median(lengths)):.0f}, {cut}"),
-        ("padding", f"{padding_fraction(lengths, plan.order):.1%} of what is computed"),
+        ("padding", f"{padding_fraction(lengths, plan.order):.1%} of token positions"),
         ("parameters", f"{num_params / 1e6:.1f} million"),
         ("steps", f"{total} of {format_count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
-        ("training", f"{_duration(step * total)}, evaluation apart"),
-        ("memory", f"{peak:.0f} MiB at most so far, {where} the first process"),
+        ("training", f"{_duration(step * total)}, without evaluation"),
+        ("memory", f"peak so far {peak:.0f} MiB, {where} the first process"),
         ("checkpoints", f"about {size / 2**20:.0f} MiB each; {free}"),
         ("first steps", f"{first}; then {dev_loss:.3f} on {eval_count}"),
     )
@@ -110,13 +110,13 @@ def dry_run(ready: PreparedRun) -> RunResult:
     facts = RunFacts(splits=run_reader.splits_of(count_repeats(corpus)))
     notes += map(str, examine(facts))
     if len(times) < num_steps:
-        notes.append(f"{len(times)} of {num_steps} steps were made: they take long.")
+        notes.append(f"Only {len(times)} of {num_steps} steps were run: they are slow.")
     if folder.steps() or folder.metrics.exists():
         notes.append(
             f"{folder.path} holds a run already: add --resume to go on with it, "
             "--overwrite to replace it, or choose another --out."
         )
-    table = Table("What this run would be", ("what", "value"), rows, tuple(notes))
+    table = Table("Estimate of this run", ("what", "value"), rows, tuple(notes))
     summary: dict[str, Any] = {"step_seconds": step, "steps": total, "skipped": skipped}
     report = check_first_batch(ready)
     tables = (table,) if report is None else (table, *report.tables())

@@ -183,7 +183,7 @@ def _baseline_table(
     baseline = baseline_accuracy(corpus.train, corpus.test)
     summary["baseline_accuracy"] = baseline
     return Table(
-        "Beside a plain baseline",
+        "Comparison with a baseline",
         ("classifier", "test accuracy"),
         (
             (f"this model, {trainer.session.choice}", metrics.scores["accuracy"]),

@@ -362,7 +362,7 @@ def _opening_lines(
     )
     things = {
         "classify": ("class", "classes"),
-        "ner": ("kind of entities", "kinds of entities"),
+        "ner": ("entity type", "entity types"),
     }[corpus.task]
     start = f", from step {step}" if step else ""
     size, batch = num_params / 1e6, plan.order.batch_size

@@ -101,7 +101,7 @@ def worst_examples(
     note = f"{len(worst):,} of {len(num_errors):,} texts have mistakes"
     if len(rows) < len(worst):
         note += f"; the {len(rows)} with the most are shown"
-    columns = ("text", "missed", "not there")
+    columns = ("text", "missed", "spurious")
     return Table("Texts with the most mistakes", columns, tuple(rows), (f"{note}.",))
 
 
@@ -125,7 +125,7 @@ def _confusion(
         for both in unmatched.values():
             for row, column in zip_longest(*both, fillvalue=nothing):
                 counts[row, column] += 1
-    note = "Over the same characters; with other edges it is missed, and not there."
+    note = "An entity predicted with wrong edges counts as missed and as spurious."
     return confusion_table(counts, kinds, _MAX_KINDS, notes=(note,))
 
 

@@ -80,8 +80,8 @@ def worst_examples(
         )
         for i in order
     )
-    note = f"{len(wrong):,} of {len(targets):,} guesses are wrong"
+    note = f"{len(wrong):,} of {len(targets):,} predictions are wrong"
     if len(rows) < len(wrong):
         note += f"; the {len(rows)} most confident are shown"
-    columns = ("text", "truth", "guess", "probability")
+    columns = ("text", "true", "predicted", "probability")
     return Table("Most confident mistakes", columns, rows, (f"{note}.",))

@@ -135,19 +135,19 @@ def confusion_table(
         merged = np.zeros((limit + beyond,) * 2, counts.dtype)
         np.add.at(merged, (position[:, None], position[None, :]), counts)
         rest = len(names) - limit + 1
-        note = f"The {limit - 1} with the most mistakes, and the other {rest} as one."
+        note = f"The {limit - 1} with the most errors; the other {rest} are merged."
         notes = (*notes, note)
         named = tuple(names[i] for i in np.sort(worst))
         counts, names = merged, (*named, unique_name("others", named))
     cells: list[list[Cell]] = [list(row) for row in counts.tolist()]
     rows = columns = names
     if beyond:
-        rows = (*names, unique_name("not there", names))
+        rows = (*names, unique_name("spurious", names))
         columns = (*names, unique_name("missed", names))
         cells[-1][-1] = None
     return Table(
         "Confusion",
-        (unique_name("truth", columns), *columns),
+        (unique_name("true", columns), *columns),
         tuple((name, *row) for name, row in zip(rows, cells, strict=True)),
         notes,
     )

@@ -23,12 +23,12 @@ _MOST_SKIPS = 20
 _LOSS, _SCORE = "dev_loss", "dev_"
 _CHART_OF_LOSS = "Loss"
 _OF_LOSS = (
-    "The training loss is the one that is trained on: with class weights, label "
-    "smoothing, dropout and hidden tokens as set. That on dev is without them."
+    "The training loss includes class weights, label smoothing, dropout and masked "
+    "tokens as configured; the dev loss is computed without them."
 )
 _OF_HOST = (
-    "These are the host's times: the GPU works on after the part that gave it work, "
-    "and the part that waits for it is charged."
+    "Times are taken on the host: the GPU works on after the part that launched the "
+    "work, and the next part that synchronizes is charged for it."
 )
 
 
@@ -39,7 +39,7 @@ def machine_table() -> Table:
         ("processor", facts.cpu),
         ("cores", str(facts.cores)),
         ("threads", str(facts.threads)),
-        ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
+        ("instruction sets", ", ".join(facts.instruction_sets) or "none detected"),
         *(("GPU", f"{gpu.name}, {gpu.memory_bytes >> 30} GiB") for gpu in facts.gpus),
         ("torch", facts.torch),
         ("Python", platform.python_version()),
@@ -87,7 +87,7 @@ def page(report: ReportData) -> str:
         Section("Quality", tables=(*_quality(report.metrics), *baseline_tables)),
         Section("Confusion", confusion_matrices=_confusion(report.metrics)),
         Section(
-            "Mistakes worth reading",
+            "Worst mistakes",
             tables=tuple(t for t in report.worst_examples if t.rows),
         ),
         Section("Curves", about, charts=charts),
@@ -120,7 +120,9 @@ def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[ConfusionMatrix, ...
     split, final = list(metrics.items())[-1] if metrics else ("", None)
     if final is None or final.confusion is None:
         return ()
-    return (ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "guess"),)
+    return (
+        ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "predicted"),
+    )
 
 
 def _charts(
@@ -175,9 +177,9 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     columns = ("part", "median, ms", "95th percentile, ms", "share, %")
     note = (
         f"Over {len(spent):,} steps; the first {num_warm_up} are left out. "
-        "A share is one of all the time, not of the median. The rest is what lies "
-        "between these parts: seeds, rates, and agreeing on the loss, which waits for "
-        "other processes and for a GPU."
+        "Shares are of the total time, not of the median. The rest is what happens "
+        "between these parts: seeding, learning rates, and summing the loss over "
+        "processes, which synchronizes with a GPU."
     )
     notes = (note, _OF_HOST) if on_gpu else (note,)
     table = Table("", columns, tuple(rows), notes, digits=1)
@@ -190,12 +192,12 @@ def _cost(summary: Mapping[str, Any]) -> list[Table]:
         "train_seconds": "time in training steps, s",
         "evaluate_seconds": "time in evaluations, s",
         "save_seconds": "time in writing checkpoints, s",
-        "tokenise_seconds": "time for tokenising, once, s",
+        "tokenise_seconds": "time for tokenizing, once, s",
         "examples_per_s": "training examples per second",
-        "padded_share": "share of places that held padding",
+        "padded_share": "padding fraction",
         "applied": "steps applied",
         "skipped": "steps skipped",
-        "best_step": "step of the weights that were kept",
+        "best_step": "step of the best weights",
         "loss_scale": "last loss scale",
         "processes": "processes",
     }
@@ -233,7 +235,7 @@ def _skips(steps: Sequence[Mapping[str, Any]]) -> Section:
     )
     rest = len(skipped) - len(rows)
     notes = (f"{rest:,} more steps were skipped.",) if rest else ()
-    columns = ("step", "loss scale", "parameters whose gradients were not finite")
+    columns = ("step", "loss scale", "parameters with non-finite gradients")
     return Section("Skipped steps", tables=(Table("", columns, rows, notes),))
 
 
