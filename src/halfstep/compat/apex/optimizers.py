@@ -26,15 +26,15 @@ class FusedAdam(torch.optim.AdamW):
     Args:
         params: As for torch.
         lr: Learning rate.
-        bias_correction: False is refused.
+        bias_correction: False is rejected.
         betas: As for torch.
         eps: As for torch.
         adam_w_mode: Decay shrinks the weight itself.
         weight_decay: As for torch.
-        amsgrad: True is refused, as by apex.
+        amsgrad: True is rejected, as by apex.
         set_grad_none: Not used: torch's `zero_grad` does so by default.
         capturable: As for torch.
-        master_weights: True is refused: amp's O2 keeps masters.
+        master_weights: True is rejected: amp's O2 keeps masters.
 
     Raises:
         AmpError: If something is asked for that torch has not.
@@ -81,7 +81,7 @@ class FusedSGD(torch.optim.SGD):
         dampening: As for torch.
         weight_decay: As for torch.
         nesterov: As for torch.
-        wd_after_momentum: True is refused.
+        wd_after_momentum: True is rejected.
         materialize_master_grads: Not used: they always are.
         set_grad_none: Not used: torch's `zero_grad` does so by default.
 
@@ -117,7 +117,7 @@ class FusedAdagrad(torch.optim.Adagrad):
         eps: As for torch.
         weight_decay: As for torch.
         set_grad_none: Not used: torch's `zero_grad` does so by default.
-        adagrad_w_mode: True is refused.
+        adagrad_w_mode: True is rejected.
 
     Raises:
         AmpError: If something is asked for that torch has not.

@@ -95,7 +95,7 @@ class SyncBatchNorm(_TorchSyncBatchNorm):
         track_running_stats: As for torch.
         process_group: Ranks that share statistics; default all.
         channel_last: Not used: torch reads the memory format itself.
-        fuse_relu: True is refused.
+        fuse_relu: True is rejected.
 
     Raises:
         AmpError: If it should apply ReLU too.
