@@ -453,7 +453,7 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
     symptom="The first steps of each epoch are skipped.",
     cause="A new GradScaler in each epoch searches for its scale again.",
     command="diagnose",
-    says=r"GradScaler.* (anew|new one)",
+    says="each step makes a new GradScaler",
     truth="GradScaler",
     cure="Make the `GradScaler` once, before the first epoch.",
 )

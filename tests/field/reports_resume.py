@@ -58,7 +58,7 @@ def schedule_on_skipped_steps(amp: Amp, *, cured: bool) -> Program:
     symptom="Averaged weights never change.",
     cause="The moving average is kept in 16 bits: its small steps are rounded away.",
     command="diagnose",
-    says="averaged or summed in place in fp16, .* stood still",
+    says="averaged or summed in place in fp16, .* did not change",
     truth="fp16|float16",
     cure="Keep the average in float32: `copy.deepcopy(model).float()`.",
 )

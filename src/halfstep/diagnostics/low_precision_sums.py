@@ -128,8 +128,8 @@ class LowPrecisionSums(TorchFunctionMode):
         word = formats.word(first.dtype)
         measured = (
             f"averaged or summed in place in {word}, and at least {_STILL:.0%} of its "
-            f"numbers stood still in {still[0].num_updates} steps: what is added is "
-            "lost to rounding"
+            f"values did not change in {still[0].num_updates} steps: the added values "
+            "are lost to rounding"
         )
         advice = (
             "Keep averages and sums in float32; average weights of O2 and O3 inside "

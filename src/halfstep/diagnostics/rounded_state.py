@@ -59,8 +59,8 @@ class RoundedState:
             if is_first:
                 finding = _finding(
                     name,
-                    f"weights hold only numbers of {word}: they were rounded to {word} "
-                    "in a checkpoint, or by a cast and back",
+                    f"{word} represents all weights exactly: they were rounded to "
+                    f"{word} in a checkpoint, or by a cast and back",
                     "Save the float32 weights: model.state_dict() of O1, "
                     "session.state_dict() of O2.",
                 )
@@ -92,7 +92,7 @@ class RoundedState:
                     finding = _finding(
                         f"parameter group {number}",
                         f"weight decay has no effect in {formats.word(dtype)}: "
-                        f"1 - lr * weight_decay = 1 - {decay:.1g} is 1 there",
+                        f"1 - lr * weight_decay = 1 - {decay:.1g} is rounded to 1",
                         "Keep weights or master weights in float32 (level O2).",
                     )
                     self._say(replace(finding, severity="note"))

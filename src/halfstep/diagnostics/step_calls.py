@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 CHECKED = {
     call_order.RULE: "calls of the loss scaler",
-    scaled_losses.RULE: "which losses it scales",
-    "autocast": "that it is on where the model runs",
-    "log-probabilities": "log-probabilities that are compared",
+    scaled_losses.RULE: "losses that it scales",
+    "autocast": "autocast in forward and backward pass",
+    "log-probabilities": "dtype of log-probabilities",
     "schedule": "the learning rate after skipped steps",
     "gradients not cleared": "gradients after skipped steps",
-    rounded_state.RULE: "what 16 bits have left of weights and moments",
+    rounded_state.RULE: "weights and moments rounded to 16 bits",
     low_precision_sums.RULE: "averages and sums in 16 bits",
 }
 """Rule of a finding -> what it checks."""
 
 _SCALER_PER_STEP = (
-    "a step makes a GradScaler of its own, which begins to look for a loss scale anew",
-    "Make one before the loop, or hand its state_dict() on.",
+    "each step makes a new GradScaler, which restarts the search for a loss scale",
+    "Make one before the loop, or load the state_dict() of the last one.",
 )
 _BESIDES = (
     "optimizer.step() was called besides scaler.step(optimizer): no step is skipped",

@@ -107,7 +107,7 @@ class Diagnosis:
         """One line that lists the checked rules without a finding, or none."""
         wrong = {each.rule for each in self.calls}
         right = [words for rule, words in CHECKED.items() if rule not in wrong]
-        line = f"Checked in the first {self.numerics.checked} steps, and in order: "
+        line = f"No problem found in the first {self.numerics.checked} steps with: "
         return (f"{line}{', '.join(right)}.",) if self.numerics.checked else ()
 
     @property

@@ -166,7 +166,7 @@ class Rules(list[Rule[F]], Generic[F]):
         return decorate
 
 
-_NO_MACHINE = "nothing is known of the machine (environment.json)"
+_NO_MACHINE = "no facts about the machine (environment.json)"
 _PROBE = (
     "halfstep train --probe sampled attaches one, in a loop of your own it is "
     'halfstep.Probe(model, "sampled", log=...)'
@@ -179,7 +179,7 @@ def _no_stats(facts: RunFacts) -> str:
     """Return why statistics are missing, and how to get them."""
     mode = facts.config.probe
     if mode in _SAMPLES:
-        return f"the probe ({mode}) has written no such statistics"
+        return f"the probe ({mode}) has written no statistics of them"
     if mode not in {None, "off"}:
         return f'no statistics of tensors: the probe is on {mode!r}, not on "sampled"'
     return f"no statistics of tensors, for no probe was on ({_PROBE})"
@@ -187,7 +187,7 @@ def _no_stats(facts: RunFacts) -> str:
 
 def _no_gradients(facts: RunFacts) -> str:
     if any(name.endswith(":grad") for name in facts.stats):
-        return "no gradient was in fp16 where the probe looked"
+        return "no gradient that the probe observed was in fp16"
     return _no_stats(facts)
 
 
@@ -222,22 +222,22 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     ),
     "loss scale": (
         lambda f: f.config.loss_scale is not None or any(s.scale for s in f.steps),
-        "neither settings nor records hold a loss scale",
+        "neither settings nor records have a loss scale",
     ),
     "steps": (
         _recorded("skipped"),
-        "no records of steps say whether they were skipped",
+        "no records of which steps were skipped",
     ),
-    "losses": (_recorded("loss"), "no records of steps hold a loss"),
-    "scales": (_recorded("scale"), "no records of steps hold a loss scale"),
-    "rates of learning": (_recorded("lr"), "no records of steps hold a learning rate"),
+    "losses": (_recorded("loss"), "no records of steps have a loss"),
+    "scales": (_recorded("scale"), "no records of steps have a loss scale"),
+    "rates of learning": (_recorded("lr"), "no records of steps have a learning rate"),
     "evaluations": (
         lambda f: any(one.loss is not None for one in f.evaluations),
         "no evaluation is recorded",
     ),
     "classes": (
         lambda f: any(one.classes for one in f.evaluations),
-        "no evaluation tells how often each class is predicted",
+        "no evaluation has counts of the predicted classes",
     ),
     "clip": (
         lambda f: f.config.clip is not None,
@@ -245,17 +245,17 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     ),
     "norms": (
         _recorded("grad_norm"),
-        "no records of steps hold the norm of the gradients",
+        "no records of steps have the norm of the gradients",
     ),
     "texts": (
         lambda f: bool(f.splits),
-        "texts that come more than once were not counted (data.json)",
+        "repeated texts were not counted (data.json)",
     ),
     "outputs": (lambda f: any(True for _ in f.samples(":output")), _no_stats),
     "gradients": (lambda f: bool(f.gradients), _no_gradients),
     "scale of gradients": (
         _has_loss_scale,
-        'nothing tells at which loss scale gradients were seen ("scale" in records)',
+        'the loss scale of the observed gradients is not known ("scale" in records)',
     ),
     "probe": (_is_probed, _no_stats),
     "profile": (
@@ -266,7 +266,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         lambda f: (
             _is_profiled(f) or any(s.input_s is not None and s.total_s for s in f.steps)
         ),
-        "neither records nor a profile tell how long batches took",
+        "neither records nor a profile have the time of data loading",
     ),
     "machine": (lambda f: f.machine is not None, _NO_MACHINE),
     "rates": (
@@ -275,11 +275,11 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     ),
     "weights": (
         lambda f: bool(f.weights),
-        "nothing tells in which format the weights came (environment.json)",
+        "the format of the weights before prepare is not known (environment.json)",
     ),
     "lost updates": (
         lambda f: bool(f.lost),
-        "lost updates were not counted (session.count_rounding_loss)",
+        "updates lost to rounding were not counted (session.count_rounding_loss)",
     ),
 }
 """Name of a fact -> whether it is known, and the reason to report if not."""

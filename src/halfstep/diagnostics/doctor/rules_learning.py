@@ -125,7 +125,7 @@ def divergence(facts: RunFacts) -> Iterator[Observation]:
 
 @RULES.add(OURS, needs=("losses",), severity="error", limit=Limit(0.5, "{:.0%}"))
 def loss_rises_again(facts: RunFacts) -> Iterator[Observation]:
-    """Share of what the training loss had fallen by that it rose again."""
+    """Rise of the training loss after its minimum, as a share of the fall before."""
     losses = _losses(facts)
     if len(losses) < 2 * _FIRST:
         return
@@ -206,7 +206,7 @@ def overfitting(facts: RunFacts) -> Iterator[Observation]:
     limit=Limit(_TRUE - 1, "{:g} of a class"),
 )
 def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
-    """Dev texts of a class that the model never predicts, entities of a type."""
+    """Dev texts of a class (entities of a type) that the model never predicts."""
     evaluations = [one for one in facts.evaluations if one.classes]
     if not evaluations:
         return
@@ -291,7 +291,7 @@ def repeated_texts(facts: RunFacts) -> Iterator[Observation]:
 
 @RULES.add(OURS + "; a note below 1%", needs=("texts",), limit=Limit(0.002, "{:.1%}"))
 def contradicting_labels(facts: RunFacts) -> Iterator[Observation]:
-    """Share of the training texts that are there with another label, too."""
+    """Share of the training texts that also occur with another label."""
     advice = "Decide which label is right; no model can learn both."
     what = "are there with another label, too"
     return _share_of_train(facts, "contradicting", what, advice, _CONTRADICTING)
@@ -303,7 +303,7 @@ def contradicting_labels(facts: RunFacts) -> Iterator[Observation]:
     limit=Limit(0.005, "{:.1%}", severe=_LEAKED_MOST),
 )
 def leak(facts: RunFacts) -> Iterator[Observation]:
-    """Share of the dev or test texts that train holds too."""
+    """Share of the dev or test texts that are also in train."""
     for name, split in facts.splits.items():
         if name == "train" or not split.texts:
             continue

@@ -109,7 +109,7 @@ RULES: Rules[RunFacts] = Rules()
     concerns=_in_fp16,
 )
 def underflow(facts: RunFacts) -> Iterator[Observation]:
-    """Share of a tensor's gradients that fp16 made zeros of, estimated."""
+    """Estimated share of a tensor's gradients that fp16 flushes to zero."""
     advice = _scale_advice(facts)
     for name, samples in facts.gradients.items():
         share = flushed_share(samples, formats.FP16)
@@ -173,7 +173,7 @@ def gradient_near_overflow(facts: RunFacts) -> Iterator[Observation]:
     concerns=_in_16_bits,
 )
 def coarse(facts: RunFacts) -> Iterator[Observation]:
-    """Decibels that a cast of an output loses beyond what rounding must."""
+    """SQNR, in dB, that a cast of an output lacks to the format's best."""
     format_ = formats.parse(facts.dtype or "bf16")
     # 10 log10(28) + 6.02 mantissa_bits dB for uniform mantissas; normally distributed
     # values have about 1 dB less, and equal values all half an ulp off 7.5 dB less.

@@ -147,7 +147,7 @@ def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
 
 def _nonfinite_text(steps: Sequence[int]) -> str:
     times = "once" if len(steps) == 1 else f"{len(steps)} times"
-    return f"it, or what follows, held inf or NaN {times}, first at step {steps[0]}"
+    return f"it, or what follows it, was non-finite {times}, first at step {steps[0]}"
 
 
 def _steps_of(events: Iterable[tuple[int, str]]) -> list[int]:
@@ -189,7 +189,7 @@ def bad_op(facts: RunFacts) -> Iterator[Observation]:
         first = events[0]
         if phase == "none":
             measured = (
-                f"a replay of step {first.get('step')} did not show what was seen"
+                f"a replay of step {first.get('step')} did not reproduce inf or NaN"
             )
             advice = str(first.get("advice") or "Try again with deterministic kernels.")
             yield Observation(module, measured, advice, severity="warning")
@@ -226,7 +226,7 @@ def bad_op(facts: RunFacts) -> Iterator[Observation]:
     limit=Limit(0, "{:g} steps"),
 )
 def not_finite_forward(facts: RunFacts) -> Iterator[Observation]:
-    """Steps in which a module's output held inf or NaN."""
+    """Steps in which a module's output was non-finite."""
     events = _events(facts, ":output")
     if not events:
         return
@@ -238,7 +238,7 @@ def not_finite_forward(facts: RunFacts) -> Iterator[Observation]:
     where = (odd or events)[0][1]
     weight = len(steps) / max(1, len(facts.steps))
     if not odd:
-        measured = _nonfinite_text(steps) + "; what came of it was finite all the same"
+        measured = _nonfinite_text(steps) + "; loss and gradients stayed finite then"
         advice = "Fine if it is a mask's -inf and meant; otherwise look at its inputs."
         yield Observation(where, measured, advice, len(steps), weight, "note")
         return
@@ -257,7 +257,7 @@ def not_finite_forward(facts: RunFacts) -> Iterator[Observation]:
     concerns=lambda facts: facts.dtype in {None, "fp32", "bf16"},
 )
 def not_finite_backward(facts: RunFacts) -> Iterator[Observation]:
-    """Steps in which a gradient held inf or NaN without a loss scale."""
+    """Steps in which a gradient was non-finite without a loss scale."""
     events = _events(facts, ":grad")
     if events:
         steps, where = _steps_of(events), events[0][1]
@@ -274,7 +274,7 @@ def not_finite_backward(facts: RunFacts) -> Iterator[Observation]:
     limit=Limit(0, "{:g} steps"),
 )
 def loss_not_finite(facts: RunFacts) -> Iterator[Observation]:
-    """Steps whose loss was inf or NaN, but for those that were skipped."""
+    """Steps with a non-finite loss that were not skipped."""
     recorded = [step for step in facts.steps if step.loss is not None]
     bad = [s for s in recorded if not math.isfinite(s.loss or 0.0) and not s.skipped]
     applied = [step for step in bad if step.skipped is False]
@@ -296,7 +296,7 @@ def loss_not_finite(facts: RunFacts) -> Iterator[Observation]:
     OURS, needs=("steps",), limit=Limit(_SKIPS, "{:.0%} of the steps", severe=0.25)
 )
 def skipped_steps(facts: RunFacts) -> Iterator[Observation]:
-    """Share of steps skipped after the first applied one, trials of growth apart."""
+    """Share of steps skipped after the first applied one, except right after growth."""
     skipped, trials, share = _skipped(facts)
     if len(skipped) < _few_skips(facts):
         return
@@ -307,7 +307,7 @@ def skipped_steps(facts: RunFacts) -> Iterator[Observation]:
     num_steps = len(_warm(facts))
     measured = f"{len(skipped)} of {num_steps} steps were skipped for inf or NaN, "
     measured += f"{percent(share)}; the last is step {skipped[-1].step}"
-    measured += f"; {len(trials)} more tried a scale that had grown" if trials else ""
+    measured += f"; {len(trials)} more were skipped after a growth" if trials else ""
     yield Observation(where, measured, _advice_on_skips(facts), share, share)
 
 
@@ -321,7 +321,7 @@ def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
     rounds = min(fell, rose)
     if rounds >= _FEW:
         measured = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
-        advice = "Raise it less often (ScaleRule(growth_interval=2000)), bear single "
+        advice = "Raise it less often (ScaleRule(growth_interval=2000)), tolerate "
         advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
         skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
         each = rounds * _WINDOW / count
@@ -360,7 +360,7 @@ def schedule_on_skipped_steps(facts: RunFacts) -> Iterator[Observation]:
     if pairs:
         moved = sum(a != b for a, b in pairs)
         measured = f"the rate moved on after {moved} of {len(pairs)} skipped steps"
-        advice = "Step it only when report.applied (StepReport), or hand it over: "
+        advice = "Step it only if report.applied (StepReport), or pass it to prepare: "
         advice += "prepare(..., scheduler=scheduler)."
         num_steps = max(1, len(facts.steps))
         yield Observation(

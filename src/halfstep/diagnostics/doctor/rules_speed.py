@@ -53,7 +53,7 @@ def _misses(
     if lost:
         _, row, size = max(lost, key=lambda each: each[0])
         total_seconds = sum(seconds for seconds, _, _ in lost)
-        measured = f"{size} {says}; all such cost " + _of_step(facts, total_seconds)
+        measured = f"{size} {says}; all such take " + _of_step(facts, total_seconds)
         share = _profile(facts).share(total_seconds)
         yield Observation(row.name, measured, advice, share, share)
 
@@ -156,7 +156,7 @@ RULES: Rules[RunFacts] = Rules()
     concerns=_low,
 )
 def emulated(facts: RunFacts) -> Iterator[Observation]:
-    """Measured rate of 16-bit products over fp32's."""
+    """Measured rate of 16-bit matmuls over fp32's."""
     rates = facts.machine.rates if facts.machine else {}
     dtype = facts.dtype or "fp32"
     if dtype not in rates or not rates["fp32"]:
@@ -221,7 +221,7 @@ def fp32_operations(facts: RunFacts) -> Iterator[Observation]:
     concerns=_low,
 )
 def _wide_products(facts: RunFacts) -> Iterator[Observation]:
-    """Share of the time in matrix products that is in fp32 ones."""
+    """Share of the time in matmuls that is in fp32 ones."""
     profile = _profile(facts)
     products = [row for row in profile.rows if GEMM.fullmatch(row.name)]
     wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
@@ -245,7 +245,7 @@ def _wide_products(facts: RunFacts) -> Iterator[Observation]:
     concerns=_low,
 )
 def small_products(facts: RunFacts) -> Iterator[Observation]:
-    """Share of a step in products too small for 16 bits."""
+    """Share of a step in matmuls too small for 16 bits."""
     profile = _profile(facts)
     most = _SMALL.get(facts.device or "cpu", _SMALL["cuda"])
     small = [
@@ -287,7 +287,7 @@ def _tiles(facts: RunFacts) -> Iterator[Observation]:
     concerns=lambda facts: _low(facts) and _on(facts, "cuda"),
 )
 def sizes_and_tensor_cores(facts: RunFacts) -> Iterator[Observation]:
-    """Share of a step in products whose sizes are no multiples of 8."""
+    """Share of a step in matmuls whose sizes are no multiples of 8."""
     lost = [
         (row.self_s, row, size)
         for row, size in _low_products(_profile(facts))
@@ -316,10 +316,10 @@ def overhead(facts: RunFacts) -> Iterator[Observation]:
     concerns=lambda facts: _on(facts, "cuda"),
 )
 def waits(facts: RunFacts) -> Iterator[Observation]:
-    """Times in a step that the host waits for the device."""
+    """Host-device synchronizations in a step."""
     profile = _profile(facts)
     share = profile.share(profile.wait_s)
-    measured = f"the host waits {profile.waits:g} times a step for the device, "
+    measured = f"{profile.waits:g} host-device synchronizations in a step, "
     measured += _of_step(facts, profile.wait_s)
     advice = "Look for .item(), .cpu(), print and `if tensor` in the loop; read the "
     advice += "loss every so many steps."
@@ -328,7 +328,7 @@ def waits(facts: RunFacts) -> Iterator[Observation]:
 
 @RULES.add(OURS, needs=("input time",), limit=Limit(0.1, "{:.0%} of the time"))
 def data_loading(facts: RunFacts) -> Iterator[Observation]:
-    """Share of the time spent on waiting for batches."""
+    """Share of the time spent waiting for batches."""
     timed = [s for s in facts.steps if s.input_s is not None and s.total_s]
     if timed:
         spent = sum(step.input_s or 0.0 for step in timed)

@@ -81,7 +81,7 @@ def swamped_updates(facts: RunFacts) -> Iterator[Observation]:
     concerns=_low_and_alone,
 )
 def no_masters(facts: RunFacts) -> Iterator[Observation]:
-    """16-bit weights without master weights, and lost updates were not counted."""
+    """16-bit weights without master weights; lost updates were not counted."""
     if not facts.lost:
         measured = f"{facts.dtype} weights without master weights, and updates lost to "
         measured += "rounding were not counted"
@@ -119,7 +119,7 @@ def weights_already_low(facts: RunFacts) -> Iterator[Observation]:
     concerns=lambda facts: facts.dtype in {None, "fp16"} and facts.device != "cpu",
 )
 def fp16_sums(facts: RunFacts) -> Iterator[Observation]:
-    """Sums of products kept in fp16."""
+    """Matmuls that accumulate in fp16."""
     machine = facts.machine
     if machine is not None and machine.fp16_accumulation and facts.dtype == "fp16":
         measured = "torch may add up products of fp16 numbers in fp16"
@@ -134,7 +134,7 @@ def fp16_sums(facts: RunFacts) -> Iterator[Observation]:
     concerns=_low_and_alone,
 )
 def gradients_summed_low(facts: RunFacts) -> Iterator[Observation]:
-    """micro-batches whose gradients are added up in 16 bits."""
+    """Micro-batches whose gradients are summed in 16 bits."""
     count = facts.config.accumulate or 1
     measured = f"{count} micro-batches are added up in {facts.dtype}"
     advice = "Keep master weights, which add them up in fp32: --level O2."

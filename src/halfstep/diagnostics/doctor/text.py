@@ -40,7 +40,7 @@ def counted(examination: Examination) -> str:
         for word in SEVERITIES
         if counts[word]
     ]
-    rules = f"{examination.num_evaluated} rules that could look"
+    rules = f"{examination.num_evaluated} evaluated rules"
     return ", ".join(parts) if parts else f"nothing found by the {rules}"
 
 

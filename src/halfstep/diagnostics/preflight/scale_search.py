@@ -44,10 +44,10 @@ _LEAP = 2.0**12  # factor to the next scale if all gradients are zero
 _COMPARED = 2  # batches whose gradients are kept for comparison
 _FIX_ADVICE = "No level was tried: fix it, the model or the batch."
 _WIDENED = (
-    "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
-    "products does: this CPU has none, and takes many times as long"
+    "fp16 matmuls of passes were computed in fp32 and rounded, as fp16 hardware does: "
+    "this CPU has none, and fp16 matmuls on it are many times slower"
 )
-NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 products"
+NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 matmuls"
 _MAX_ERROR_CHARS = 200  # of an error message
 
 
@@ -160,13 +160,15 @@ class ScaleSearch:
         try:
             cut = tree.halves(self.batches[0])
             if cut is None:
-                why = "the batch cannot be halved: no yardstick for gradients"
+                why = "the batch cannot be halved: gradient noise was not measured"
                 self.notes.append(why)
                 return None
             one, other = (self._uncounted(half) for half in cut)
         except Exception as error:  # noqa: BLE001 -- loss_fn need not support half a batch
             why = line_of(error)
-            self.notes.append(f"half the batch does not run ({why}): no yardstick")
+            self.notes.append(
+                f"half the batch does not run ({why}): gradient noise was not measured"
+            )
             return None
         return one.gradients, other.gradients
 
