@@ -407,13 +407,13 @@ def test_a_split_knows_its_kinds() -> None:
             [BOB],
             [NIL, ANN],
             None,
-            "posts/dev.jsonl line 2: kind 'LOC' of dev is absent from train; add",
+            "posts/dev.jsonl line 2: entity type 'LOC' of dev is absent from train;",
         ),
         (
             [NIL, ANN],
             [BOB],
             ("PER", "LOCATION"),
-            "posts/train.jsonl line 2: kind 'LOC' is unknown; use PER, LOCATION.",
+            "posts/train.jsonl line 2: entity type 'LOC' is unknown; use PER, LOCATION",
         ),
     ],
 )

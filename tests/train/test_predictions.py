@@ -50,7 +50,7 @@ def test_table_of_labels() -> None:
 def test_table_of_entities() -> None:
     """Law: a row an entity with the number of its text; a text without one has one."""
     (table,) = tables([BOTH, NONE], ("O",))
-    assert table.columns == ("text", "kind", "entity", "start", "end")
+    assert table.columns == ("text", "type", "entity", "start", "end")
     assert table.rows == (
         (1, "PER", "Ada", 0, 3),
         (1, "LOC", "Paris", 7, 12),

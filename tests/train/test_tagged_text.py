@@ -196,7 +196,7 @@ def test_every_sequence(told: str, inner: str, whole: str) -> None:
 
 TOKENS = "each line holds a token and its tag, and a blank line ends a sentence."
 IOB1 = "in IOB1 it could: save as IOB2, where B-X begins it."
-A_TAG = "a tag is O, or B, I, M, E or S, then - and a kind, as in B-PER."
+A_TAG = "a tag is O, or B, I, M, E or S, then - and a type, as in B-PER."
 EDGES = "begins or ends with a blank, or holds nothing else; move its edges."
 OPEN = "which is unclosed; put"
 
@@ -357,9 +357,9 @@ def test_objects_read_what_json_writes(texts: list[list[str]]) -> None:
     assert [found for _, found, _ in brief(lines)] == expected
 
 
-OBJECT = 'each line holds {"text": "...", "entities": [[start, end, kind], ...]}.'
+OBJECT = 'each line holds {"text": "...", "entities": [[start, end, type], ...]}.'
 ENTRY = OBJECT.replace("line holds", "entry is")
-INSIDE = "it is [start, end, kind]: 0 <= start < end <= 4, and kind is a word."
+INSIDE = "it is [start, end, type]: 0 <= start < end <= 4, and type is a word."
 NO_TEXT = f"is not a text with entities; {OBJECT}"
 
 

@@ -53,7 +53,7 @@ def tables(
 ) -> list[Table]:
     """Return predictions as tables."""
     rows: list[tuple[Cell, ...]] = []
-    columns: tuple[str, ...] = ("text", "kind", "entity", "start", "end")
+    columns: tuple[str, ...] = ("text", "type", "entity", "start", "end")
     title = "Entities"
     about: tuple[str, ...] = (
         "text: counted from 1; start, end: characters, the end not included",

@@ -46,7 +46,7 @@ EMOTIONS = ("other", "like", "sad", "disgust", "angry", "happy")
 """The classes of the built-in emotions, by id."""
 
 # What messages call a label.
-_NOUNS = {"classify": "label", "ner": "kind"}
+_NOUNS = {"classify": "label", "ner": "entity type"}
 # With fewer rows, labels often differ anyway.
 _MIN_ROWS_FOR_HEADER_CHECK = 3
 # Label names that a message lists.
@@ -245,7 +245,7 @@ def random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]
     num_dev = min(max(1, round(len(rows) * dev_share)), len(rows) - 1)
     is_dev = _dev_rows(split.store, rows, num_dev)
     if not is_dev.any():
-        noun = "label" if split.store.task == "classify" else "kind of entity"
+        noun = "label" if split.store.task == "classify" else "entity type"
         message = (
             f"{split.store.source}: no row can go to dev, for train would lack its "
             f"{noun}; add rows with each {noun}."

@@ -193,7 +193,7 @@ def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
     for number, _, tag in sentence:
         parts = _parts(tag)
         if parts is None:
-            right = "a tag is O, or B, I, M, E or S, then - and a kind, as in B-PER"
+            right = "a tag is O, or B, I, M, E or S, then - and a type, as in B-PER"
             message = f"{path} line {number}: tag {tag!r} is unknown; {right}."
             raise UserError(message)
         tags.append(parts)
@@ -378,12 +378,12 @@ def _text_and_spans(entry: object, syntax: str) -> tuple[str, list[Span], str]:
             case _:
                 fault = fault or (
                     f"entity {number} is {text_lines.as_json(entity)}; it is [start, "
-                    f"end, kind]: 0 <= start < end <= {len(text)}, and kind is a word"
+                    f"end, type]: 0 <= start < end <= {len(text)}, and type is a word"
                 )
     return text, spans, fault
 
 
-_OBJECT = '{"text": "...", "entities": [[start, end, kind], ...]}'
+_OBJECT = '{"text": "...", "entities": [[start, end, type], ...]}'
 _TOKENS = "each line holds a token and its tag, and a blank line ends a sentence"
 _EACH_LINE = f"each line holds {_OBJECT}"
 FORMATS: dict[
