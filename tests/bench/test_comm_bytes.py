@@ -54,7 +54,7 @@ def test_payload_by_hand(table: Table) -> None:
     for (name, micros), row in rows.items():
         if name == "O2-split" and any("--dtype fp16" in note for note in table.notes):
             assert row[2:] == (None,) * 6
-            assert any("O2-split refused: " in note for note in table.notes)
+            assert any("O2-split rejected: " in note for note in table.notes)
             continue
         ours = str(name).startswith("O2") and micros == 2
         expected = SIZES[str(name)] * (NUMBERS + (FLAGS if ours else 0))

@@ -247,8 +247,8 @@ def test_table(
     (table,) = optimizer_step.optimizer(flags("optimizer", words))
     cells = {row[:2]: row[2:] for row in table.rows}
     assert list(cells) == [(rule, form) for rule in ("sgd", "adamw") for form in forms]
-    assert cells["sgd", "stochastic"] == (*[None] * 9, "refused")
-    assert "sgd, stochastic refused: has no moments" in table.notes
+    assert cells["sgd", "stochastic"] == (*[None] * 9, "rejected")
+    assert "sgd, stochastic rejected: has no moments" in table.notes
     for (_, form), row in cells.items():
         if row[-1] is None:
             assert row[-3] is True

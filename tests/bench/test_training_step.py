@@ -154,8 +154,8 @@ def test_recipe_table() -> None:
     assert cells["torch.amp"] == (4000.0, 1.0, 2.0, None, 0.0, 9.0, 0.25, None)
     assert cells["torch.amp-kept"][1:4] == (0.5, 1.0, None)
     assert cells["accelerate"] == (*[None] * 7, "not installed")
-    assert cells["O2-kahan"] == (*[None] * 7, "refused")
-    assert "O2-kahan refused: of bf16 only" in table.notes
+    assert cells["O2-kahan"] == (*[None] * 7, "rejected")
+    assert "O2-kahan rejected: of bf16 only" in table.notes
     why = "x pure: empty, since pure did not run: not among --contenders"
     assert [note for note in table.notes if "empty, since" in note] == [why]
     assert any("of 17 steps" in note for note in table.notes)

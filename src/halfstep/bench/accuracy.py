@@ -203,7 +203,7 @@ def quality_table(results: Runs, more: Sequence[str]) -> Table:
 
     notes = (
         "a seed draws first weights, order and dropout; of a single file, the split",
-        "one such interval in twenty misses the truth by chance",
+        "one such interval in twenty misses the true mean by chance",
         f"time: of training steps, median of the ratios to {BASELINE} seed by seed",
         *more,
     )

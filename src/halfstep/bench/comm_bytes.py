@@ -96,11 +96,11 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         f"bytes and calls of one rank of {RANKS} in a step, mean of {arguments.steps}",
         "sent: TCP_INFO of its own sockets (bytes sent, but not again), less a barrier",
         "in collectives: size of the tensors that all-reduce was called with",
-        "ranks equal: weights, masters and optimizer state, to the bit",
+        "ranks equal: weights, master weights and optimizer state, bit for bit",
         "torch.amp: DDP, and no_sync() but for the last micro-batch",
         "O: halfstep under DDP",
         f"hook: torch's {arguments.dtype}_compress_hook",
-        *(f"{name} refused: {text}" for name, text in refusals.items()),
+        *(f"{name} rejected: {text}" for name, text in refusals.items()),
         *measure.conditions("wire", "cpu", arguments),
     )
     return [measure.table("Bytes on the wire", rows, notes, digits=4)]

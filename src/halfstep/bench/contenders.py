@@ -27,7 +27,7 @@ class StepContender:
 
 _AMP = StepContender("torch.autocast, and torch's GradScaler with fp16", "plain")
 _O2 = StepContender(
-    "halfstep: 16-bit weights, fp32 masters", "session", {"level": "O2"}
+    "halfstep: 16-bit weights, fp32 master weights", "session", {"level": "O2"}
 )
 
 
@@ -53,15 +53,17 @@ RECIPE = {
         "Lightning Fabric, 16-bit matmuls of fp32 weights", "fabric", {"kind": "mixed"}
     ),
     "fabric-true": StepContender(
-        "Lightning Fabric, 16-bit weights without masters", "fabric", {"kind": "true"}
+        "Lightning Fabric, 16-bit weights without master weights",
+        "fabric",
+        {"kind": "true"},
     ),
     "naive-O2": StepContender(
-        "16-bit weights and fp32 masters by hand, copied each step",
+        "16-bit weights and fp32 master weights by hand",
         "manual",
         {"masters": True},
     ),
     "pure": StepContender(
-        "16-bit weights by hand: no masters, no loss scale",
+        "16-bit weights by hand: no master weights, no loss scale",
         "manual",
         {"masters": False},
     ),
@@ -80,7 +82,7 @@ RECIPE = {
         "halfstep: 16-bit weights, stochastically rounded updates", "stochastic"
     ),
     "O3": StepContender(
-        "halfstep: 16-bit weights without masters", "session", {"level": "O3"}
+        "halfstep: 16-bit weights without master weights", "session", {"level": "O3"}
     ),
 }
 """Contenders of `bench recipe`."""

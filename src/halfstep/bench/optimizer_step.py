@@ -72,7 +72,7 @@ def optimizer(arguments: argparse.Namespace) -> list[Table]:
         times = take_times(updates, work, arguments.rounds)
         for name in arguments.forms:
             cells = table_cells(times, name, rule, memory.get(name), work)
-            why_not = "refused" if (rule, name) in refusals else None
+            why_not = "rejected" if (rule, name) in refusals else None
             rows.append({"optimizer": rule, "form": name, **cells, "not run": why_not})
         measure.progress(f"{rule}: done")
     notes = (
@@ -84,7 +84,7 @@ def optimizer(arguments: argparse.Namespace) -> list[Table]:
         "released: gradients go into updates during the backward pass; not timed",
         f"{measure.in_turn(arguments.rounds)}; {measure.SPREAD}",
         f"{work.parameters} parameters in {work.layers} tensors",
-        *(f"{rule}, {n} refused: {text}" for (rule, n), text in refusals.items()),
+        *(f"{rule}, {n} rejected: {text}" for (rule, n), text in refusals.items()),
         *measure.conditions("optimizer", device, arguments),
     )
     return [measure.table("Optimizer", rows, notes)]

@@ -85,7 +85,7 @@ def _from_program(
         # Besides unpickling, torch evaluates shape expressions in it as Python code.
         message = (
             f"{path}: a saved program can run any code when it is loaded. If you trust "
-            "whoever wrote it, add --trust-file."
+            "its author, add --trust-file."
         )
         raise UserError(message)
     if not zipfile.is_zipfile(path):

@@ -94,7 +94,7 @@ def recipe(arguments: argparse.Namespace) -> list[Table]:
         f"{measure.in_turn(rounds)}; {measure.SPREAD} to {first}",
         "torch.amp, accelerate, fabric: as their documentation shows them; O: halfstep",
         f"kept: GLIBC_TUNABLES={tunables}",
-        "pure: weights, gradients and updates in 16 bits, no masters, no loss scale",
+        "pure: weights, gradients and updates in 16 bits, no master weights, no scale",
         *_step_notes(device, _WARM_UP + rounds * steps),
         *(f"{name} {why}" for name, why in absent.items() if ": " in why),
         *(
@@ -172,8 +172,8 @@ def measure_steps(
         for name, process in processes.items():
             refused = process.request(_WARM_UP)["refused"]
             if refused is not None:
-                reasons[name] = f"refused: {refused}"
-            measure.progress(f"{name}: {'ready' if refused is None else 'refused'}")
+                reasons[name] = f"rejected: {refused}"
+            measure.progress(f"{name}: {'ready' if refused is None else 'rejected'}")
 
         def turn(name: str) -> float:
             answers[name] = processes[name].request(steps)
