@@ -112,12 +112,6 @@ def parse_json(example: Example) -> None:
     json.loads(example.parsed)
 
 
-PENDING = [
-    "README.md",
-    "README.zh-CN.md",
-]
-"""Pages whose blocks do not stand alone yet."""
-
 EVALUATORS = {
     "python": RunPython(),
     "output": compare_output,
@@ -154,7 +148,6 @@ pytest_collect_file = Sybil(
     excludes=[
         "docs/decisions/*.md",
         "docs/examples.md",  # generated from programs that are tests
-        *PENDING,
     ],
     setup=enter_folder,
     teardown=leave_folder,
