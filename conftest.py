@@ -26,13 +26,17 @@ import tempfile
 import textwrap
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser, SkipParser
+from torch.utils import _python_dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s, so that pages print the same everywhere."""
@@ -152,3 +156,35 @@ pytest_collect_file = Sybil(
     setup=enter_folder,
     teardown=leave_folder,
 ).pytest()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_terminal() -> None:
+    """Wrap no output to a width, in this process or in programs that tests start.
+
+    pytest imports readline, which puts COLUMNS and LINES into the environment of C:
+    os.environ does not show them, yet workers of pytest-xdist and programs get them.
+    """
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+        os.unsetenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Begin with the same random numbers; end with torch's state as it was."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    left_on = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    threads_now = torch.get_num_threads()
+    in_mode = _python_dispatch._is_in_torch_dispatch_mode
+    # The next test must not pay for this one.
+    for device in left_on:
+        torch.set_autocast_enabled(device, False)  # noqa: FBT003 -- torch's own
+    torch.set_num_threads(threads)
+    flags = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
+    vars(_python_dispatch).update(dict.fromkeys(flags, False))
+    assert not left_on, f"the test left autocast on for {left_on}"
+    assert threads_now == threads, f"the test left torch at {threads_now} threads"
+    assert not in_mode, "the test left torch to think that a dispatch mode is entered"

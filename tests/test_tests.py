@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tests.conftest import NUMERIC
 from torch import nn
 
@@ -34,9 +35,10 @@ def test_no_test_asks_the_clock() -> None:
     assert asking - NOT_JUDGED == set()
 
 
-PRIVATE_ACCESSES = 71
+PRIVATE_ACCESSES = 66
 """May only become less: what is private holds no wall in place."""
 OTHERS = (
+    AcceleratorState,
     torch.amp.GradScaler("cpu"),
     torch.library.Library,
     torch.nn.modules.module,

@@ -81,6 +81,7 @@ def initialize(
         >>> with amp.scale_loss(model(torch.ones(2)).sum(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> optimizer.step()
+        >>> _ = amp.initialize(model, enabled=False)  # amp casts nothing from here on
     """
     STATE.verbosity = verbosity
     if not enabled:
