@@ -126,21 +126,53 @@ EVALUATORS = {
 }
 
 
+def wrap_nothing() -> None:
+    """Wrap no output to a width, in this process or in programs that tests start.
+
+    pytest imports readline, which puts COLUMNS and LINES into the environment of C:
+    os.environ does not show them, yet workers of pytest-xdist and programs get them.
+    """
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+        os.unsetenv(name)
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Begin with the same random numbers; end with torch's state as it was."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    left_on = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    threads_now = torch.get_num_threads()
+    in_mode = _python_dispatch._is_in_torch_dispatch_mode
+    # The next test must not pay for this one.
+    for device in left_on:
+        torch.set_autocast_enabled(device, False)  # noqa: FBT003 -- torch's own
+    torch.set_num_threads(threads)
+    flags = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
+    vars(_python_dispatch).update(dict.fromkeys(flags, False))
+    assert not left_on, f"the test left autocast on for {left_on}"
+    assert threads_now == threads, f"the test left torch at {threads_now} threads"
+    assert not in_mode, "the test left torch to think that a dispatch mode is entered"
+
+
 def enter_folder(namespace: dict[str, Any]) -> None:
     """Before a page: an empty folder, a fixed seed, and rates that are not measured."""
-    folder = tempfile.mkdtemp(dir=SCRATCH.name)
-    patch = pytest.MonkeyPatch()
+    wrap_nothing()
+    stack = contextlib.ExitStack()
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setenv("HALFSTEP_RATES", RATES)
     patch.setenv("XDG_CACHE_HOME", str(Path(SCRATCH.name) / "cache"))
     patch.setenv("HALFSTEP_CACHE", str(Path(SCRATCH.name) / "rows"))
-    patch.chdir(folder)
-    torch.manual_seed(0)
-    namespace.update(__name__="__main__", _patch=patch)
+    patch.chdir(tempfile.mkdtemp(dir=SCRATCH.name))
+    stack.enter_context(nothing_left_behind())
+    namespace.update(__name__="__main__", _stack=stack)
 
 
 def leave_folder(namespace: dict[str, Any]) -> None:
     """After a page."""
-    namespace["_patch"].undo()
+    namespace["_stack"].close()
 
 
 pytest_collect_file = Sybil(
@@ -160,31 +192,10 @@ pytest_collect_file = Sybil(
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_terminal() -> None:
-    """Wrap no output to a width, in this process or in programs that tests start.
-
-    pytest imports readline, which puts COLUMNS and LINES into the environment of C:
-    os.environ does not show them, yet workers of pytest-xdist and programs get them.
-    """
-    for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)
-        os.unsetenv(name)
+    wrap_nothing()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Begin with the same random numbers; end with torch's state as it was."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    yield
-    left_on = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    threads_now = torch.get_num_threads()
-    in_mode = _python_dispatch._is_in_torch_dispatch_mode
-    # The next test must not pay for this one.
-    for device in left_on:
-        torch.set_autocast_enabled(device, False)  # noqa: FBT003 -- torch's own
-    torch.set_num_threads(threads)
-    flags = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
-    vars(_python_dispatch).update(dict.fromkeys(flags, False))
-    assert not left_on, f"the test left autocast on for {left_on}"
-    assert threads_now == threads, f"the test left torch at {threads_now} threads"
-    assert not in_mode, "the test left torch to think that a dispatch mode is entered"
+    with nothing_left_behind():
+        yield
