@@ -8,8 +8,9 @@ VENV   ?= .venv$(addprefix -,$(notdir $(filter-out python3,$(PYTHON))))$(addpref
 BIN    := $(VENV)/bin
 OUT    ?= runs/emotions
 
-# What is pinned, but for the torch that was asked for.
-PINS   := sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
+# What is pinned, but for the torch that was asked for; newer torchao does not import with torch 2.9.
+PINS   := sed -e 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' \
+	-e 's/^torchao==.*/$(if $(filter 2.9%,$(TORCH)),torchao==0.14.1,&)/' constraints.txt > $(VENV)/constraints.txt
 
 .PHONY: train test test-caps test-wheel lint types docs check clean
 

@@ -277,8 +277,8 @@ def matching_ops(rule: Rule) -> tuple[str, ...]:
     argument and return no view of one. It takes milliseconds, as `check_ops`.
 
     Example:
-        >>> matching_ops(Rule.parse("op:softmax=fp32"))
-        ('aten::softmax.int',)
+        >>> matching_ops(Rule.parse("op:linear=fp32"))
+        ('aten::linear',)
     """
     machinery = set(_MACHINERY.split())
     return tuple(
