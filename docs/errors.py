@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import halfstep
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCS = Path(__file__).resolve().parent
-SOURCE = DOCS.parent / "src" / "halfstep"
+SOURCE = Path(halfstep.__file__).parent
 PAGE = DOCS / "errors.md"
 MARK = "<!-- Below: written by `python docs/errors.py`. -->"
 """What is above it on the page is written by hand."""

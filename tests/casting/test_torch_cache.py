@@ -287,29 +287,65 @@ def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
     assert not torch_cache._entered
 
 
-NO_GRAD_BELOW_A_CAST = """
+HANDLED_CASTS = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 
+def handle(self, func, types, args=(), kwargs=None):
+    {handler}
+
 class Handler(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch.no_grad():
-            return func(*args, **(kwargs or {}))
+    __torch_dispatch__ = handle
 
-with hs.autocast("cpu", torch.bfloat16), hs.autocast("cuda", torch.bfloat16):
-    with Handler():
-        print(torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype)
+with hs.autocast("cpu", torch.bfloat16), Handler():
+    torch.nn.Linear(4, 4)(torch.ones(2, 4))
+print("ended")
 """
+RUN = "return func(*args, **(kwargs or {}))"
 
 
-def test_no_grad_in_a_handler_of_operations() -> None:
-    """Law: a mode may end a no_grad while torch casts, which holds its cache's lock."""
+@pytest.mark.parametrize(
+    "handler",
+    [
+        f"with torch.no_grad(): {RUN}",
+        f"with hs.autocast('cpu', torch.float16): {RUN}",
+    ],
+)
+def test_contexts_in_a_handler_of_operations(handler: str) -> None:
+    """Law: what handles a cast may end contexts, though torch locks its cache then."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NO_GRAD_BELOW_A_CAST],
+        [sys.executable, "-c", HANDLED_CASTS.format(handler=handler)],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    assert done.stdout == "torch.bfloat16\n"
+    assert done.stdout == "ended\n"
+
+
+class Zeroes(TorchDispatchMode):
+    """Writes to a weight in the middle of an operation."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weight = weight
+
+    def __torch_dispatch__(
+        self, func: Any, _types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            with torch.no_grad():
+                self.weight.zero_()
+        return out
+
+
+def test_a_write_in_a_handler_of_operations() -> None:
+    """Law: no old cast is used after it, and the setting of the cache comes back."""
+    layer = linear()
+    with autocast("cpu", BF16):
+        with Zeroes(layer.weight):
+            layer(EYE)
+        assert not layer(EYE).any()
+    assert torch.is_autocast_cache_enabled()

@@ -21,11 +21,11 @@ import torch
 from torch.autograd import grad_mode
 
 from halfstep._torch import optimizer_hooks
+from halfstep._torch.dispatch_mode import is_inside_operation
 from halfstep._torch.patches import attribute_patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
 _entered: set[EnteredContext] = set()
 """The contexts open in all threads, since torch's cache is shared by them."""
@@ -68,23 +68,21 @@ def _clearing(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _clear(*_: object) -> None:
-    # In any thread: it may write to a weight that another thread's context has cast.
-    if _entered and not _handles_an_operation():
-        torch.clear_autocast_cache()
+    # Whatever thread writes, it may write into what a context in another has cast.
+    if _entered:
+        _clear_cache()
 
 
-def _handles_an_operation() -> bool:
-    """Return whether this thread runs a `__torch_dispatch__`, below autocast.
+def _clear_cache() -> None:
+    """Clear torch's cache; inside an operation, stop using it in this context instead.
 
-    torch may then be inside a cast and hold the lock of its cache: clearing it would
-    deadlock. A dispatch handler does not change weights.
+    While torch casts a weight it holds the lock of its cache. Python that handles that
+    cast, such as a `__torch_dispatch__`, would wait for this lock forever.
     """
-    if all(torch.is_autocast_enabled(entered.device) for entered in list(_entered)):
-        return False  # while torch casts, autocast is off: no need to walk the stack
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
-        frame = frame.f_back
-    return frame is not None
+    if not is_inside_operation():
+        torch.clear_autocast_cache()
+    elif in_context():  # whose end restores the setting
+        torch.set_autocast_cache_enabled(False)
 
 
 optimizer_hooks.register_post_step_callback(_clear)
@@ -109,7 +107,7 @@ def on_enter(device: str, dtype: torch.dtype) -> EnteredContext:
     dtypes = _thread.dtypes[device]
     entered = EnteredContext(device, dtype, dtypes)
     if dtypes[-1:] != [dtype]:
-        torch.clear_autocast_cache()
+        _clear_cache()
     if any(
         other.device == device and other.dtype != dtype and other.dtypes is not dtypes
         for other in list(_entered)
@@ -128,4 +126,4 @@ def on_exit(entered: EnteredContext) -> None:
     del dtypes[len(dtypes) - 1 - dtypes[::-1].index(entered.dtype)]
     _entered.discard(entered)
     if dtypes[-1:] != [entered.dtype]:
-        torch.clear_autocast_cache()
+        _clear_cache()
