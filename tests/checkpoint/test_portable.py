@@ -243,7 +243,10 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda s: s.update(version=4),
         "session state has version 4; this halfstep reads version 3.",
     ),
-    "no version": (lambda s: s.pop("version"), "session state has version None; "),
+    "no version": (
+        lambda s: s.pop("version"),
+        "this is not the state of a session. Load ",
+    ),
     "no scales": (lambda s: s.pop("scales"), "session state has no 'scales'; "),
     "no masters": (lambda s: s.pop("masters"), "session state has no 'masters'; "),
     "no clock": (

@@ -147,6 +147,8 @@ class Policy:
             message = (
                 f"policy={self.base!r} is not known; the named policies are {named}."
             )
+            if "=" in self.base:
+                message += f" Rules follow one of them: 'lean + {self.base}'."
             raise UserError(message)
 
     @classmethod

@@ -168,9 +168,15 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
         UserError: If it is of another version, is incomplete, or its weights or
             optimizer do not fit.
     """
-    if state.get("version") != VERSION:
+    if "version" not in state:
         message = (
-            f"session state has version {state.get('version')!r}; this halfstep "
+            "this is not the state of a session. Load states of a model and of an "
+            "optimizer into them, before prepare()."
+        )
+        raise UserError(message)
+    if state["version"] != VERSION:
+        message = (
+            f"session state has version {state['version']!r}; this halfstep "
             f"reads version {VERSION}."
         )
         raise UserError(message)
