@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+import halfstep.compat.accelerate as adapter
 from halfstep import UserError
 from halfstep.compat.accelerate import Accelerator
 from halfstep.testing import assert_unchanged, overflow_in_backward
@@ -286,3 +287,13 @@ def test_clipping_at_inf_measures() -> None:
     norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
     optimizer.step()
     assert norm.item() == pytest.approx(optimizer.last_step.grad_norm)
+
+
+def test_the_names_of_accelerate() -> None:
+    """Law: the adapter has the library's names, is no package, and stars its own."""
+    assert adapter.__version__ == accelerate.__version__
+    assert adapter.DistributedType is accelerate.DistributedType
+    assert {"DistributedType", "Accelerator"} <= set(dir(adapter))
+    assert not hasattr(adapter, "__path__")
+    assert not hasattr(adapter, "no_such_name")
+    assert set(adapter.__all__) == {"Accelerator", "Optimizer"}

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
+import halfstep.compat.transformers as adapter
 from halfstep.compat.transformers import Trainer, TrainerMixin
 from halfstep.testing import overflow_in_backward
 
@@ -200,3 +201,13 @@ def test_the_mixin_serves_subclasses(tmp_path: Path) -> None:
     trainer = make(tmp_path, Own, {"level": "O2"}, bf16=True, max_steps=2)
     trainer.train()
     assert trainer.session.steps_applied == 2
+
+
+def test_the_names_of_transformers() -> None:
+    """Law: the adapter has the library's names, is no package, and stars its own."""
+    assert adapter.__version__ == transformers.__version__
+    assert adapter.AutoModel is transformers.AutoModel
+    assert {"AutoModel", "Trainer"} <= set(dir(adapter))
+    assert not hasattr(adapter, "__path__")
+    assert not hasattr(adapter, "no_such_name")
+    assert set(adapter.__all__) == {"Trainer", "TrainerMixin"}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.compat import library_name, require
+from halfstep.compat import all_names, library_name, require
 
 require("accelerate", "1.10")
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from halfstep.scaling.step_report import StepReport
     from halfstep.session.session import Session
+
+__all__ = ["Accelerator", "Optimizer"]
 
 _DISTRIBUTED = {
     DistributedType.NO,
@@ -353,3 +355,7 @@ def run_in_region(model: nn.Module, open_region: Any) -> None:  # noqa: ANN401
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     """Return any other public name of Accelerate, so that one import line changes."""
     return library_name(accelerate, __name__, name)
+
+
+def __dir__() -> list[str]:
+    return all_names(accelerate, globals())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from halfstep.compat import library_name, require
+from halfstep.compat import all_names, library_name, require
 
 require("transformers", "5.0")
 
@@ -18,6 +18,8 @@ from halfstep.compat.accelerate import Accelerator
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
+
+__all__ = ["Trainer", "TrainerMixin"]
 
 
 class TrainerMixin:
@@ -94,3 +96,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
         >>> from halfstep.compat.transformers import Trainer, TrainingArguments
     """
     return library_name(transformers, __name__, name)
+
+
+def __dir__() -> list[str]:
+    return all_names(transformers, globals())
