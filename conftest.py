@@ -7,7 +7,8 @@ Blocks of a page share their names, in order, and a folder of their own.
 - `output` is what the python block before it printed; `...` stands for any text.
 - `console` has lines `$ command` and what they print. `halfstep`, `python` and
   `torchrun` are run; output that is shown is compared as above.
-- `toml` and `json` are parsed; the added side of a `diff` is Python that compiles.
+- `toml` and `json` are parsed; the added side of a `diff` is Python that
+  compiles, and what it takes from halfstep exists.
 - `text` is not run. A comment `skip: next "reason"` before a block skips it.
 """
 
@@ -19,6 +20,7 @@ import doctest
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -102,11 +104,22 @@ def run_console(example: Example) -> str | None:
     return None
 
 
-def compile_diff(example: Example) -> None:
-    """Compile the added side of a diff: its context and its added lines."""
+def compile_diff(example: Example) -> str | None:
+    """Compile the added side of a diff, and look up what it takes from halfstep."""
     lines = example.parsed.splitlines()
     added = "\n".join(line[1:] for line in lines if not line.startswith(("-", "@@")))
-    ast.parse(textwrap.dedent(added))
+    names = []
+    for node in ast.walk(ast.parse(textwrap.dedent(added))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("halfstep"):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("hs."):
+            names.append(ast.unparse(node).replace("hs.", "halfstep.", 1))
+    for name in names:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            return f"{name}: {error}"
+    return None
 
 
 def parse_toml(example: Example) -> None:

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import latex2mathml.converter
+from docutils import nodes
+
 import halfstep
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,6 +20,7 @@ import op_tables
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
+    from sphinx.writers.html5 import HTML5Translator
 
 project = "halfstep"
 author = "the halfstep developers"
@@ -52,6 +56,7 @@ smartquotes_action = "De"  # quotes in docstrings stay as they are
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
+html_math_renderer = "mathml"  # browsers show it without a script from elsewhere
 html_theme = "furo"
 html_title = "halfstep"
 html_show_sphinx = False
@@ -118,8 +123,17 @@ def set_language(
         context["language"] = "zh-CN"
 
 
+def write_math(writer: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
+    """Write a formula as MathML."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    formula = latex2mathml.converter.convert(node.astext(), display=display)
+    writer.body.append(formula)
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.connect("builder-inited", op_tables.write)
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)
     app.connect("autodoc-process-signature", hide_constructor)
