@@ -250,8 +250,10 @@ def _refusals() -> dict[str, tuple[Callable[[Accelerator], object], str]]:
         )
 
     return {
-        "a model alone": (lambda a: a.prepare(model), "1 models and 0 optimizers"),
-        "two models": (lambda a: a.prepare(model, other, optimizer), "2 models and 1"),
+        "a model alone": (lambda a: a.prepare(model), "a model without its optimizer"),
+        "no model": (lambda a: a.prepare(optimizer), "an optimizer without its model"),
+        "two models": (lambda a: a.prepare(model, other, optimizer), "several models"),
+        "second": (lambda a: (prepared(a), a.prepare(other)), "a second model"),
         "no session": (
             lambda a: a.backward(torch.ones(())),
             "before accelerator.prepare",

@@ -172,11 +172,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not models and not optimizers:
             return super().prepare(*args, **kwargs)
         if len(models) != 1 or len(optimizers) != 1 or self.session is not None:
+            if self.session is not None:
+                given = "a second model or optimizer"
+            elif len(models) > 1 or len(optimizers) > 1:
+                given = "several models or optimizers"
+            elif models:
+                given = "a model without its optimizer"
+            else:
+                given = "an optimizer without its model"
             message = (
-                f"accelerator.prepare() of {len(models)} models and {len(optimizers)} "
-                f"optimizers, {'after' if self.session else 'before'} others: give it "
-                "one model and its optimizer, in one call. Several of them have a "
-                "halfstep.prepare() each."
+                "accelerator.prepare() got " + given + ": give it one model and its "
+                "optimizer, in one call. Several of them have a halfstep.prepare() "
+                "each."
             )
             raise UserError(message)
         (model,), (optimizer,) = models, optimizers
