@@ -165,6 +165,10 @@ def test_advice_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, AMX, rates(2, 2, 8))
     advice = hardware.recommend(device)
     assert (advice.level, advice.dtype) == ("O0", "fp32")
+    assert f"rate on this {device}; " in advice.reason
+    plant(monkeypatch, AMX, rates(2, 1, 8))
+    warning = hardware.emulation_warning("bf16", device) or ""
+    assert "fp32 at 2.000: expect 2.0 times the time" in warning
 
 
 RATE = st.floats(1e-3, 1e3)

@@ -56,6 +56,9 @@ equally fast formats differ by a few percent between measurements."""
 _BF16_CAPABILITY = (8, 0)
 _FP16_CAPABILITY = (7, 0)
 
+_KNOWN = ("cpu", "cuda")
+"""Devices of which `native` knows what they lack."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -314,10 +317,12 @@ def recommend(device: str | None = None) -> Recommendation:
             reason = f"{dtype} matmuls run {times:.1f} times as fast as fp32"
             reason += f" on this {where}{by}{_load_caveat(where, rates)}"
             return Recommendation("O2", dtype, reason)
+    means = _hardware("bf16", where) or "no bf16 instructions"
+    cause = f" ({means})" if where in _KNOWN else ""
     reason = (
         f"bf16 matmuls run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
-        f"rate on this {where} ({_hardware('bf16', where) or 'no bf16 instructions'}); "
-        f"{WORTH_IT} is the least that pays for the casts{_load_caveat(where, rates)}"
+        f"rate on this {where}{cause}; {WORTH_IT} is the least that pays for the "
+        f"casts{_load_caveat(where, rates)}"
     )
     return Recommendation("O0", "fp32", reason)
 
@@ -330,9 +335,10 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     rates = gemm_rates(where)
     means = _hardware(dtype, where)
     cause = f"although it has {means}" if means else "it has no instructions for it"
+    because = f" ({cause})" if where in _KNOWN else ""
     return (
         f"dtype={dtype}: this {where} runs {dtype} matmuls at "
-        f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f} ({cause}): expect "
+        f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f}{because}: expect "
         f"{rates['fp32'] / rates[dtype]:.1f} times the time"
         f"{_load_caveat(where, rates)}. Use level O0."
     )
