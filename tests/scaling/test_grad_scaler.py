@@ -216,6 +216,10 @@ def test_bounds_and_hysteresis() -> None:
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
+        (
+            {"growth_factor": float("inf")},
+            "growth_factor=inf must be finite and at least 1.",
+        ),
         ({"min_scale": 0.0}, "min_scale=0.0 must be at least 1.17549e-38."),
         (
             {"max_scale": 4.0},

@@ -284,7 +284,8 @@ BETWEEN = "between min_scale and"
 @pytest.mark.parametrize(
     ("field", "value", "right"),
     [
-        ("growth_factor", 0.5, "at least 1"),
+        ("growth_factor", 0.5, "finite and at least 1"),
+        ("growth_factor", float("inf"), "finite and at least 1"),
         ("backoff_factor", 0.0, "in (0, 1]"),
         ("backoff_factor", 1.5, "in (0, 1]"),
         ("backoff_factor", math.nan, "in (0, 1]"),

@@ -67,7 +67,8 @@ class ScaleRule:
     of the gradients) and "logmax" (statistics of the largest) compute it."""
 
     def __post_init__(self) -> None:
-        self._check("growth_factor", self.growth_factor >= 1, "at least 1")
+        growing = 1 <= self.growth_factor <= FP32_MAX
+        self._check("growth_factor", growing, "finite and at least 1")
         self._check("backoff_factor", 0 < self.backoff_factor <= 1, "in (0, 1]")
         self._check("growth_interval", self.growth_interval >= 1, "at least 1")
         self._check("min_scale", self.min_scale >= _TINY, f"at least {_TINY:g}")
