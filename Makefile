@@ -16,6 +16,7 @@ PINS   := sed -e 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' \
 
 train: $(VENV)/.train
 	$(BIN)/halfstep train --out $(OUT) --overwrite
+	@echo 'next: source $(BIN)/activate; halfstep predict $(OUT) "今天真开心"; open $(OUT)/report.html'
 
 # A file of tests at a time to each process, since the tests of a file share what they
 # have made; one thread each, or they would wait for each other's.
@@ -50,12 +51,14 @@ clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.train: pyproject.toml constraints.txt
+	@echo 'installing into $(VENV): some minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(PINS)
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[train,report]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt
+	@echo 'installing into $(VENV): some minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(PINS)
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'

@@ -71,7 +71,7 @@ def run(words: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         return print_error(error, 2)
     except KeyboardInterrupt:
-        advice = "`train --resume` continues from the last checkpoint"
+        advice = "`train --resume` continues from the last checkpoint, if there is one"
         return print_error(f"interrupted; {advice}", 130)
     except Exception as error:
         status = _outcome(error)
