@@ -56,7 +56,8 @@ class GradScaler(TorchGradScaler):
         min_scale: Smallest scale. Default 2**-24: no useful scale is smaller. Below 1,
             unscaling can itself overflow, so gradients are then checked twice.
         max_scale: Largest scale. Default: the largest fp32 number, as in torch.
-        hysteresis: Overflows to tolerate before each backoff, >= 1; 1 as in torch.
+        hysteresis: Overflows until the scale is reduced, >= 1; 1 as in torch. After
+            that, each overflow reduces it, until the count is reset.
         refill: What resets the hysteresis: "growth" of the scale, or each "clean" step.
         max_consecutive_skips: Consecutive skips after which `update` raises. None, the
             default: only overflows at the minimum scale raise, after 10; with strategy

@@ -54,7 +54,8 @@ class ScaleRule:
     max_scale: float = 2.0**24
     """Largest scale, at most the largest fp32 number; 2**24 as in apex."""
     hysteresis: int = 1
-    """Overflows to tolerate before each backoff, >= 1."""
+    """Overflows until the scale is reduced, >= 1. After that, each overflow reduces it,
+    until the count is reset."""
     refill: str = "growth"
     """What resets the hysteresis: only "growth" of the scale, as in Megatron; or each
     "clean" step, so that only consecutive overflows count, as DeepSpeed's
@@ -135,7 +136,7 @@ class ScaleState:
     clean_steps: Tensor
     """int32: steps without overflow since the scale last moved."""
     hysteresis_left: Tensor
-    """int32: overflows to tolerate before the next backoff."""
+    """int32: overflows until the next backoff; at 1 or less, each one backs off."""
     skips_in_a_row: Tensor
     """int32: overflows since the last clean step."""
 
