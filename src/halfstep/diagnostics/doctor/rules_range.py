@@ -173,7 +173,7 @@ def gradient_near_overflow(facts: RunFacts) -> Iterator[Observation]:
     concerns=_in_16_bits,
 )
 def coarse(facts: RunFacts) -> Iterator[Observation]:
-    """SQNR, in dB, that a cast of an output lacks to the format's best."""
+    """How far the SQNR of a cast of an output is below the format's best, in dB."""
     format_ = formats.parse(facts.dtype or "bf16")
     # 10 log10(28) + 6.02 mantissa_bits dB for uniform mantissas; normally distributed
     # values have about 1 dB less, and equal values all half an ulp off 7.5 dB less.
