@@ -1,4 +1,4 @@
-"""A dispatch mode for several threads; whether Python handles an operation now."""
+"""A dispatch mode that several threads may enter at the same time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,6 @@ from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
     from typing import Self
-
-
-def is_inside_operation() -> bool:
-    """Return whether this thread runs Python that torch called to handle an operation.
-
-    That is a `__torch_dispatch__` or a kernel of torch.library. They run below
-    autograd, whose last key, ADInplaceOrView, is excluded there and nowhere else.
-    """
-    key = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
-    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))  # noqa: SLF001
-
 
 _FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 """torch's "in a mode" flags: global to the process, though a mode is per thread."""

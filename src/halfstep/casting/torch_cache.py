@@ -21,7 +21,6 @@ import torch
 from torch.autograd import grad_mode
 
 from halfstep._torch import optimizer_hooks
-from halfstep._torch.dispatch_mode import is_inside_operation
 from halfstep._torch.patches import attribute_patch
 
 if TYPE_CHECKING:
@@ -67,21 +66,23 @@ def _clearing(run: Callable[..., None]) -> Callable[..., None]:
     return run_and_forget
 
 
+_BELOW_AUTOGRAD = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: SLF001
+"""Of autograd's last key: true where Python handles an operation, and nowhere else.
+
+While torch casts a weight it holds the lock of its cache. A `__torch_dispatch__` or a
+kernel of torch.library that handles that cast would wait for this lock forever. There
+the cache is not cleared, but not used any more until the context ends.
+"""
+
+
 def _clear(*_: object) -> None:
     # Whatever thread writes, it may write into what a context in another has cast.
-    if _entered:
-        _clear_cache()
-
-
-def _clear_cache() -> None:
-    """Clear torch's cache; inside an operation, stop using it in this context instead.
-
-    While torch casts a weight it holds the lock of its cache. Python that handles that
-    cast, such as a `__torch_dispatch__`, would wait for this lock forever.
-    """
-    if not is_inside_operation():
+    if not _entered:
+        return
+    if not _is_excluded(_BELOW_AUTOGRAD):
         torch.clear_autocast_cache()
-    elif in_context():  # whose end restores the setting
+    elif in_context():
         torch.set_autocast_cache_enabled(False)
 
 
@@ -107,7 +108,10 @@ def on_enter(device: str, dtype: torch.dtype) -> EnteredContext:
     dtypes = _thread.dtypes[device]
     entered = EnteredContext(device, dtype, dtypes)
     if dtypes[-1:] != [dtype]:
-        _clear_cache()
+        if _is_excluded(_BELOW_AUTOGRAD):
+            torch.set_autocast_cache_enabled(False)
+        else:
+            torch.clear_autocast_cache()
     if any(
         other.device == device and other.dtype != dtype and other.dtypes is not dtypes
         for other in list(_entered)
@@ -125,5 +129,5 @@ def on_exit(entered: EnteredContext) -> None:
     # The last occurrence: an outer context with the same dtype is still open.
     del dtypes[len(dtypes) - 1 - dtypes[::-1].index(entered.dtype)]
     _entered.discard(entered)
-    if dtypes[-1:] != [entered.dtype]:
-        _clear_cache()
+    if dtypes[-1:] != [entered.dtype] and not _is_excluded(_BELOW_AUTOGRAD):
+        torch.clear_autocast_cache()
