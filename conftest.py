@@ -1,4 +1,4 @@
-"""Code blocks of the READMEs and of docs/ are tests: what they say is run.
+"""Code blocks of Markdown pages are tests: what they say is run.
 
 Blocks of a page share their names, in order, and a folder of their own.
 
@@ -6,10 +6,12 @@ Blocks of a page share their names, in order, and a folder of their own.
   reader need not see.
 - `output` is what the python block before it printed; `...` stands for any text.
 - `console` has lines `$ command` and what they print. `halfstep`, `python` and
-  `torchrun` are run; output that is shown is compared as above.
+  `torchrun` are run; output that is shown is compared as above. `make` is asked with
+  -n, which runs nothing, whether the goal exists.
 - `toml` and `json` are parsed; the added side of a `diff` is Python that
   compiles, and what it takes from halfstep exists.
-- `text` is not run. A comment `skip: next "reason"` before a block skips it.
+- `text` is not run. A comment `skip: next "reason"` before a block skips it; a reason
+  is required.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sybil import Example, Sybil
+from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser, SkipParser
 from torch.utils import _python_dispatch
@@ -44,8 +46,9 @@ if TYPE_CHECKING:
 RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s, so that pages print the same everywhere."""
 
+ROOT = Path(__file__).parent
 COMMANDS = {"halfstep", "python", "torchrun"}
-"""What a page may start; make, pip and git would change this machine."""
+"""What a page may start; pip and git would change this machine."""
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="halfstep-docs-")
 
@@ -79,16 +82,22 @@ def compare_output(example: Example) -> str | None:
 
 def run_console(example: Example) -> str | None:
     """Run each `$ command` and compare what it prints where the page shows it."""
-    for part in ("\n" + example.parsed).split("\n$ ")[1:]:
+    before, *parts = ("\n" + example.parsed).split("\n$ ")
+    if before.strip() or not parts:
+        return "a console block begins with a line `$ command`, or nothing is run"
+    for part in parts:
         command, _, expected = part.replace("\\\n", " ").partition("\n")
         words = shlex.split(command, comments=True)
         environment = dict(os.environ)
         while words and "=" in words[0]:
             name, _, value = words.pop(0).partition("=")
             environment[name] = value
-        if words[0] not in COMMANDS:
+        if words[0] == "make":
+            words[1:1] = ["-n", "-C", str(ROOT)]
+        elif words[0] in COMMANDS:
+            words[0] = str(Path(sys.executable).with_name(words[0]))
+        else:
             return f"{words[0]!r} may not be run from a page: skip it with a reason"
-        words[0] = str(Path(sys.executable).with_name(words[0]))
         for _attempt in range(3):
             done = subprocess.run(
                 words, capture_output=True, text=True, check=False, env=environment
@@ -134,6 +143,20 @@ def parse_toml(example: Example) -> None:
 def parse_json(example: Example) -> None:
     """Parse a block of JSON."""
     json.loads(example.parsed)
+
+
+class SkipWithReason(SkipParser):
+    """Skips a block, as sybil does, if the page says why."""
+
+    def __call__(self, document: Document) -> Iterator[Region]:
+        """Yield the comments that skip something; raise for one without a reason."""
+        for region in super().__call__(document):
+            action, reason = region.parsed
+            if action != "end" and not re.search(r"\w", reason or ""):
+                line = document.text.count("\n", 0, region.start) + 1
+                message = f'{document.path}, line {line}: skip: {action} "reason"'
+                raise ValueError(message)
+            yield region
 
 
 EVALUATORS = {
@@ -195,12 +218,14 @@ def leave_folder(namespace: dict[str, Any]) -> None:
     namespace["_stack"].close()
 
 
+PARSERS = [
+    SkipWithReason(),
+    *(CodeBlockParser(name, evaluate) for name, evaluate in EVALUATORS.items()),
+]
+
 pytest_collect_file = Sybil(
-    parsers=[
-        SkipParser(),
-        *(CodeBlockParser(name, evaluate) for name, evaluate in EVALUATORS.items()),
-    ],
-    patterns=["README*.md", "docs/**/*.md", "docs/*.md"],
+    parsers=PARSERS,
+    patterns=["*.md", "benchmarks/*.md", "docs/**/*.md", "docs/*.md"],
     excludes=[
         "docs/decisions/*.md",
         "docs/examples.md",  # generated from programs that are tests

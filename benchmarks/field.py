@@ -178,7 +178,7 @@ def page(answers: Sequence[Answer], command: str) -> str:
 {machine.cores} cores of {machine.cpu} ({sets}),
 torch {machine.torch}, Python {platform.python_version()}.
 
-```
+```text
 {command}
 ```
 
