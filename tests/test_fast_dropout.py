@@ -1,13 +1,11 @@
-"""Cheap dropout: masks as torch's are distributed, and everything else as torch's.
-
-In: the quick dropout and models made quick. Out: the laws that
-`use_fast_dropout` promises.
-"""
+"""Fast dropout: masks distributed as torch's, and everything else equal to torch's."""
 
 from __future__ import annotations
 
 import functools
 import math
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.train import fast_dropout
+import halfstep as hs
+from halfstep import fast_dropout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +118,7 @@ def test_what_16_bits_cannot_tell_is_left_to_torch(p: float) -> None:
 def test_recomputation_draws_the_masks_again() -> None:
     """Law: under torch.utils.checkpoint the gradients are those without it."""
     net = _net()
-    fast_dropout.use_fast_dropout(net)
+    hs.use_fast_dropout(net)
     x = torch.randn(16, 8)
 
     def gradients(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -132,16 +131,16 @@ def test_recomputation_draws_the_masks_again() -> None:
 
 
 def test_state_is_unchanged() -> None:
-    """Law: quicken changes no state, what is saved loads either way, twice is once."""
-    plain, quickened = _net(), _net()
-    fast_dropout.use_fast_dropout(quickened)
-    fast_dropout.use_fast_dropout(quickened)
-    ours, theirs = quickened.state_dict(), plain.state_dict()
+    """Law: no state changes, what is saved loads either way, twice is once."""
+    plain, fast = _net(), _net()
+    hs.use_fast_dropout(fast)
+    hs.use_fast_dropout(fast)
+    ours, theirs = fast.state_dict(), plain.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     plain.load_state_dict(ours)
-    quickened.load_state_dict(theirs)
-    assert repr(quickened).replace("FastDropout", "Dropout") == repr(plain)
+    fast.load_state_dict(theirs)
+    assert repr(fast).replace("FastDropout", "Dropout") == repr(plain)
 
 
 def test_subclasses_of_dropout_are_left_alone() -> None:
@@ -151,7 +150,7 @@ def test_subclasses_of_dropout_are_left_alone() -> None:
         pass
 
     model = nn.Sequential(Own(0.5), nn.Dropout1d(0.5))
-    fast_dropout.use_fast_dropout(model)
+    hs.use_fast_dropout(model)
     assert [type(each) for each in model] == [Own, nn.Dropout1d]
 
 
@@ -195,7 +194,7 @@ def test_attention_without_dropout_is_torchs(masked: str) -> None:
 
 
 def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
-    """Law: with p = 0 a quick model's losses and gradients are the plain model's."""
+    """Law: with p = 0 a fast model's losses and gradients are the plain model's."""
     results = []
     for change in (False, True):
         model = _bert()
@@ -203,7 +202,7 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if change:
-            fast_dropout.use_fast_dropout(model)
+            hs.use_fast_dropout(model)
         tokens = torch.arange(48).remainder(32).view(4, 12)
         loss = model(input_ids=tokens, labels=torch.tensor([0, 1, 0, 1])).loss
         loss.backward()
@@ -220,7 +219,7 @@ def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) ->
     """Return fast attention, with the same drops at each call."""
     torch.manual_seed(7)
     module = _Attention()
-    fast_dropout.use_fast_dropout(module)
+    hs.use_fast_dropout(module)
     output: Tensor = module(*operands, mask=mask, p=p)
     return output
 
@@ -233,7 +232,7 @@ def _operands(dtype: torch.dtype) -> list[Tensor]:
 
 
 def test_attention_drops_shares() -> None:
-    """Law: quick attention drops as its own dropout does of the shares it computes."""
+    """Law: fast attention drops as its own dropout does of the shares it computes."""
     query, key, value = _operands(torch.float64)
     ours = _attention(query, key, value, p=0.5)
     torch.manual_seed(7)
@@ -281,6 +280,72 @@ def test_attention_of_16_bits(dtype: torch.dtype) -> None:
         assert (ours.grad.double() - right.grad).abs().max() < bound
 
 
+@pytest.mark.parametrize("queries", [5, 6])
+def test_causal_attention(queries: int) -> None:
+    """Law: causal attention is attention under torch's triangular mask."""
+    query, key, value = _operands(torch.float64)
+    query = query[:, :, :queries]
+
+    class Attention(nn.Module):
+        def forward(self, *, is_causal: bool, mask: Tensor | None) -> Tensor:
+            return functional.scaled_dot_product_attention(
+                query, key, value, mask, 0.3, is_causal=is_causal
+            )
+
+    module = Attention()
+    hs.use_fast_dropout(module)
+    outputs = []
+    mask = torch.ones(queries, 5, dtype=torch.bool).tril()
+    for arguments in (
+        {"is_causal": True, "mask": None},
+        {"is_causal": False, "mask": mask},
+    ):
+        torch.manual_seed(7)
+        outputs.append(module(**arguments))
+    assert torch.equal(*outputs)
+
+
+def test_a_compiled_model_keeps_torchs_dropout() -> None:
+    """Law: hooks and class leave one graph, with the masks of torch's own dropout."""
+    operands = [each.detach() for each in _operands(torch.float32)]
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, *operands: Tensor) -> Tensor:
+            out = functional.scaled_dot_product_attention(*operands, None, 0.3)
+            return self.dropout(out)
+
+    outputs = []
+    for change in (False, True):
+        module = Attention()
+        if change:
+            hs.use_fast_dropout(module)
+        torch.manual_seed(7)
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        outputs.append(compiled(*operands))
+    assert torch.equal(*outputs)
+
+
+def test_without_numpy() -> None:
+    """Law: what is missing is named."""
+    program = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import halfstep as hs\n"
+        "try: hs.use_fast_dropout\n"
+        "except hs.UserError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "numpy, which is not installed: pip install numpy" in done.stdout
+
+
 def test_what_attention_leaves_to_torch() -> None:
     """Law: a mask that learns, and tensors of other ranks, are torch's, to the bit."""
     query, key, value = _operands(torch.float32)
@@ -302,7 +367,7 @@ def test_attention_once() -> None:
     """Law: a gradient of a gradient is refused, and not wrong in silence."""
     query, key, value = _operands(torch.float64)
     out = _attention(query, key, value).sum()
-    with pytest.raises(RuntimeError, match="no gradient of a gradient"):
+    with pytest.raises(RuntimeError, match="no double backward"):
         torch.autograd.grad(out, query, create_graph=True)
 
 
@@ -310,7 +375,7 @@ def test_only_attention_modules_are_fast() -> None:
     """Law: after a fast module, also one that raised, attention is torch's again."""
     operands = _operands(torch.float32)
     module = _Attention()
-    fast_dropout.use_fast_dropout(module)
+    hs.use_fast_dropout(module)
     with pytest.raises(TypeError):
         module(*operands, mask=None, p="much")
 
@@ -324,9 +389,9 @@ def test_only_attention_modules_are_fast() -> None:
 
 
 def test_evaluation_is_the_identity() -> None:
-    """Law: in evaluation a quick dropout returns its operand and draws nothing."""
+    """Law: in evaluation a fast dropout returns its operand and draws nothing."""
     layer = nn.Sequential(nn.Dropout(0.5))
-    fast_dropout.use_fast_dropout(layer)
+    hs.use_fast_dropout(layer)
     x = torch.randn(50)
     before = torch.get_rng_state()
     assert layer.eval()(x) is x

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.replay import find_nonfinite
     from halfstep.diagnostics.step_diagnosis import diagnose
     from halfstep.errors import UserError
+    from halfstep.fast_dropout import use_fast_dropout
     from halfstep.graph.planner import plan
     from halfstep.graph.rewrite import rewrite
     from halfstep.masters import MasterWeights
@@ -71,6 +72,7 @@ _MODULE_OF_NAME = {
     "prepare": "session.factory",
     "promote": "casting.custom_functions",
     "rewrite": "graph.rewrite",
+    "use_fast_dropout": "fast_dropout",
 }
 _MODULES = {
     "checkpoint": "checkpoint",
@@ -116,6 +118,7 @@ __all__ = [
     "rewrite",
     "scaler",
     "sharded",
+    "use_fast_dropout",
 ]
 
 

@@ -12,12 +12,22 @@ import functools
 import threading
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.library import Library
 from torch.nn import functional
+
+from halfstep.errors import UserError
+
+try:
+    import numpy as np
+except ModuleNotFoundError as error:
+    message = (
+        "hs.use_fast_dropout draws its random bits with numpy, which is not installed: "
+        "pip install numpy."
+    )
+    raise UserError(message) from error
 
 STEPS = 1 << 16
 """Keep probabilities are rounded to multiples of 1 / STEPS: 0.9 to 58982 / 65536."""
@@ -28,23 +38,40 @@ _RANK = 4  # texts, heads, positions, numbers per head
 
 
 def use_fast_dropout(model: nn.Module) -> None:
-    """Replace a model's dropout masks by faster ones for training on the CPU.
+    """Replace a model's dropout by a faster one with the same distribution, on the CPU.
 
     Elements are kept independently, with a probability rounded to a multiple of
     1/65536, and scaled by exactly its inverse. The masks depend on
     `torch.manual_seed`, and activation checkpointing redraws the same ones; they are
-    not the masks that torch draws.
+    not the masks that torch draws, so a run is not the same to the bit as without.
 
-    Changes `nn.Dropout` modules (their class becomes `FastDropout`), and the dropout of
-    torch's attention in modules with "Attention" in their class name; parameters,
+    Changes `nn.Dropout` modules (their class becomes `FastDropout`), and
+    `scaled_dot_product_attention` with dropout in modules with "Attention" in their
+    class name, which becomes one autograd node without a double backward. Parameters,
     buffers and config stay. Calls of `nn.functional.dropout` in a model's own code are
-    not affected, nor are evaluation, torch.compile, `torch.func`, other devices and
-    subclasses of Tensor.
+    not affected, nor are evaluation, torch.compile, `torch.func`, other devices,
+    grouped-query attention and subclasses of Tensor.
+
+    Args:
+        model: Changed in place; a second call changes nothing.
+
+    Raises:
+        UserError: If numpy is not installed.
+
+    Example:
+        >>> import torch, halfstep as hs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
+        >>> hs.use_fast_dropout(model)
+        >>> model[1]
+        FastDropout(p=0.1, inplace=False)
     """
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout
-        elif "Attention" in type(module).__name__:
+        elif (
+            "Attention" in type(module).__name__
+            and _enter_attention not in module._forward_pre_hooks.values()  # noqa: SLF001
+        ):
             # Hooks, because they also run when activations are recomputed.
             module.register_forward_pre_hook(_enter_attention)
             module.register_forward_hook(_leave_attention, always_call=True)
@@ -113,13 +140,15 @@ _thread = _Thread()
 
 def _enter_attention(module: nn.Module, args: object) -> None:
     del module, args
-    _register_kernel()
-    _thread.depth += 1
+    if not torch.compiler.is_compiling():
+        _register_kernel()
+        _thread.depth += 1
 
 
 def _leave_attention(module: nn.Module, args: object, output: object) -> None:
     del module, args, output
-    _thread.depth -= 1
+    if not torch.compiler.is_compiling():
+        _thread.depth -= 1
 
 
 @functools.cache
@@ -151,7 +180,7 @@ def _attention_kernel(
         _thread.depth
         and 0 < dropped < STEPS
         and dropout_mask is None
-        and not (is_causal or enable_gqa)
+        and not enable_gqa
         and query.dtype == key.dtype == value.dtype
         and (attn_mask is None or not attn_mask.requires_grad)
         and all(
@@ -173,6 +202,9 @@ def _attention_kernel(
         )
         return result
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if is_causal:
+        shape = query.shape[-2], key.shape[-2]
+        attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     output: tuple[Tensor, Tensor] = _AttentionWithDropout.apply(  # type: ignore[no-untyped-call]
         query, key, value, attn_mask, dropped, scale
     )
@@ -218,8 +250,8 @@ class _AttentionWithDropout(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             message = (
-                "attention with quick dropout has no gradient of a gradient; use "
-                "--dropout 0, or the model without `use_fast_dropout`."
+                "attention after hs.use_fast_dropout has no double backward: set its "
+                "dropout to 0, or leave the model without use_fast_dropout."
             )
             raise RuntimeError(message)
         query, key, value, probs, dropped_probs, dropout_mask = ctx.saved_tensors

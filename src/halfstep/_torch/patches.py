@@ -18,7 +18,7 @@ Other patches: `graph.capture` rejects custom autograd functions, tensor hooks,
 inference mode and checkpointing while a model is captured; a process started with
 HALFSTEP set has the patches of `launch.script_training` until it ends;
 `compat.apex.amp_handle` patches what apex patches, until its handle is closed;
-`halfstep train` registers a CPU kernel for dropout (`train.fast_dropout`).
+`use_fast_dropout` registers a CPU kernel for attention with dropout.
 """
 
 from __future__ import annotations

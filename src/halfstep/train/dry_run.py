@@ -19,9 +19,10 @@ from halfstep.diagnostics.doctor import RunFacts, examine, run_reader
 from halfstep.diagnostics.preflight import check
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
+from halfstep.fast_dropout import use_fast_dropout
 from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table, format_count
-from halfstep.train import checkpointing, fast_dropout, parallelize, param_groups
+from halfstep.train import checkpointing, parallelize, param_groups
 from halfstep.train.data_checks import count_repeats, data_findings
 from halfstep.train.evaluate import EVAL_BATCH
 from halfstep.train.result import RunResult, portable_model
@@ -174,7 +175,7 @@ def _check(ready: PreparedRun, weights: Mapping[str, Tensor]) -> CheckReport:
     # A fresh copy of the run's model with its current weights.
     model: nn.Module = portable_model(ready.network, weights).to(world.device).train()
     param_groups.freeze(model, config.frozen)
-    fast_dropout.use_fast_dropout(model)
+    use_fast_dropout(model)
     if config.recompute:
         parallelize.checkpoint_activations(model)
     return check(

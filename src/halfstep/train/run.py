@@ -15,6 +15,7 @@ import torch
 from halfstep.diagnostics.doctor import environment
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
+from halfstep.fast_dropout import use_fast_dropout
 from halfstep.machine import hardware
 from halfstep.machine.recommendation import Choice, resolve
 from halfstep.numerics import formats
@@ -24,7 +25,6 @@ from halfstep.session.factory import prepare
 from halfstep.train import (
     checkpointing,
     dependencies,
-    fast_dropout,
     model,
     parallelize,
     param_groups,
@@ -281,7 +281,7 @@ def _session(
     model = network.model.to(world.device).train()
     param_groups.freeze(model, config.frozen)
     if not config.compile:  # a compiler generates its own masks
-        fast_dropout.use_fast_dropout(model)
+        use_fast_dropout(model)
     choice = _choice(config, notes, world)
     originals = {}
     if choice.level.low_weights:
