@@ -99,22 +99,37 @@ def test_a_directory_may_mix_suffixes_and_lack_test() -> None:
 
 
 @given(
-    number=st.integers(2, 200),
+    texts=st.lists(st.integers(0, 99), min_size=2, max_size=200),
     dev_share=st.floats(0, 1, exclude_min=True, exclude_max=True),
     seed=st.integers(),
 )
-def test_a_file_is_cut_in_two(number: int, dev_share: float, seed: int) -> None:
-    """Law: dev is round(n * dev_share), 1 to n - 1; together the rows, each once."""
-    Path("posts.csv").write_text("x,a\n" * number, encoding="utf-8")
+def test_a_file_is_cut_in_two(texts: list[int], dev_share: float, seed: int) -> None:
+    """Law: dev has its share of the distinct texts, and none of train; rows once."""
+    texts[:2] = [100, 101]
+    Path("posts.csv").write_text("".join(f"{t},a\n" for t in texts), encoding="utf-8")
     store = open_store(Path("posts.csv"), "classify", None)
-    whole = Split(store, np.arange(number), np.zeros(1, np.int64))
-    splits = random_splits(whole, dev_share, seed)
+    whole = Split(store, np.arange(len(texts)), np.zeros(1, np.int64))
+    splits, repeats = random_splits(whole, dev_share, seed)
     assert list(splits) == ["train", "dev"]
-    assert len(splits["dev"]) == min(max(round(number * dev_share), 1), number - 1)
+    number = len({*texts})
+    assert repeats == len(texts) - number
+    train, dev = ({*split.texts()} for split in splits.values())
+    assert len(dev) == min(max(round(number * dev_share), 1), number - 1)
+    assert not train & dev
     drawn = [*splits["train"].rows, *splits["dev"].rows]
-    assert sorted(drawn) == list(range(number))
-    again = random_splits(whole, dev_share, seed)
+    assert sorted(drawn) == list(range(len(texts)))
+    again, _ = random_splits(whole, dev_share, seed)
     assert [*again["train"].rows, *again["dev"].rows] == drawn
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_text_with_two_labels(seed: int) -> None:
+    """Law: train keeps a text of each label that a text of dev also has."""
+    path = write("posts.csv", "a b c " * 4)
+    path.write_text("x,a\nx,b\ny,c\n x ,b\n" + path.read_text(), encoding="utf-8")
+    got = corpus(path, seed=seed, dev_share=0.4)
+    assert got.repeats == 2
+    assert {*got.dev.labels()} <= {*got.train.labels()}
 
 
 def test_the_seed_draws_the_split() -> None:
@@ -166,8 +181,8 @@ def test_shares_of_dev(counts: list[int], seats: int) -> None:
 def test_no_row_can_be_spared() -> None:
     """Law: where each label stands in one row, no row can be dev: one line says so."""
     assert refusal(write("posts.csv", "0 1 2")) == (
-        "posts.csv: no row can go to dev, for train would lack its label; add rows "
-        "with each label."
+        "posts.csv: no text can go to dev, for train would lack its label; add "
+        "different texts with each label."
     )
 
 
@@ -252,8 +267,8 @@ FIRST_TWELVE = "use c00, c01, c02, c03, c04, c05, c06, c07, c08, c09, c10, c11, 
             "sad",
             None,
             (
-                ": no row can go to dev, for train would lack its label; add rows with "
-                "each label."
+                ": no text can go to dev, for train would lack its label; add "
+                "different texts with each label."
             ),
         ),
     ],
@@ -430,7 +445,8 @@ def test_bad_kinds_are_refused(
 @pytest.mark.parametrize("seed", range(10))
 def test_a_rare_kind_stays_in_train(seed: int) -> None:
     """Law: with any seed train holds each kind, though one stands in one text alone."""
-    path = told("marked.jsonl", ANN, *[BOB] * 8, NIL)
+    bobs = [(f"Bob {number}", BOB[1]) for number in range(8)]
+    path = told("marked.jsonl", ANN, *bobs, NIL)
     got = marked_corpus(path, seed=seed)
     assert got.train.words() == {"PER", "LOC"}
     assert (len(got.train), len(got.dev)) == (8, 2)

@@ -32,6 +32,7 @@ def trainer(**more: Any) -> Any:
         "longest": 8,
         "corpus": SimpleNamespace(
             left_out=more.pop("left_out", ()),
+            repeats=more.pop("repeats", 0),
             task=more.pop("task", "classify"),
             test=Kinds(more.pop("test_kinds", [])),
         ),
@@ -49,6 +50,11 @@ def test_nothing_to_say() -> None:
 @pytest.mark.parametrize(
     ("just", "more", "said"),
     [
+        (
+            {"repeats": 0},
+            {"repeats": 1},
+            "1 text equals an earlier one: equal texts are in the same split.",
+        ),
         (
             {"task": "ner", "test_kinds": [set(), {"PER"}]},
             {"task": "ner", "test_kinds": [set(), set()]},

@@ -35,7 +35,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan of settings for a corpus of so many training texts."""
     train = Split(split.store, np.zeros(count, np.int64), split.ids)
-    corpus = Corpus("c", "classify", ("a", "b"), train, split, split, "print")
+    corpus = Corpus("c", "classify", ("a", "b"), train, split, split, "print", 0)
     return resolve_plan(TrainConfig(**given), corpus, world, scratch=scratch)
 
 

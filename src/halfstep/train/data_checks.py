@@ -27,7 +27,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
     `faults` are lines about damaged checkpoints; they come first.
     """
     corpus = trainer.job.corpus
-    findings = [*faults, *left_out_findings(corpus)]
+    findings = [*faults, *corpus_findings(corpus)]
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
         findings.append(
             "The test texts hold no entity: whatever the model finds there, its F1 is "
@@ -52,16 +52,24 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
     return tuple(findings)
 
 
-def left_out_findings(corpus: Corpus) -> list[str]:
-    """Return a finding about sentences omitted for invalid tags."""
-    faults = corpus.left_out
-    if not faults:
-        return []
-    listed = " ".join(faults[:_MAX_LISTED])
-    rest = len(faults) - _MAX_LISTED
-    more = f" And {rest} more." if rest > 0 else ""
-    are = "sentence is" if len(faults) == 1 else "sentences are"
-    return [f"{len(faults)} {are} left out for invalid tags: {listed}{more}"]
+def corpus_findings(corpus: Corpus) -> list[str]:
+    """Return findings about sentences left out, and about texts that repeat others."""
+    findings = []
+    if faults := corpus.left_out:
+        listed = " ".join(faults[:_MAX_LISTED])
+        rest = len(faults) - _MAX_LISTED
+        more = f" And {rest} more." if rest > 0 else ""
+        are = "sentence is" if len(faults) == 1 else "sentences are"
+        findings.append(
+            f"{len(faults)} {are} left out for invalid tags: {listed}{more}"
+        )
+    if corpus.repeats:
+        equal = "text equals" if corpus.repeats == 1 else "texts equal"
+        findings.append(
+            f"{corpus.repeats} {equal} an earlier one: equal texts are in the same "
+            "split."
+        )
+    return findings
 
 
 def count_repeats(
@@ -75,10 +83,10 @@ def count_repeats(
     splits = {"train": corpus.train, "dev": corpus.dev, "test": corpus.test}
     if sum(map(len, splits.values())) > max_texts:
         return {}
-    train = _hashes(corpus.train)
+    train = corpus.train.text_hashes()
     counts = {}
     for name, split in splits.items():
-        texts = train if name == "train" else _hashes(split)
+        texts = train if name == "train" else split.text_hashes()
         # One row per text: its hash, and the hash of its label or entities.
         both = np.stack([texts, _targets(split, texts, corpus.task)], axis=1)
         distinct = np.unique(both, axis=0)
@@ -91,12 +99,6 @@ def count_repeats(
             "in_train": 0 if name == "train" else int(np.isin(texts, train).sum()),
         }
     return counts
-
-
-def _hashes(split: Split) -> np.ndarray:
-    """Return a hash of each text without surrounding blanks: int64, shape (N,)."""
-    numbers = (hash(text.strip()) for text in split.texts())
-    return np.fromiter(numbers, np.int64, len(split))
 
 
 def _targets(split: Split, texts: np.ndarray, task: str) -> np.ndarray:

@@ -35,7 +35,7 @@ from halfstep.train.config import TrainConfig, resume_config
 from halfstep.train.config_file import read_file, write_resolved
 from halfstep.train.data import tokenized
 from halfstep.train.data.corpus import load
-from halfstep.train.data_checks import count_repeats, left_out_findings
+from halfstep.train.data_checks import corpus_findings, count_repeats
 from halfstep.train.dry_run import dry_run
 from halfstep.train.loop import Trainer
 from halfstep.train.output import tensorboard
@@ -377,4 +377,4 @@ def _opening_lines(
             f"the run was on {notes['processes']} processes and is on {world.size}: it "
             "goes on with the same batches, and other dropout masks"
         )
-    return [*lines, *left_out_findings(corpus)]
+    return [*lines, *corpus_findings(corpus)]

@@ -310,7 +310,6 @@ def leak(facts: RunFacts) -> Iterator[Observation]:
         share = split.in_train / split.texts
         measured = f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, "
         measured += f"are in train too: scores on {name} are too good"
-        advice = f"Take them out of train or {name}; drop texts that come more than "
-        advice += "once before a file is split."
+        advice = f"Take them out of train or {name}."
         severity = _NOTE if share < _LEAKED else None
         yield Observation(f"{name} texts", measured, advice, share, share, severity)

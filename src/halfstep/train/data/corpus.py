@@ -75,6 +75,15 @@ class Split:
         """Yield the text of each example."""
         return map(self.store.text, map(int, self.rows))
 
+    def text_hashes(self) -> Int64:
+        """Return a hash of each text without surrounding blanks; shape (N,).
+
+        64 bits, so different texts have different hashes; Python's hash, so it differs
+        between processes.
+        """
+        hashes = (hash(text.strip()) for text in self.texts())
+        return np.fromiter(hashes, np.int64, len(self))
+
     def where(self, i: int) -> str:
         """Return the file and line of an example, for messages."""
         return self.store.where(int(self.rows[i]))
@@ -124,6 +133,9 @@ class Corpus:
     """Used for the final score only; may be empty."""
     fingerprint: str
     """SHA-256 of the task, the labels and the examples of each split in order."""
+    repeats: int
+    """Texts of a file that equal an earlier one, and are in the same split; 0 for a
+    directory."""
 
     @property
     def sizes(self) -> str:
@@ -193,13 +205,15 @@ def load(
         split: Split(store, np.arange(len(store)), _ids(store, ids))
         for split, store in stores.items()
     }
+    repeats = 0
     if "dev" not in splits:
-        splits = random_splits(splits["train"], dev_share, seed)
+        splits, repeats = random_splits(splits["train"], dev_share, seed)
     train = splits["train"]
     splits.setdefault("test", Split(train.store, train.rows[:0], train.ids))
     _check_train(str(path or name), task, splits)
+    fingerprint = _fingerprint(task, labels, splits)
     return Corpus(
-        name, task, labels, **splits, fingerprint=_fingerprint(task, labels, splits)
+        name, task, labels, **splits, fingerprint=fingerprint, repeats=repeats
     )
 
 
@@ -233,60 +247,75 @@ def _load_splits(
     return stores
 
 
-def random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]:
+def random_splits(
+    split: Split, dev_share: float, seed: int
+) -> tuple[dict[str, Split], int]:
     """Shuffle the rows of one file and split them into train and dev.
 
-    Dev is stratified by label, and at least one row of each label stays in train. For
-    ner, a text goes to dev only if train keeps an entity of each of its types.
+    Rows with the same text stay together, or dev would hold texts of train. Dev is
+    `dev_share` of the distinct texts, stratified by label, and at least one text of
+    each label stays in train. For ner, a text goes to dev only if train keeps an entity
+    of each of its types.
+
+    Returns:
+        The splits, and the number of texts that equal an earlier one.
     """
     order = array("q", range(len(split)))
     random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret
     rows = np.array(order, np.int64)
-    num_dev = min(max(1, round(len(rows) * dev_share)), len(rows) - 1)
-    is_dev = _dev_rows(split.store, rows, num_dev)
+    is_dev, num_texts = _dev_rows(split, rows, dev_share)
     if not is_dev.any():
         noun = "label" if split.store.task == "classify" else "entity type"
         message = (
-            f"{split.store.source}: no row can go to dev, for train would lack its "
-            f"{noun}; add rows with each {noun}."
+            f"{split.store.source}: no text can go to dev, for train would lack its "
+            f"{noun}; add different texts with each {noun}."
         )
         raise UserError(message)
-    return {
+    splits = {
         "train": Split(split.store, rows[~is_dev], split.ids),
         "dev": Split(split.store, rows[is_dev], split.ids),
     }
+    return splits, len(rows) - num_texts
 
 
-def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
-    """Return which of `rows`, in their order, go to dev: at most `num_dev`; bool."""
-    is_dev = np.zeros(len(rows), bool)
-    if store.task == "classify":
-        words = store.word_at[rows]
-        quota = dev_counts(np.bincount(words), num_dev).tolist()
-        for position, word in enumerate(words.tolist()):
-            is_dev[position] = quota[word] > 0
-            quota[word] -= 1
-        return is_dev
-    uses = np.unique(np.stack(store.uses()), axis=1)  # each entity type once per text
-    remaining = np.bincount(uses[1])
-    starts = np.searchsorted(uses[0], np.arange(len(rows) + 1))
-    for position, row in enumerate(rows.tolist()):
-        kinds = uses[1, starts[row] : starts[row + 1]]
-        if (remaining[kinds] > 1).all():
-            remaining[kinds] -= 1
-            is_dev[position] = True
+def _dev_rows(split: Split, rows: Int64, dev_share: float) -> tuple[BoolArray, int]:
+    """Return which of `rows`, in their order, go to dev, and the number of texts.
+
+    The texts are decided on in the order in which they first occur in `rows`.
+    """
+    store = split.store
+    _, first, text_at = np.unique(
+        split.text_hashes()[rows], return_index=True, return_inverse=True
+    )
+    text_of_row = np.empty_like(text_at)
+    text_of_row[rows] = text_at
+    used_rows, used_words = store.uses()
+    num_words = len(store.words) or 1
+    # Each label or entity type once per text, sorted by text.
+    uses = np.unique(text_of_row[used_rows] * num_words + used_words)
+    texts, words = np.divmod(uses, num_words)
+    starts = np.searchsorted(texts, np.arange(len(first) + 1)).tolist()
+    num_dev = min(max(1, round(len(first) * dev_share)), len(first) - 1)
+    counts = np.bincount(words, minlength=num_words)
+    quota = dev_counts(counts, num_dev) if store.task == "classify" else counts - 1
+    remaining, words_of_texts = quota.tolist(), words.tolist()
+    is_dev = np.zeros(len(first), bool)
+    for text in np.argsort(first).tolist():
+        its_words = words_of_texts[starts[text] : starts[text + 1]]
+        if num_dev and all(remaining[word] > 0 for word in its_words):
+            is_dev[text] = True
             num_dev -= 1
-            if not num_dev:
-                break
-    return is_dev
+            for word in its_words:
+                remaining[word] -= 1
+    return is_dev[text_at], len(first)
 
 
 def dev_counts(counts: Int64, seats: int) -> Int64:
-    """Return how many rows of each label go to dev.
+    """Return how many texts of each label go to dev.
 
     Uses the Huntington-Hill method of apportionment: the next seat goes to the label
-    with the largest n / sqrt(k (k + 1)), for n rows and k seats so far. Each label gets
-    its first seat before any gets a second, and never as many seats as rows.
+    with the largest n / sqrt(k (k + 1)), for n texts and k seats so far. Each label
+    gets its first seat before any gets a second, and never as many seats as texts.
     """
     taken = np.zeros(len(counts), np.int64)
     heap = [(-math.inf, -int(n), word) for word, n in enumerate(counts) if n > 1]
