@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.field.report import Program
+from tests.field import nets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.field.report import Amp
+    from tests.field.report import Amp, Program
     from torch import Tensor, nn
 
 HEALTHY: dict[str, Callable[[Amp], Program]] = {}
@@ -53,14 +53,13 @@ def loop(
     """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = amp.scaler(enabled=dtype == torch.float16)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(dtype):
-            loss = loss_of(model, batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
     check = {"loss_fn": loss_of, "batch": batch, "level": "O1", "dtype": dtype}
-    return Program(model, step, check={**check, "steps": 0})
+    return nets.loop(
+        amp,
+        model,
+        lambda: loss_of(model, batch),
+        optimizer,
+        scaler,
+        dtype=dtype,
+        check={**check, "steps": 0},
+    )

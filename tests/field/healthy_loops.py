@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from tests.field.healthy import healthy
+from tests.field.nets import loop
 from tests.field.report import Program
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -42,26 +44,45 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def classifying(
+    amp: Amp,
+    model: nn.Module | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    **more: Any,
+) -> Program:
+    """Return the usual loop of a classifier; in float16, with a scaler."""
+    model, (x, y) = model or net(), batch()
+    optimizer = optimizer or adamw(model)
+    if "dtype" not in more:
+        scaler = scaler or amp.scaler()
+
+    def loss_of() -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    return loop(amp, model, loss_of, optimizer, scaler, **more)
+
+
 # Gradients between the backward pass and the step
 
 
 @healthy
 def clip_norm(amp: Amp) -> Program:
     """Clip after `unscale_`."""
-    model, (x, y) = net(), batch()
-    optimizer, scaler = adamw(model), amp.scaler()
+    return clipped(amp, net(), amp.scaler())
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
+
+def clipped(amp: Amp, model: nn.Module, scaler: Any, **more: Any) -> Program:
+    """Return a loop that clips by norm."""
+    optimizer = adamw(model)
+
+    def clip() -> None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
 
-    return Program(model, step)
+    more |= {"optimizer": optimizer, "scaler": scaler, "after_backward": clip}
+    return classifying(amp, model, **more)
 
 
 @healthy
@@ -86,18 +107,12 @@ def clip_value(amp: Amp) -> Program:
 @healthy
 def clip_in_bf16(amp: Amp) -> Program:
     """Without a scaler nothing is to be unscaled."""
-    model, (x, y) = net(), batch()
-    optimizer = adamw(model)
+    model = net()
 
-    def step() -> None:
-        with amp.autocast(BF16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    def clip() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return Program(model, step)
+    return classifying(amp, model, dtype=BF16, after_backward=clip)
 
 
 @healthy
@@ -124,14 +139,13 @@ def accumulation(amp: Amp) -> Program:
 def micro_batch_at_a_time(amp: Amp) -> Program:
     """The same, where each call is an iteration and each fourth steps."""
     model, (x, y) = net(), batch()
-    optimizer, scaler = adamw(model), amp.scaler()
-    calls = iter(range(10**9))
+    optimizer, scaler, calls = adamw(model), amp.scaler(), count(1)
 
     def step() -> None:
         with amp.autocast():
             loss = F.cross_entropy(model(x), y) / 4
         scaler.scale(loss).backward()
-        if next(calls) % 4 == 3:
+        if next(calls) % 4 == 0:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -192,19 +206,9 @@ def gradient_penalty(amp: Amp) -> Program:
 @healthy
 def fused_adamw(amp: Amp) -> Program:
     """An optimizer that unscales by itself."""
-    model, (x, y) = net(), batch()
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scaler = amp.scaler()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    return classifying(amp, model, optimizer=optimizer)
 
 
 @healthy
@@ -275,20 +279,7 @@ def two_optimizers(amp: Amp) -> Program:
 @healthy
 def scaler_that_is_off(amp: Amp) -> Program:
     """The general form, with bfloat16 and a scaler that is not enabled."""
-    model, (x, y) = net(), batch()
-    optimizer, scaler = adamw(model), amp.scaler(enabled=False)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(BF16):
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    return clipped(amp, net(), amp.scaler(enabled=False), dtype=BF16)
 
 
 @healthy
@@ -296,14 +287,7 @@ def training_in_fp32(amp: Amp) -> Program:
     """No mixed precision at all."""
     del amp
     model, (x, y) = net(), batch()
-    optimizer = adamw(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return Program(model, step)
+    return loop(None, model, lambda: F.cross_entropy(model(x), y), adamw(model))
 
 
 # Schedules and averages
@@ -312,21 +296,11 @@ def training_in_fp32(amp: Amp) -> Program:
 @healthy
 def one_cycle(amp: Amp) -> Program:
     """The schedule steps with each batch, and no step is skipped."""
-    model, (x, y) = net(), batch()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=200)
-    scaler = amp.scaler(init_scale=2.0**10)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        schedule.step()
-
-    return Program(model, step)
+    more = {"scaler": amp.scaler(init_scale=2.0**10), "after_step": schedule.step}
+    return classifying(amp, model, optimizer=optimizer, **more)
 
 
 @healthy
@@ -353,65 +327,44 @@ def schedule_of_applied_steps(amp: Amp) -> Program:
 @healthy
 def warm_up_from_zero(amp: Amp) -> Program:
     """The first rate is 0, and groups have their own decay."""
-    model, (x, y) = net(), batch()
+    model = net()
     groups = [
         {"params": model[0].parameters()},
         {"params": model[1:].parameters(), "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
-
-    def step() -> None:
-        with amp.autocast(BF16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-
-    return Program(model, step)
+    more = {"dtype": BF16, "after_step": schedule.step}
+    return classifying(amp, model, optimizer=optimizer, **more)
 
 
 @healthy
 def moving_average(amp: Amp) -> Program:
     """An average of fp32 weights, by hand."""
-    model, (x, y) = net(), batch()
+    model = net()
     average = copy.deepcopy(model).requires_grad_(requires_grad=False)
-    optimizer, scaler = adamw(model), amp.scaler()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        with torch.no_grad():
-            pairs = zip(average.parameters(), model.parameters(), strict=True)
-            for mean, param in pairs:
-                mean.mul_(0.999).add_(param, alpha=0.001)
+    @torch.no_grad()
+    def update() -> None:
+        pairs = zip(average.parameters(), model.parameters(), strict=True)
+        for mean, param in pairs:
+            mean.mul_(0.999).add_(param, alpha=0.001)
 
-    return Program(model, step)
+    return classifying(amp, model, after_step=update)
 
 
 @healthy
 def averaged_model(amp: Amp) -> Program:
     """The class that torch has for that."""
-    model, (x, y) = net(), batch()
+    model = net()
     average = swa_utils.AveragedModel(
         model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.999)
     )
-    optimizer = adamw(model)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(BF16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+    def update() -> None:
         average.update_parameters(model)
 
-    return Program(model, step)
+    return classifying(amp, model, dtype=BF16, after_step=update)
 
 
 # Several models, several losses
@@ -490,44 +443,32 @@ def several_losses(amp: Amp) -> Program:
 def evaluation_between_steps(amp: Amp) -> Program:
     """A validation loss in each step, without gradients."""
     model, (x, y) = net(), batch()
-    optimizer, scaler = adamw(model), amp.scaler()
 
-    def step() -> None:
-        model.train()
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def evaluate() -> None:
         model.eval()
         with torch.no_grad(), amp.autocast():
             (model(x).argmax(-1) == y).float().mean().item()
+        model.train()
 
-    return Program(model, step)
+    return classifying(amp, model, after_step=evaluate)
 
 
 @healthy
 def resumed(amp: Amp) -> Program:
     """Model, optimizer and scaler begin from saved states."""
-    model, (x, y) = net(), batch()
-    optimizer, scaler = adamw(model), amp.scaler()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def start(model: nn.Module) -> tuple[tuple[Any, ...], Program]:
+        optimizer, scaler = adamw(model), amp.scaler()
+        program = classifying(amp, model, optimizer=optimizer, scaler=scaler)
+        return (model, optimizer, scaler), program
 
-    step()
-    states = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, scaler)]
-    model = net()
-    optimizer, scaler = adamw(model), amp.scaler()
-    for each, state in zip((model, optimizer, scaler), states, strict=True):
+    parts, program = start(net())
+    program.step()
+    states = [copy.deepcopy(each.state_dict()) for each in parts]
+    parts, program = start(net())
+    for each, state in zip(parts, states, strict=True):
         each.load_state_dict(state)
-    return Program(model, step)
+    return program
 
 
 @healthy
@@ -548,17 +489,8 @@ def compiled(amp: Amp) -> Program:
     """The model is traced by torch.compile."""
     model, (x, y) = net(), batch()
     fast = torch.compile(model, backend="eager")
-    optimizer, scaler = adamw(model), amp.scaler()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(fast(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    loss = lambda: F.cross_entropy(fast(x), y)  # noqa: E731
+    return loop(amp, model, loss, adamw(model), amp.scaler())
 
 
 class _TorchSquare(torch.autograd.Function):
@@ -597,18 +529,9 @@ class _HalfstepSquare(torch.autograd.Function):
 def custom_function(amp: Amp) -> Program:
     """An operation with a backward pass of its own."""
     model, (x, y) = net(), batch()
-    optimizer, scaler = adamw(model), amp.scaler()
     square = {"torch": _TorchSquare, "halfstep": _HalfstepSquare}[amp.name]
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(square.apply(model(x)), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    loss = lambda: F.cross_entropy(square.apply(model(x)), y)  # noqa: E731
+    return loop(amp, model, loss, adamw(model), amp.scaler())
 
 
 @healthy
@@ -616,20 +539,7 @@ def data_parallel(amp: Amp) -> Program:
     """DDP with one process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    model, (x, y) = nn.parallel.DistributedDataParallel(net()), batch()
-    optimizer, scaler = adamw(model), amp.scaler()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    return clipped(amp, nn.parallel.DistributedDataParallel(net()), amp.scaler())
 
 
 # Sessions

@@ -1,7 +1,8 @@
-"""What most programs of reports begin with."""
+"""What most programs begin with, and the loop that most of them are."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ def linear(
     return model, optimizer, amp.scaler(init_scale=scale)
 
 
-def batch() -> torch.Tensor:
+def batch() -> Tensor:
     """Return inputs."""
     return torch.randn(BATCH, WIDTH)
 
@@ -33,6 +34,18 @@ def batch() -> torch.Tensor:
 def mean_square(y: Tensor) -> Tensor:
     """Return a harmless loss."""
     return y.float().square().mean()
+
+
+def distance(y: Tensor) -> Tensor:
+    """Return another, whose gradients are as large in each step."""
+    return (y.float() - 1).abs().mean()
+
+
+def updates_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return a list that grows with each step that the optimizer makes."""
+    updates: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    return updates
 
 
 class Between(nn.Module):
@@ -48,29 +61,80 @@ class Between(nn.Module):
         return self.outer(self.function(self.inner(x)))  # type: ignore[no-any-return]
 
 
-def training(
-    amp: Amp,
+def loop(
+    amp: Amp | None,
     model: nn.Module,
+    loss_of: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: Any = None,
     *,
-    loss_of: Callable[[Tensor], Tensor] = mean_square,
-    x: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+    after_backward: Callable[[], object] = bool,
+    after_step: Callable[[], object] = bool,
+    **program: Any,
 ) -> Program:
-    """Return a loop in float16, sick if no step is made or the loss is not finite."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler, updates, losses = amp.scaler(init_scale=16.0), [], []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    batch = torch.randn(4, WIDTH) if x is None else x
+    """Return the loop of torch's own examples.
+
+    Args:
+        amp: Its classes; None: no autocast.
+        model: That it trains.
+        loss_of: The loss, computed inside autocast.
+        optimizer: Its optimizer.
+        scaler: None: the loss is not scaled.
+        dtype: Of autocast.
+        after_backward: Called between backward and the step.
+        after_step: Called at the end of an iteration.
+        program: More of `Program`.
+    """
 
     def step() -> None:
         optimizer.zero_grad()
-        with amp.autocast():
-            loss = loss_of(model(batch))
-        losses.append(loss.detach())
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        with amp.autocast(dtype) if amp else nullcontext():
+            loss = loss_of()
+        (scaler.scale(loss) if scaler else loss).backward()
+        after_backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        after_step()
+
+    return Program(model, step, **program)
+
+
+def training(
+    amp: Amp,
+    model: nn.Module | None = None,
+    *,
+    loss_of: Callable[[Tensor], Tensor] = mean_square,
+    x: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Program:
+    """Return a loop, sick if no step is made or the loss is not finite.
+
+    The model is a linear layer by default.
+    """
+    model = model or nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = amp.scaler(init_scale=16.0, enabled=dtype == torch.float16)
+    updates, losses = updates_of(optimizer), list[Tensor]()
+    batch = torch.randn(4, WIDTH) if x is None else x
+
+    def loss() -> Tensor:
+        losses.append(loss_of(model(batch)))
+        return losses[-1]
 
     def is_sick() -> bool:
         return not updates or not bool(losses[-1].isfinite())
 
-    return Program(model, step, is_sick)
+    return loop(amp, model, loss, optimizer, scaler, dtype=dtype, is_sick=is_sick)
+
+
+def inference(model: nn.Module, *inputs: object) -> Program:
+    """Return a program that runs a model, sick if the result is not finite."""
+
+    def loss() -> Tensor:
+        return model(*inputs).float().mean()  # type: ignore[no-any-return]
+
+    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)

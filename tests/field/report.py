@@ -6,6 +6,7 @@ for ours. What is claimed of it stands beside it, and `test_field` holds it to t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import warnings
@@ -194,8 +195,8 @@ def report(
     area: str,
     symptom: str,
     cause: str,
-    command: Command,
     cure: str,
+    command: Command = "diagnose",
     says: str = "",
     truth: str = "",
     steps: int = 4,
@@ -207,8 +208,8 @@ def report(
         area: Chapter of the page: "call order", "range", "dtype error" ...
         symptom: What people see.
         cause: What it is.
-        command: What answers.
         cure: What ends it.
+        command: What answers.
         says: Of the answer, for all but "impossible".
         truth: See `Report`; by default `says`.
         steps: After which the trouble shows.
@@ -235,3 +236,8 @@ def report(
         return build
 
     return register
+
+
+def reports_of(area: str) -> Callable[..., Any]:
+    """Return `report` for the reports of one area."""
+    return functools.partial(report, area=area)

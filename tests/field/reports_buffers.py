@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.report import Program, report
+from tests.field.nets import WIDTH, distance, loop, mean_square
+from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-AREA = "buffers"
-WIDTH = 8
+report = reports_of("buffers")
 
 
 @report(
@@ -20,10 +20,8 @@ WIDTH = 8
     "pytorch/pytorch#88474",
     "pytorch/pytorch#96798",
     "pytorch/pytorch#90342",
-    area=AREA,
     symptom="Training goes on after a skipped step, and evaluation gives NaN.",
     cause="A step that overflowed wrote inf into BatchNorm's running statistics.",
-    command="diagnose",
     says=r"running_(mean|var).* since step 2.*reset_running_stats\(\)",
     truth="running_(mean|var)",
     cure="Keep that layer in float32; call `norm.reset_running_stats()`.",
@@ -55,10 +53,8 @@ def statistics_after_overflow(amp: Amp, *, cured: bool) -> Program:
 @report(
     "NVIDIA/apex#144",
     "pytorch/pytorch#126525",
-    area=AREA,
     symptom="After model.half() the norm's running variance is inf; outputs are zero.",
     cause="A variance above 65504 is stored in float16.",
-    command="diagnose",
     says=r"running_var.*(float16|fp16).*65504",
     truth="running_var",
     cure="Keep norms in float32: `prepare(model, optimizer, 'O2')` does.",
@@ -71,22 +67,18 @@ def statistics_in_half(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
     x = (1000 * torch.randn(16, WIDTH)).half()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        (model(x).float() - 1).square().mean().backward()
-        optimizer.step()
+    def is_sick() -> bool:
+        return not bool(norm.running_var.isfinite().all())
 
-    return Program(model, step, lambda: not bool(norm.running_var.isfinite().all()))
+    return loop(None, model, lambda: distance(model(x)), optimizer, is_sick=is_sick)
 
 
 @report(
     "huggingface/transformers#17306",
     "huggingface/transformers#18467",
     "microsoft/onnxscript#2992",
-    area=AREA,
     symptom="After model.half() the loss is NaN; in float32 the same batch is fine.",
     cause="The mask's value, float32's lowest number, is -inf in float16.",
-    command="diagnose",
     says=r"softmax\): zero: a mask covers a whole row",
     truth="(?i)softmax|mask",
     cure="Make masks of the scores' dtype: `torch.finfo(scores.dtype).min`.",
@@ -112,15 +104,10 @@ def mask_in_half(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH).half()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-
     def is_sick() -> bool:
         return not bool(model.layer.weight.isfinite().all())
 
-    return Program(model, step, is_sick)
+    return loop(None, model, lambda: mean_square(model(x)), optimizer, is_sick=is_sick)
 
 
 @report(
@@ -128,7 +115,6 @@ def mask_in_half(amp: Amp, *, cured: bool) -> Program:
     "EleutherAI/gpt-neox#1016",
     "Nerogar/OneTrainer#1177",
     "pytorch/pytorch#137774",
-    area=AREA,
     symptom="Long inputs are mixed up once the model is in bfloat16.",
     cause="Positions are stored in a buffer: in bfloat16, 257 is 256.",
     command="check",
@@ -149,16 +135,9 @@ def positions_in_bf16(amp: Amp, *, cured: bool) -> Program:
             angles = self.positions[:, None] / torch.arange(1.0, 1 + WIDTH)
             return x * angles.cos().to(x.dtype)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.rope = Rope()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.rope(self.layer(x))
-
-    model, x = Model(), torch.randn(4, 600, WIDTH)
+    model, x = nn.Sequential(), torch.randn(4, 600, WIDTH)
+    model.add_module("layer", nn.Linear(WIDTH, WIDTH))
+    model.add_module("rope", Rope())
 
     def step() -> None:
         model.bfloat16()

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.field.nets import batch, linear
-from tests.field.report import Program, report
+from tests.field.nets import batch, distance, linear, loop, updates_of
+from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-AREA = "call order"
+report = reports_of("call order")
 
 
 @report(
@@ -22,10 +22,8 @@ AREA = "call order"
     "Lightning-AI/pytorch-lightning#9694",
     "milesial/Pytorch-UNet#468",
     "pytorch/examples#1196",
-    area=AREA,
     symptom="With gradient clipping the loss stands still under GradScaler.",
     cause="Gradients are clipped while they are scaled.",
-    command="diagnose",
     says=r"gradients were multiplied by .* before unscale_",
     truth="unscale_",
     cure="Call `scaler.unscale_(optimizer)` before `clip_grad_norm_`.",
@@ -35,30 +33,26 @@ def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp, lr=0.1, scale=2.0**16)
     x, before = batch(), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 3).square().mean()
-        scaler.scale(loss).backward()
+    def clip() -> None:
         if cured:
             scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+
+    def loss_of() -> Tensor:
+        return (model(x).float() - 3).square().mean()
 
     def is_sick() -> bool:
         return bool((model.weight - before).norm() < 1e-3)
 
-    return Program(model, step, is_sick)
+    hooks = {"after_backward": clip, "is_sick": is_sick}
+    return loop(amp, model, loss_of, optimizer, scaler, **hooks)
 
 
 @report(
     "rwth-i6/returnn#1590",
     "catalyst-team/catalyst#1319",
-    area=AREA,
     symptom="Clipping by value works in fp32; under GradScaler the loss stands still.",
     cause="Gradients are cut at a bound while they are scaled.",
-    command="diagnose",
     says=r"gradients were cut at 1 .* before unscale_",
     truth="unscale_",
     cure="Call `scaler.unscale_(optimizer)` before `clip_grad_value_`.",
@@ -68,29 +62,25 @@ def clip_value_before_unscale(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp, lr=0.1)
     x, before = batch(), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 3).square().mean()
-        scaler.scale(loss).backward()
+    def clip() -> None:
         if cured:
             scaler.unscale_(optimizer)
         nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+
+    def loss_of() -> Tensor:
+        return (model(x).float() - 3).square().mean()
 
     def is_sick() -> bool:
         return bool((model.weight - before).norm() < 1e-2)
 
-    return Program(model, step, is_sick)
+    hooks = {"after_backward": clip, "is_sick": is_sick}
+    return loop(amp, model, loss_of, optimizer, scaler, **hooks)
 
 
 @report(
     "rwth-i6/returnn#1595",
-    area=AREA,
     symptom="Gradient noise has no effect under GradScaler, however large.",
     cause="Noise is added to gradients while they are scaled: then it is divided, too.",
-    command="diagnose",
     says=r"gradients were changed .* before unscale_",
     truth="unscale_",
     cure="Call `scaler.unscale_(optimizer)` before gradients are changed.",
@@ -123,10 +113,8 @@ def noise_before_unscale(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "nerfstudio-project/nerfacc#307",
-    area=AREA,
     symptom="The loss explodes in the first steps, though it is fine in fp32.",
     cause="optimizer.step() takes gradients that GradScaler has scaled.",
-    command="diagnose",
     says=r"the scaler was not asked: they were updated with scaled gradients",
     truth=r"scaler\.step",
     cure="Call `scaler.step(optimizer)` in place of `optimizer.step()`.",
@@ -139,7 +127,7 @@ def optimizer_step_without_scaler(amp: Amp, *, cured: bool) -> Program:
     def step() -> None:
         optimizer.zero_grad()
         with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
+            loss = distance(model(x))
         scaler.scale(loss).backward()
         losses.append(float(loss))
         if cured:
@@ -153,10 +141,8 @@ def optimizer_step_without_scaler(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "IAHispano/Applio#860",
-    area=AREA,
     symptom="NaN in the weights after the first overflow, though GradScaler skips it.",
     cause="optimizer.step() is called besides scaler.step(optimizer).",
-    command="diagnose",
     says=r"optimizer\.step\(\) .*(again|besides|twice).*scaler\.step",
     truth=r"optimizer\.step\(\)",
     cure="Remove `optimizer.step()`: `scaler.step(optimizer)` calls it.",
@@ -184,7 +170,6 @@ def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
     "huggingface/transformers#24449",
     "hiyouga/LlamaFactory#77",
     "pytorch/pytorch#36601",
-    area=AREA,
     symptom="RuntimeError: unscale_() has already been called on this optimizer.",
     cause="unscale_ is called after each micro-batch, not once before the step.",
     command="run",
@@ -201,7 +186,7 @@ def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
         optimizer.zero_grad()
         for number, x in enumerate(batches, 1):
             with amp.autocast():
-                loss = (model(x).float() - 1).abs().mean() / len(batches)
+                loss = distance(model(x)) / len(batches)
             scaler.scale(loss).backward()
             if number == len(batches) or not cured:
                 scaler.unscale_(optimizer)
@@ -215,26 +200,22 @@ def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#36601",
     "huggingface/accelerate#641",
-    area=AREA,
     symptom="With accumulation under GradScaler only the first micro-batch counts.",
     cause="Scaled gradients are added to gradients that are unscaled already.",
-    command="diagnose",
     says=r"scaled gradients were added to .*unscale_|backward.* after unscale_",
     truth="unscale_",
     cure="Call `scaler.unscale_(optimizer)` after the last micro-batch.",
 )
 def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
     """Accumulate two micro-batches, and clip after the first."""
-    model = nn.Linear(8, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = amp.scaler(init_scale=1024.0)
+    model, optimizer, scaler = linear(amp)
     batches, before = torch.randn(2, 16, 8), model.weight.detach().clone()
 
     def step() -> None:
         optimizer.zero_grad()
         for number, x in enumerate(batches, 1):
             with amp.autocast():
-                loss = (model(x).float() - 1).abs().mean() / len(batches)
+                loss = distance(model(x)) / len(batches)
             scaler.scale(loss).backward()
             if number == (2 if cured else 1):
                 scaler.unscale_(optimizer)
@@ -242,15 +223,11 @@ def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
         scaler.step(optimizer)
         scaler.update()
 
-    def is_sick() -> bool:
-        return bool((model.weight - before).norm() > 1)
-
-    return Program(model, step, is_sick)
+    return Program(model, step, lambda: bool((model.weight - before).norm() > 1))
 
 
 @report(
     "Azure/MS-AMP#45",
-    area=AREA,
     symptom="RuntimeError: step() has already been called since the last update().",
     cause="scaler.update() is missing.",
     command="run",
@@ -266,7 +243,7 @@ def update_forgotten(amp: Amp, *, cured: bool) -> Program:
     def step() -> None:
         optimizer.zero_grad()
         with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
+            loss = distance(model(x))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         if cured:
@@ -278,7 +255,6 @@ def update_forgotten(amp: Amp, *, cured: bool) -> Program:
 @report(
     "Haian-Jin/LVSM#19",
     "espnet/espnet#2362",
-    area=AREA,
     symptom="unscale_() has already been called, an iteration after a large gradient.",
     cause="A step that the program skips itself skips scaler.update(), too.",
     command="run",
@@ -294,7 +270,7 @@ def update_skipped_with_step(amp: Amp, *, cured: bool) -> Program:
     def step() -> None:
         optimizer.zero_grad()
         with amp.autocast():
-            loss = (model(next(batches)).float() - 1).abs().mean()
+            loss = distance(model(next(batches)))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)
@@ -309,7 +285,6 @@ def update_skipped_with_step(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "HorizonRobotics/alf#1770",
-    area=AREA,
     symptom="RuntimeError: step() has already been called since the last update().",
     cause="Two losses step one optimizer, and update() comes once an iteration.",
     command="run",
@@ -326,13 +301,11 @@ def two_steps_one_update(amp: Amp, *, cured: bool) -> Program:
         for column in range(2):
             optimizer.zero_grad()
             with amp.autocast():
-                loss = (model(x)[:, column].float() - 1).abs().mean()
+                loss = distance(model(x)[:, column])
             scaler.scale(loss).backward()
             scaler.step(optimizer)
-            if cured:
+            if cured or column:
                 scaler.update()
-        if not cured:
-            scaler.update()
 
     return Program(model, step)
 
@@ -340,10 +313,8 @@ def two_steps_one_update(amp: Amp, *, cured: bool) -> Program:
 @report(
     "huggingface/accelerate#439",
     "neosr-project/neosr#9",
-    area=AREA,
     symptom="With two optimizers one of them makes jumps of twice the size.",
     cause="update() moves the loss scale before the second optimizer is unscaled.",
-    command="diagnose",
     says=r"update\(\) .*between .*(steps|optimizers)",
     truth=r"update\(\)",
     cure="Call `scaler.update()` once, after the steps of all optimizers.",
@@ -377,10 +348,8 @@ def update_between_optimizers(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "OpenBMB/BMTrain#39",
-    area=AREA,
     symptom="With a GradScaler for each loss one of the losses gets no weight.",
     cause="Two scalers add gradients of different scales into one model.",
-    command="diagnose",
     says=r"two GradScalers|scaled by (two|2|another)",
     truth="scalers",
     cure="Scale all losses of a model by one `GradScaler`.",
@@ -409,10 +378,8 @@ def two_scalers_of_one_model(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "ashawkey/stable-dreamfusion#158",
-    area=AREA,
     symptom="Beside a regulariser the main loss has no effect under GradScaler.",
     cause="A custom backward returns a gradient of its own, at scale 1.",
-    command="diagnose",
     says=r"GivenGradient.* (does not|loss scale)|not proportional to the loss scale",
     truth="GivenGradient",
     cure="Multiply in the incoming gradient: `return grad * ctx.saved_tensors[0]`.",
@@ -433,26 +400,21 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
             (given,) = ctx.saved_tensors
             return (given * grad if cured else given), None
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            output = model(x).float()
-        main = GivenGradient.apply(output, x[:, :1] / len(x))
-        decay = 1e-4 * model.weight.square().sum()
-        scaler.scale(main + decay).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def loss_of() -> Tensor:
+        main = GivenGradient.apply(model(x).float(), x[:, :1] / len(x))
+        return main + 1e-4 * model.weight.square().sum()
 
-    return Program(model, step, lambda: bool((model.weight - before).norm() < 1e-3))
+    def is_sick() -> bool:
+        return bool((model.weight - before).norm() < 1e-3)
+
+    return loop(amp, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
 
 @report(
     "conservationtechlab/animl-py#298",
     "mosaicml/composer#1376",
-    area=AREA,
     symptom="The first steps of each epoch are skipped.",
     cause="A new GradScaler in each epoch searches for its scale again.",
-    command="diagnose",
     says="each step makes a new GradScaler",
     truth="GradScaler",
     cure="Make the `GradScaler` once, before the first epoch.",
@@ -460,8 +422,7 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
 def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
     """Train epochs of ten batches."""
     model, optimizer, once = linear(amp, scale=2.0**16)
-    x, updates = batch(), []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    x, updates = batch(), updates_of(optimizer)
 
     def epoch() -> None:
         scaler = once if cured else amp.scaler()
@@ -479,10 +440,8 @@ def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "IDEA-Research/DN-DETR#18",
-    area=AREA,
     symptom="Weights do not change, and there is no message.",
     cause="zero_grad() between unscale_ and step clears the gradients.",
-    command="diagnose",
     says=r"dropped between scaler\.unscale_\(optimizer\) and scaler\.step",
     truth="zero_grad",
     cure="Call `optimizer.zero_grad()` before the backward pass or after the step.",
@@ -492,27 +451,23 @@ def zero_grad_before_step(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp)
     x, before = batch(), model.weight.detach().clone()
 
-    def step() -> None:
-        with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
+    def between() -> None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not cured:
             optimizer.zero_grad()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
 
-    return Program(model, step, lambda: torch.equal(model.weight, before))
+    def is_sick() -> bool:
+        return torch.equal(model.weight, before)
+
+    hooks = {"after_backward": between, "is_sick": is_sick}
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **hooks)
 
 
 @report(
     "espnet/espnet#3283",
-    area=AREA,
     symptom="After one overflow every step is skipped, and the scale falls to 0.",
     cause="Gradients are cleared only after a step that was applied.",
-    command="diagnose",
     says=r"not cleared after a skipped step|zero_grad",
     truth="zero_grad",
     cure="Call `optimizer.zero_grad()` in each iteration.",
@@ -521,8 +476,7 @@ def zero_grad_before_step(amp: Amp, *, cured: bool) -> Program:
 def zero_grad_only_after_step(amp: Amp, *, cured: bool) -> Program:
     """Clear gradients only where the scale says that a step was made."""
     model, optimizer, scaler = linear(amp, scale=2.0**16)
-    x, updates = batch(), []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    x, updates = batch(), updates_of(optimizer)
 
     def step() -> None:
         with amp.autocast():
@@ -539,7 +493,6 @@ def zero_grad_only_after_step(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "facebookresearch/fairseq2#1346",
-    area=AREA,
     symptom="AssertionError: Attempted unscale_ but _scale is None, after resuming.",
     cause="torch's scaler has no scale between load_state_dict and the first scale().",
     command="impossible",
@@ -548,14 +501,13 @@ def zero_grad_only_after_step(amp: Amp, *, cured: bool) -> Program:
 def unscale_after_load(amp: Amp, *, cured: bool) -> Program:
     """Resume, and scale the loss by hand."""
     model, optimizer, scaler = linear(amp)
-    saved = {**scaler.state_dict(), "scale": 64.0}
-    scaler.load_state_dict(saved)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
     x = batch()
 
     def step() -> None:
         optimizer.zero_grad()
         with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
+            loss = distance(model(x))
         scaled = scaler.scale(loss) if cured else loss * scaler.get_scale()
         scaled.backward()
         scaler.unscale_(optimizer)
@@ -568,7 +520,6 @@ def unscale_after_load(amp: Amp, *, cured: bool) -> Program:
 @report(
     "thisserand/alpaca-lora-finetune-language#4",
     "d8ahazard/sd_dreambooth_extension#1002",
-    area=AREA,
     symptom="AssertionError: No inf checks were recorded for this optimizer.",
     cause="All parameters of the optimizer are frozen.",
     command="run",
@@ -581,22 +532,12 @@ def frozen_parameters(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp)
     head, x = nn.Linear(1, 1), batch()
     model.requires_grad_(cured)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (head(model(x)).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    return loop(amp, model, lambda: distance(head(model(x))), optimizer, scaler)
 
 
 @report(
     "open-mmlab/mmsegmentation#3230",
     "Haochen-Wang409/HPM#10",
-    area=AREA,
     symptom="AssertionError: No inf checks were recorded for this optimizer.",
     cause="The loss is a new tensor, which does not depend on the weights.",
     command="run",
@@ -609,22 +550,15 @@ def loss_from_numbers(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp)
     x = batch()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        if not cured:
-            loss = torch.tensor(float(loss), requires_grad=True)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def loss_of() -> Tensor:
+        loss = distance(model(x))
+        return loss if cured else torch.tensor(float(loss), requires_grad=True)
 
-    return Program(model, step)
+    return loop(amp, model, loss_of, optimizer, scaler)
 
 
 @report(
     "huggingface/accelerate#328",
-    area=AREA,
     symptom="AssertionError: No inf checks were recorded for this optimizer.",
     cause="The optimizer was made before the model was moved or replaced.",
     command="run",
@@ -637,26 +571,15 @@ def optimizer_of_old_parameters(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp)
     trained = model if cured else copy.deepcopy(model)
     x = batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (trained(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(trained, step)
+    return loop(amp, trained, lambda: distance(trained(x)), optimizer, scaler)
 
 
 @report(
     "lucidrains/stylegan2-pytorch#101",
     "lucidrains/stylegan2-pytorch#100",
     "pytorch/pytorch#44667",
-    area=AREA,
     symptom="A gradient penalty overflows at any loss scale; without it all works.",
     cause="The penalty is computed from scaled gradients.",
-    command="diagnose",
     says=r"penalty.* scale|autograd\.grad.* scale|not proportional to the loss scale",
     truth=r"unscale|divide|get_scale|proportional",
     cure="Divide the result of `autograd.grad` by `scaler.get_scale()` first.",
@@ -666,8 +589,7 @@ def penalty_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
     """Train a critic with a penalty on its gradients."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler, updates = amp.scaler(init_scale=2.0**13), []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    scaler, updates = amp.scaler(init_scale=2.0**13), updates_of(optimizer)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -688,7 +610,6 @@ def penalty_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pfnet/pytorch-pfn-extras#636",
     "skorch-dev/skorch#826",
-    area=AREA,
     symptom="RuntimeError: Closure use is not currently supported by GradScaler.",
     cause="torch's scaler cannot step an optimizer that takes a closure.",
     command="impossible",
@@ -722,10 +643,8 @@ def closure(amp: Amp, *, cured: bool) -> Program:
     "wandb/wandb#4369",
     "wandb/wandb#9092",
     "Lightning-AI/pytorch-lightning#4151",
-    area=AREA,
     symptom="The gradient norm in the log is 65536 times too large, and jumps.",
     cause="It is computed from scaled gradients.",
-    command="diagnose",
     says=r"(norm|gradients) .*(read|taken|logged) .*before unscale_",
     truth="unscale_",
     cure="Call `scaler.unscale_(optimizer)` before the norm is computed.",
@@ -733,26 +652,20 @@ def closure(amp: Amp, *, cured: bool) -> Program:
 def norm_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
     """Log the norm of the gradients."""
     model, optimizer, scaler = linear(amp)
-    x, log = batch(), []
+    x, norms = batch(), []
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
+    def log() -> None:
         if cured:
             scaler.unscale_(optimizer)
         assert model.weight.grad is not None
-        log.append(float(model.weight.grad.norm()))
-        scaler.step(optimizer)
-        scaler.update()
+        norms.append(float(model.weight.grad.norm()))
 
-    return Program(model, step, lambda: max(log) > 100)
+    hooks = {"after_backward": log, "is_sick": lambda: max(norms) > 100}
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **hooks)
 
 
 @report(
     "pytorch/pytorch#36601",
-    area=AREA,
     symptom="AssertionError: No inf checks were recorded prior to update.",
     cause="scaler.update() is called after each micro-batch, not once a step.",
     command="run",
@@ -769,7 +682,7 @@ def update_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
         optimizer.zero_grad()
         for number, x in enumerate(batches, 1):
             with amp.autocast():
-                loss = (model(x).float() - 1).abs().mean() / len(batches)
+                loss = distance(model(x)) / len(batches)
             scaler.scale(loss).backward()
             if number == len(batches):
                 scaler.step(optimizer)

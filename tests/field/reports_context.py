@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.field.nets import batch, linear
-from tests.field.report import Program, report
+from tests.field.nets import batch, distance, linear, loop, mean_square, updates_of
+from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -17,17 +18,15 @@ if TYPE_CHECKING:
 
     from tests.field.report import Amp
 
-AREA = "autocast context"
+report = reports_of("autocast context")
 
 
 @report(
     "luyug/GradCache#17",
     "pytorch/pytorch#177287",
     "pytorch/pytorch#120930",
-    area=AREA,
     symptom="Gradients overflow, or errors are weird, with a whole step in autocast.",
     cause="backward() runs inside autocast, which casts its operations again.",
-    command="diagnose",
     says="the backward pass ran inside autocast",
     truth="backward.* (inside|under|in) autocast",
     cure="Leave the autocast context before `backward()`.",
@@ -35,8 +34,7 @@ AREA = "autocast context"
 def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
     """Train by a custom matmul whose gradient needs the range of fp32."""
     model, optimizer, scaler = linear(amp)
-    x, updates = batch() * 1e5, []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    x, updates = batch() * 1e5, updates_of(optimizer)
 
     class Fp32Linear(torch.autograd.Function):
         @staticmethod
@@ -53,7 +51,7 @@ def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
     def step() -> None:
         optimizer.zero_grad()
         with amp.autocast():
-            loss = (Fp32Linear.apply(x, model.weight) / 1e5 - 1).abs().mean()
+            loss = distance(Fp32Linear.apply(x, model.weight) / 1e5)
             loss = loss + (model(x / 1e5) - 1).abs().mean()
             if not cured:
                 scaler.scale(loss).backward()
@@ -69,7 +67,6 @@ def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
     "pytorch/pytorch#50941",
     "cvlab-stonybrook/PathLDM#16",
     "Megvii-BaseDetection/YOLOX#731",
-    area=AREA,
     symptom="RuntimeError: Found dtype Float but expected Half, in backward().",
     cause="The loss is computed outside autocast, from 16-bit predictions.",
     command="run",
@@ -98,7 +95,6 @@ def loss_outside_autocast(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "pytorch/pytorch#79085",
-    area=AREA,
     symptom="expected m1 and m2 to have the same dtype, but got Half and Float.",
     cause="A block with autocast disabled gets the 16-bit output of what comes before.",
     command="run",
@@ -114,19 +110,13 @@ def disabled_block(amp: Amp, *, cured: bool) -> Program:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(x.float() if cured else x)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.quantizer = nn.Linear(8, 8), Quantizer(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.quantizer(self.encoder(x))  # type: ignore[no-any-return]
-
-    model, x = Model(), batch()
+    model, x = nn.Sequential(), batch()
+    model.add_module("encoder", nn.Linear(8, 8))
+    model.add_module("quantizer", Quantizer(8, 1))
 
     def step() -> None:
         with amp.autocast():
-            loss = model(x).float().square().mean()
+            loss = mean_square(model(x))
         loss.backward()
 
     return Program(model, step)
@@ -136,10 +126,8 @@ def disabled_block(amp: Amp, *, cured: bool) -> Program:
     "pytorch/pytorch#116183",
     "catalyst-team/catalyst#992",
     "pytorch/pytorch#50170",
-    area=AREA,
     symptom="Autocast has no effect: outputs are fp32, and memory is as before.",
     cause="The forward pass runs in a thread, and autocast is a thread's own state.",
-    command="diagnose",
     says=r"(thread|Thread).*autocast|autocast.*(thread|Thread)",
     truth="thread",
     cure="Open `torch.autocast` in the function that the thread runs.",
@@ -150,29 +138,24 @@ def forward_in_thread(amp: Amp, *, cured: bool) -> Program:
     x, outputs = batch(), []
 
     def forward(part: Tensor) -> Tensor:
-        if not cured:
-            return model(part)  # type: ignore[no-any-return]
-        with amp.autocast():
+        with amp.autocast() if cured else nullcontext():
             return model(part)  # type: ignore[no-any-return]
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(), ThreadPoolExecutor(2) as pool:
+    def loss_of() -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
             outputs[:] = pool.map(forward, x.chunk(2))
-            loss = (torch.cat(outputs).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        return distance(torch.cat(outputs))
 
-    return Program(model, step, lambda: outputs[0].dtype == torch.float32)
+    def is_sick() -> bool:
+        return outputs[0].dtype == torch.float32
+
+    return loop(amp, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
 
 @report(
     "ai2cm/ace#733",
-    area=AREA,
     symptom="Autocast has no effect on a function that yields.",
     cause="The decorator leaves the context before the generator's body runs.",
-    command="diagnose",
     says="generator",
     cure="Open the context inside the generator, around each forward pass.",
 )
@@ -184,18 +167,17 @@ def decorated_generator(amp: Amp, *, cured: bool) -> Program:
     @amp.autocast()
     def forward() -> Iterator[Tensor]:
         for part in x.chunk(2):
-            if not cured:
-                yield model(part)
-                continue
-            with amp.autocast():
+            with amp.autocast() if cured else nullcontext():
                 output = model(part)
             yield output
 
+    def loss_of() -> Tensor:
+        outputs[:] = forward()
+        return distance(torch.cat(outputs))
+
     def step() -> None:
         optimizer.zero_grad()
-        outputs[:] = forward()
-        loss = (torch.cat(outputs).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
+        scaler.scale(loss_of()).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -206,7 +188,6 @@ def decorated_generator(amp: Amp, *, cured: bool) -> Program:
     "ai-forever/Real-ESRGAN#12",
     "pytorch/pytorch#67676",
     "pytorch/pytorch#83733",
-    area=AREA,
     symptom="Autocast has no effect on a CPU.",
     cause='The context is opened for "cuda".',
     command="run",
@@ -230,7 +211,6 @@ def autocast_of_another_device(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#100565",
     "huggingface/diffusers#9628",
-    area=AREA,
     symptom="Autocast has no effect on a CPU.",
     cause="Its dtype is float32.",
     command="run",
@@ -252,7 +232,6 @@ def autocast_to_float32(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "X-GenGroup/Flow-Factory#186",
-    area=AREA,
     symptom="The loss of a fine-tuned fp32 model stays flat within each outer loop.",
     cause="One autocast context spans several steps, and keeps its casts of weights.",
     command="impossible",
@@ -287,10 +266,8 @@ def steps_inside_one_context(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "X-GenGroup/Flow-Factory#186",
-    area=AREA,
     symptom="The KL divergence to the reference, or the averaged weights, is 0.",
     cause="Weights are swapped through .data where autocast has kept their casts.",
-    command="diagnose",
     says=r"weights .*changed .*(inside|within) .*autocast|stale",
     truth="stale|cache|cast",
     cure="Leave the autocast context before weights are swapped.",
@@ -319,7 +296,7 @@ def weights_swapped_inside_context(amp: Amp, *, cured: bool) -> Program:
             with amp.autocast():
                 other = reference_output()
         gaps.append(float((output - other).abs().max()))
-        scaler.scale((output.float() - 1).abs().mean()).backward()
+        scaler.scale(distance(output)).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -330,10 +307,8 @@ def weights_swapped_inside_context(amp: Amp, *, cured: bool) -> Program:
     "huggingface/accelerate#1036",
     "decoderesearch/SAELens#723",
     "ecmwf/WeatherGenerator#874",
-    area=AREA,
     symptom="Steps of bf16 training are skipped, and each is unscaled for nothing.",
     cause="A GradScaler is used with bfloat16, which has the range of fp32.",
-    command="diagnose",
     says="bf16 with loss scale dynamic",
     truth="bf16|bfloat16",
     cure="Make it `GradScaler(enabled=dtype == torch.float16)`.",
@@ -342,27 +317,23 @@ def scaler_with_bf16(amp: Amp, *, cured: bool) -> Program:
     """Scale the loss of a bf16 model."""
     model, optimizer, scaler = linear(amp, lr=1e-36, scale=2.0**16)
     scaler = amp.scaler(enabled=False) if cured else scaler
-    x, updates = batch(), []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(torch.bfloat16):
-            loss = (model(x).float() - 1).abs().mean() * 1e35
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step, lambda: len(updates) < 4)
+    x, updates = batch(), updates_of(optimizer)
+    return loop(
+        amp,
+        model,
+        lambda: distance(model(x)) * 1e35,
+        optimizer,
+        scaler,
+        dtype=torch.bfloat16,
+        is_sick=lambda: len(updates) < 4,
+    )
 
 
 @report(
     "dianwen-ng/Keyword-Spotting-ConvMixer#5",
     "fideus-labs/KonfAI#178",
-    area=AREA,
     symptom="float16 training on a CPU learns nothing, without an error.",
     cause='GradScaler() is for "cuda", and switches itself off where there is none.',
-    command="diagnose",
     says="fp16 without a loss scale: gradients below .* become 0",
     truth="(?i)gradscaler|loss scale",
     cure='Make it `GradScaler("cpu")`.',
@@ -373,15 +344,13 @@ def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
     scaler = amp.scaler(enabled=cured)  # as GradScaler("cuda") on a CPU
     x, before = batch(), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = model(x).float().square().mean() * 1e-8
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def loss_of() -> Tensor:
+        return mean_square(model(x)) * 1e-8
 
-    return Program(model, step, lambda: torch.equal(model.weight, before))
+    def is_sick() -> bool:
+        return torch.equal(model.weight, before)
+
+    return loop(amp, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
 
 @report(
@@ -389,7 +358,6 @@ def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
     "yk7333/d3po#6",
     "haotian-liu/LLaVA#363",
     "Lightning-AI/pytorch-lightning#5140",
-    area=AREA,
     symptom="ValueError: Attempting to unscale FP16 gradients.",
     cause="Weights that are trained are in float16 already, besides autocast.",
     command="run",
@@ -403,13 +371,4 @@ def half_weights(amp: Amp, *, cured: bool) -> Program:
     if not cured:
         model.half()
     x = batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler)

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from tests.field.report import Program, report
+from tests.field.nets import loop
+from tests.field.report import Program, reports_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-AREA = "several processes"
+report = reports_of("several processes")
 
 
 def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -26,10 +27,8 @@ def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
 @report(
     "pytorch/pytorch#57410",
     "pytorch/pytorch#59522",
-    area=AREA,
     symptom="With compressed communication, finite gradients become inf.",
     cause="DDP's hook sends gradients in float16, which holds 65504.",
-    command="diagnose",
     says=r"fp16_compress_hook",
     truth="compress_hook",
     cure="Leave the hook out; on GPUs `bf16_compress_hook` reaches as far as float32.",
@@ -43,11 +42,11 @@ def compressed_gradients(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9)
     x = 300 * torch.randn(16, 8)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(torch.bfloat16):
-            loss = (model(x).float() - 1000).square().mean()
-        loss.backward()
-        optimizer.step()
+    def loss_of() -> torch.Tensor:
+        return (model(x).float() - 1000).square().mean()
 
-    return Program(model, step, lambda: not bool(layer.weight.isfinite().all()))
+    def is_sick() -> bool:
+        return not bool(layer.weight.isfinite().all())
+
+    low = torch.bfloat16
+    return loop(amp, model, loss_of, optimizer, dtype=low, is_sick=is_sick)

@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.field.report import Program, report
+from tests.field.nets import WIDTH, loop, mean_square, training
+from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -17,41 +18,15 @@ if TYPE_CHECKING:
 
     from tests.field.report import Amp
 
-AREA = "dtype error"
+report = reports_of("dtype error")
 BF16 = torch.bfloat16
-WIDTH = 8
-
-
-def training(
-    amp: Amp, model: nn.Module, *, dtype: torch.dtype = torch.float16, **options: Any
-) -> Program:
-    """Return the usual loop around a model; `options` are autocast's."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = amp.scaler(init_scale=1024.0, enabled=dtype == torch.float16)
-    x = torch.randn(4, WIDTH)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(dtype, **options):
-            loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
 
 
 def plain_training(model: nn.Module, *, dtype: torch.dtype) -> Program:
     """Return the loop of a model that was cast as a whole, without autocast."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH, dtype=dtype)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-
-    return Program(model, step)
+    return loop(None, model, lambda: mean_square(model(x)), optimizer)
 
 
 class Net(nn.Module):
@@ -99,10 +74,8 @@ class DecoratedProjection(Projection):
     "shawntan/scattermoe#17",
     "NVlabs/pacnet#27",
     "gungui98/Pytorch-Depthwise-Conv3d#3",
-    area=AREA,
     symptom="The backward pass of a custom function: expected Half but found Float.",
     cause="Forward runs under autocast, backward does not: it has two dtypes.",
-    command="diagnose",
     says=r"Projection.*(custom_fwd|low_precision)",
     truth="Projection|custom_fwd",
     cure="Decorate `forward` with `custom_fwd` and `backward` with `custom_bwd`.",
@@ -155,7 +128,6 @@ class FusedBiasInFp32(FusedBias):
 @report(
     "pytorch/pytorch#38487",
     "pytorch/pytorch#47906",
-    area=AREA,
     symptom="A kernel of an extension: expected scalar type Half but found Float.",
     cause="`custom_fwd` without `cast_inputs` casts no argument of the kernel.",
     command="run",
@@ -180,7 +152,6 @@ def extension_with_two_dtypes(amp: Amp, *, cured: bool) -> Program:
     "open-mmlab/mmdetection3d#1842",
     "hiyouga/LlamaFactory#3807",
     "zai-org/VisionReward#7",
-    area=AREA,
     symptom="Index put requires the source and destination dtypes match.",
     cause="A layer's output in 16 bits is written into `torch.zeros` in float32.",
     command="run",
@@ -202,7 +173,6 @@ def rows_of_a_buffer(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#51730",
     "flairNLP/flair#3651",
-    area=AREA,
     symptom="scatter(): Expected self.dtype to be equal to src.dtype.",
     cause="Messages in 16 bits are added up in a tensor in float32.",
     command="run",
@@ -223,7 +193,6 @@ def scatter_add(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "NVIDIA/apex#455",
-    area=AREA,
     symptom="index_add_(): self and source must have the same scalar type.",
     cause="Rows in 16 bits are added to a tensor in float32.",
     command="run",
@@ -245,7 +214,6 @@ def index_add(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/rl#1703",
     "pytorch/pytorch#81876",
-    area=AREA,
     symptom="masked_scatter: expected self and source to have same dtypes.",
     cause="Features in 16 bits replace embedded tokens, which are in float32.",
     command="run",
@@ -269,7 +237,6 @@ def masked_scatter(amp: Amp, *, cured: bool) -> Program:
 @report(
     "zichongli5/NorMuon#7",
     "LoganBooker/prodigy-plus-schedule-free#10",
-    area=AREA,
     symptom="expected dtype float for `end` but got dtype c10::BFloat16.",
     cause="A running mean in float32 is moved towards a mean in 16 bits.",
     command="run",
@@ -296,7 +263,6 @@ def running_center(amp: Amp, *, cured: bool) -> Program:
 @report(
     "NVIDIA/apex#302",
     "NVIDIA/apex#596",
-    area=AREA,
     symptom="nn.Bilinear: all tensors must have the same dtype.",
     cause="No list of autocast's has `bilinear`: it gets 16 bits and float32.",
     command="run",
@@ -321,7 +287,6 @@ def bilinear(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "meta-pytorch/torchrec#1758",
-    area=AREA,
     symptom="embedding_bag: weight and per_sample_weights must have the same type.",
     cause="The weights of samples come from a layer, in 16 bits.",
     command="run",
@@ -344,7 +309,6 @@ def weighted_bag(amp: Amp, *, cured: bool) -> Program:
     "KohakuBlueleaf/LyCORIS#123",
     "NVIDIA/apex#887",
     "pytorch/pytorch#17413",
-    area=AREA,
     symptom="linalg: low precision dtypes not supported. Got BFloat16.",
     cause="Linear algebra has no 16-bit kernels, and autocast does not cast to fp32.",
     command="run",
@@ -368,7 +332,6 @@ def linear_algebra_in_bf16(amp: Amp, *, cured: bool) -> Program:
     "cai4cai/torchsparsegradutils#53",
     "NVIDIA/apex#907",
     "Lightning-AI/pytorch-lightning#5282",
-    area=AREA,
     symptom="torch.sparse.mm: \"addmm_sparse\" not implemented for 'Half'.",
     cause="There is no 16-bit kernel for this sparse product.",
     command="run",
@@ -390,7 +353,6 @@ def sparse_product(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#95100",
     "Francis-Komizu/Sovits#4",
-    area=AREA,
     symptom="Complex numbers are only made of Half, Float or Double, not BFloat16.",
     cause="torch has no complex dtype of two bfloat16.",
     command="run",
@@ -416,7 +378,6 @@ def complex_of_bf16(amp: Amp, *, cured: bool) -> Program:
     "NVIDIA/apex#1105",
     "facebookresearch/fairseq#3575",
     "huggingface/lerobot#710",
-    area=AREA,
     symptom="value cannot be converted to type at::Half without overflow.",
     cause="Scores are masked with -1e9, which float16 does not hold.",
     command="run",
@@ -440,7 +401,6 @@ def mask_constant(amp: Amp, *, cured: bool) -> Program:
     "xwying/torchshow#23",
     "locuslab/open-unlearning#156",
     "IntelLabs/open-omics-alphafold#9",
-    area=AREA,
     symptom="TypeError: Got unsupported ScalarType BFloat16.",
     cause="numpy has no bfloat16.",
     command="run",
@@ -463,7 +423,6 @@ def numpy_of_bf16(amp: Amp, *, cured: bool) -> Program:
     "pytorch/pytorch#50231",
     "pytorch/pytorch#84092",
     "pytorch/pytorch#63552",
-    area=AREA,
     symptom="torch.jit.trace: cannot insert a tensor that requires grad as a constant.",
     cause="autocast's cache hands the tracer the cast weight of the first call.",
     command="run",
@@ -490,10 +449,8 @@ def trace_under_autocast(amp: Amp, *, cured: bool) -> Program:
     "OpenBMB/MiniCPM-V#234",
     "ToTheBeginning/PuLID#162",
     "Vaibhavs10/fast-whisper-finetuning#14",
-    area=AREA,
     symptom="mat1 and mat2 must have the same dtype, but got Float and Half.",
     cause="The model is in float16, its inputs are in float32.",
-    command="diagnose",
     says=r"linear in module '0' \(Linear\) got float32 \(input\), bfloat16",
     truth=r"Float and BFloat16|float32 \(input\)",
     cure="Keep the model in float32 and use `autocast`; or `model(x.half())`.",
@@ -508,10 +465,8 @@ def half_model_with_float_inputs(amp: Amp, *, cured: bool) -> Program:
 @report(
     "Mikubill/sd-webui-controlnet#2147",
     "Nerogar/OneTrainer#655",
-    area=AREA,
     symptom="mixed dtype (CPU): expect parameter to have scalar type of Float.",
     cause="The norm is in 16 bits, and gets float32.",
-    command="diagnose",
     says=r"(BatchNorm1d|'norm').*float32|float32.*(BatchNorm1d|'norm')",
     truth="(?i)batch.?norm|'norm'",
     cure="Keep norms in float32: `prepare(model, optimizer, 'O2')` does.",
@@ -529,10 +484,8 @@ def norm_in_half(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "huggingface/transformers#22888",
-    area=AREA,
     symptom="After model.half(): expected scalar type Half but found Float.",
     cause="A plain attribute of a module is no buffer: `half()` leaves it in float32.",
-    command="diagnose",
     says=r"float32 \(mixing\)",
     truth="mixing",
     cure="`self.register_buffer('mixing', mixing)`.",
@@ -545,11 +498,10 @@ def attribute_left_in_fp32(amp: Amp, *, cured: bool) -> Program:
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(WIDTH, WIDTH)
-            mixing = torch.eye(WIDTH)
             if cured:
-                self.register_buffer("mixing", mixing)
+                self.register_buffer("mixing", torch.eye(WIDTH))
             else:
-                self.mixing = mixing
+                self.mixing = torch.eye(WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.layer(x)
@@ -563,10 +515,8 @@ def attribute_left_in_fp32(amp: Amp, *, cured: bool) -> Program:
     "facebookresearch/xformers#325",
     "lucidrains/rotary-embedding-torch#9",
     "pytorch/pytorch#126053",
-    area=AREA,
     symptom="Expected query, key, and value to have the same dtype.",
     cause="A table of rotary angles in float32 promotes query and key, not value.",
-    command="diagnose",
     says=r"scaled_dot_product_attention.*float32 \(query, key\).*bfloat16 \(value\)",
     truth="query.*float.*value",
     cure="Cast back: `(query * angles).to(value.dtype)`.",
@@ -588,10 +538,8 @@ def rotary_table_in_fp32(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "NVIDIA/apex#837",
-    area=AREA,
     symptom="CrossEntropyLoss(weight=...): expected scalar type Half but found Float.",
     cause="The weights of classes are in float32, the logits in 16 bits.",
-    command="diagnose",
     says=r"(nll_loss|cross_entropy).*(bfloat16|float32)",
     truth="nll_loss|cross_entropy|weight",
     cure="Compute the loss inside the context, or from `logits.float()`.",

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.nets import batch, linear
-from tests.field.report import Program, report
+from tests.field.nets import batch, distance, linear, loop
+from tests.field.report import Program, reports_of
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-AREA = "evaluation"
+report = reports_of("evaluation")
 
 
 @report(
     "cnulab/RealNet#76",
     "showlab/Tune-A-Video#65",
-    area=AREA,
     symptom="Training runs; validation: input and weights should be of the same type.",
     cause="Validation runs outside autocast, on weights in 16 bits.",
-    command="diagnose",
     says="outside (of )?autocast|evaluation .*autocast",
     truth="autocast",
     cure="Open the same autocast context for validation.",
@@ -31,27 +30,19 @@ def evaluation_without_autocast(amp: Amp, *, cured: bool) -> Program:
     model.bfloat16()
     x = batch()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast(torch.bfloat16):
-            loss = (model(x).float() - 1).abs().mean()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            if not cured:
-                model(x)
-                return
-            with amp.autocast(torch.bfloat16):
-                model(x)
+    @torch.no_grad()
+    def validate() -> None:
+        with amp.autocast(torch.bfloat16) if cured else nullcontext():
+            model(x)
 
-    return Program(model, step)
+    more = {"dtype": torch.bfloat16, "after_step": validate}
+    return loop(amp, model, lambda: distance(model(x)), optimizer, **more)
 
 
 @report(
     "huggingface/diffusers#13895",
     "huggingface/diffusers#13899",
     "huggingface/diffusers#9628",
-    area=AREA,
     symptom="Attempting to unscale FP16 gradients, at the first step after validation.",
     cause="Validation casts the live model to float16, in place.",
     command="run",
@@ -64,29 +55,22 @@ def validation_casts_weights(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp)
     x = batch()
 
-    def step() -> None:
-        optimizer.zero_grad()
+    @torch.no_grad()
+    def validate() -> None:
+        if not cured:
+            model.half()(x.half())
+            return
         with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        with torch.no_grad():
-            if not cured:
-                model.half()(x.half())
-                return
-            with amp.autocast():
-                model(x)
+            model(x)
 
-    return Program(model, step)
+    more = {"after_step": validate}
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **more)
 
 
 @report(
     "huggingface/diffusers#13510",
-    area=AREA,
     symptom="With validation after each step, small updates are lost.",
     cause="Weights are cast to float16 and back: bits of float32 are gone.",
-    command="diagnose",
     says=r"weights .*(rounded|cast) to (float16|fp16)",
     truth="(?i)rounded|precision|bits",
     cure="Cast a copy: `copy.deepcopy(model).half()`; or validate under autocast.",
@@ -97,28 +81,24 @@ def weights_to_half_and_back(amp: Amp, *, cured: bool) -> Program:
     x, before = batch(), model.weight.detach().clone()
     before = before if cured else before.half().float()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def validate() -> None:
         with torch.no_grad(), amp.autocast():
             if not cured:
                 model.half()
             model(x)
             model.float()
 
-    return Program(model, step, lambda: torch.equal(model.weight, before))
+    def is_sick() -> bool:
+        return torch.equal(model.weight, before)
+
+    more = {"after_step": validate, "is_sick": is_sick}
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **more)
 
 
 @report(
     "huggingface/transformers#8561",
-    area=AREA,
     symptom="The running loss in the log stops growing, and its mean goes to 0.",
     cause="Losses are added up in bfloat16: at 256 a loss of 1 is lost to rounding.",
-    command="diagnose",
     says="summed in place in bf16",
     truth="bf16|bfloat16",
     cure="Sum up in Python or in float32: `total += loss.item()`.",

@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.report import Program, report
+from tests.field.nets import WIDTH, inference, loop, mean_square
+from tests.field.report import Program, reports_of
 from torch import nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-AREA = "weights in 16 bits"
-WIDTH = 8
+report = reports_of("weights in 16 bits")
 
 
 @report(
     "afiaka87/glide-finetune#5",
     "sanghyun-son/EDSR-PyTorch#36",
     "suvojit-0x55aa/mixed-precision-pytorch#2",
-    area=AREA,
     symptom="After `model.half()` the first step of Adam makes all weights NaN.",
     cause="Adam's eps of 1e-8 is 0 in float16.",
-    command="diagnose",
     says=r"eps.*(0 in|rounds to 0|underflow).*",
     truth=r"\beps\b",
     cure="Keep weights in fp32 (autocast, or O2's masters), or `eps=1e-4`.",
@@ -35,22 +33,21 @@ def eps_of_adam(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, eps=eps, foreach=False)
     x = torch.randn(4, WIDTH).half() * 1e-3
 
-    def step() -> None:
-        optimizer.zero_grad()
-        (model(x) * 1e-2).float().mean().backward()
-        optimizer.step()
+    def loss_of() -> torch.Tensor:
+        return (model(x) * 1e-2).float().mean()
 
-    return Program(model, step, lambda: not bool(model.weight.isfinite().all()))
+    def is_sick() -> bool:
+        return not bool(model.weight.isfinite().all())
+
+    return loop(None, model, loss_of, optimizer, is_sick=is_sick)
 
 
 @report(
     "meta-pytorch/torchtune#2254",
     "pytorch/ao#1124",
     "pytorch/pytorch#120376",
-    area=AREA,
     symptom="With bf16 weights and a small learning rate the loss hardly moves.",
     cause="Updates below 1/256 of a weight are rounded away.",
-    command="diagnose",
     says=r"updates were rounded away",
     truth=r"(?i)rounding|lost|master",
     cure='`halfstep.prepare(..., "O2")` with fp32 masters; or a larger rate.',
@@ -63,15 +60,12 @@ def updates_lost(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
     x, before = torch.randn(4, WIDTH, dtype=dtype), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-
     def is_sick() -> bool:
         return float((model.weight == before).float().mean()) > 0.9
 
-    return Program(model, step, is_sick, given={"model": model, "optimizer": optimizer})
+    given = {"model": model, "optimizer": optimizer}
+    more = {"is_sick": is_sick, "given": given}
+    return loop(None, model, lambda: mean_square(model(x)), optimizer, **more)
 
 
 @report(
@@ -79,7 +73,6 @@ def updates_lost(amp: Amp, *, cured: bool) -> Program:
     "huggingface/transformers#23165",
     "Lightning-AI/pytorch-lightning#5140",
     "huggingface/diffusers#6442",
-    area=AREA,
     symptom="ValueError: Attempting to unscale FP16 gradients.",
     cause="The model was loaded in float16, so its gradients are, too.",
     command="run",
@@ -93,25 +86,14 @@ def gradients_in_half(amp: Amp, *, cured: bool) -> Program:
     model = model if cured else model.half()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amp.scaler()
     x = torch.randn(4, WIDTH)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    return loop(amp, model, lambda: mean_square(model(x)), optimizer, scaler)
 
 
 @report(
     "warner-benjamin/optimi#15",
     "soumith/cudnn.torch#377",
-    area=AREA,
     symptom="With weights in float16 Adam's first steps are huge, though eps is 1e-6.",
     cause="Squares of gradients below 2e-4 are 0 in float16: eps alone divides.",
-    command="diagnose",
     says=r"eps=1e-06 is all that it divides by",
     truth=r"\beps\b|exp_avg_sq",
     cure="Keep weights in fp32 (autocast, or O2's masters).",
@@ -124,24 +106,20 @@ def squares_of_gradients(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, foreach=False)
     x, before = torch.ones(4, WIDTH, dtype=dtype), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        (model(x) * 5e-4).float().mean().backward()
-        optimizer.step()
+    def loss_of() -> torch.Tensor:
+        return (model(x) * 5e-4).float().mean()
 
     def is_sick() -> bool:
         # Adam moves a weight by at most the learning rate a step.
         return not float((model.weight - before).abs().max()) < 4 * 2e-3
 
-    return Program(model, step, is_sick)
+    return loop(None, model, loss_of, optimizer, is_sick=is_sick)
 
 
 @report(
     "Nerogar/OneTrainer#996",
-    area=AREA,
     symptom="Weight decay has no effect on weights in bf16.",
     cause="lr * weight_decay is far below 1/256 of a weight: it is rounded away.",
-    command="diagnose",
     says=r"weight decay has no effect in bf16",
     truth=r"(?i)weight.decay",
     cure='`halfstep.prepare(..., "O2")` with fp32 masters.',
@@ -154,17 +132,12 @@ def weight_decay_lost(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     x, before = torch.zeros(4, WIDTH, dtype=dtype), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
+    def is_sick() -> bool:
+        return torch.equal(model.weight, before)
 
-    return Program(
-        model,
-        step,
-        lambda: bool(torch.equal(model.weight, before)),
-        given={"model": model, "optimizer": optimizer},
-    )
+    given = {"model": model, "optimizer": optimizer}
+    more = {"is_sick": is_sick, "given": given}
+    return loop(None, model, lambda: mean_square(model(x)), optimizer, **more)
 
 
 @report(
@@ -172,10 +145,8 @@ def weight_decay_lost(amp: Amp, *, cured: bool) -> Program:
     "deepspeedai/DeepSpeed#1800",
     "NVIDIA/Megatron-LM#372",
     "mlnomadpy/flaxchat#6",
-    area=AREA,
     symptom="In bf16 many micro-batches give a smaller gradient than one batch.",
     cause="Gradients are added up in bf16: what is below 1/256 of the sum is lost.",
-    command="diagnose",
     says=r"gradients: those of 33 backward passes are added up in bf16.*lost",
     truth=r"(?i)accumulat|micro-batch|added up",
     cure='`halfstep.prepare(model, optimizer, "O2", accumulate=33)` adds in fp32.',
@@ -201,10 +172,8 @@ def gradients_added_in_bf16(amp: Amp, *, cured: bool) -> Program:
 @report(
     "tracel-ai/burn#5699",
     "facebookresearch/fairscale#263",
-    area=AREA,
     symptom="With a hand-written clipping by norm, float16 weights never change.",
     cause="Squares of gradients above 255 are inf in float16, and 1 / inf is 0.",
-    command="diagnose",
     says=r"square of gradients: makes inf of finite numbers in float16.*65504",
     truth=r"\bpow\b|square",
     cure="`torch.nn.utils.clip_grad_norm_`, or square `grad.float()`.",
@@ -216,22 +185,25 @@ def norm_of_gradients_by_hand(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, before = torch.full((4, WIDTH), 300.0).half(), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).float().mean().backward()
+    def clip() -> None:
         grads = [p.grad for p in model.parameters()]
         wide = [g.float() if cured else g for g in grads]
         norm = sum(g.square().sum() for g in wide) ** 0.5
         for grad in grads:
             grad.mul_((1 / norm).to(grad.dtype))
-        optimizer.step()
 
-    return Program(model, step, lambda: bool(torch.equal(model.weight, before)))
+    def loss_of() -> torch.Tensor:
+        return model(x).float().mean()  # type: ignore[no-any-return]
+
+    def is_sick() -> bool:
+        return torch.equal(model.weight, before)
+
+    hooks = {"after_backward": clip, "is_sick": is_sick}
+    return loop(None, model, loss_of, optimizer, **hooks)
 
 
 @report(
     "tensorflow/tensorflow#43719",
-    area=AREA,
     symptom="A converted model gives NaN, though no activation is large.",
     cause="A constant of 1e30 among the weights is inf in float16, and 0 * inf is NaN.",
     command="find_nonfinite",
@@ -255,10 +227,4 @@ def constant_among_weights(amp: Amp, *, cured: bool) -> Program:
     model.gate.data.fill_(1e30)
     if cured:
         model.gate.data.clamp_(-65504, 65504)
-    model.half()
-    x = torch.randn(4, WIDTH).half()
-
-    def loss() -> torch.Tensor:
-        return model(x).float().mean()
-
-    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)
+    return inference(model.half(), torch.randn(4, WIDTH).half())

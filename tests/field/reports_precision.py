@@ -6,7 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.report import Program, report
+from tests.field.nets import WIDTH, mean_square
+from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 
     from tests.field.report import Amp
 
-AREA = "precision"
-WIDTH = 8
+report = reports_of("precision")
 
 
 class Middle(nn.Module):
@@ -54,21 +54,15 @@ def checked(
         low, right = outputs
         return bool((low - right).norm() > 0.1 * right.norm())
 
-    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).float().square().mean()
-
-    word = "bf16" if dtype == torch.bfloat16 else "fp16"
-    check = {"level": "O1", "dtype": word, "steps": 0}
-    return Program(
-        model, step, is_sick, check={"loss_fn": loss_fn, "batch": x, **check}
-    )
+    check = {"level": "O1", "dtype": dtype, "steps": 0, "batch": x}
+    check["loss_fn"] = lambda model, batch: mean_square(model(batch))
+    return Program(model, step, is_sick, check=check)
 
 
 @report(
     "huggingface/diffusers#13920",
     "EleutherAI/gpt-neox#1003",
     "huggingface/transformers#25681",
-    area=AREA,
     symptom="With rotary embeddings in bf16 long contexts are worse.",
     cause="Positions and angles are computed in bf16: from 256 on they skip integers.",
     command="check",
@@ -93,7 +87,6 @@ def rotary_angles(amp: Amp, *, cured: bool) -> Program:
     "facebookresearch/ConvNeXt#71",
     "ml-explore/mlx#4228",
     "microsoft/onnxruntime#29043",
-    area=AREA,
     symptom="A hand-written norm is far from fp32 in float16, without any inf.",
     cause="x * x overflows, and 1 / inf is 0.",
     command="check",
@@ -115,7 +108,6 @@ def squares_of_a_norm(amp: Amp, *, cured: bool) -> Program:
     "tracel-ai/burn#4109",
     "google-ai-edge/LiteRT#9249",
     "numpy/numpy#7930",
-    area=AREA,
     symptom="A mean over many positions is 0 in float16.",
     cause="Their number, or their sum, passes 65504, and x / inf is 0.",
     command="check",
@@ -138,7 +130,6 @@ def count_of_positions(amp: Amp, *, cured: bool) -> Program:
     "modelscope/DiffSynth-Studio#562",
     "utensils/mold#786",
     "kohya-ss/musubi-tuner#729",
-    area=AREA,
     symptom="A diffusion model in bf16 sees timestep 1000 in place of 998.4.",
     cause="Timesteps from 512 to 1024 are multiples of 4 in bf16.",
     command="check",
@@ -161,7 +152,6 @@ def timesteps(amp: Amp, *, cured: bool) -> Program:
 @report(
     "huggingface/diffusers#13922",
     "nkalyanv99/UNI-D2#6",
-    area=AREA,
     symptom="Under autocast a rotary embedding written in float32 gives one colour.",
     cause="Autocast casts the matmul of positions and rates: 65536 + i is 65536.",
     command="check",
@@ -185,7 +175,6 @@ def positions_in_a_matmul(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#70179",
     "pytorch/pytorch#17584",
-    area=AREA,
     symptom="Rows are mixed up in float16 once there are more than 2048.",
     cause="Indices are kept as floating numbers: 2049 is 2048 in float16.",
     command="check",
@@ -208,7 +197,6 @@ def indices_as_floats(amp: Amp, *, cured: bool) -> Program:
     "pytorch/pytorch#94816",
     "pytorch/pytorch#96429",
     "princeton-vl/RAFT#54",
-    area=AREA,
     symptom="Optical flow in float16 has steps: it moves by whole pixels.",
     cause="From column 2048 on float16 has no fractions.",
     command="check",
@@ -233,7 +221,6 @@ def sampling_grid(amp: Amp, *, cured: bool) -> Program:
 @report(
     "numpy/numpy#24443",
     "pytorch/pytorch#180150",
-    area=AREA,
     symptom="A box filter by cumulative sums is noise towards the end, in 16 bits.",
     cause="Sums of thousands are coarse, and a difference of two keeps the error.",
     command="check",
@@ -256,7 +243,6 @@ def window_of_cumulative_sums(amp: Amp, *, cured: bool) -> Program:
     "pytorch/vision#3371",
     "zylo117/Yet-Another-EfficientDet-Pytorch#153",
     "MultimediaTechLab/YOLO#234",
-    area=AREA,
     symptom="NMS in float16 suppresses nothing: all boxes stay.",
     cause="The union of two areas passes 65504, so each overlap is x / inf = 0.",
     command="check",
@@ -278,7 +264,6 @@ def overlap_of_boxes(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#69512",
     "zhuchen03/FreeLB#8",
-    area=AREA,
     symptom="cosine_similarity gives 0 for float16.",
     cause="The product of two norms passes 65504, and x / inf is 0.",
     command="check",
@@ -304,10 +289,8 @@ def product_of_norms(amp: Amp, *, cured: bool) -> Program:
     "huggingface/trl#454",
     "CarperAI/trlx#107",
     "jingyaogong/minimind#813",
-    area=AREA,
     symptom="PPO's ratio is not 1 before the first update.",
     cause="Old log-probabilities are computed under autocast, new ones in bf16.",
-    command="diagnose",
     says=r"log_softmax: ran in bf16, .*a ratio .* is not 1",
     truth="log_softmax",
     cure="Take `logits.float().log_softmax(-1)` in both places.",

@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.nets import WIDTH, Between, training
-from tests.field.report import Program, report
+from tests.field.nets import WIDTH, Between, inference, loop, training
+from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-RANGE, ZERO = "range", "zero and tiny numbers"
+report, report_zero = map(reports_of, ("range", "zero and tiny numbers"))
 
 
 class FeedForward(nn.Module):
@@ -41,10 +41,8 @@ class FeedForward(nn.Module):
     "huggingface/transformers#9295",
     "huggingface/transformers#10956",
     "huggingface/transformers#14189",
-    area=RANGE,
     symptom="A T5 in fp16: the loss is NaN from the first steps on.",
     cause="The feed-forward network's last layer gives more than 65504.",
-    command="diagnose",
     says=r"wo \(linear\): forward range: .*65504.*module:wo=fp32",
     truth=r"\bwo\b",
     cure='Keep that layer in fp32: `policy="lean + module:wo=fp32"`; or bfloat16.',
@@ -57,10 +55,8 @@ def feed_forward_of_t5(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#60939",
     "NVIDIA/apex#224",
-    area=RANGE,
     symptom="Attention gives NaN after the softmax in fp16.",
     cause="Products of queries and keys pass 65504 before they are divided.",
-    command="diagnose",
     says=r"matmul\): forward range: .*65504",
     truth=r"matmul|q @ k",
     cure="Divide the queries first: `(q / math.sqrt(d)) @ k.transpose(-1, -2)`.",
@@ -82,10 +78,8 @@ def scores_before_division(amp: Amp, *, cured: bool) -> Program:
 @report(
     "pytorch/pytorch#26098",
     "jadore801120/attention-is-all-you-need-pytorch#5",
-    area=RANGE,
     symptom="Attention is NaN for some sequences of a batch.",
     cause="All keys of a row are masked: softmax of nothing but -inf.",
-    command="diagnose",
     says=r"softmax\): .*mask",
     truth="softmax",
     cure="Leave a key in each row, or set rows that are masked whole to 0 afterwards.",
@@ -107,10 +101,8 @@ def row_without_keys(amp: Amp, *, cured: bool) -> Program:
     "facebookresearch/ConvNeXt#71",
     "ml-explore/mlx#4228",
     "NVIDIA/apex#84",
-    area=RANGE,
     symptom="A hand-written layer norm is wrong or NaN in float16.",
     cause="Squares of its inputs pass 65504.",
-    command="diagnose",
     says=r"(square|pow)\): forward range: .*65504",
     truth=r"square|pow",
     cure="Take the statistics of `x.float()`, or use `nn.LayerNorm`.",
@@ -132,10 +124,8 @@ def norm_by_hand(amp: Amp, *, cured: bool) -> Program:
     "lucidrains/DALLE2-pytorch#138",
     "pyg-team/pytorch_geometric#500",
     "NVIDIA/apex#812",
-    area=RANGE,
     symptom="The KL term of a VAE becomes inf.",
     cause="exp() of a log-variance above 11 is beyond float16.",
-    command="diagnose",
     says=r"exp\): forward range: .*(65504|11)",
     truth=r"\bexp\b|Exp",
     cure="`logvar.float().clamp(-30, 20).exp()`.",
@@ -155,14 +145,12 @@ def exp_of_log_variance(amp: Amp, *, cured: bool) -> Program:
     return training(amp, Between(draw))
 
 
-@report(
+@report_zero(
     "pytorch/pytorch#68425",
     "pytorch/pytorch#52248",
     "pytorch/pytorch#156212",
-    area=ZERO,
     symptom="The loss is finite, and all gradients are NaN.",
     cause="The unused branch of torch.where overflows: its gradient is 0 times inf.",
-    command="diagnose",
     says=r"\(exp\): forward range: .*clamp its argument",
     truth=r"\bexp\b|Exp|where|Where",
     cure="Clamp the argument, too: `torch.where(ok, f(torch.where(ok, x, 0)), y)`.",
@@ -179,13 +167,11 @@ def branch_left_out(amp: Amp, *, cured: bool) -> Program:
     return training(amp, Between(choose))
 
 
-@report(
+@report_zero(
     "pytorch/pytorch#64305",
     "pytorch/pytorch#121416",
-    area=ZERO,
     symptom="Targets that are missing are masked, and gradients are NaN.",
     cause="The mask comes after the loss: NaN times 0 is NaN on the way back.",
-    command="diagnose",
     says=r"mse_loss\): label: a target .*NaN",
     truth=r"target|mse|Mse|pow|Pow|square",
     cure="Mask before the loss: `loss(y[known], target[known])`.",
@@ -201,17 +187,15 @@ def mask_after_loss(amp: Amp, *, cured: bool) -> Program:
             return F.mse_loss(y.float()[known], target[known])
         return F.mse_loss(y.float(), target, reduction="none")[known].mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
-@report(
+@report_zero(
     "pytorch/pytorch#2421",
     "open-mmlab/mmrotate#205",
     "mpariente/pytorch_stoi#14",
-    area=ZERO,
     symptom="Gradients are NaN as soon as two points are one.",
     cause="The slope of a square root at 0 is infinite.",
-    command="diagnose",
     says=r"sqrt.*0",
     truth="sqrt|Sqrt",
     cure="Add the small number inside: `(d.square().sum(-1) + eps).sqrt()`.",
@@ -223,18 +207,16 @@ def root_at_zero(amp: Amp, *, cured: bool) -> Program:
         squares = (y[:, None] - y[None]).float().square().sum(-1)
         return (squares + 1e-6 * cured).sqrt().mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
-@report(
+@report_zero(
     "pytorch/pytorch#33596",
     "pytorch/pytorch#192017",
     "kornia/kornia#3966",
     "pyg-team/pytorch_geometric#2106",
-    area=ZERO,
     symptom="Normalised vectors are NaN in float16 where they are 0.",
     cause="eps=1e-8 or 1e-12 rounds to 0 in float16: 0 / 0.",
-    command="diagnose",
     says=r"(div|normalize).*(0|zero)",
     truth="div|Div|normalize",
     cure="An eps that float16 holds (1e-4), or `F.normalize(x.float())`.",
@@ -251,14 +233,12 @@ def eps_of_a_norm(amp: Amp, *, cured: bool) -> Program:
     return training(amp, Between(normalise))
 
 
-@report(
+@report_zero(
     "NVIDIA/apex#379",
     "pytorch/pytorch#40497",
     "dmlc/gluon-cv#942",
-    area=ZERO,
     symptom="softmax, then log, then NLL: inf under mixed precision.",
     cause="Small probabilities are 0 in float16, and log(0) is -inf.",
-    command="diagnose",
     says=r"log.*(0 at|zero|argument is 0)",
     truth=r"\blog\b|Log",
     cure="`F.log_softmax(logits.float(), -1)`, or `F.cross_entropy(logits, target)`.",
@@ -272,16 +252,14 @@ def log_of_softmax(amp: Amp, *, cured: bool) -> Program:
             return -F.log_softmax(logits.float(), -1).mean()
         return -logits.softmax(-1).half().log().float().mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
-@report(
+@report_zero(
     "lucidrains/gateloop-transformer#4",
     "facebookresearch/xformers#96",
-    area=ZERO,
     symptom="log(x + 1e-8) is -inf in float16.",
     cause="1e-8 is 0 in float16.",
-    command="diagnose",
     says=r"log.*(0 at|zero|argument is 0)",
     truth=r"\blog\b|Log",
     cure="`torch.log(x.float() + 1e-8)`, or a number above 6e-8.",
@@ -298,13 +276,11 @@ def small_number_in_log(amp: Amp, *, cured: bool) -> Program:
     return training(amp, Between(gate))
 
 
-@report(
+@report_zero(
     "engichang1467/Open-Rig3R#35",
     "NVlabs/tiny-cuda-nn#472",
-    area=ZERO,
     symptom="fp16 autocast trains, but the loss stands still early.",
     cause="Without a GradScaler small gradients are 0.",
-    command="diagnose",
     says=r"fp16 without a loss scale",
     truth="(?i)scaler|loss scal",
     cure="`GradScaler`, or bfloat16.",
@@ -316,25 +292,21 @@ def no_scaler(amp: Amp, *, cured: bool) -> Program:
     scaler = amp.scaler(enabled=cured)
     x, before = torch.randn(4, WIDTH), model.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() * 1e-7).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def loss_of() -> Tensor:
+        return (model(x).float() * 1e-7).mean()
 
-    return Program(model, step, lambda: torch.equal(model.weight, before))
+    def is_sick() -> bool:
+        return torch.equal(model.weight, before)
+
+    return loop(amp, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
 
 @report(
     "qubvel-org/segmentation_models.pytorch#463",
     "Lightning-AI/torchmetrics#1380",
     "pytorch/pytorch#44350",
-    area=RANGE,
     symptom="Dice loss of images of 512 x 512 is NaN under mixed precision.",
     cause="The sum over 262144 pixels passes 65504: inf / inf.",
-    command="diagnose",
     says=r"\(sum\): loss function: .*65504",
     truth=r"\bsum\b|Sum",
     cure="Sum in float32: `(p.float() * target).sum()`.",
@@ -348,16 +320,14 @@ def sum_over_an_image(amp: Amp, *, cured: bool) -> Program:
         target = torch.ones_like(p)
         return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "idiap/fast-transformers#32",
     "LeapLabTHU/FLatten-Transformer#15",
-    area=RANGE,
     symptom="Linear attention runs for a while in fp16, then NaN comes in.",
     cause="Products of keys and values, summed over a sequence, pass 65504.",
-    command="diagnose",
     says=r"matmul\): forward range: .*65504",
     truth="matmul",
     cure="Divide the keys by their sum first: `(k / k.sum(0)).T @ v`.",
@@ -377,10 +347,8 @@ def linear_attention(amp: Amp, *, cured: bool) -> Program:
     "NVIDIA/apex#402",
     "pytorch/pytorch#3651",
     "jcjohnson/neural-style#425",
-    area=RANGE,
     symptom="The style loss is NaN with mixed precision, at any level.",
     cause="A Gram matrix sums products over all pixels before it is divided.",
-    command="diagnose",
     says=r"\(bmm\): loss function: .*65504",
     truth=r"\bbmm\b|Bmm",
     cure="Divide the features first: `f = f / math.sqrt(f.shape[-1])`.",
@@ -394,16 +362,14 @@ def gram_matrix(amp: Amp, *, cured: bool) -> Program:
         gram = torch.bmm(f, f.transpose(1, 2))
         return (gram if cured else gram / 1024).float().mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "wenet-e2e/wenet#891",
     "flashlight/flashlight#448",
-    area=RANGE,
     symptom="A Conformer with relative positions is NaN from epoch 14 on.",
     cause="Scores of contents and of positions are finite, and their sum is not.",
-    command="diagnose",
     says=r"\(add\): forward range: .*65504",
     truth=r"\badd\b|Add",
     cure="Divide both by the root of the width before they are added.",
@@ -440,7 +406,6 @@ class Residual(nn.Module):
     "huggingface/transformers#36832",
     "huggingface/transformers#19229",
     "awslabs/sockeye#1051",
-    area=RANGE,
     symptom="Gemma 3 or LongT5 in float16 gives empty texts: hidden states are NaN.",
     cause="The residual stream, which bfloat16 held, passes 65504 at an addition.",
     command="find_nonfinite",
@@ -452,20 +417,13 @@ def residual_stream(amp: Amp, *, cured: bool) -> Program:
     """Run a block of a model that was trained in bfloat16."""
     del amp
     dtype = torch.bfloat16 if cured else torch.float16
-    model = Residual().to(dtype)
-    hidden = torch.full((2, WIDTH), 4e4, dtype=dtype)
-
-    def loss() -> Tensor:
-        return model(hidden).float().mean()  # type: ignore[no-any-return]
-
-    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)
+    return inference(Residual().to(dtype), torch.full((2, WIDTH), 4e4, dtype=dtype))
 
 
 @report(
     "huggingface/diffusers#7188",
     "Comfy-Org/ComfyUI#1401",
     "huggingface/candle#1060",
-    area=RANGE,
     symptom="Images that SDXL's VAE decodes in fp16 are black.",
     cause="Activations of a convolution pass 65504; the norm makes NaN of inf.",
     command="find_nonfinite",
@@ -483,21 +441,13 @@ def decoder_of_images(amp: Amp, *, cured: bool) -> Program:
     nn.init.constant_(model.conv_in.weight, 100.0)
     nn.init.constant_(model.conv_out.weight, 10.0)
     dtype = torch.float32 if cured else torch.float16
-    model.to(dtype)
-    latents = torch.rand(1, 4, 8, 8, dtype=dtype) + 1
-
-    def loss() -> Tensor:
-        return model(latents).float().mean()  # type: ignore[no-any-return]
-
-    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)
+    return inference(model.to(dtype), torch.rand(1, 4, 8, 8, dtype=dtype) + 1)
 
 
 @report(
     "facebookresearch/fairseq#2235",
-    area=RANGE,
     symptom="A hand-written GELU in fp16: the output is finite, gradients are NaN.",
     cause="x ** 3 is inf from 41 on, and tanh makes 1 of that on the way forward only.",
-    command="diagnose",
     says=r"\(pow\): (for|back)ward range: .*65504.*op:pow=fp32",
     truth=r"\bpow\b|Pow",
     cure='`F.gelu(x, approximate="tanh")`, or `x.float()` inside.',
@@ -518,10 +468,8 @@ def gelu_by_hand(amp: Amp, *, cured: bool) -> Program:
     "tracel-ai/burn#5374",
     "apple/coremltools#2814",
     "sbryngelson/ANEForge#113",
-    area=RANGE,
     symptom="A hand-written softplus gives inf in fp16, and NaN gradients.",
     cause="exp(x) is inf from 11.1 on in float16.",
-    command="diagnose",
     says=r"\(exp\): forward range: ",
     truth=r"\bexp\b|Exp",
     cure="`F.softplus(x)`, or `x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))`.",
@@ -542,10 +490,8 @@ def softplus_by_hand(amp: Amp, *, cured: bool) -> Program:
     "facebookresearch/swav#67",
     "facebookresearch/dinov2#583",
     "huggingface/sentence-transformers#2774",
-    area=RANGE,
     symptom="Sinkhorn's assignments are NaN with a small temperature.",
     cause="exp(score / 0.04) is inf, in float32, too; inf / inf is NaN.",
-    command="diagnose",
     says=r"\(exp\): .*(maximum|clamp)",
     truth=r"\bexp\b|Exp",
     cure="Subtract the maximum first: `(s - s.amax(-1, keepdim=True)).exp()`.",
@@ -560,15 +506,13 @@ def exp_of_scores(amp: Amp, *, cured: bool) -> Program:
         shares = scores.exp()
         return (shares / shares.sum(-1, keepdim=True)).square().mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "pytorch/pytorch#63719",
-    area=RANGE,
     symptom="With targets of millions every step is skipped, at any loss scale.",
     cause="The gradient of the loss, 2 * (y - target), is beyond float16 unscaled.",
-    command="diagnose",
     says=r"loss function: .*though the loss scale is 1.*normalise its targets",
     truth="(?i)mse|loss passes|target",
     cure="Train on normalised targets: `(target - mean) / std`.",
@@ -581,16 +525,14 @@ def large_targets(amp: Amp, *, cured: bool) -> Program:
     def loss_of(y: Tensor) -> Tensor:
         return F.mse_loss(y.float(), target)
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "NVIDIA/kvpress#250",
     "NVIDIA/kvpress#268",
-    area=RANGE,
     symptom="Generation in float16 gives only '!!!!'; bfloat16 works.",
     cause="A constant of -1e5 times a float16 tensor is -inf.",
-    command="diagnose",
     says=r"\(mul\): forward range: .*65504",
     truth=r"\bmul\b|Mul",
     cure="Divide before: `-1e5 * (y.float() / y.float().norm() ** 2)`.",

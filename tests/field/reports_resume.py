@@ -6,14 +6,14 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.field.nets import batch, linear
-from tests.field.report import Program, report
+from tests.field.nets import batch, distance, linear, loop, updates_of
+from tests.field.report import Program, reports_of
 from torch import nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-AREA = "schedule and checkpoint"
+report = reports_of("schedule and checkpoint")
 
 
 @report(
@@ -21,10 +21,8 @@ AREA = "schedule and checkpoint"
     "Lightning-AI/pytorch-lightning#18828",
     "pytorch/pytorch#44511",
     "huggingface/transformers#11106",
-    area=AREA,
     symptom="lr_scheduler.step() before optimizer.step(), though the order is right.",
     cause="The schedule moves on at a step that the scaler has skipped.",
-    command="diagnose",
     says="it moved after a step that was skipped",
     truth="skipped",
     cure="Step the schedule only if `scaler.get_scale()` did not fall in `update()`.",
@@ -33,8 +31,7 @@ def schedule_on_skipped_steps(amp: Amp, *, cured: bool) -> Program:
     """Warm the learning rate up over steps, the first of which are skipped."""
     model, optimizer, scaler = linear(amp, scale=2.0**16)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-    x, updates = batch(), []
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    x, updates = batch(), updates_of(optimizer)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -54,10 +51,8 @@ def schedule_on_skipped_steps(amp: Amp, *, cured: bool) -> Program:
     "d8ahazard/sd_dreambooth_extension#1415",
     "d8ahazard/sd_dreambooth_extension#1417",
     "AndreasBergmeister/ram#6",
-    area=AREA,
     symptom="Averaged weights never change.",
     cause="The moving average is kept in 16 bits: its small steps are rounded away.",
-    command="diagnose",
     says="averaged or summed in place in fp16, .* did not change",
     truth="fp16|float16",
     cure="Keep the average in float32: `copy.deepcopy(model).float()`.",
@@ -69,17 +64,12 @@ def average_in_half(amp: Amp, *, cured: bool) -> Program:
     average = average if cured else average.half()
     x, before = batch(), average.clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        with torch.no_grad():
-            average.lerp_(model.weight.to(average.dtype), 1e-4)
+    @torch.no_grad()
+    def update() -> None:
+        average.lerp_(model.weight.to(average.dtype), 1e-4)
 
-    return Program(model, step, lambda: torch.equal(average, before))
+    more = {"after_step": update, "is_sick": lambda: torch.equal(average, before)}
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **more)
 
 
 @report(
@@ -87,44 +77,37 @@ def average_in_half(amp: Amp, *, cured: bool) -> Program:
     "pytorch/torchtitan#146",
     "huggingface/transformers#11663",
     "pfnet/pytorch-pfn-extras#690",
-    area=AREA,
     symptom="After resuming the first steps are skipped, and results differ.",
     cause="The state of the GradScaler is not in the checkpoint.",
-    command="diagnose",
     says=r"GradScaler.* (anew|state_dict)",
     truth=r"GradScaler.* state|state_dict",
     cure="Save `scaler.state_dict()`, and load it before the first step.",
 )
 def scaler_not_saved(amp: Amp, *, cured: bool) -> Program:
     """Train, and resume with a new scaler."""
-    x, updates = batch(), []
+    x = batch()
 
     def start() -> tuple[Any, ...]:
         model = nn.Linear(8, 1)
         return model, torch.optim.Adam(model.parameters(), lr=1e-3), amp.scaler()
 
-    def step(model: Any, optimizer: Any, scaler: Any) -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x) - 3).abs().sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def trained(model: Any, optimizer: Any, scaler: Any, **more: Any) -> Program:
+        loss = lambda: (model(x) - 3).abs().sum()  # noqa: E731
+        return loop(amp, model, loss, optimizer, scaler, **more)
 
     first, resumed = start(), start()
+    run = trained(*first)
     for _ in range(40):
-        step(*first)
+        run.step()
     for number in range(3 if cured else 2):
         resumed[number].load_state_dict(first[number].state_dict())
-    model, optimizer, _ = resumed
-    optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    return Program(model, lambda: step(*resumed), lambda: len(updates) < 4)
+    updates = updates_of(resumed[1])
+    return trained(*resumed, is_sick=lambda: len(updates) < 4)
 
 
 @report(
     "lucidrains/lightweight-gan#103",
     "PaddlePaddle/PaddleNLP#6853",
-    area=AREA,
     symptom="RuntimeError: The source state dict is empty, when resuming with fp16.",
     cause="The checkpoint was saved with a GradScaler that was switched off.",
     command="run",
@@ -139,25 +122,14 @@ def scaler_saved_disabled(amp: Amp, *, cured: bool) -> Program:
     if state or not cured:
         scaler.load_state_dict(state)
     x = batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step)
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler)
 
 
 @report(
     "ultralytics/ultralytics#24085",
     "facebookresearch/fairseq2#212",
-    area=AREA,
     symptom="The loss explodes at the first step after resuming.",
     cause="Adam's second moments were saved in float16, where they are 0.",
-    command="diagnose",
     says=r"exp_avg_sq",
     truth="exp_avg_sq|second moment",
     cure="Save `optimizer.state_dict()` as it is, in float32.",
@@ -172,7 +144,7 @@ def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
     def step() -> None:
         optimizer.zero_grad()
         with amp.autocast():
-            loss = (model(x).float() - 1).abs().mean() * 1e-3
+            loss = distance(model(x)) * 1e-3
         scaler.scale(loss).backward()
         before = model.weight.detach().clone()
         scaler.step(optimizer)
@@ -193,10 +165,8 @@ def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
     "TheLastBen/fast-stable-diffusion#576",
     "open-mmlab/mmsegmentation#283",
     "ultralytics/ultralytics#21283",
-    area=AREA,
     symptom="After resuming, the loss differs in the third digit.",
     cause="Weights were saved in float16, and the bits of float32 are lost.",
-    command="diagnose",
     says=r"weights .*(rounded|saved).* (float16|fp16)",
     truth="(?i)rounded|precision|bits",
     cure="Save `model.state_dict()` in float32; halve a copy for inference only.",
@@ -211,12 +181,8 @@ def weights_saved_in_half(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.SGD(resumed.parameters(), lr=1e-6)
     begin = resumed.weight.detach().clone()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (resumed(x).float() - 1).abs().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def is_sick() -> bool:
+        return not torch.equal(begin, model.weight)
 
-    return Program(resumed, step, lambda: not torch.equal(begin, model.weight))
+    more = {"is_sick": is_sick}
+    return loop(amp, resumed, lambda: distance(resumed(x)), optimizer, scaler, **more)

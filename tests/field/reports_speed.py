@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.report import SPEED, Program, report
+from tests.field.report import SPEED, Program, reports_of
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
 
+report = reports_of(SPEED)
+
+
 @report(
     "sgl-project/sglang-omni#1715",
     "LAION-AI/CLIP_benchmark#8",
-    area=SPEED,
     symptom="With AMP nothing is faster, and the memory is the same.",
     cause="The model runs before the context is opened: only the loss is inside.",
-    command="diagnose",
     says=r"100% of the time in matrix products is in fp32 ones.*inside the autocast",
     truth="autocast|fp32",
     cure="Call the model inside the context, too.",

@@ -6,25 +6,23 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.nets import WIDTH, Between, training
-from tests.field.report import Program, report
+from tests.field.nets import WIDTH, Between, inference, training
+from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-AREA = "zero and tiny numbers"
+report = reports_of("zero and tiny numbers")
 
 
 @report(
     "lucidrains/vector-quantize-pytorch#106",
     "open-mmlab/mmcv#2178",
     "NVIDIA/cuvs#991",
-    area=AREA,
     symptom="Distances to a codebook are NaN now and then.",
     cause="a*a + b*b - 2ab of close points is rounded to below 0: no square root.",
-    command="diagnose",
     says=r"sqrt\): .*negative",
     truth="sqrt|Sqrt",
     cure="`torch.cdist(a.float(), b.float())`, or `d.clamp(min=1e-6).sqrt()`.",
@@ -39,16 +37,14 @@ def distances_by_expansion(amp: Amp, *, cured: bool) -> Program:
         return (squares.clamp(min=1e-3) if cured else squares).sqrt().mean()
 
     x = torch.randn(64, WIDTH)
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of, x=x)
+    return training(amp, loss_of=loss_of, x=x)
 
 
 @report(
     "anthonymlortiz/lcn#4",
     "megvii-research/TLC#3",
-    area=AREA,
     symptom="A hand-written norm is NaN where the image is uniform.",
     cause="mean(x*x) - mean(x)**2 is rounded to below 0: no square root.",
-    command="diagnose",
     says=r"r?sqrt\): .*negative",
     truth="sqrt|Sqrt",
     cure="`x.float().var(-1)`, or the mean of `(x - x.mean()) ** 2`.",
@@ -72,10 +68,8 @@ def variance_by_difference(amp: Amp, *, cured: bool) -> Program:
     "papagina/RotationContinuity#11",
     "naver/roma#9",
     "banctilrobitaille/torch-vectorized#7",
-    area=AREA,
     symptom="The angle between rotations is NaN as soon as they agree.",
     cause="Rounding puts the cosine at 1 or above, where acos has no slope.",
-    command="diagnose",
     says=r"acos.*(-1|inside)",
     truth="acos|Acos",
     cure="`cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()`.",
@@ -90,7 +84,7 @@ def angle_of_equal_vectors(amp: Amp, *, cured: bool) -> Program:
             cosine = cosine.clamp(-1 + 1e-4, 1 - 1e-4)
         return cosine.acos().mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
@@ -98,10 +92,8 @@ def angle_of_equal_vectors(amp: Amp, *, cured: bool) -> Program:
     "pytorch/pytorch#75181",
     "pytorch/pytorch#116349",
     "OpenRLHF/OpenRLHF#583",
-    area=AREA,
     symptom="Fine-tuning shows a loss of NaN for some batches.",
     cause="All labels of a batch are -100: a mean over nothing.",
-    command="diagnose",
     says=r"label: .*-100",
     truth=r"nll|Nll|cross_entropy|-100",
     cure="Leave out such batches, or divide a sum by `max(count, 1)`.",
@@ -114,16 +106,14 @@ def no_label_left(amp: Amp, *, cured: bool) -> Program:
     def loss_of(y: Tensor) -> Tensor:
         return F.cross_entropy(y.float(), labels)
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "microsoft/LMOps#38",
     "yenchenlin/nerf-pytorch#28",
-    area=AREA,
     symptom="A distillation loss is NaN after some hundred steps.",
     cause="The mask of a batch is empty: 0 / 0.",
-    command="diagnose",
     says=r"div\): zero: its divisor is 0",
     truth="div|Div",
     cure="`total / mask.sum().clamp(min=1)`.",
@@ -136,15 +126,13 @@ def mean_over_an_empty_mask(amp: Amp, *, cured: bool) -> Program:
         count = mask.sum().clamp(min=1) if cured else mask.sum()
         return (y.float().square().mean(-1) * mask).sum() / count
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "kornia/kornia#918",
-    area=AREA,
     symptom="Focal loss with gamma below 1: gradients are NaN for easy samples.",
     cause="(1 - p) ** gamma has an infinite slope at p = 1.",
-    command="diagnose",
     says=r"pow.*slope is infinite",
     truth=r"\bpow\b|Pow",
     cure="`(1 - p + 1e-6).pow(gamma)`.",
@@ -157,15 +145,13 @@ def focal_loss(amp: Amp, *, cured: bool) -> Program:
         wrong = 1 - p + 1e-3 * cured
         return (wrong.pow(0.5) * (p + 1e-3)).mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "MakazhanAlpamys/Soup#719",
-    area=AREA,
     symptom="Reverse KL distillation: the loss is finite, gradients are NaN.",
     cause="The student's probabilities are the target of kl_div, and some are 0.",
-    command="diagnose",
     says=r"xlogy\): zero: its slope is infinite: its argument is 0",
     truth=r"kl_div|KlDiv|xlogy|Xlogy|\blog\b",
     cure="Stay in logs: `F.kl_div(teacher, student, log_target=True)`.",
@@ -181,16 +167,14 @@ def reverse_kl(amp: Amp, *, cured: bool) -> Program:
             return F.kl_div(teacher, student, reduction="sum", log_target=True)
         return F.kl_div(teacher, logits.softmax(-1), reduction="sum")
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "fastino-ai/GLiNER2#155",
     "pytorch/pytorch#40497",
-    area=AREA,
     symptom="The loss looks normal, and one backward pass makes all weights NaN.",
     cause="1 - 1e-6 is 1 in 16 bits: the clamp before log1p(-p) does nothing.",
-    command="diagnose",
     says=r"log1p\): .*-1.*float16",
     truth="log1p|Log1P",
     cure="`torch.log1p(-p.float().clamp(max=1 - 1e-6))`, or `F.logsigmoid(-logits)`.",
@@ -205,15 +189,13 @@ def clamp_next_to_one(amp: Amp, *, cured: bool) -> Program:
         survival = (-torch.minimum(p, most)).log1p()
         return (1 - survival.float().sum(-1).exp()).mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "ultralytics/yolov5#2376",
-    area=AREA,
     symptom="CIoU of two equal boxes is NaN.",
     cause="eps is added to 1 and rounded away; then 1 - iou is 0: 0 / 0.",
-    command="diagnose",
     says=r"div\): zero: its divisor is 0",
     truth="div|Div",
     cure="Add eps last: `v / ((1 - iou + v) + eps)`.",
@@ -227,15 +209,13 @@ def eps_beside_one(amp: Amp, *, cured: bool) -> Program:
         divisor = (1 - iou + v) + 1e-6 if cured else (1 + eps) - iou + v
         return (v / divisor * v).mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "NVIDIA-NeMo/Automodel#3850",
-    area=AREA,
     symptom="InfoNCE is finite; the gradient of its learnt temperature is NaN.",
     cause="Logits are masked by -inf, then divided: the slope is 0 times inf.",
-    command="diagnose",
     says=r"(div|mul)\): .*infinity",
     truth="div|Div|mul|Mul",
     cure="Divide first, then mask: `(logits / t).masked_fill(mask, -inf)`.",
@@ -260,10 +240,8 @@ def mask_before_temperature(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "huggingface/trl#7252",
-    area=AREA,
     symptom="An entropy bonus is NaN as soon as some tokens are masked.",
     cause="A masked token has log p = -inf, and 0 * -inf is NaN.",
-    command="diagnose",
     says=r"mul\): .*infinity",
     truth=r"\bmul\b|Mul",
     cure="Mask by `torch.finfo(logits.dtype).min`, or `torch.special.entr(p)`.",
@@ -278,16 +256,14 @@ def entropy_of_masked_logits(amp: Amp, *, cured: bool) -> Program:
         logp = y.float().masked_fill(mask, least).log_softmax(-1)
         return (logp.exp() * logp).sum(-1).mean()
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "candle-org/MindAct#1633",
     "sooftware/kospeech#37",
-    area=AREA,
     symptom="With label smoothing the loss is inf; without it training works.",
     cause="Smoothing gives masked classes a share, and their log p is -inf.",
-    command="diagnose",
     says=r"masked_fill\): loss function: .*non-finite constant.*finite one",
     truth="(?i)masked|smoothing",
     cure="Mask by a finite number: `logits.masked_fill(mask, -1e4)`.",
@@ -301,16 +277,14 @@ def smoothing_of_masked_classes(amp: Amp, *, cured: bool) -> Program:
         logits = y.float().masked_fill(mask, -1e4 if cured else -math.inf)
         return F.cross_entropy(logits, torch.arange(4), label_smoothing=0.1)
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 @report(
     "pytorch/pytorch#14335",
     "wenet-e2e/wenet#2299",
-    area=AREA,
     symptom="CTC loss is inf for some recordings.",
     cause="The input is shorter than its text.",
-    command="diagnose",
     says=r"ctc_loss\): label: an input is too short",
     truth="ctc|Ctc",
     cure="`nn.CTCLoss(zero_infinity=True)`, or leave such pairs out.",
@@ -324,7 +298,7 @@ def recording_too_short(amp: Amp, *, cured: bool) -> Program:
         lengths = torch.tensor(frames), torch.tensor(letters)
         return F.ctc_loss(logp, text, *lengths, zero_infinity=cured)
 
-    return training(amp, nn.Linear(WIDTH, WIDTH), loss_of=loss_of)
+    return training(amp, loss_of=loss_of)
 
 
 class Sampler(nn.Module):
@@ -344,7 +318,6 @@ class Sampler(nn.Module):
 
 @report(
     "AUTOMATIC1111/stable-diffusion-webui#14071",
-    area=AREA,
     symptom="After model.half() the noisiest steps of sampling give inf.",
     cause="alphas_cumprod of the last steps is 0 in float16: a division by 0.",
     command="find_nonfinite",
@@ -360,9 +333,4 @@ def schedule_in_half(amp: Amp, *, cured: bool) -> Program:
     model.half()
     if cured:
         model.alphas_cumprod = schedule
-    x = torch.randn(2, WIDTH).half()
-
-    def loss() -> Tensor:
-        return model(x, 999).float().mean()  # type: ignore[no-any-return]
-
-    return Program(model, loss, lambda: not bool(loss().isfinite()), loss=loss)
+    return inference(model, torch.randn(2, WIDTH).half(), 999)
