@@ -1,15 +1,16 @@
 """Writes docs/errors.md, every error and warning, from the source.
 
 Run `python docs/errors.py` after a change of a message. In: the modules of the package,
-parsed and not imported. Out: a heading for each message, made of its first words, the
-message with {names} where it prints values, the function that raises it, and what that
-function does.
+parsed and not imported. Out: a heading for each message, its first clause with `…` for
+values, the message with {names} where it prints values, the function that raises it,
+and what that function does.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import itertools
 import re
 from dataclasses import dataclass, field
@@ -28,17 +29,18 @@ MARK = "<!-- Below: written by `python docs/errors.py`. -->"
 """What is above it on the page is written by hand."""
 MAX_TEXTS = 12
 """Variants of one message that are listed; more are shown with {...} in their place."""
-MAX_WORDS = 9
-"""Words of a heading."""
+MAX_CHARS = 90
+"""Characters of a heading, about."""
 MAX_DEPTH = 6
 """Steps from a message to where its text is written."""
 MIN_ARGS = 2
 """Arguments of halfstep.compat.require, which is not errors.require."""
 MIN_WORDS = 3
 """Words of its own that a text needs to be a message."""
-OURS = {"AmpError", "CheckpointError", "DtypeMismatch", "InvalidTagsError"}
-OURS |= {"LossScaleCollapse", "UserError"}
 WARNINGS = {"warn", "warn_caller", "warning"}
+FINDINGS = {"find", "call_order_finding"}
+"""Functions that warn of what was measured, and what to do."""
+TEXTS = ast.Constant | ast.JoinedStr | ast.Name
 EXPECTED = {
     "require": "{value} must be {expected}.",
     "require_type": " is of type {type}; it must be {expected}.",
@@ -48,6 +50,7 @@ EXPECTED = {
 }
 """Checks of errors.py -> what their message says after the argument's name."""
 GROUPS = {
+    "bench": "halfstep bench",
     "casting": "Autocast",
     "checkpoint": "Checkpoints",
     "compat": "Adapters (apex, Lightning, Accelerate, transformers)",
@@ -59,6 +62,7 @@ GROUPS = {
     "masters": "Master weights",
     "nonfinite": "Diagnostics (check, diagnose, find_nonfinite, Probe, doctor)",
     "numerics": "Formats and statistics",
+    "parity": "halfstep compare",
     "policy": "Policies, rules and levels",
     "scaling": "Loss scaling and GradScaler",
     "session": "Sessions (prepare)",
@@ -67,7 +71,7 @@ GROUPS = {
     "testing": "Testing",
     "reporting": "Reports and tables",
 }
-SKIPPED = {"__init__", "_torch", "bench", "errors"}
+OTHERS = "Other messages"
 WRAPPERS = {"format_value", "join", "len", "list", "repr", "sorted", "str", "type"}
 """Functions whose argument says what a message prints."""
 
@@ -97,14 +101,24 @@ class Scope:
     purpose: str = ""
     args: list[str] = field(default_factory=list)
 
-    def statements(self) -> Iterator[ast.AST]:
-        """Yield all nodes of this scope, those of functions in it left out."""
-        pending = list(ast.iter_child_nodes(self.node))
+    @functools.cached_property
+    def statements(self) -> list[ast.AST]:
+        """All nodes of this scope, in order; those of functions in it left out."""
+        nodes: list[ast.AST] = []
+        pending = [*ast.iter_child_nodes(self.node)][::-1]
         while pending:
-            node = pending.pop(0)
-            yield node
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
-                pending = [*ast.iter_child_nodes(node), *pending]
+            nodes.append(pending.pop())
+            if not isinstance(nodes[-1], ast.FunctionDef | ast.ClassDef | ast.Lambda):
+                pending += [*ast.iter_child_nodes(nodes[-1])][::-1]
+        return nodes
+
+    def calls(self) -> Iterator[tuple[Scope, ast.Call]]:
+        """Yield each call of this function in its file, and where it is."""
+        short = self.name.rpartition(".")[2].strip("_")
+        for caller in self.module.scopes:
+            for node in caller.statements:
+                if isinstance(node, ast.Call) and label(node.func) == short:
+                    yield caller, node
 
 
 @dataclass
@@ -177,11 +191,11 @@ def assigned(scope: Scope, name: str) -> tuple[list[ast.AST], list[ast.AST]]:
     """Return what is assigned to a name in a scope, and what is added to it."""
     values: list[ast.AST] = []
     added: list[ast.AST] = []
-    for node in scope.statements():
+    for node in scope.statements:
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
             targets = node.targets
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
             targets = [node.target]
         if not any(isinstance(t, ast.Name) and t.id == name for t in targets):
             continue
@@ -208,7 +222,7 @@ class Reader:
             case ast.Constant():
                 texts = [str(node.value)]
             case ast.JoinedStr():
-                texts = self.joined([self.part(v, scope, depth) for v in node.values])
+                texts = self.formatted(node, scope, depth)
             case ast.IfExp():
                 texts = self.texts(node.body, scope, deeper)
                 texts += self.texts(node.orelse, scope, deeper)
@@ -225,7 +239,17 @@ class Reader:
                 texts = self.called(node, scope, depth)
         return texts or [value_of(node)]
 
-    def part(self, node: ast.AST, scope: Scope, depth: int) -> list[str]:
+    def formatted(self, node: ast.JoinedStr, scope: Scope, depth: int) -> list[str]:
+        """Return the texts of an f-string, a part's only where they are few or all."""
+        for limit in (3, MAX_TEXTS):
+            texts = self.joined(
+                [self.part(v, scope, depth, limit) for v in node.values]
+            )
+            if any(map(is_text, texts)):
+                break
+        return texts
+
+    def part(self, node: ast.AST, scope: Scope, depth: int, limit: int) -> list[str]:
         """Return the texts of a part of an f-string: values by name, words in full."""
         if isinstance(node, ast.Constant):
             return [str(node.value)]
@@ -234,7 +258,7 @@ class Reader:
         if node.conversion != -1 or node.format_spec is not None:
             return unknown
         texts = self.texts(node.value, scope, depth + 2)
-        if len(texts) <= 3 and all(re.search(r"[a-z] ?[a-z]", text) for text in texts):  # noqa: PLR2004
+        if len(texts) <= limit and all(re.search(r"[a-z] ?[a-z]", t) for t in texts):
             return texts
         return unknown
 
@@ -287,16 +311,12 @@ class Reader:
 
     def passed(self, scope: Scope, name: str, depth: int) -> list[str]:
         """Return what callers in the same file give for an argument."""
-        short = scope.name.rpartition(".")[2]
-        texts: list[str] = []
-        for caller in scope.module.scopes:
-            for node in caller.statements():
-                if not isinstance(node, ast.Call) or label(node.func) != short.strip(
-                    "_"
-                ):
-                    continue
-                for given in self.arguments(node, scope, name):
-                    texts += self.texts(given, caller, depth + 1)
+        texts = [
+            text
+            for caller, call in scope.calls()
+            for given in self.arguments(call, scope, name)
+            for text in self.texts(given, caller, depth + 1)
+        ]
         return [] if len(texts) > MAX_TEXTS * 2 else texts
 
     @staticmethod
@@ -324,44 +344,100 @@ class Reader:
             scopes = self.by_name.get(name, [])
         if len(scopes) != 1 or scopes[0] is scope:
             return []
-        returned = [
-            n.value for n in scopes[0].statements() if isinstance(n, ast.Return)
-        ]
+        returned = [n.value for n in scopes[0].statements if isinstance(n, ast.Return)]
         texts = [t for one in returned for t in self.texts(one, scopes[0], depth + 2)]
         return [text for text in texts if text not in {"", "None"}]
 
 
-def sinks(scope: Scope) -> Iterator[tuple[str, ast.AST]]:
+def sinks(scope: Scope, errors: set[str]) -> Iterator[tuple[str, ast.AST]]:
     """Yield (kind, expression of the message) of what a function raises or warns of."""
-    for node in scope.statements():
+    for node in scope.statements:
         value = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(node, ast.Return):
             value = node.value
-        if isinstance(value, ast.Call) and value.args:
-            kind = label(value.func)
-            if kind in OURS or (kind.endswith("Error") and hasattr(builtins, kind)):
-                yield kind, value.args[0]
-        if isinstance(node, ast.Call) and node.args:
-            kind = label(node.func)
-            if kind in WARNINGS:
-                yield "warning", node.args[0]
-            elif kind in EXPECTED and (kind != "require" or len(node.args) > MIN_ARGS):
-                yield kind, node
+            if value is not None and scope.name.endswith("_warning"):
+                yield "warning", value
+        kind = label(value.func) if isinstance(value, ast.Call) else ""
+        if kind in errors and value.args:
+            yield kind, value.args[kind == "ArgumentError"]
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        kind = label(node.func)
+        if kind in WARNINGS:
+            yield "warning", node.args[0]
+        elif kind in FINDINGS and all(isinstance(a, TEXTS) for a in node.args):
+            measured, advice = node.args
+            stop = ast.BinOp(measured, ast.Add(), ast.Constant(". "))
+            yield "warning", ast.BinOp(stop, ast.Add(), advice)
+        elif kind in EXPECTED and (kind != "require" or len(node.args) > MIN_ARGS):
+            yield kind, node
+
+
+def exceptions(modules: list[Module]) -> set[str]:
+    """Return the names of Python's exceptions, and of classes made of them."""
+    names = {
+        name
+        for name, value in vars(builtins).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    } | {"ArgumentError", "ArgumentTypeError"}
+    trees = [node for module in modules for node in ast.walk(module.scopes[0].node)]
+    classes = [node for node in trees if isinstance(node, ast.ClassDef)]
+    for _ in range(3):  # of classes of classes
+        names |= {
+            c.name.strip("_") for c in classes if names & set(map(label, c.bases))
+        }
+    return names
+
+
+def looped(words: list[str], scope: Scope) -> Iterator[list[ast.AST]]:
+    """Yield the values of names that a loop takes from the rows of a literal table."""
+    for loop in scope.statements:
+        if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Tuple):
+            continue
+        names = [label(each) for each in loop.target.elts]
+        if not set(words) <= set(names):
+            continue
+        for table in (loop.iter, *assigned(scope, label(loop.iter))[0]):
+            for row in getattr(table, "elts", []):
+                cells = [
+                    cell
+                    for each in row.elts
+                    for cell in getattr(getattr(each, "value", None), "elts", [each])
+                ]
+                yield [cells[names.index(word)] for word in words]
+
+
+def pairs(
+    name: ast.AST, expected: ast.AST, scope: Scope, reader: Reader
+) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
+    """Yield what a check of an argument is called with, from a table or by callers."""
+    words = [label(name), label(expected)]
+    rows = [(*row, scope) for row in looped(words, scope)]
+    if not rows and set(words) <= set(scope.args):
+        for caller, call in scope.calls():
+            given = [reader.arguments(call, scope, word) for word in words]
+            rows += [(given[0][0], given[1][0], caller)] if all(given) else []
+    if isinstance(expected, ast.Subscript):  # of a table in the module
+        for table in assigned(scope.module.scopes[0], label(expected))[0]:
+            rows += [
+                (*row, scope) for row in zip(table.keys, table.values, strict=True)
+            ]
+    yield from rows or [(name, expected, scope)]
 
 
 def required(call: ast.Call, scope: Scope, reader: Reader) -> list[str]:
     """Return the texts of a check of an argument."""
     check = label(call.func)
-    ending = EXPECTED[check]
-    names = reader.texts(call.args[0], scope)
     kinds = [keyword.value for keyword in call.keywords if keyword.arg == "expected"]
     last = kinds[0] if kinds else call.args[-1]
-    expected = reader.texts(last, scope) if "{expected}" in ending else [""]
     between = "" if check == "require_type" else "="
     return [
-        name + between + ending.replace("{expected}", word)
-        for name in names
-        for word in expected
+        name + between + EXPECTED[check].replace("{expected}", word)
+        for name_node, node, at in pairs(call.args[0], last, scope, reader)
+        for name in reader.texts(name_node, at)
+        for word in (
+            reader.texts(node, at) if "{expected}" in EXPECTED[check] else [""]
+        )
     ]
 
 
@@ -370,40 +446,45 @@ def is_text(words: str) -> bool:
     return len(re.findall(r"[a-z]{2,}", re.sub(r"\{.*?\}", "", words))) >= MIN_WORDS
 
 
+@functools.cache
 def messages() -> dict[str, list[Message]]:
     """Return every message by group, in the order of the source."""
     modules = [read_module(path) for path in sorted(SOURCE.rglob("*.py"))]
-    reader = Reader(modules)
+    reader, errors = Reader(modules), exceptions(modules)
     groups: dict[str, list[Message]] = {}
     listed: set[str] = set()
-    for module in modules:
-        package = module.path.partition(".")[0]
-        if package in SKIPPED:
-            continue
-        for scope in module.scopes:
-            for kind, expression in sinks(scope):
-                shown = kind
-                if isinstance(expression, ast.Call) and kind in EXPECTED:
-                    texts, shown = required(expression, scope, reader), "UserError"
-                else:
-                    texts = reader.texts(expression, scope)
-                texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
-                texts = [t for t in texts if is_text(t) and t not in listed]
-                if texts:
-                    listed.update(texts)
-                    group = groups.setdefault(GROUPS[package], [])
-                    where = module.path, scope.name or "import"
-                    group.append(Message(texts, shown, *where, scope.purpose))
+    # What the checks in errors.py say is listed where they are called.
+    callers = (m.scopes for m in modules if m.path != "errors")
+    for scope in itertools.chain.from_iterable(callers):
+        path = scope.module.path
+        for kind, expression in sinks(scope, errors):
+            shown = kind
+            if isinstance(expression, ast.Call) and kind in EXPECTED:
+                texts, shown = required(expression, scope, reader), "UserError"
+            else:
+                texts = reader.texts(expression, scope)
+            texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
+            texts = [t for t in texts if is_text(t) and t not in listed]
+            if texts:
+                listed.update(texts)
+                name = GROUPS.get(path.partition(".")[0], OTHERS)
+                message = Message(
+                    texts, shown, path, scope.name or "import", scope.purpose
+                )
+                groups.setdefault(name, []).append(message)
     return groups
 
 
 def heading(message: Message, taken: set[str]) -> str:
-    """Return the first words of a message, as many as make it unlike those taken."""
-    words = re.sub(r"\{[^}]*\}=?", " ", message.texts[0]).replace("'", "")
-    words = re.sub(r"[^\w.()=-]+", " ", words).split()
-    words = [word.strip(".-=") for word in words if re.search(r"\w", word)]
-    for count in (*range(MAX_WORDS, len(words) + 1), len(words)):
-        title = " ".join(words[:count])
+    """Return the first clause of a message, with `…` for the values in it."""
+    text = re.sub(r"\{[^{}]*\}|\.\.\.", "…", message.texts[0]).replace("`", "")
+    ends = [m.start() for m in re.finditer(r"[;:.](?= )|\.?$", text)]
+    ends = [end for end in ends if re.search(r"(\S*[a-z]\S* .*){2}[a-z]", text[:end])]
+    ends = [end for end in ends if not text[:end].endswith("of type …")] or [len(text)]
+    for end in ends:
+        title = text[:end]
+        if len(title) > MAX_CHARS:
+            title = title[: title.rindex(" ", 0, MAX_CHARS)] + " …"
         if title.lower() not in taken:
             break
     else:
@@ -432,7 +513,7 @@ def page() -> str:
         for message in members:
             kind = "Warning of" if message.kind == "warning" else f"`{message.kind}` of"
             purpose = purpose_of(message)
-            lines += ["", f"### {heading(message, taken)}", "", "```text"]
+            lines += ["", f"### `{heading(message, taken)}`", "", "```text"]
             lines += [*message.texts, "```", ""]
             where = f"`{message.function}` in `halfstep.{message.module}`"
             lines += [f"{kind} {where}: {purpose}".rstrip(": ")]
