@@ -20,7 +20,7 @@ from halfstep.errors import UserError
 from halfstep.reporting.argument_parser import Parser, print_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from halfstep.reporting.table import Table
 
@@ -267,17 +267,20 @@ def _predict(arguments: argparse.Namespace) -> None:
     from halfstep.train.predict import Predictor
 
     predictor = Predictor(arguments.run)
+    numbered: Iterable[tuple[int, str]]
     notes: tuple[str, ...] = ()
     if arguments.texts == ["-"]:
-        results = predictor.predict(predictions.lines(sys.stdin.buffer))
+        numbered = predictions.lines(sys.stdin.buffer)
     else:
-        texts, notes = predictions.drop_blank(arguments.texts)
-        results = predictor.predict(texts)
+        numbered, notes = predictions.drop_blank(arguments.texts)
     if arguments.json:
         direct = arguments.json == _STANDARD_OUTPUT
+        results = predictor.predict(text for _, text in numbered)
         predictions.write(results, None if direct else arguments.json, notes)
     else:
-        _show(predictions.tables(results, predictor.outputs, notes), None)
+        numbers, texts = zip(*numbered, strict=True)
+        results = predictor.predict(texts)
+        _show(predictions.tables(results, predictor.outputs, numbers, notes), None)
 
 
 def _add_doctor(commands: Any) -> None:  # noqa: ANN401

@@ -12,7 +12,7 @@ import pytest
 
 from halfstep.errors import UserError
 from halfstep.train.predict import Entities, Entity, Label
-from halfstep.train.predictions import lines, tables, write
+from halfstep.train.predictions import drop_blank, lines, tables, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,24 +37,26 @@ def failing() -> Iterator[Label]:
 
 def test_table_of_labels() -> None:
     """Law: a row a text, the probabilities in the order of the outputs."""
-    (table,) = tables([SUNNY, RAINY], OUTPUTS)
+    (table,) = tables([SUNNY, RAINY], OUTPUTS, [1, 2])
     assert table.columns == ("label", "p(rain)", "p(sun)", "text")
     assert table.rows == (
         ("sun", 0.25, 0.75, SUNNY.text),
         ("rain", 0.5, 0.5, RAINY.text),
     )
     assert table.notes == (f"1 text was {CUT}",)
-    assert tables([SUNNY], OUTPUTS)[0].notes == ()
+    assert tables([SUNNY], OUTPUTS, [1])[0].notes == ()
 
 
 def test_table_of_entities() -> None:
     """Law: a row an entity with the number of its text; a text without one has one."""
-    (table,) = tables([BOTH, NONE], ("O",))
+    numbered, notes = drop_blank([BOTH.text, " ", NONE.text])
+    assert notes == ("text 2 is blank, and left out.",)
+    (table,) = tables([BOTH, NONE], ("O",), [number for number, _ in numbered])
     assert table.columns == ("text", "type", "entity", "start", "end")
     assert table.rows == (
         (1, "PER", "Ada", 0, 3),
         (1, "LOC", "Paris", 7, 12),
-        (2, "-", "no entity", None, None),
+        (3, "-", "no entity", None, None),
     )
     assert len(table.notes) == 1
 
@@ -150,7 +152,7 @@ def test_cannot_be_written(tmp_path: Path) -> None:
 def test_lines() -> None:
     """Law: a text a line, blank ones and the mark of UTF-8 left out."""
     source = io.BytesIO("\ufeffab c\r\n\n  \n 天 \nlast".encode())
-    assert list(lines(source)) == ["ab c", "天", "last"]
+    assert list(lines(source)) == [(1, "ab c"), (4, "天"), (5, "last")]
 
 
 NOT_UTF8 = "is not UTF-8: byte 0xff at offset 4; save it as UTF-8."

@@ -23,43 +23,47 @@ if TYPE_CHECKING:
 _EVERY = 2.0  # seconds between progress lines
 
 
-def lines(source: BinaryIO) -> Iterator[str]:
-    """Yield the non-blank lines of a stream, stripped."""
+def lines(source: BinaryIO) -> Iterator[tuple[int, str]]:
+    """Yield the number of each non-blank line of a stream, from 1, and its text."""
     empty = True
-    for line in decode_lines("standard input", source):
+    for number, line in enumerate(decode_lines("standard input", source), 1):
         if text := line.strip():
             empty = False
-            yield text
+            yield number, text
     if empty:
         message = "standard input holds no text; give one a line."
         raise UserError(message)
 
 
-def drop_blank(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the texts that are not blank, and a note about the blank ones."""
+def drop_blank(
+    texts: Sequence[str],
+) -> tuple[list[tuple[int, str]], tuple[str, ...]]:
+    """Return the numbered texts that are not blank, and a note about the blank ones."""
+    numbered = [(n, text) for n, text in enumerate(texts, 1) if text.strip()]
     blank = [str(n) for n, text in enumerate(texts, 1) if not text.strip()]
-    if len(blank) == len(texts):
+    if not numbered:
         message = f"text {', '.join(blank)} is blank; give at least one character."
         raise UserError(message)
     are = "text {} is" if len(blank) == 1 else "texts {} are"
     notes = (f"{are.format(', '.join(blank))} blank, and left out.",) if blank else ()
-    return [text for text in texts if text.strip()], notes
+    return numbered, notes
 
 
 def tables(
     predictions: Iterable[Label | Entities],
     outputs: Sequence[str],
+    numbers: Iterable[int],
     notes: tuple[str, ...] = (),
 ) -> list[Table]:
-    """Return predictions as tables."""
+    """Return predictions as tables; `numbers` are those of their texts."""
     rows: list[tuple[Cell, ...]] = []
     columns: tuple[str, ...] = ("text", "type", "entity", "start", "end")
     title = "Entities"
     about: tuple[str, ...] = (
-        "text: counted from 1; start, end: characters, the end not included",
+        "text: number of the argument or line; start, end: characters, end excluded",
     )
     cut = 0
-    for number, each in enumerate(predictions, 1):
+    for number, each in zip(numbers, predictions, strict=True):
         cut += each.cut
         if isinstance(each, Label):
             title, about = "Predictions", ()
