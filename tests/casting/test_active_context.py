@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -102,21 +101,6 @@ def backward(*outs: Tensor) -> None:
 # Open regions
 
 
-def test_frames_nest() -> None:
-    """Law: the innermost is in force, each end restores what was before it."""
-    seen = []
-    for opened in (A, B, None, C):
-        with region(A), region(opened):
-            seen.append(
-                (
-                    name(active_context.innermost_context("cpu")),
-                    name(active_context.active("cpu")),
-                )
-            )
-        assert active_context.innermost_context("cpu") is None
-    assert seen == [("A", "A"), ("B", "B"), ("-", "-"), ("C", "C")]
-
-
 def test_devices_have_their_own() -> None:
     """Law: a region on one device is none on another."""
     with region(A), region(B, "cuda"):
@@ -124,23 +108,6 @@ def test_devices_have_their_own() -> None:
         assert name(active_context.active("cuda")) == "B"
         assert active_context.active("mps") is None
     assert active_context.active("cuda") is None
-
-
-def test_threads_have_their_own() -> None:
-    """Law: a thread starts without a region; leaving one leaves others alone."""
-    barrier = threading.Barrier(2, timeout=30)
-
-    def work(opened: CastContext) -> list[str]:
-        seen = [name(active_context.active("cpu"))]
-        with region(opened):
-            barrier.wait()
-            seen.append(name(active_context.active("cpu")))
-            barrier.wait()
-        return [*seen, name(active_context.active("cpu"))]
-
-    with region(C), ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(work, (A, B))) == [["-", "A", "-"], ["-", "B", "-"]]
-        assert name(active_context.innermost_context("cpu")) == "C"
 
 
 # Backward passes
@@ -166,48 +133,6 @@ def test_a_backward_pass(around: CastContext | None) -> None:
             backward(x)
         assert seen == (["-"] * 4 if function is Ask else ["A", "B", "A", "-"])
         seen.clear()
-
-
-@KINDS
-def test_recomputation(reentrant: bool) -> None:
-    """Law: what is computed again finds the frame of its forward, region by region."""
-    seen: list[str] = []
-
-    def again(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(look, x, seen, use_reentrant=reentrant)
-        return out
-
-    with region(A):
-        x = again(start())
-        with region(B):
-            x = again(x)
-        x = again(x)
-    with region(C):
-        x = again(x)
-    x = again(x)
-    assert seen == ["A", "B", "A", "C", "-"]
-    seen.clear()
-    backward(x)
-    assert seen == ["-", "C", "A", "B", "A"]
-
-
-@KINDS
-def test_recomputation_opens_its_own_regions(reentrant: bool) -> None:
-    """Law: a region that the recomputed code opens is the one in force inside it."""
-    seen: list[str] = []
-
-    def inside(x: Tensor) -> Tensor:
-        x = look(x, seen)
-        with region(B):
-            x = look(x, seen)
-        return look(x, seen)
-
-    for around in (A, None):
-        with region(around):
-            x = checkpoint(inside, start(), use_reentrant=reentrant)
-        with region(C):
-            backward(x)
-    assert seen == ["A", "B", "A"] * 2 + ["-", "B", "-"] * 2
 
 
 @KINDS
@@ -239,23 +164,6 @@ def test_recomputation_in_a_recomputation(reentrant: bool) -> None:
     assert set(seen) == set(once)
     # Inner checkpoints run in the outer's recomputation, and in one of their own.
     assert len(seen) > 2 * len(once)
-
-
-@KINDS
-def test_each_pass_in_another_thread(reentrant: bool) -> None:
-    """Law: forward and backward passes may run in different threads, each time."""
-    seen: list[str] = []
-
-    def forward(opened: CastContext) -> Tensor:
-        with region(opened):
-            out: Tensor = checkpoint(look, start(), seen, use_reentrant=reentrant)
-        return out
-
-    for opened in (A, B, A):
-        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-            x = one.submit(forward, opened).result()
-            other.submit(backward, x).result()
-    assert seen == ["A", "A", "B", "B", "A", "A"]
 
 
 @KINDS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812 -- its usual name
-from twins import Case, Make, outcome, torch_only
+from twins import Make, outcome, torch_only
 from versions import torch_has_lstm
 
 from halfstep.casting.autocast_mode import autocast
@@ -61,91 +61,6 @@ def layer(kind: type[nn.Module], *shape: int) -> Callable[[torch.dtype], Any]:
         return out[0] if isinstance(out, tuple) else out
 
     return run
-
-
-def mv(dtype: torch.dtype) -> Tensor:
-    """Multiply a matrix by a vector."""
-    return torch.mv(drawn(4, 4).to(dtype), drawn(4).to(dtype))
-
-
-def addmv(dtype: torch.dtype) -> Tensor:
-    """Likewise, and add one."""
-    return torch.addmv(drawn(4).to(dtype), drawn(4, 4).to(dtype), drawn(4).to(dtype))
-
-
-GAPS = {
-    "mv": mv,
-    "addmv": addmv,
-    "addr": lambda t: torch.addr(drawn(4, 4).to(t), drawn(4).to(t), drawn(4).to(t)),
-    "GRU": layer(nn.GRU, 3, 2, 4),
-    "LSTMCell": layer(nn.LSTMCell, 2, 4),
-    "GRUCell": layer(nn.GRUCell, 2, 4),
-}
-"""Matrix products that torch's table for the CPU leaves in fp32."""
-
-
-def mixed(
-    run: Callable[[Tensor, Tensor], Tensor], left: torch.dtype, right: torch.dtype
-) -> Callable[[Make], object]:
-    """Return a program: an operation on operands in two formats, and its dtype."""
-
-    def program(make: Make) -> object:
-        first, second = drawn(4).to(left), drawn(4, seed=1).to(right)
-        with make(left):
-            result = run(first, second)
-        exact = run(first.double(), second.double())
-        torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=1e-6)
-        return result.dtype
-
-    return program
-
-
-def copied(first: Tensor, second: Tensor) -> Tensor:
-    """Copy some of one into the other."""
-    return torch.index_copy(first, 0, torch.tensor([1, 2]), second[:2])
-
-
-MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cat": lambda *both: torch.cat(both),
-    "stack": lambda *both: torch.stack(both),
-    "index_copy": copied,
-}
-"""Operations whose operands must agree."""
-
-
-GAVE_UP = "RuntimeError: Unexpected floating ScalarType in at::autocast::prioritize"
-DOT = "RuntimeError: dot : expected both vectors to have same dtype, but found "
-
-CASES = (
-    *(
-        Case(f"{name} {low}", computed(run, low), FP32, low)
-        for name, run in GAPS.items()
-        for low in (BF16, FP16)
-    ),
-    *(
-        Case(f"{name} {low} {other}", mixed(run, low, other), GAVE_UP, FP32)
-        for low, other in ((BF16, FP16), (FP16, BF16))
-        for name, run in MIXED.items()
-    ),
-    Case("dot", mixed(torch.dot, BF16, FP32), f"{DOT}BFloat16 and Float", FP32),
-    Case("vdot", mixed(torch.vdot, FP16, FP32), f"{DOT}Half and Float", FP32),
-)
-TABLE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@TABLE
-def test_lean_is_right(case: Case) -> None:
-    """Law: each operation runs in the format of lean's table, and is exact enough."""
-    assert case.program(lambda low: autocast("cpu", low, policy="lean")) == case.right
-
-
-@TABLE
-@torch_only
-def test_twin_torch_leaves_it(case: Case) -> None:
-    """Law: torch computes it in fp32, or refuses it; so do our regions by default."""
-    for make in (torch.autocast, autocast):
-        seen = outcome(case.program, lambda low, make=make: make("cpu", low))
-        assert seen == case.torchs
 
 
 @pytest.mark.parametrize("low", [BF16, FP16])

@@ -260,31 +260,6 @@ def test_frozen_modules_and_later_groups(level: str) -> None:
 
 
 @LOW
-def test_state_dicts_and_their_hooks(level: str) -> None:
-    """Law: loading before is exact, after rounds; names and the user's hooks stay."""
-    source, model = network(), network()
-    with torch.no_grad():
-        for param in source.parameters():
-            param.add_(0.3)
-    called: list[str] = []
-    model.register_state_dict_post_hook(lambda *_: called.append("saved"))
-    model.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
-    exact = source.state_dict()
-    model.load_state_dict(exact)
-    names = list(model.state_dict())
-    converted = convert(model, level)
-    for param, original in converted.originals.items():
-        name = next(n for n, p in model.named_parameters() if p is param)
-        same(original, exact[name])
-    model.load_state_dict(exact)
-    stored = model.state_dict()
-    assert list(stored) == names
-    for name, tensor in stored.items():
-        same(tensor, exact[name].to(tensor.dtype))
-    assert called == ["loaded", "saved", "loaded", "saved"]
-
-
-@LOW
 def test_recurrent_weights_are_put_in_one_piece(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

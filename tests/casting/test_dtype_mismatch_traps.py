@@ -255,25 +255,6 @@ def run_as(source: str, names: dict[str, object]) -> RuntimeError:
     return caught.value
 
 
-class Once(dict[str, Any]):
-    """A mapping that tells each name once."""
-
-    def __getitem__(self, name: str) -> object:
-        value = super().__getitem__(name)
-        self[name] = sprung
-        return sprung() if value is sprung else value
-
-
-def test_mapping_is_not_asked() -> None:
-    """Law: a mapping that stands for a class body's names is not asked by us."""
-    namespace = Once(a=rows(), b=torch.rand(2))
-    meta = type("meta", (type,), {"__prepare__": lambda *_: namespace})
-    source = "class Odd(metaclass=meta):\n    torch.mv(a, b)"
-    found = explain(run_as(source, {"meta": meta, "torch": torch}))
-    assert found is not None
-    assert (found.operation, set(found.dtypes)) == ("mv", {BF16, FP32})
-
-
 def test_long_chain() -> None:
     """Law: a call that nests too deeply to be read tells less, and does no harm."""
     for length, operation in ((20, "mv"), (900, "")):
@@ -282,11 +263,3 @@ def test_long_chain() -> None:
         found = explain(run_as(source, names))
         assert found is not None
         assert (found.operation, set(found.dtypes)) == (operation, {BF16, FP32})
-
-
-def test_trap_is_a_trap() -> None:
-    """Law: the traps above do spring."""
-    with pytest.raises(ValueError, match="a trap was sprung"):
-        isinstance(Trap(), nn.Module)
-    with pytest.raises(ValueError, match="a trap was sprung"):
-        dict(TrapDict(a=1))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator
-from halfstep.numerics import accumulate
 from halfstep.numerics.accumulate import add_
 
 if TYPE_CHECKING:
@@ -331,8 +330,3 @@ def test_buffers_die_with_their_weight() -> None:
     gc.collect()
     assert gone() is None
     assert len(gradients._buffers) == 0
-
-
-def test_the_chunk_is_a_mebibyte() -> None:
-    """Law: a chunk's fp32 copy is what the comment says."""
-    assert accumulate._CHUNK * FP32.itemsize == 1 << 20

@@ -145,17 +145,6 @@ def test_threads_share_a_module() -> None:
             assert list(pool.map(work, (own, plain))) == [inside, FP16]
 
 
-def test_replicas() -> None:
-    """Law: replicas, as DataParallel makes them, obey the rules of their model."""
-    model, seen = build()
-    words = "torch + module:e=fp32"
-    with autocast("cpu", policy=words, model=model):
-        replica = model.e._replicate_for_data_parallel()
-        replica.weight = model.e.weight * 1  # as broadcast gives it
-        replica(X)
-    assert seen == [("e", FP32, FP32)]
-
-
 # Recomputation
 
 
@@ -197,25 +186,6 @@ def test_recomputation_of_a_module(
         assert seen == [("e", *dtypes)] * (1 if again == "not" else 2)
     if around is None:  # a region around the backward pass casts what that multiplies
         torch.testing.assert_close(grads[1:], [grads[0]] * 2, rtol=0, atol=0)
-
-
-def test_what_is_recomputed_keeps_no_casts() -> None:
-    """Law: a region's own cache serves no recomputation in a module, and stays empty.
-
-    Its casts would live as long as the region is remembered.
-    """
-    model, _ = build()
-    region = autocast("cpu", policy="torch + module:e=low", model=model)
-    model.e.forward = functools.partial(
-        checkpoint, model.e.forward, use_reentrant=False
-    )
-    with region:
-        out: Any = model.e(X)
-        cache = region.cache  # type: ignore[union-attr]
-        assert isinstance(cache, CastCache)
-        assert len(cache) == 1
-    out.sum().backward()
-    assert len(cache) == 0
 
 
 def test_a_given_cache_serves_modules() -> None:

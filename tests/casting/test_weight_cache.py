@@ -239,25 +239,6 @@ def test_spans_regions() -> None:
     assert counts(cache) == (10, 2)
 
 
-def test_two_dtypes_in_nested_regions() -> None:
-    """Law: each region gets its own dtype from one cache, to the bit."""
-    cache, layer = CastCache(), nn.Linear(4, 4)
-    x = torch.randn(3, 4)
-    expected = {}
-    for dtype in (BF16, FP16):
-        with torch.autocast("cpu", dtype):
-            expected[dtype] = layer(x)
-    with region(cache):
-        first = layer(x)
-        with region(cache, FP16):
-            inner = layer(x)
-        last = layer(x)
-    assert torch.equal(first, expected[BF16])
-    assert torch.equal(last, expected[BF16])
-    assert torch.equal(inner, expected[FP16])
-    assert counts(cache) == (2, 4)
-
-
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 def test_evaluation_first(first: Callable[[], Any]) -> None:
     """Law: a cast made for evaluation lets gradients through later, and is exact."""
