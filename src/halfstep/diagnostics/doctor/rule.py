@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from halfstep.reporting.finding import Finding, Severity
 
@@ -22,7 +22,6 @@ F = TypeVar("F")
 
 OURS = "our choice"
 """Source of a limit without a published one."""
-_PLACES = 3  # findings of one rule that are listed; further ones are counted
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,11 @@ class Rule(Generic[F]):
     """None: every observation is a finding."""
     concerns: Callable[[F], bool] = lambda _: True
     """Whether the rule applies to a run."""
-    places: int | None = _PLACES
-    """Largest number of findings; None: no limit."""
+    places: int | None = 3
+    """Findings that are listed, further ones are counted; None: no limit."""
 
     def evaluate(self, facts: F) -> list[Finding]:
-        """Return the rule's findings, worst first.
-
-        Beyond `places` findings, the last one says how many more there are.
-        """
+        """Return the rule's findings, worst first; the last may count further ones."""
         findings = [self._finding(o) for o in self.observe(facts) if self._is_beyond(o)]
         if self.places is None:
             return findings
@@ -110,9 +106,8 @@ class Rule(Generic[F]):
         return [*first, replace(last, measured=more)]
 
     def _is_beyond(self, each: Observation) -> bool:
-        if each.value is None:
-            return True
-        return self.limit is not None and self.limit.is_passed(each.value)
+        limit, value = self.limit, each.value
+        return value is None or (limit is not None and limit.is_passed(value))
 
     def _finding(self, each: Observation) -> Finding:
         severity, limit = each.severity or self.severity, self.limit
@@ -140,26 +135,19 @@ class Rules(list[Rule[F]], Generic[F]):
         source: str = "",
         *,
         name: str = "",
-        needs: tuple[str, ...] = (),
-        severity: Severity = "warning",
-        limit: Limit | None = None,
-        concerns: Callable[[F], bool] = lambda _: True,
-        places: int | None = _PLACES,
+        **fields: Any,  # noqa: ANN401 -- of `Rule`
     ) -> Callable[[Callable[[F], Iterable[Observation]]], Rule[F]]:
         """Decorate a function to become the `observe` of a new rule.
 
         Its docstring becomes `about`. The rule's name is `name`, or the function's with
-        blanks for underscores. The other arguments are those of `Rule`.
+        blanks for underscores.
         """
 
         def decorate(observe: Callable[[F], Iterable[Observation]]) -> Rule[F]:
             words = name or observe.__name__.replace("_", " ")
             about = (observe.__doc__ or "").rstrip(".")
             about = about[:1].lower() + about[1:]
-            rule = Rule(
-                *(words, about, source, observe, needs),
-                *(severity, limit, concerns, places),
-            )
+            rule = Rule(words, about, source, observe, **fields)
             self.append(rule)
             return rule
 

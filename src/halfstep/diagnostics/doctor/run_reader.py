@@ -62,13 +62,15 @@ def read(folder: Path) -> RunFacts:
         message = f"{folder} holds no run: neither {METRICS} nor any other file of one."
         raise UserError(message)
     reader = _Reader(folder)
-    settings = reader.settings()
+    settings = dict(reader.settings())
     summary, environment = map(reader.mapping, (SUMMARY, ENVIRONMENT))
     profile = reader.json(PROFILE, Profile.from_data)
     splits = reader.json(DATA, splits_of)
     metrics = _Metrics()
     reader.metrics(metrics)
-    resolved = {n: summary[n] for n in ("level", "dtype", "master") if n in summary}
+    for name in ("level", "dtype", "master"):
+        if name in summary:
+            settings[name] = summary[name]
 
     def weights() -> dict[str, str]:
         formats = json_fields.mapping(environment.get("weights") or {}, "weights")
@@ -78,9 +80,7 @@ def read(folder: Path) -> RunFacts:
         has_it = "machine" in environment
         return MachineFacts.from_data(environment["machine"]) if has_it else None
 
-    config = reader.try_parse(
-        "settings", lambda: Config.from_data({**settings, **resolved})
-    )
+    config = reader.try_parse("settings", lambda: Config.from_data(settings))
     return RunFacts(
         name=str(folder),
         config=config or Config(),
@@ -99,11 +99,7 @@ def read(folder: Path) -> RunFacts:
 
 
 def splits_of(data: object) -> dict[str, SplitFacts]:
-    """Return the counts of repeated texts in data.json, by split.
-
-    Raises:
-        UserError: If `data` does not have the form of data.json.
-    """
+    """Return the counts in data.json, by split; raise UserError if it is damaged."""
     splits = json_fields.mapping(data, DATA)
     return {name: SplitFacts.from_data(splits[name]) for name in splits}
 
@@ -145,11 +141,7 @@ class _Metrics:
         self._stride = 1
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Add the record of one line.
-
-        Raises:
-            UserError: If it is damaged.
-        """
+        """Add the record of one line; raise UserError if it is damaged."""
         event = json_fields.optional_text(record, "event")
         step = json_fields.integer(record, "step")
         if event is None:
@@ -209,10 +201,8 @@ class _Metrics:
         if len(self._samples) > _MOST_SAMPLES:
             self._stride *= 2
             del self._samples[1::2]
-            self._num_before_step = (
-                self._num_before_step[0],
-                (self._num_before_step[1] + 1) // 2,
-            )
+            num_events, num_samples = self._num_before_step
+            self._num_before_step = num_events, (num_samples + 1) // 2
 
     def stats(self) -> dict[str, tuple[Sample, ...]]:
         """Return the samples of each tensor, gradients with their loss scale.

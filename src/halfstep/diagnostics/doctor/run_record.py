@@ -1,4 +1,7 @@
-"""Holds the facts of a run: settings, steps, statistics, profile, machine."""
+"""Holds the facts of a run: settings, steps, statistics, profile, machine.
+
+Each `from_data` raises `UserError` for a value of the wrong type.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,7 @@ class Step:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Step:
-        """Return the step recorded in a line of metrics.jsonl.
-
-        Raises:
-            UserError: If a value has the wrong type.
-        """
+        """Return the step recorded in a line of metrics.jsonl."""
         parts = json_fields.mapping(data.get("seconds") or {}, "seconds")
         spent = [json_fields.real(value, name) for name, value in parts.items()]
         scale = json_fields.number(data, "scale")
@@ -83,11 +82,7 @@ class Config:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Config:
-        """Return the config of settings by name; "auto" is unknown.
-
-        Raises:
-            UserError: If a value has the wrong type.
-        """
+        """Return the config of settings by name; "auto" is unknown."""
         names = ("level", "dtype", "master", "loss_scale", "device", "probe")
         words = {name: json_fields.optional_text(data, name) for name in names}
         values = {name: value for name, value in words.items() if value != "auto"}
@@ -125,19 +120,13 @@ class Evaluation:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation recorded in an event "eval".
-
-        Raises:
-            UserError: If a value has the wrong type.
-        """
+        """Return the evaluation recorded in an event "eval"."""
         counts = json_fields.mapping(data.get("classes") or {}, "classes")
         classes = []
         for label in counts:
             count = json_fields.mapping(counts[label], label)
-            true, predicted = (
-                json_fields.integer(count, key) for key in ("true", "predicted")
-            )
-            classes.append(ClassCount(label, true, predicted))
+            pair = (json_fields.integer(count, key) for key in ("true", "predicted"))
+            classes.append(ClassCount(label, *pair))
         return cls(
             json_fields.integer(data, "step"),
             json_fields.number(data, "dev_loss"),
@@ -159,11 +148,7 @@ class SplitFacts:
 
     @classmethod
     def from_data(cls, data: object) -> SplitFacts:
-        """Return the counts that `train.findings.repeats` wrote.
-
-        Raises:
-            UserError: If `data` does not have their form.
-        """
+        """Return the counts that `train.data_checks.count_repeats` returned."""
         fields = json_fields.mapping(data, "a split")
         names = ("texts", "repeated", "contradicting", "in_train")
         return cls(*(json_fields.integer(fields, name) for name in names))
@@ -184,11 +169,7 @@ class MachineFacts:
 
     @classmethod
     def from_data(cls, data: object) -> MachineFacts:
-        """Return the facts that `environment.machine_data` wrote.
-
-        Raises:
-            UserError: If `data` does not have their form.
-        """
+        """Return the facts that `environment.machine_data` returned."""
         fields = json_fields.mapping(data, "machine")
         rates = json_fields.mapping(fields.get("rates") or {}, "rates")
         return cls(
