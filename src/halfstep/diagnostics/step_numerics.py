@@ -10,6 +10,7 @@ import contextlib
 import threading
 import warnings
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
     from halfstep.nonfinite.origin import BadOp
     from halfstep.session.session import Session
-
-_RULE = "non-finite numbers"
 
 
 @dataclass(frozen=True)
@@ -90,18 +89,15 @@ class Numerics:
         normal = self.bad_op is None or self.bad_op.normal
         is_damaged = self.losses or self.weights or self.buffers
         recovers = normal and not is_damaged and not self._fixed
-        what = Finding(
-            severity="note" if recovers and self.skipped else "error",
-            rule=_RULE,
-            where=f"step {first}" if first else "the steps",
-            measured=measured,
-            limit="",
-            source="the program's own steps",
-            advice=self._advice(first),
-            weight=1.0,
-        )
+        advice = self._advice(first)
         if self.buffers and self.failed:
-            what = replace(what, advice=f"{what.advice} {self._advice_on_buffers()}")
+            advice += f" {self._advice_on_buffers()}"
+        what = Finding(
+            "note" if recovers and self.skipped else "error",
+            "non-finite numbers",
+            *(f"step {first}" if first else "the steps", measured, ""),
+            *("the program's own steps", advice, 1.0),
+        )
         if self.bad_op is None:
             return (what,)
         why = self.bad_op.finding()
@@ -115,26 +111,26 @@ class Numerics:
         return self.scales is not None and self.scales[0] == self.scales[1]
 
     def _measured(self) -> str:
-        gradients = f"gradients are not finite in {{}} of {self.checked} checked steps"
-        parts = (
-            (len(self.losses), f"the loss is not finite in {{}} of {self.steps} steps"),
-            (len(self.gradients), gradients),
-            (self.skipped, f"{{}} of {self.steps} steps were skipped"),
-        )
-        measured = [words.format(count) for count, words in parts if count]
+        measured, of = [], f"of {self.steps} steps"
+        if self.losses:
+            measured.append(f"the loss is not finite in {len(self.losses)} {of}")
+        if self.gradients:
+            count = f"{len(self.gradients)} of {self.checked} checked steps"
+            measured.append(f"gradients are not finite in {count}")
+        if self.skipped:
+            measured.append(f"{self.skipped} {of} were skipped")
         if self.skipped and self.scales is not None and self.scales != (1, 1):
             before, after = self.scales
-            fixed = f"loss scale {before:g} throughout"
-            measured.append(
-                fixed if self._fixed else f"loss scale {before:g} to {after:g}"
-            )
-        if self.weights:
-            names = f"{len(self.weights)} ({self.weights[0]} first)"
-            measured.append(f"parameters that hold inf or NaN now: {names}")
-        if self.buffers:
-            names = f"{len(self.buffers)} ({self.buffers[0]} first)"
-            since = f", since step {self.buffers_since}" if self.buffers_since else ""
-            measured.append(f"buffers that hold inf or NaN now: {names}{since}")
+            moved = "throughout" if self._fixed else f"to {after:g}"
+            measured.append(f"loss scale {before:g} {moved}")
+        since = f", since step {self.buffers_since}" if self.buffers_since else ""
+        for what, names, more in (
+            ("parameters", self.weights, ""),
+            ("buffers", self.buffers, since),
+        ):
+            if names:
+                count = f"{len(names)} ({names[0]} first){more}"
+                measured.append(f"{what} that hold inf or NaN now: {count}")
         return "; ".join(measured)
 
     def _advice(self, first: int) -> str:
@@ -216,8 +212,7 @@ class CheckedSteps:
         scaler: Any | None,  # noqa: ANN401 -- torch's, ours or another
     ) -> None:
         self._step, self._checked, self._same_batch = step, checked, same_batch
-        self._session, self._given_scaler = session, scaler
-        self._model = model
+        self._session, self._given_scaler, self._model = session, scaler, model
         self.calls = StepCalls()
         self._outermost: list[nn.Module] = []
         self._infinite_at_first: set[int] = set()
@@ -266,13 +261,16 @@ class CheckedSteps:
         skipped = self._session is not None and self._session.steps_skipped > skips
         if skipped:
             self._nonfinite_grad_steps.add(self._number)
-        failed = self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
+        failed = self._has_failed()
         self._skipped += failed and not self._applied and self._session is None
         if failed and self._bad_op is None and not self._unreplayed:
             self._replay_step(batch, scale_now or self._before, random)
         if not self._buffers_since and any(self._nonfinite_buffers()):
             self._buffers_since = self._number
         self._weights = []
+
+    def _has_failed(self) -> bool:
+        return self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
 
     def numerics(self) -> Numerics:
         """Return the results of all steps. Synchronizes with the device."""
@@ -293,16 +291,22 @@ class CheckedSteps:
                 "Call diagnose again with a larger warmup, from weights that are "
                 "finite."
             )
-        buffers = tuple(self._nonfinite_buffers())
+        model, buffers = self._root(), tuple(self._nonfinite_buffers())
+        dtype, weights = "", []
+        if model is not None:
+            named = model.named_parameters()
+            weights = [name for name, param in named if not _finite([param])]
+            if buffers:
+                dtype = formats.word(model.get_buffer(buffers[0]).dtype)
         return Numerics(
             steps=self._number,
             checked=min(self._checked, self._number),
             losses=tuple(sorted(self._nonfinite_loss_steps | lost)),
             gradients=tuple(sorted(self._nonfinite_grad_steps)),
             skipped=skipped,
-            weights=tuple(self._nonfinite_weights()),
+            weights=tuple(weights),
             buffers=buffers,
-            buffers_dtype=self._dtype_of(buffers),
+            buffers_dtype=dtype,
             buffers_since=self._buffers_since,
             scales=scales,
             bad_op=self._bad_op,
@@ -313,18 +317,6 @@ class CheckedSteps:
         model = self._root()
         for name, buffer in () if model is None else model.named_buffers():
             if id(buffer) not in self._infinite_at_first and _holds_inf(buffer):
-                yield name
-
-    def _dtype_of(self, buffers: tuple[str, ...]) -> str:
-        model = self._root()
-        if not buffers or model is None:
-            return ""
-        return formats.word(model.get_buffer(buffers[0]).dtype)
-
-    def _nonfinite_weights(self) -> Iterator[str]:
-        model = self._root()
-        for name, param in () if model is None else model.named_parameters():
-            if not _finite([param]):
                 yield name
 
     @property
@@ -393,11 +385,9 @@ class CheckedSteps:
         def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if self._depth or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
-            args_of_pass = (
-                args[1:] if args and isinstance(args[0], GradScaler) else args
-            )
-            named = kwargs.get("loss", kwargs.get("tensors"))
-            loss = args_of_pass[0] if args_of_pass else named
+            is_method = bool(args) and isinstance(args[0], GradScaler)
+            given = *args[is_method:], kwargs.get("loss", kwargs.get("tensors"))
+            loss = given[0]
             if self._target is not None:
                 return self._capture(loss)
             self._depth += 1
@@ -411,7 +401,9 @@ class CheckedSteps:
                     result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
-            self._check_grads()
+            close = self._number <= self._checked and self._session is None
+            if close and not _finite(param.grad for param in self._params()):
+                self._nonfinite_grad_steps.add(self._number)
             return result
 
         return backward
@@ -438,12 +430,6 @@ class CheckedSteps:
             return not bool(loss.isnan().any())
         return _finite([loss])
 
-    def _check_grads(self) -> None:
-        """Check gradients after a backward pass of a checked step."""
-        close = self._number <= self._checked and self._session is None
-        if close and not _finite(param.grad for param in self._params()):
-            self._nonfinite_grad_steps.add(self._number)
-
     def _before_update(self, optimizer: Optimizer, *given: object) -> None:
         """Copy the weights before an update that makes them non-finite, to replay."""
         if threading.get_ident() != self._thread:
@@ -460,21 +446,14 @@ class CheckedSteps:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if not _finite(grads):
             self._nonfinite_grad_steps.add(self._number)
-        failed = (
-            closure
-            or self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
-        )
+        failed = closure or self._has_failed()
         if failed and not self._weights and self._bad_op is None:
             self._weights = [(p, p.detach().clone()) for p in self._params()]
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        same_thread = threading.get_ident() == self._thread
-        if (
-            same_thread
-            and self._number <= self._checked
-            and self._changes_weights(optimizer)
-        ):
-            self._applied += 1
+        counts = threading.get_ident() == self._thread
+        counts = counts and self._number <= self._checked
+        self._applied += counts and self._changes_weights(optimizer)
 
     @staticmethod
     def _changes_weights(optimizer: Optimizer) -> bool:
@@ -555,20 +534,16 @@ class CheckedSteps:
     def _replayed(
         self, model: nn.Module, batch: tuple[object, ...], scale: float
     ) -> BadOp | None:
-        def of(part: int) -> Callable[[], Tensor]:
-            return lambda: self._loss_of(part, batch)
-
-        summed = None
-        if self._session is not None and self._session.choice.level.masters:
-            summed = torch.float32
+        masters = self._session is not None and self._session.choice.level.masters
+        parts = range(max(1, self._part))
         with self._replaying():
             return find_nonfinite(
                 model,
-                [of(part) for part in range(max(1, self._part))],
+                [partial(self._loss_of, part, batch) for part in parts],
                 scale=scale,
                 number=self._number,
                 failed=self._same_batch,
-                summed_in=summed,
+                summed_in=torch.float32 if masters else None,
             )
 
     def _loss_of(self, part: int, batch: tuple[object, ...]) -> Tensor:
@@ -602,21 +577,17 @@ class CheckedSteps:
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:
         """Replace methods of scaler and session, so that a replay changes neither."""
-
-        def nothing(*_: object, **__: object) -> None:
-            return None
-
         with contextlib.ExitStack() as stack:
             seen = {id(each): each for each in (self.scaler, *self.calls.scalers)}
             for scaler in filter(None, seen.values()):
-                stack.enter_context(replaced(scaler, "scale", _same))
+                stack.enter_context(replaced(scaler, "scale", lambda outputs: outputs))
                 for name in ("unscale_", "step", "update"):
                     if hasattr(scaler, name):
-                        stack.enter_context(replaced(scaler, name, nothing))
+                        nothing = replaced(scaler, name, lambda *_, **__: None)
+                        stack.enter_context(nothing)
             if self._session is not None:
                 report = StepReport(self._number, complete=False)
-                step = replaced(self._session, "step", lambda: report)
-                stack.enter_context(step)
+                stack.enter_context(replaced(self._session, "step", lambda: report))
             yield
 
 
@@ -631,10 +602,6 @@ def _why_finite(model: nn.Module) -> str:
     return "all was finite then. Give batches=, so that it has the same batch."
 
 
-def _same(outputs: object) -> object:
-    return outputs
-
-
 def _holds_inf(buffer: Tensor) -> bool:
     """Return whether a buffer has NaN or +inf; -inf is usual in masks."""
     if buffer.is_meta or not buffer.is_floating_point():
@@ -645,9 +612,6 @@ def _holds_inf(buffer: Tensor) -> bool:
 @torch.no_grad()
 def _finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether all tensors are finite. Synchronizes with the device."""
-    flags = [
-        local_data(tensor.detach()).isfinite().all()
-        for tensor in tensors
-        if tensor is not None and not tensor.is_meta
-    ]
-    return all(bool(flag) for flag in flags)
+    real = [each for each in tensors if each is not None and not each.is_meta]
+    flags = [local_data(each.detach()).isfinite().all() for each in real]
+    return all(map(bool, flags))
