@@ -10,23 +10,13 @@ of Python and torch, and are the lesser of the two.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import importlib.util
-import os
-import platform
-import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-
-import torch  # noqa: E402
-from tests.examples import programs  # noqa: E402
-
-from halfstep.machine import hardware  # noqa: E402
+import torch
+from benchmarks import page
+from tests.examples import programs
 
 ROUNDS = 2
 
@@ -65,45 +55,28 @@ def columns(folder: str, rounds: int) -> list[str]:
     ]
 
 
-def heading(module: str, rounds: int, versions: str = "") -> str:
-    """Return the machine, the versions, the command, and what the columns mean."""
-    threads = os.environ.get("OMP_NUM_THREADS")
-    prefix = f"OMP_NUM_THREADS={threads} " if threads else ""
-    return (
-        f"{hardware.capabilities().cpu}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, Python {platform.python_version()}{versions}. "
-        f"`{prefix}python -m benchmarks.{module}`: changed lines (one that is replaced "
-        "counts once; then those removed and added), final loss, seconds of a whole "
-        f"process with its start (least of {rounds})."
-    )
-
-
 def main() -> None:
     """Print the table, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="file to write in place of printing")
-    arguments = parser.parse_args()
+    arguments = page.parser(__doc__).parse_args()
     has_gpu = torch.cuda.is_available()
     # The one that overflows has no time of its own: the drop-in stops it.
     left_out = {"overflow"} if has_gpu else {"overflow", "cuda_graphs"}
     folders = [f for f in programs.folders() if f not in left_out]
     rows = [(*columns(folder, ROUNDS), "")[:4] for folder in folders]
-    text = "\n".join(
-        (
-            f"# {dt.datetime.now(tz=dt.UTC).date()}: the examples",
-            "",
-            heading("examples", ROUNDS),
-            "",
-            "| example | before | drop-in | session, or other |",
-            "|---|---|---|---|",
-            *(f"| {' | '.join(row)} |" for row in rows),
-            "",
-        )
+    top = (
+        f"{page.head('the examples', 'python -m benchmarks.examples')}: changed lines "
+        "(one that is replaced counts once; then those removed and added), final loss, "
+        f"seconds of a whole process with its start (least of {ROUNDS})."
     )
-    if arguments.write is None:
-        sys.stdout.write(text)
-    else:
-        arguments.write.write_text(text, encoding="utf-8")
+    lines = (
+        top,
+        "",
+        "| example | before | drop-in | session, or other |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    )
+    page.write("\n".join(lines), arguments.write)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ and what is printed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime as dt
 import io
@@ -24,18 +23,15 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+import torch
+import torch.distributed as dist
+from benchmarks.page import parser, write
+from tests.field.report import REPORTS, Halfstep, Torch, load
+from transformers.debug_utils import DebugUnderflowOverflow
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from tests.field.report import REPORTS, Halfstep, Torch, load  # noqa: E402
-from transformers.debug_utils import DebugUnderflowOverflow  # noqa: E402
-
-from halfstep.machine import hardware  # noqa: E402
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -195,17 +191,13 @@ Commands: {asked}.
 
 def main() -> None:
     """Ask about all reports, or those that are named; print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, prog="benchmarks.field")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="reports; default all")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write them there")
-    given = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("names", nargs="*", metavar="NAME", help="reports; default all")
+    given = flags.parse_args()
     load()
     answers = [answer(REPORTS[name]) for name in given.names or REPORTS]
     command = " ".join(["python -m benchmarks.field", *sys.argv[1:]])
-    text = page(answers, command)
-    sys.stdout.write(text)
-    if given.write is not None:
-        given.write.write_text(text, encoding="utf-8")
+    write(page(answers, command), given.write)
 
 
 if __name__ == "__main__":
