@@ -18,6 +18,8 @@ import halfstep as hs
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from halfstep.scaling.step_report import StepReport
     from halfstep.session.session import Session
 
@@ -495,3 +497,172 @@ def test_a_backward_pass_that_fails(kind: str, options: dict[str, Any]) -> None:
     micro(session, 1, 2)
     micro(twin, 1, 2)
     assert same(session.weights(), twin.weights())
+
+
+OUTSIDE = r"^the forward pass ran outside session\.autocast\(\), .* it ran in "
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("O1 bf16", "fp32"), ("O2 bf16", "the dtypes of the weights")]
+)
+def test_a_loop_without_the_context(kind: str, dtype: str) -> None:
+    """Law: a model that begins with an embedding runs; the first pass warns, once."""
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    level, low = kind.split()
+    session = hs.prepare(model, optimizer, level, dtype=low)
+    assert "outside" not in str(session.explain())
+    with pytest.warns(UserWarning, match=f"{OUTSIDE}{dtype}") as caught:
+        session.backward(model(torch.arange(4)).float().mean())
+    assert caught[0].filename == __file__
+    assert {row[5] for row in session.explain().rows} == {
+        "no forward pass ran inside session.autocast()"
+    }
+    assert {row[3] for row in session.explain().rows} == {
+        row[4] for row in session.explain().rows
+    }
+    session.step()
+    session.backward(model(torch.arange(4)).float().mean())  # warned once
+    with session.autocast():
+        model(torch.arange(4))
+    assert "no forward pass" not in str(session.explain())
+
+
+def compiled(session: Session) -> Tensor:
+    """Return the loss of a compiled model."""
+    run = torch.compile(session.model, backend="eager")
+    with session.autocast():
+        out: Tensor = run(torch.ones(2, 4))
+    return out.float().sum()
+
+
+def recomputed(session: Session) -> Tensor:
+    """Return the loss of a checkpointed block."""
+    with session.autocast():
+        out: Tensor = checkpoint(
+            session.model, torch.ones(2, 4, requires_grad=True), use_reentrant=True
+        )
+    return out.float().sum()
+
+
+def with_another_session(session: Session) -> Tensor:
+    """Return a loss computed in the context of a session made later."""
+    other = build("O1 bf16")
+    with other.autocast():
+        out: Tensor = session.model(other.model[0].weight)
+    return out.float().sum()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["O0 fp32", "O1 bf16", "O2 bf16", "O3 bf16"])
+@pytest.mark.parametrize("run", [loss_of, compiled, recomputed, with_another_session])
+def test_a_context_in_a_helper(kind: str, run: Callable[[Session], Tensor]) -> None:
+    """Law: a context opened anywhere counts; levels without autocast need none."""
+    session = build(kind)
+    session.backward(run(session))
+    assert session.step().complete
+    if kind in {"O0 fp32", "O3 bf16"}:
+        session = build(kind)
+        session.backward(session.model(torch.ones(2, 4)).sum())
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, hs.GradScaler])
+@pytest.mark.parametrize("divisor", [1, 4])
+def test_a_loss_scaled_by_a_scaler(
+    make: Callable[[str], torch.amp.GradScaler], divisor: int
+) -> None:
+    """Law: `session.backward(scaler.scale(loss))` raises; the loss itself is right."""
+    session, scaler = build("O1 bf16"), make("cpu")
+    loss = loss_of(session)
+    words = r"scale\(loss\).*call session\.backward\(loss\)"
+    with pytest.raises(UserError, match=words):
+        session.backward(scaler.scale(loss) / divisor)
+    session.backward(loss)
+    assert session.step().applied
+
+
+@pytest.mark.parametrize("factor", [torch.tensor(65536.0), 65536.0, torch.ones(1)])
+def test_a_loss_with_a_weight(factor: Tensor | float) -> None:
+    """Law: a loss times a number is not taken for a scaled one, whatever the number."""
+    torch.amp.GradScaler("cpu").scale(torch.ones(()))
+    session = build("O0 fp32")
+    session.backward((loss_of(session) * factor).sum() / 3)
+    assert session.step().complete
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, hs.GradScaler])
+@pytest.mark.parametrize("call", ["unscale_", "step", "update"])
+def test_a_call_of_a_scaler(
+    make: Callable[..., torch.amp.GradScaler], call: str
+) -> None:
+    """Law: what is left of a scaler raises as in torch, with the line to delete."""
+    session = build("O1 fp16")
+    session.backward(loss_of(session))
+    arguments = () if call == "update" else (session.optimizer,)
+    line = rf"scaler\.{call}\({'optimizer' if arguments else ''}\)"
+    words = rf"(?s)^Attempted {call} .* delete {line}:"
+    with pytest.raises(AssertionError, match=words):
+        getattr(make("cpu"), call)(*arguments)
+    if call == "step":
+        with pytest.raises(UserError, match=rf"^{line} was called .* session\.step"):
+            make("cpu", enabled=False).step(session.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "options"),
+    [
+        ("O2 bf16", "model", {"accumulate": 2}),
+        ("O2 fp16", "model", {"accumulate": 2}),
+        ("O2 bf16", "optimizer", {}),
+        ("O1 bf16", "model", {"on_overflow": "drop_microbatch"}),
+    ],
+)
+def test_clipping_without_the_gradients(
+    kind: str, of: str, options: dict[str, Any]
+) -> None:
+    """Law: where `.grad` is not the gradient, `clip_grad_norm_` raises."""
+    session = build(kind, **options)
+    session.backward(loss_of(session))
+    groups = session.optimizer.param_groups
+    params = {
+        "model": list(session.model.parameters()),
+        "optimizer": [param for group in groups for param in group["params"]],
+    }
+    with pytest.raises(UserError, match=r"^clip_grad_norm_\(\.\.\., 0\.5\) would miss"):
+        clip_grad_norm_(params[of], 0.5)
+    clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.5)  # another model
+    session.step()
+    session.zero_grad()
+    clip_grad_norm_(params[of], 0.5)  # there is no gradient at all
+
+
+@pytest.mark.parametrize("call", ["step", "flush"])
+def test_gradients_of_a_plain_backward(call: str) -> None:
+    """Law: `loss.backward()` is not `session.backward(loss)`, and the error says so."""
+    session = build("O2 bf16")
+    loss_of(session).backward()
+    words = r"session\.backward\(loss\) in place of loss"
+    with pytest.raises(RuntimeError, match=words):
+        getattr(session, call)()
+
+
+def test_a_session_is_not_a_pair() -> None:
+    """Law: `model, optimizer = prepare(...)`, as in apex, says what to write."""
+    words = r"write session = .*session\.model.*session\.optimizer"
+    with pytest.raises(TypeError, match=words):
+        _model, _optimizer = build("O1 bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("clip_grad", r"did you mean clip_grad_norm\?"),
+        ("accumulation_steps", r"did you mean accumulate\?"),
+        ("colour", r"choose from model, optimizer, .*, process_group\?"),
+    ],
+)
+def test_an_argument_that_prepare_does_not_have(name: str, answer: str) -> None:
+    """Law: it raises before anything is changed, with the nearest name or all."""
+    words = rf"^prepare\(\) has no argument '{name}': {answer}"
+    with pytest.raises(UserError, match=words):
+        build("O2 bf16", **{name: 1})

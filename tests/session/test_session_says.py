@@ -100,7 +100,9 @@ def test_step_needs_a_backward_pass() -> None:
 def test_step_needs_a_gradient(kind: str) -> None:
     """Law: a loss that reaches no parameter is refused; the session goes on."""
     session = build(kind)
-    session.backward(torch.ones((), requires_grad=True) * 2)
+    with session.autocast():
+        loss = torch.ones((), requires_grad=True) * 2
+    session.backward(loss)
     with pytest.raises(RuntimeError) as caught:
         session.step()
     assert str(caught.value) == (

@@ -400,7 +400,8 @@ def test_gradients_that_no_kernel_reads(*, bad: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     session = hs.prepare(model, optimizer, "O1", dtype="bf16")
-    loss = model[0].weight.sum() + model[1].weight.sum()
+    with session.autocast():
+        loss = model[0].weight.sum() + model[1].weight.sum()
     if bad:
         loss.register_hook(lambda gradient: gradient * torch.inf)
     session.backward(loss)

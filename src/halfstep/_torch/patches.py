@@ -9,6 +9,9 @@ All shared patches:
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
   the forward pass, and higher-order operators do not see the dispatch key of
   `casting.dispatch_kernels`;
+- `session.model_hooks`: while a session exists, `clip_grad_norm_` raises if it would
+  miss gradients of that session, and the errors of an unused `GradScaler` name the call
+  to delete;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
   `torch.autograd.backward`;
 - `optimizer_hooks`: optimizer steps invalidate caches of casts, inside contexts and

@@ -227,7 +227,9 @@ class Update:
         update, such as a cast of gradients, escapes the timing.
         """
         if self._session is not None:
-            self._session.backward(self._unrelated * 1)
+            with self._session.autocast():
+                loss = self._unrelated * 1
+            self._session.backward(loss)
             self._unrelated.grad = None
         torch._foreach_copy_(self._buffers, list(self._sources))
         for weight, buffer in zip(self.model.parameters(), self._buffers, strict=True):

@@ -187,13 +187,18 @@ def released_twice() -> UserError:
     return UserError(message)
 
 
-def step_without_backward(steps: int) -> RuntimeError:
-    """Session: `step` without a backward pass, after so many steps."""
+def step_without_backward(steps: int, *, has_gradients: bool) -> RuntimeError:
+    """Session: `step` without `session.backward`, after so many steps."""
     message = (
         "session.step() was called without a backward pass since the last; "
         f"{steps} steps are done. Call session.backward(loss) first; "
         "to sum over 4 batches, set accumulate=4 in prepare()."
     )
+    if has_gradients:
+        message = (
+            "session.step() has only gradients that session.backward() did not make: "
+            "call session.backward(loss) in place of loss.backward()."
+        )
     return RuntimeError(message)
 
 
@@ -224,6 +229,26 @@ def updated_in_backward(*, excluded: str) -> UserError:
     return UserError(message)
 
 
+def clipped_outside(max_norm: float) -> UserError:
+    """Session: `clip_grad_norm_` while gradients are not in `.grad`."""
+    message = (
+        f"clip_grad_norm_(..., {max_norm}) would miss gradients: the session does not "
+        "store all of them in `.grad` of these parameters. Delete the call, and give "
+        f"halfstep.prepare(..., clip_grad_norm={max_norm})."
+    )
+    return UserError(message)
+
+
+def no_autocast(choice: str, *, low_weights: bool) -> str:
+    """Session: the warning about a forward pass without its autocast context."""
+    dtype = "the dtypes of the weights" if low_weights else "fp32"
+    return (
+        "the forward pass ran outside session.autocast(), so no rule of level "
+        f"{choice} applied, and without another autocast it ran in {dtype}. Write "
+        "`with session.autocast(): loss = ...` before session.backward(loss)."
+    )
+
+
 def pass_failed() -> RuntimeError:
     """Session: `step` after a backward pass that raised an exception."""
     message = (
@@ -250,6 +275,15 @@ def session_copied() -> UserError:
         "it into a session over a copy of the model."
     )
     return UserError(message)
+
+
+def session_unpacked() -> TypeError:
+    """Session: `model, optimizer = prepare(...)`."""
+    message = (
+        "prepare() returns one Session: write session = halfstep.prepare(model, "
+        "optimizer); the model is session.model, the optimizer session.optimizer."
+    )
+    return TypeError(message)
 
 
 def no_gradient() -> RuntimeError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,12 +17,28 @@ from halfstep.numerics import formats
 from halfstep.session.chained_optimizer import ChainedOptimizer, optimizers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from halfstep.machine.recommendation import Choice
 
 _prepared: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 """Model or optimizer -> level and dtype that it was prepared at."""
+
+
+def check_unknown(unknown: Iterable[str], function: Callable[..., object]) -> None:
+    """Raise if there are keyword arguments that a function does not have.
+
+    Raises:
+        UserError: With the nearest name, or all of them.
+    """
+    for name in unknown:
+        *names, _ = inspect.signature(function).parameters
+        near = difflib.get_close_matches(name, names, 1, 0.5)
+        message = (
+            f"{function.__name__}() has no argument {name!r}: "
+            f"{'did you mean' if near else 'choose from'} {', '.join(near or names)}?"
+        )
+        raise UserError(message)
 
 
 def as_one(

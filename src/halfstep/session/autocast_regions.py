@@ -29,6 +29,9 @@ class AutocastContexts:
         grad_accumulator: For 16-bit gradients of fp32 weights; None at other levels.
     """
 
+    _opened = 0
+    """Contexts that all sessions have opened."""
+
     def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
         """Prepare the contexts; without autocast at this level they do nothing.
 
@@ -45,6 +48,8 @@ class AutocastContexts:
         """Contexts opened since the last micro-batch."""
         self._keeps_casts = False
         self._reported_unmatched = False
+        self._needs_context = choice.level.autocast
+        self._opened_before = AutocastContexts._opened
         low = choice.format.dtype if choice.level.autocast else None
         context = Autocast(device, low, choice.level.autocast, None)
         self._context: Autocast | PolicyAutocast = context
@@ -79,9 +84,18 @@ class AutocastContexts:
             self.cache.clear()
         self._num_opened += not self.cache.is_open
         self._needs_refresh = self._keeps_casts = False
+        AutocastContexts._opened += 1
         if record and self._recording_context is not None:
             return self._recording_context
         return self._context
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the level needs a context, and none was opened since it was made.
+
+        Those of other sessions count: one may be open around several models.
+        """
+        return self._needs_context and self._opened_before == AutocastContexts._opened
 
     def after_microbatch(self) -> None:
         """Keep the casts for the next micro-batch if this one opened one context."""

@@ -49,6 +49,8 @@ def precision_table(
     policy: Policy,
     device: str,
     notes: Sequence[str],
+    *,
+    autocast: bool = True,
 ) -> Table:
     """Return one row for each type of module that holds parameters.
 
@@ -58,13 +60,16 @@ def precision_table(
         policy: The session's policy.
         device: Device type.
         notes: Lines below the table.
+        autocast: False if the forward passes so far ran outside the autocast context.
     """
     rows: dict[tuple[str, ...], tuple[int, int]] = {}
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own:
             stored = ", ".join(sorted({_format_name(param.dtype) for param in own}))
-            runs = _runs_in(model, path, stored, choice, policy, device)
+            runs = stored, "no forward pass ran inside session.autocast()"
+            if autocast:
+                runs = _runs_in(model, path, stored, choice, policy, device)
             key = (type(module).__name__, stored, *runs)
             count, numbers = rows.get(key, (0, 0))
             rows[key] = count + 1, numbers + sum(param.numel() for param in own)

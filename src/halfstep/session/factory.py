@@ -25,6 +25,7 @@ from halfstep.session.session import Session
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
+    from typing import Never
 
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
@@ -50,6 +51,7 @@ def prepare(
     scheduler: LRScheduler | None = None,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    **unknown: Never,
 ) -> Session:
     """Prepare a model and its optimizer, in place, to train in mixed precision.
 
@@ -78,7 +80,7 @@ def prepare(
         clip_grad_norm: Maximum norm of all unscaled gradients. None neither clips nor
             computes the norm; `math.inf` only computes it.
         accumulate: Micro-batches per optimizer step, >= 1. Each loss is divided by it,
-            so that the step uses their mean.
+            so that the step uses their mean: leave out a division of your own.
         master: How O2 stores fp32 master weights: "fp32" as a copy; "split" as the 16
             bits that bf16 cuts off, bit-exact with 2 bytes less per parameter; "kahan"
             as a bf16 compensation term, and "stochastic" by stochastic rounding alone,
@@ -98,6 +100,7 @@ def prepare(
         named_parameters: (name, parameter) pairs for reports. Default: the model's own.
         process_group: Ranks that must agree to skip. Not needed under DDP, whose
             averaged gradients carry an inf to every rank.
+        unknown: None; any other argument raises, with the nearest one's name.
 
     Returns:
         The session that trains the model.
@@ -116,6 +119,7 @@ def prepare(
         >>> session.step().applied
         True
     """
+    arguments.check_unknown(unknown, prepare)
     model, optimizer = arguments.as_one(model, optimizer)
     arguments.check_model_and_optimizer(model, optimizer)
     accumulate = require_int("accumulate", accumulate, 1)

@@ -1,19 +1,25 @@
-"""Hooks that detect use of a model or optimizer without its session.
+"""Detects what is left of a training loop without a session, or with `torch.amp`.
 
-They explain dtype errors of forward passes outside of autocast, warn of a `state_dict`
-without master weights, and raise or warn on a call of `optimizer.step()`.
+Hooks explain dtype errors of forward passes outside of autocast, warn of a `state_dict`
+without master weights, and raise or warn on a call of `optimizer.step()`. Patches of
+torch name the calls of a `GradScaler` and of `clip_grad_norm_` to delete.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
 
 from halfstep._torch import optimizer_hooks
+from halfstep._torch.patches import SharedPatches, attribute_patch
 from halfstep.casting import dtype_mismatch
 from halfstep.casting.convert_model import called_modules
 from halfstep.errors import UserError, warn_caller
@@ -21,10 +27,14 @@ from halfstep.numerics.formats import is_low
 from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
     from halfstep.scaling import LossScaler
     from halfstep.session.accumulation_window import AccumulationWindow
+
+    ClipCheck = Callable[[Sequence[Tensor], float], None]
 
 
 def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
@@ -136,12 +146,13 @@ class ExternalStepCheck:
         if self._masters.stepping:
             return
         master_params = self._masters.master_params.values()
+        call = _name_of_step_call()
         if any(
             s.weight.grad is not None or s.master.grad is not None
             for s in master_params
         ):
             message = (
-                "optimizer.step() was called while the session holds gradients of "
+                f"{call} was called while the session holds gradients of "
                 "16-bit weights: call session.step(), which unscales and clips them, "
                 "steps, and copies back to the model weights."
             )
@@ -152,7 +163,7 @@ class ExternalStepCheck:
             return
         if window.num_pending and self._rule.scales:
             message = (
-                "optimizer.step() was called after session.backward(), whose gradients "
+                f"{call} was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
@@ -162,13 +173,117 @@ class ExternalStepCheck:
         self._warned = True
         if window.num_pending:
             warn_caller(
-                "optimizer.step() was called after session.backward(): it neither "
+                f"{call} was called after session.backward(): it neither "
                 "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
                 "steps the schedule. Call session.step() instead."
             )
         else:
             warn_caller(
-                "optimizer.step() was called in place of session.step(): unless "
+                f"{call} was called in place of session.step(): unless "
                 "another scaler scales the loss, small gradients become zero in fp16. "
                 "Call session.backward(loss), then session.step()."
             )
+
+
+def _name_of_step_call() -> str:
+    """Return the call, in the user's program, that steps an optimizer."""
+    call, frame = "optimizer.step()", sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), GradScaler):
+            call = "scaler.step(optimizer)"
+    return call
+
+
+def check_not_scaled(loss: Tensor) -> None:
+    """Raise if a `GradScaler` has scaled a loss, perhaps before a division.
+
+    The factor must be the tensor that some scaler holds, so that a loss weight is never
+    mistaken for it.
+
+    Raises:
+        UserError: Naming the expression to write.
+    """
+    node: Any = loss.grad_fn
+    while type(node).__name__ in {"MulBackward0", "DivBackward0", "ToCopyBackward0"}:
+        is_product = type(node).__name__ == "MulBackward0"
+        if is_product and _is_scale_of_grad_scaler(node._saved_other):  # noqa: SLF001
+            message = (
+                "session.backward() was given scaler.scale(loss), and would scale it "
+                "again: call session.backward(loss), and delete the GradScaler."
+            )
+            raise UserError(message)
+        node = node.next_functions[0][0]
+
+
+def _is_scale_of_grad_scaler(factor: Tensor | None) -> bool:
+    """Return whether a `GradScaler` refers to a tensor, directly or by `vars()`."""
+    if factor is None or factor.numel() != 1 or factor.dtype != torch.float32:
+        return False
+    return any(
+        isinstance(each, GradScaler)
+        or (isinstance(each, dict) and "_growth_tracker" in each)
+        for each in gc.get_referrers(factor)
+    )
+
+
+_clip_checks: list[weakref.WeakMethod[ClipCheck]] = []
+
+
+def watch_torch_calls(session: object, check_clip: ClipCheck) -> None:
+    """Patch the calls that a session replaces, as long as it exists.
+
+    Args:
+        session: The session.
+        check_clip: A method of it, called before gradients are clipped.
+    """
+    check = weakref.WeakMethod(check_clip)
+    _clip_checks.append(check)
+    _PATCHES.acquire()
+
+    def release() -> None:
+        _clip_checks.remove(check)
+        _PATCHES.release()
+
+    weakref.finalize(session, release).atexit = False
+
+
+def _naming_the_call(
+    original: Callable[[GradScaler, str], object],
+) -> Callable[[GradScaler, str], object]:
+    @functools.wraps(original)
+    def check(self: GradScaler, funcname: str) -> object:
+        try:
+            return original(self, funcname)
+        except AssertionError as error:
+            arguments = "" if funcname == "update" else "optimizer"
+            advice = (
+                f"If a halfstep session trains this model, delete scaler.{funcname}"
+                f"({arguments}): session.step() unscales, steps and updates the scale."
+            )
+            error.args = (f"{error}\n-> {advice}",)
+            raise
+
+    return check
+
+
+def _rejecting_clips(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401
+        if not torch.compiler.is_compiling():
+            is_one = isinstance(parameters, Tensor)
+            parameters = [parameters] if is_one else list(parameters)
+            for reference in tuple(_clip_checks):
+                check_clip = reference()
+                if check_clip is not None:
+                    check_clip(parameters, max_norm)
+        return original(parameters, max_norm, *args, **kwargs)
+
+    return clip
+
+
+_PATCHES = SharedPatches(
+    attribute_patch(GradScaler, "_check_scale_growth_tracker", _naming_the_call),
+    # Programs may have imported `clip_grad_norm_` itself, which calls this.
+    attribute_patch(clip_grad, "_clip_grads_with_norm_", _rejecting_clips),
+)

@@ -147,6 +147,8 @@ class Session:
             self.scaler.monitor.log.consequence = "parameters left out"
         self._rounding_loss: RoundingLossCounter | None = None
         self._around_update: _AroundUpdate = contextlib.nullcontext
+        self._checks_loss = True
+        """Whether no loss has been given to `backward` yet."""
         self._num_open_contexts = 0
         """Number of contexts that are open now."""
         self._num_attempted = 0
@@ -157,6 +159,7 @@ class Session:
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
         self._running_stats = RunningStats(model) or None
+        model_hooks.watch_torch_calls(self, self._reject_clip)
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
@@ -196,13 +199,14 @@ class Session:
         """Scale a loss and run its backward pass; a micro-batch may have several.
 
         Args:
-            loss: Mean loss of the micro-batch, unscaled, shape ().
+            loss: Mean loss of the micro-batch, shape (). Neither scaled by a GradScaler
+                nor divided by `accumulate`: `backward` does both.
             name: Losses with different names have separate loss scales; their
                 gradients are unscaled and checked before they are summed. Under DDP
                 each needs a forward pass of its own.
 
         Raises:
-            UserError: If `loss` is not a tensor.
+            UserError: If `loss` is not a tensor, or a GradScaler has scaled the first.
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
         is_tensor = isinstance(loss, Tensor)
@@ -213,6 +217,8 @@ class Session:
         second_pass = window.loss is not None
         if second_pass and self._in_backward is not None:
             raise misuse.released_twice()
+        if self._checks_loss:
+            self._check_first_loss(loss)
         scaler = self.scaler
         if self._passes is not None or (name and self._in_backward is None):
             scaler = self._scaler_of_pass(name)
@@ -229,22 +235,34 @@ class Session:
             else:
                 self._run_checked(passes, loss, name, scaler)
         except Exception as error:
-            self._drop_partial_pass(first)
-            mismatch = dtype_mismatch.explain(error)
-            if mismatch is None:
-                raise
-            raise mismatch from error
+            self._drop_partial_pass(error, is_first=first)
+            raise
         if self.model is not self._never_ddp:
             self._grad_sync.after_backward(per_pass=passes is not None)
         if self._checks_versions:
             self._grad_versions = self._read_grad_versions()
 
-    def _drop_partial_pass(self, is_first: bool) -> None:
-        """Keep the gradients of a failed pass out of the next update."""
+    def _check_first_loss(self, loss: Tensor) -> None:
+        """Detect a scaled loss, and warn of a forward pass without autocast."""
+        model_hooks.check_not_scaled(loss)
+        self._checks_loss = False
+        if self._contexts.is_missing:
+            low = self.choice.level.low_weights
+            warn_caller(misuse.no_autocast(f"{self.choice}", low_weights=low))
+
+    def _drop_partial_pass(self, error: Exception, *, is_first: bool) -> None:
+        """Keep the gradients of a failed pass out of the next update.
+
+        Raises:
+            DtypeMismatch: If that is the error.
+        """
         if is_first:
             self.zero_grad()
         else:
             self._window.has_failed = True
+        mismatch = dtype_mismatch.explain(error)
+        if mismatch is not None:
+            raise mismatch from error
 
     def _scaler_of_pass(self, name: str) -> LossScaler:
         """Return the scaler of a pass that is unscaled and checked separately.
@@ -461,6 +479,8 @@ class Session:
             if report.complete:
                 return report
         if not self._window.num_done:
+            if not self._num_attempted and self._reachable_grads():
+                raise misuse.step_without_backward(0, has_gradients=True)
             return StepReport(self._num_attempted, complete=False)
         return self._step_window()
 
@@ -484,7 +504,10 @@ class Session:
         if window.has_failed:
             raise misuse.pass_failed()
         if window.loss is None:
-            raise misuse.step_without_backward(self._num_attempted)
+            has_gradients = bool(self._reachable_grads())
+            raise misuse.step_without_backward(
+                self._num_attempted, has_gradients=has_gradients
+            )
         if self._checks_versions:
             self._warn_if_grads_changed()
         window.num_done += 1
@@ -606,6 +629,18 @@ class Session:
             self._running_stats.restore(found_inf)
         scaler.update(found_inf, report.culprits)
 
+    def _reject_clip(self, params: Sequence[Tensor], max_norm: float) -> None:
+        """Raise if `clip_grad_norm_` would miss gradients that are not in `.grad`."""
+        masters = self._masters.master_params.values()
+        others = {id(each.weight): each.master for each in masters}
+        others |= {id(each.master): each.weight for each in masters}
+        missed = any(others[id(p)].grad is not None for p in params if id(p) in others)
+        if self._passes is not None and self._window.num_pending:
+            ids = {*others, *map(id, self._params())}
+            missed = any(id(param) in ids for param in params)
+        if missed:
+            raise misuse.clipped_outside(max_norm)
+
     def _params(self) -> list[Tensor]:
         groups = self.optimizer.param_groups
         return [*chain.from_iterable(map(itemgetter("params"), groups))]
@@ -669,7 +704,12 @@ class Session:
             return replace(ran, notes=(*ran.notes, *self._notes()))
         device = self._device.type
         return precision_table(
-            self._unwrapped, self.choice, self.policy, device, self._notes()
+            self._unwrapped,
+            self.choice,
+            self.policy,
+            device,
+            self._notes(),
+            autocast=self._checks_loss or not self._contexts.is_missing,
         )
 
     def _notes(self) -> tuple[str, ...]:
@@ -705,6 +745,10 @@ class Session:
         if self._in_backward is not None:
             self._in_backward.discard()
         self._window.reset()
+
+    def __iter__(self) -> NoReturn:
+        """Raise on `model, optimizer = prepare(...)`."""
+        raise misuse.session_unpacked()
 
     def __reduce__(self) -> NoReturn:
         """Raise on copy and pickle: hooks would still refer to the original."""
