@@ -1,4 +1,4 @@
-"""Reads values from untrusted JSON, with their types checked."""
+"""Reads values from untrusted JSON, with their types checked; writes non-finite ones."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ _LARGEST = 1 << 63
 def _refuse(key: str, value: object, expected: str) -> NoReturn:
     message = f"{key!r} is {reprlib.repr(value)}; it must be {expected}."
     raise UserError(message)
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 -- JSON
+    """Return a nested value with non-finite numbers as text, which `real` reads."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
 
 
 def mapping(value: object, what: str) -> Mapping[str, Any]:

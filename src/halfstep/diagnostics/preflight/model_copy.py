@@ -160,7 +160,7 @@ class ModelCopy:
             probed: Record the ranges of modules.
         """
         self.begin(scale)
-        session, saved = self.session, _SavedBytes(self.model)
+        session, saved = self.session, SavedBytes(self.model)
         exponents = _GradientExponents(self._low if counted else None)
         peaks: dict[str, float] = {}
         with self._products(), _reading_peaks(self.model, peaks, on=probed):
@@ -380,7 +380,7 @@ def _collecting_warnings(notes: list[str]) -> Iterator[None]:
             notes.append(str(one.message))
 
 
-class _SavedBytes:
+class SavedBytes:
     """Counts the bytes that a forward pass saves for the backward pass."""
 
     def __init__(self, model: nn.Module) -> None:

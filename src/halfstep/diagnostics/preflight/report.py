@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from halfstep.diagnostics.preflight.rules import NOTHING, power, spread
+from halfstep.reporting import json_fields
 from halfstep.reporting.finding import findings_table
 from halfstep.reporting.table import Cell, Table
 
@@ -65,18 +66,8 @@ class CheckReport:
             "findings": [finding.data() for finding in self.findings],
             "facts": asdict(self.facts) | more,
         }
-        plain: dict[str, Any] = _plain(report)
+        plain: dict[str, Any] = json_fields.plain(report)
         return plain
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 -- JSON
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _summary(report: CheckReport) -> Table:
