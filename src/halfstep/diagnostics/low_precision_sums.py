@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 RULE = "16-bit sum"
 
+
+def _finding(
+    where: str, measured: str, advice: str, source: str = "its calls"
+) -> Finding:
+    return Finding("error", RULE, where, measured, "", source, advice, 0.8)
+
+
 _STILL = 0.9
 """Smallest share of unchanged among the values that fp32 changes, to be reported."""
 _LOST_GRADS = 0.05
@@ -118,9 +125,14 @@ class LowPrecisionSums(TorchFunctionMode):
 
     def findings(self) -> tuple[Finding, ...]:
         """Return a finding of an overflow, or of values that stopped changing."""
-        still = [each for each in self._sums.values() if each.stands_still]
         if self._overflow:
-            return (self._overflow_finding(),)
+            measured = (
+                "makes inf of finite numbers in float16, which holds 65504, between "
+                "the backward pass and the update: 1 / inf is 0"
+            )
+            advice = "Compute it of grad.float(), or train weights in float32."
+            return (_finding(f"{self._overflow} of gradients", measured, advice),)
+        still = [each for each in self._sums.values() if each.stands_still]
         if not still:
             return ()
         first = still[0].target
@@ -136,16 +148,7 @@ class LowPrecisionSums(TorchFunctionMode):
             "session.weights()."
         )
         where = f"a tensor of shape {tuple(first.shape)}{others}"
-        return (Finding("error", RULE, where, measured, "", "its calls", advice, 0.8),)
-
-    def _overflow_finding(self) -> Finding:
-        measured = (
-            "makes inf of finite numbers in float16, which holds 65504, between the "
-            "backward pass and the update: 1 / inf is 0"
-        )
-        advice = "Compute it of grad.float(), or train weights in float32."
-        where = f"{self._overflow} of gradients"
-        return Finding("error", RULE, where, measured, "", "its calls", advice, 0.8)
+        return (_finding(where, measured, advice),)
 
     def __torch_function__(
         self,
@@ -200,19 +203,12 @@ def _overflows(args: object, result: object) -> bool:
     )
 
 
-@dataclass
-class _GradSum:
-    """The fp32 sum of the gradients of some backward passes."""
-
-    exact: Tensor
-    num_passes: int = 1
-
-
 class LowPrecisionGrads:
     """Compares 16-bit gradients accumulated over backward passes with fp32 sums."""
 
     def __init__(self) -> None:
-        self._sums: dict[Tensor, _GradSum] = {}
+        self._sums: dict[Tensor, tuple[Tensor, int]] = {}
+        """Parameter -> fp32 sum of its gradients, and the number of passes in it."""
         self._worst = 0.0, 0, torch.bfloat16
         """Largest relative error of a sum, its number of passes, and its dtype."""
 
@@ -231,21 +227,19 @@ class LowPrecisionGrads:
 
     def _add(self, param: Tensor, grad: Tensor) -> None:
         grad = grad.detach().float()
-        before = self._sums.get(param)
-        if before is None or param.grad is None or not bool(param.grad.any()):
-            self._sums[param] = _GradSum(grad)
-        else:
-            self._sums[param] = _GradSum(before.exact + grad, before.num_passes + 1)
+        total, count = self._sums.get(param, (grad, 0))
+        is_first = not count or param.grad is None or not bool(param.grad.any())
+        self._sums[param] = (grad, 1) if is_first else (total + grad, count + 1)
 
     @torch.no_grad()
     def _compare(self, param: Tensor) -> None:
-        total = self._sums.get(param)
-        if total is None or total.num_passes < 2 or param.grad is None:  # noqa: PLR2004 -- two terms make a sum
+        total, count = self._sums.get(param, (param, 0))
+        if count < 2 or param.grad is None:  # noqa: PLR2004 -- two terms make a sum
             return
-        size = float(total.exact.norm())
-        error = float((param.grad.float() - total.exact).norm()) / (size or 1.0)
+        size = float(total.norm())
+        error = float((param.grad.float() - total).norm()) / (size or 1.0)
         self._worst = max(
-            self._worst, (error, total.num_passes, param.dtype), key=lambda row: row[0]
+            self._worst, (error, count, param.dtype), key=lambda row: row[0]
         )
 
     def findings(self) -> tuple[Finding, ...]:
@@ -261,9 +255,7 @@ class LowPrecisionGrads:
             "Keep weights in float32 and use autocast, or let halfstep.prepare(model, "
             f"optimizer, 'O2', accumulate={num_passes}) add in float32."
         )
-        source = "its backward passes"
-        row = Finding("error", RULE, "gradients", measured, "", source, advice, 0.8)
-        return (row,)
+        return (_finding("gradients", measured, advice, "its backward passes"),)
 
 
 def _rows(args: Sequence[Any]) -> list[tuple[Any, ...]]:

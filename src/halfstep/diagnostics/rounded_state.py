@@ -6,7 +6,6 @@ of fp32 values that never were, about one in 8,192 is representable in fp16.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,15 +21,13 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from halfstep.reporting.finding import Severity
+
 RULE = "rounded state"
 _FEW = 8
 """Tensors with fewer values are ignored: they may be representable by chance."""
 _LOST_MOMENTS = 0.01
 """Share of second moments that may be 0 where the first moment is not."""
-
-
-def _finding(where: str, measured: str, advice: str) -> Finding:
-    return Finding("error", RULE, where, measured, "", "its numbers", advice, 0.7)
 
 
 class RoundedState:
@@ -45,6 +42,12 @@ class RoundedState:
         self._before: dict[Optimizer, list[Tensor]] = {}
         """Copies of each optimizer's weights before its first observed update."""
 
+    def _add(
+        self, where: str, measured: str, advice: str, severity: Severity = "error"
+    ) -> None:
+        source = "its numbers"
+        self._say(Finding(severity, RULE, where, measured, "", source, advice, 0.7))
+
     @torch.no_grad()
     def on_update(self, optimizer: Optimizer) -> None:
         """Check weights, moments, eps and weight decay before an update."""
@@ -54,30 +57,26 @@ class RoundedState:
         dtype = _dtype_of(now)
         if dtype is not None:
             word, name = formats.word(dtype), named[0][0]
-            is_first = before is now
-            moved = not is_first and any(map(_differ, before, now))
-            if is_first:
-                finding = _finding(
+            if before is now:
+                self._add(
                     name,
                     f"{word} represents all weights exactly: they were rounded to "
                     f"{word} in a checkpoint, or by a cast and back",
                     "Save the float32 weights: model.state_dict() of O1, "
                     "session.state_dict() of O2.",
+                    "note",
                 )
-                self._say(replace(finding, severity="note"))
-            elif moved:
-                self._say(
-                    _finding(
-                        name,
-                        f"weights were cast to {word} and back in the step: what an "
-                        "update adds below its precision is lost",
-                        "Validate under autocast, or cast a copy: "
-                        "copy.deepcopy(model).half().",
-                    )
+            elif not all(map(torch.equal, before, now)):
+                self._add(
+                    name,
+                    f"weights were cast to {word} and back in the step: what an "
+                    "update adds below its precision is lost",
+                    "Validate under autocast, or cast a copy: "
+                    "copy.deepcopy(model).half().",
                 )
         self._check_moments(optimizer)
         for each in eps_underflows(optimizer):
-            self._say(_finding(each.optimizer, str(each), f"Use {CURE}."))
+            self._add(each.optimizer, str(each), f"Use {CURE}.")
         self._check_decay(optimizer)
 
     def _check_decay(self, optimizer: Optimizer) -> None:
@@ -89,13 +88,13 @@ class RoundedState:
                 continue
             for dtype in filter(formats.is_low, {p.dtype for p in group["params"]}):
                 if 0 < decay < torch.finfo(dtype).eps / 4:
-                    finding = _finding(
+                    self._add(
                         f"parameter group {number}",
                         f"weight decay has no effect in {formats.word(dtype)}: "
                         f"1 - lr * weight_decay = 1 - {decay:.1g} is rounded to 1",
                         "Keep weights or master weights in float32 (level O2).",
+                        "note",
                     )
-                    self._say(replace(finding, severity="note"))
 
     def _check_moments(self, optimizer: Optimizer) -> None:
         """Report second moments that became 0: the next update is lr * m / eps."""
@@ -108,25 +107,19 @@ class RoundedState:
                 num_lost, count = num_lost + lost, count + mean.numel()
                 first = first or (name if lost else "")
         if num_lost > _LOST_MOMENTS * max(1, count):
-            self._say(
-                _finding(
-                    first,
-                    f"exp_avg_sq is 0 where exp_avg is not, at {num_lost} of {count} "
-                    "places: it was kept or saved in float16, and the next update is "
-                    "exp_avg / eps",
-                    "Keep the optimizer's state in float32 (weights in float32 and "
-                    "autocast, or O2), and save it so; this state is lost.",
-                )
+            self._add(
+                first,
+                f"exp_avg_sq is 0 where exp_avg is not, at {num_lost} of {count} "
+                "places: it was kept or saved in float16, and the next update is "
+                "exp_avg / eps",
+                "Keep the optimizer's state in float32 (weights in float32 and "
+                "autocast, or O2), and save it so; this state is lost.",
             )
 
 
 def _is_full(param: Tensor) -> bool:
     dense = type(param.data) is Tensor and param.layout == torch.strided
     return dense and param.dtype == torch.float32 and param.numel() >= _FEW
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return not torch.equal(one, other)
 
 
 def _dtype_of(weights: list[Tensor]) -> torch.dtype | None:

@@ -28,34 +28,6 @@ _PROPORTIONAL = 0.1
 float16 gradients at half the scale differs by less."""
 
 
-def _finding(measured: str, advice: str) -> Finding:
-    return Finding("error", RULE, "the step", measured, "", "its graphs", advice, 0.9)
-
-
-def _unscaled(names: str) -> Finding:
-    return _finding(
-        f"a loss that no scaler scaled adds to gradients of a scaled one ({names}): "
-        "its share vanishes when they are unscaled",
-        "Scale each loss: scaler.scale(loss).backward(); or add the losses first.",
-    )
-
-
-def _two_scalers(names: str) -> Finding:
-    return _finding(
-        f"two GradScalers scale losses of one model: their gradients ({names}) are "
-        "summed at different scales",
-        "Scale all losses of a model by one scaler, and update it once.",
-    )
-
-
-_SCALED_TWICE = _finding(
-    "a gradient of a scaled loss is part of a loss that is scaled again, and "
-    "scaler.get_scale() was not asked: the penalty is taken of gradients times the "
-    "scale",
-    UNSCALE,  # same advice as CallOrderWatch's: findings are deduplicated by it
-)
-
-
 class ScaledLosses:
     """Tracks which scaler scaled which loss, and the gradients not yet used by a step.
 
@@ -74,6 +46,10 @@ class ScaledLosses:
         self.is_in_backward = False
         """Whether a backward pass runs, as opposed to `torch.autograd.grad`."""
 
+    def _add(self, measured: str, advice: str) -> None:
+        where, source = "the step", "its graphs"
+        self._say(Finding("error", RULE, where, measured, "", source, advice, 0.9))
+
     def begin_step(self) -> None:
         """Drop the graphs of the last step."""
         self._scaled.clear()
@@ -82,7 +58,12 @@ class ScaledLosses:
     def end_step(self) -> None:
         """Report a gradient penalty computed from gradients that are still scaled."""
         if self._is_nested and not self._asked:
-            self._say(_SCALED_TWICE)
+            self._add(
+                "a gradient of a scaled loss is part of a loss that is scaled again, "
+                "and scaler.get_scale() was not asked: the penalty is taken of "
+                "gradients times the scale",
+                UNSCALE,  # the advice of CallOrderWatch: it deduplicates findings
+            )
         self._scaled.clear()
 
     def on_get_scale(self) -> None:
@@ -113,8 +94,8 @@ class ScaledLosses:
             for param in _leaves(nodes):
                 wait = self._waiting.get(id(param))
                 others = {seen.setdefault(id(param), scaler)}
-                if wait is not None and wait[0]() is param and _has_gradient(param):
-                    others.add(wait[1])
+                if wait is not None and wait[0]() is param and param.grad is not None:
+                    others |= {wait[1]} if bool(param.grad.any()) else set()
                 self._compare(scaler, others, param)
                 self._waiting[id(param)] = weakref.ref(param), scaler
         if isinstance(loss, Tensor) and len(by_scaler) > 1:
@@ -127,10 +108,22 @@ class ScaledLosses:
                 self._waiting.pop(id(param), None)
 
     def _compare(self, scaler: int, others: set[int], param: Tensor) -> None:
+        name = f"a weight of shape {tuple(param.shape)}"
         if others == {scaler}:
             return
-        name = f"a weight of shape {tuple(param.shape)}"
-        self._say(_unscaled(name) if 0 in {scaler, *others} else _two_scalers(name))
+        if 0 in {scaler, *others}:
+            self._add(
+                "a loss that no scaler scaled adds to gradients of a scaled one "
+                f"({name}): its share vanishes when they are unscaled",
+                "Scale each loss: scaler.scale(loss).backward(); or add the losses "
+                "first.",
+            )
+        else:
+            self._add(
+                "two GradScalers scale losses of one model: their gradients "
+                f"({name}) are summed at different scales",
+                "Scale all losses of a model by one scaler, and update it once.",
+            )
 
     def _check_functions(self, loss: Tensor) -> None:
         """Check that the backward of custom functions is linear in its gradient."""
@@ -156,13 +149,11 @@ class ScaledLosses:
                 norms.append(float(torch.stack(some).norm()) / factor)
         if len(norms) == 2 and not _same(*norms):  # noqa: PLR2004 -- both passes
             names = ", ".join(sorted(each.__name__ for each in theirs))
-            self._say(
-                _finding(
-                    f"{names}: gradients behind it do not follow the loss scale: at "
-                    "half of it they are not half",
-                    f"backward() of {names} must multiply by the gradient that it is "
-                    "given.",
-                )
+            self._add(
+                f"{names}: gradients behind it do not follow the loss scale: at "
+                "half of it they are not half",
+                f"backward() of {names} must multiply by the gradient that it is "
+                "given.",
             )
 
 
@@ -170,15 +161,6 @@ def _same(one: float, other: float) -> bool:
     """Return whether two norms agree; True also if one is non-finite."""
     difference = abs(one - other)
     return not difference > _PROPORTIONAL * max(one, other)
-
-
-def _has_gradient(param: Tensor) -> bool:
-    grad = param.grad
-    return grad is not None and bool(grad.any())
-
-
-def _following(node: Any) -> Iterator[Any]:  # noqa: ANN401 -- torch has no type for it
-    return (each for each, _ in node.next_functions if each is not None)
 
 
 def walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterator[Any]:
@@ -190,8 +172,8 @@ def walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterato
         yield node
         if without is not None and node in without:
             continue
-        for each in _following(node):
-            if each not in seen:
+        for each, _ in node.next_functions:
+            if each is not None and each not in seen:
                 seen.add(each)
                 to_visit.append(each)
 

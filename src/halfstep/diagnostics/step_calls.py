@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from halfstep.casting.dtype_mismatch import DtypeMismatch
+    from halfstep.reporting.finding import Severity
 
 CHECKED = {
     call_order.RULE: "calls of the loss scaler",
@@ -65,31 +66,6 @@ _LEAST_SCALE = 8.0
 """Smaller factors of a loss are taken as weights of losses, not as loss scales."""
 _NEW_SCALER_STEPS = 20
 """If an optimizer has made this many steps, an unused GradScaler was not restored."""
-
-
-def _finding(rule: str, where: str, measured: str, advice: str) -> Finding:
-    return Finding("error", rule, where, measured, "", "its calls", advice, 0.8)
-
-
-def _without_effect(why: str) -> Finding:
-    return _finding(
-        "autocast",
-        "forward pass",
-        f"autocast was entered, and has no effect: {why}",
-        "Open the context inside of it, around each forward pass.",
-    )
-
-
-def _log_probabilities(dtype: torch.dtype) -> Finding:
-    finding = _finding(
-        "log-probabilities",
-        "log_softmax",
-        f"ran in {formats.word(dtype)}, where log-probabilities near -8 are multiples "
-        f"of 1/{1 / (8 * torch.finfo(dtype).eps):g}: a ratio to those of another pass "
-        "is not 1",
-        "Compute it of logits.float(), wherever log-probabilities are compared.",
-    )
-    return replace(finding, severity="note")
 
 
 class StepCalls:
@@ -145,7 +121,7 @@ class StepCalls:
             "unscale_": self._unscale,
             "step": self._step,
             "update": self._update,
-            "get_scale": self._get_scale,
+            "get_scale": lambda *_: self._losses.on_get_scale(),
         }
         hooks = (
             register_optimizer_step_pre_hook(self._before_update),
@@ -225,7 +201,11 @@ class StepCalls:
         """Report why autocast had no effect, given that no matmul ran in 16 bits."""
         if not self._has_run_inside:
             for why in sorted(self._why_no_effect):
-                self._add(_without_effect(why))
+                self._find(
+                    *("autocast", "forward pass"),
+                    f"autocast was entered, and has no effect: {why}",
+                    "Open the context inside of it, around each forward pass.",
+                )
 
     def _on_backward(self, loss: object) -> None:
         self._stepped.clear()
@@ -252,7 +232,16 @@ class StepCalls:
                 if name.startswith("LogSoftmax") and "NllLoss" not in node.name():
                     (result,) = argument._input_metadata  # noqa: SLF001
                     if formats.is_low(result.dtype):
-                        self._add(_log_probabilities(result.dtype))
+                        step = f"{1 / (8 * torch.finfo(result.dtype).eps):g}"
+                        self._find(
+                            *("log-probabilities", "log_softmax"),
+                            f"ran in {formats.word(result.dtype)}, where "
+                            f"log-probabilities near -8 are multiples of 1/{step}: a "
+                            "ratio to those of another pass is not 1",
+                            "Compute it of logits.float(), wherever log-probabilities "
+                            "are compared.",
+                            "note",
+                        )
 
     def _patched(
         self, original: Callable[..., Any], watch: Callable[..., None]
@@ -313,10 +302,18 @@ class StepCalls:
     def _add(self, finding: Finding) -> None:
         self._findings.setdefault(finding.advice, finding)
 
-    # Calls of a scaler's methods
+    def _find(
+        self,
+        rule: str,
+        where: str,
+        measured: str,
+        advice: str,
+        severity: Severity = "error",
+    ) -> None:
+        source = "its calls"
+        self._add(Finding(severity, rule, where, measured, "", source, advice, 0.8))
 
-    def _get_scale(self, _: object) -> None:
-        self._losses.on_get_scale()
+    # Calls of a scaler's methods
 
     def _scale(self, scaler: object, outputs: object, scaled: object) -> None:
         for each in _pytree.tree_leaves(scaled):
@@ -344,28 +341,21 @@ class StepCalls:
         for watch in self._watches.values():  # another scaler may have scaled some
             watch.on_step(scaler, optimizer, unscaled=unscaled, is_new=False)
         if self._stale.pop(optimizer, False):
-            self._add(
-                _finding(
-                    "gradients not cleared",
-                    "the step",
-                    "gradients of a skipped step were still there when the next "
-                    "backward pass began: inf and NaN stay, however low the scale "
-                    "falls",
-                    "Call optimizer.zero_grad() in each iteration, skipped or not.",
-                )
+            self._find(
+                *("gradients not cleared", "the step"),
+                "gradients of a skipped step were still there when the next backward "
+                "pass began: inf and NaN stay, however low the scale falls",
+                "Call optimizer.zero_grad() in each iteration, skipped or not.",
             )
-        num_steps = _num_steps(optimizer)
+        counts = (int(each.get("step", 0)) for each in optimizer.state.values())
+        num_steps = max(counts, default=0)
         if id(scaler) in self._new and num_steps >= _NEW_SCALER_STEPS:
-            self._add(
-                replace(
-                    call_order.call_order_finding(
-                        f"the optimizer has made {num_steps} steps, and the GradScaler "
-                        "is new: its state_dict() was not loaded",
-                        "Save and load scaler.state_dict() beside the optimizer's.",
-                    ),
-                    severity="warning",
-                )
+            finding = call_order.call_order_finding(
+                f"the optimizer has made {num_steps} steps, and the GradScaler is new: "
+                "its state_dict() was not loaded",
+                "Save and load scaler.state_dict() beside the optimizer's.",
             )
+            self._add(replace(finding, severity="warning"))
         self._losses.on_step(optimizer)
 
     def _after_step(self, scaler: Any, optimizer: Optimizer) -> None:  # noqa: ANN401
@@ -389,16 +379,15 @@ class StepCalls:
         for optimizer, rates in self._skipped.items():
             now = _rates(optimizer)
             if now != rates:
-                moved = _finding(
-                    "schedule",
-                    "learning rate",
+                self._find(
+                    *("schedule", "learning rate"),
                     "it moved after a step that was skipped, from "
                     f"{rates[0]:.3g} to {now[0]:.3g}",
                     "Step the schedule after applied steps only: with scale = "
                     "scaler.get_scale() before scaler.update(), if scaler.get_scale() "
                     ">= scale; with halfstep, if scaler.last_step.applied.",
+                    "warning",
                 )
-                self._add(replace(moved, severity="warning"))
                 self._skipped[optimizer] = now
 
     # Updates, and the code after them
@@ -452,12 +441,6 @@ def _scale_of(loss: Tensor) -> float:
     scalars = (float(one) for one in saved if isinstance(one, Tensor) and not one.dim())
     scales = (one for one in scalars if one >= _LEAST_SCALE and math.log2(one) % 1 == 0)
     return max(scales, default=1.0)
-
-
-def _num_steps(optimizer: Optimizer) -> int:
-    """Return the optimizer's step count, 0 if its state has none."""
-    steps = (state.get("step", 0) for state in optimizer.state.values())
-    return max((int(each) for each in steps), default=0)
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:
