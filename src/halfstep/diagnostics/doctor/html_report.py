@@ -61,18 +61,15 @@ def page(facts: RunFacts, examination: Examination) -> str:
 
 def cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
     """Return the findings as cards of a page."""
-    return tuple(map(_card, findings))
 
+    def card(each: Finding) -> Card:
+        against = ("limit", f"{each.limit} ({each.source})")
+        against = against if each.limit else ("source", each.source)
+        fields = (("measured", each.measured), against, ("advice", each.advice))
+        lines = tuple((name, single_line(words)) for name, words in fields)
+        return Card(each.severity, single_line(f"{each.rule}: {each.where}"), lines)
 
-def _card(finding: Finding) -> Card:
-    against = (("limit", f"{finding.limit} ({finding.source})"),)
-    if not finding.limit:
-        against = (("source", finding.source),)
-    fields = (("measured", finding.measured), *against, ("advice", finding.advice))
-    lines = tuple((name, single_line(words)) for name, words in fields)
-    return Card(
-        finding.severity, single_line(f"{finding.rule}: {finding.where}"), lines
-    )
+    return tuple(map(card, findings))
 
 
 def _borders(

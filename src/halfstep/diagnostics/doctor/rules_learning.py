@@ -11,7 +11,7 @@ from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, pe
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from halfstep.diagnostics.doctor.run_record import ClassCount, RunFacts
+    from halfstep.diagnostics.doctor.run_record import RunFacts
     from halfstep.reporting.finding import Severity
 
 _FIRST = 5  # losses needed for a finding; their median is the initial loss
@@ -86,14 +86,6 @@ def _lower(facts: RunFacts) -> str:
 def _train_loss(facts: RunFacts, after: int, until: int) -> float | None:
     losses = [loss for step, loss in _losses(facts) if after < step <= until]
     return statistics.median(losses) if losses else None
-
-
-def _largest(counts: Sequence[ClassCount]) -> list[ClassCount]:
-    return sorted(counts, key=lambda c: -c.true)
-
-
-def _round(value: float) -> str:
-    return f"{float(f'{value:.1g}'):g}"
 
 
 RULES: Rules[RunFacts] = Rules()
@@ -171,27 +163,24 @@ def loss_does_not_fall(facts: RunFacts) -> Iterator[Observation]:
 )
 def overfitting(facts: RunFacts) -> Iterator[Observation]:
     """Last dev loss over the lowest one, while the training loss falls."""
-    evals = [one for one in facts.evaluations if one.loss is not None]
-    evals = [one for one in evals if math.isfinite(one.loss or 0.0)]
+    known = [(one.step, one.loss) for one in facts.evaluations if one.loss is not None]
+    evals = [(step, loss) for step, loss in known if math.isfinite(loss)]
     if len(evals) < 3:  # noqa: PLR2004 -- two points show no turn
         return
-    losses = [one.loss or 0.0 for one in evals]
+    steps, losses = zip(*evals, strict=True)
     best = losses.index(min(losses))
     if best >= len(losses) - 2 or losses[-1] <= losses[best + 1] or not losses[best]:
         return  # a rise at the last evaluation only is no trend
     if losses[-1] - losses[best] < _SMALL * losses[0]:
         return  # a multiple of a loss near 0 means little
-    step = evals[best].step
-    before = _train_loss(facts, evals[best - 1].step if best else 0, step)
-    after = _train_loss(facts, evals[-2].step, evals[-1].step)
+    before = _train_loss(facts, steps[best - 1] if best else 0, steps[best])
+    after = _train_loss(facts, *steps[-2:])
     if before is None or after is None or after >= before:
         return
     share = losses[-1] / losses[best]
-    measured = (
-        f"it is lowest at step {step}, {losses[best]:.3g}, and {losses[-1]:.3g} at "
-    )
-    measured += f"step {evals[-1].step}, while the training loss went from "
-    measured += f"{before:.3g} to {after:.3g}: the model memorizes its texts"
+    measured = f"it is lowest at step {steps[best]}, {losses[best]:.3g}, and "
+    measured += f"{losses[-1]:.3g} at step {steps[-1]}, while the training loss went "
+    measured += f"from {before:.3g} to {after:.3g}: the model memorizes its texts"
     advice = "Stop earlier (--epochs, or --patience 3); or more texts, --dropout, "
     advice += "--mask-tokens, --label-smoothing."
     severity = None if share >= _STEEP else _NOTE
@@ -218,10 +207,10 @@ def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
     if not never:
         return
     total = sum(c.true for c in present)
-    most = max(never, key=lambda c: c.true)
+    never.sort(key=lambda c: -c.true)
     share = sum(c.true for c in never) / total
     only = [c for c in last.classes if c.predicted]
-    names = ", ".join(f"{c.label} ({c.true})" for c in _largest(never)[:_NAMED])
+    names = ", ".join(f"{c.label} ({c.true})" for c in never[:_NAMED])
     more = f" and {len(never) - _NAMED} more" if len(never) > _NAMED else ""
     measured = f"never predicted on dev, with how often each is there: {names}{more}"
     measured += f"; {percent(share)} of {total:,} in all, up to step {last.step}"
@@ -229,17 +218,15 @@ def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
     advice += "train longer (--epochs)."
     severity: Severity | None = None
     if not only or (len(only) == 1 and only[0].predicted == total):
-        measured = (
-            f"all {total:,} predictions on dev are {only[0].label!r}"
-            if only
-            else (f"nothing is predicted on dev, which holds {total:,} entities")
-        )
+        measured = f"nothing is predicted on dev, which holds {total:,} entities"
+        if only:
+            measured = f"all {total:,} predictions on dev are {only[0].label!r}"
         measured += f", up to step {last.step}: the model has not learned to tell "
         measured += f"{len(present)} classes"
         advice = "Train longer (--epochs) or with another --lr; look whether labels "
         advice += "belong to their texts."
         severity = _ERROR if len(evaluations) > 1 else None
-    yield Observation("classes", measured, advice, most.true, share, severity)
+    yield Observation("classes", measured, advice, never[0].true, share, severity)
 
 
 @RULES.add(
@@ -250,13 +237,8 @@ def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
 def clipping(facts: RunFacts) -> Iterator[Observation]:
     """Share of the applied steps whose gradients were clipped."""
     limit = facts.config.clip
-    norms = [
-        step.grad_norm
-        for step in facts.steps
-        if step.grad_norm is not None
-        and math.isfinite(step.grad_norm)
-        and not step.skipped
-    ]
+    applied = (step.grad_norm for step in facts.steps if not step.skipped)
+    norms = [norm for norm in applied if norm is not None and math.isfinite(norm)]
     if limit is None or len(norms) < _FIRST:
         return
     over = sum(norm > limit for norm in norms)
@@ -264,7 +246,7 @@ def clipping(facts: RunFacts) -> Iterator[Observation]:
     measured = f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to "
     measured += f"norm {limit:g}; the median norm before that is {middle:.3g}"
     advice = "Lower --lr if the loss is unsteady; if it falls well, --clip "
-    advice += f"{_round(2 * middle)} clips only what stands out."
+    advice += f"{float(f'{2 * middle:.1g}'):g} clips only what stands out."
     severity = None if middle >= _STRONG * limit else _NOTE
     yield Observation("gradients", measured, advice, share, share, severity)
 

@@ -37,10 +37,6 @@ def _in_fp16(facts: RunFacts) -> bool:
     return facts.dtype in {None, "fp16"}
 
 
-def _in_16_bits(facts: RunFacts) -> bool:
-    return facts.dtype != "fp32"
-
-
 def safe_scale(facts: RunFacts) -> float | None:
     """Return the largest loss scale at which no sampled gradient is near overflow.
 
@@ -170,7 +166,7 @@ def gradient_near_overflow(facts: RunFacts) -> Iterator[Observation]:
     needs=("dtype", "outputs"),
     severity="note",
     limit=Limit(8, "{:g} dB"),
-    concerns=_in_16_bits,
+    concerns=lambda facts: facts.dtype != "fp32",
 )
 def coarse(facts: RunFacts) -> Iterator[Observation]:
     """How far the SQNR of a cast of an output is below the format's best, in dB."""

@@ -135,12 +135,11 @@ def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
     # Names of an event are in the order observed; samples of a step are not.
     event_steps = {step for step, _ in events}
     events += [
-        (sample.step, name)
+        (each.step, name)
         for name, samples in facts.stats.items()
-        for sample in samples
-        if name.endswith(ending)
-        and sample.step not in event_steps
-        and (sample.summary.infs or sample.summary.nans)
+        for each in samples
+        if (each.summary.infs or each.summary.nans) and name.endswith(ending)
+        if each.step not in event_steps
     ]
     return sorted(events, key=lambda each: each[0])
 
@@ -186,25 +185,20 @@ def bad_op(facts: RunFacts) -> Iterator[Observation]:
         key = tuple(str(event.get(k)) for k in ("module", "op", "cause", "phase"))
         groups.setdefault(key, []).append(event)
     for (module, op, cause, phase), events in groups.items():
-        first = events[0]
+        first, count = events[0], len(events)
+        step, advice = first.get("step"), str(first.get("advice") or "")
         if phase == "none":
-            measured = (
-                f"a replay of step {first.get('step')} did not reproduce inf or NaN"
-            )
-            advice = str(first.get("advice") or "Try again with deterministic kernels.")
+            measured = f"a replay of step {step} did not reproduce inf or NaN"
+            advice = advice or "Try again with deterministic kernels."
             yield Observation(module, measured, advice, severity="warning")
             continue
         kind = f"{first.get('kind')}, " if first.get("kind") else ""
-        times = {1: "", 2: ", and once more"}.get(
-            len(events), f", and {len(events) - 1} times more"
-        )
-        measured = (
-            f"{op} ({kind}{phase}) made {first.get('nonfinite_kind') or 'inf or NaN'} "
-            f"at step {first.get('step')}{times}; cause: {cause}"
-        )
+        made = first.get("nonfinite_kind") or "inf or NaN"
+        more = {1: "", 2: ", and once more"}.get(count, f", and {count - 1} times more")
+        measured = f"{op} ({kind}{phase}) made {made} at step {step}{more}; "
+        measured += f"cause: {cause}"
         evidence = str(first.get("evidence") or "").rstrip(".")
         measured += f" ({evidence})" if evidence else ""
-        advice = str(first.get("advice") or "")
         severity: Severity | None = None
         if cause == "backward range" and not first.get("rule"):
             # A lower scale fixes it, which is normal with a dynamic scale.
@@ -215,7 +209,7 @@ def bad_op(facts: RunFacts) -> Iterator[Observation]:
                 severity, advice = _WARNING, _advice_on_skips(facts)
             else:
                 severity = "note"
-        weight = len(events) / max(1, len(facts.steps))
+        weight = count / max(1, len(facts.steps))
         yield Observation(module, measured, advice, weight=weight, severity=severity)
 
 

@@ -91,9 +91,8 @@ class _Size:
     @property
     def aligned(self) -> bool:
         """Whether each size is a multiple of 8, as tensor cores need."""
-        return not any(
-            n % _TENSOR_CORES for n in (self.rows, self.summed, self.columns)
-        )
+        sizes = self.rows, self.summed, self.columns
+        return not any(size % _TENSOR_CORES for size in sizes)
 
     def __str__(self) -> str:
         """Return the sizes, such as "8 x (16 x 32) (32 x 64)"."""
@@ -126,23 +125,14 @@ _FORMS: dict[str, tuple[int, Callable[[_Shape, _Shape], _Size | None]]] = {
 """Operation -> index of the input that is the left factor; how to read the sizes."""
 
 
-def _size_of(row: Row) -> _Size | None:
-    """Return the sizes of a row's GEMM; None if it is none or its shapes do not fit."""
-    form = _FORMS.get(row.name)
-    if form is None:
-        return None
-    first, read = form
-    if len(row.shapes) < first + 2:
-        return None
-    size = read(row.shapes[first], row.shapes[first + 1])
-    return size if size is not None and size.flops else None
-
-
-def _low_products(profile: Profile) -> Iterator[tuple[Row, _Size]]:
+def _low_products(facts: RunFacts) -> Iterator[tuple[Row, _Size]]:
     """Yield GEMMs with 16-bit operands, or with operands of unknown dtype."""
-    for row in profile.rows:
-        size = _size_of(row)
-        if size is not None and (not row.dtypes or LOW & set(row.dtypes)):
+    for row in _profile(facts).rows:
+        first, read = _FORMS.get(row.name, (0, None))
+        factors = row.shapes[first : first + 2]
+        size = read(*factors) if read is not None and len(factors) > 1 else None
+        is_low = not row.dtypes or LOW & set(row.dtypes)
+        if size is not None and size.flops and is_low:
             yield row, size
 
 
@@ -246,11 +236,10 @@ def _wide_products(facts: RunFacts) -> Iterator[Observation]:
 )
 def small_products(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in matmuls too small for 16 bits."""
-    profile = _profile(facts)
     most = _SMALL.get(facts.device or "cpu", _SMALL["cuda"])
     small = [
         (row.self_s, row, size)
-        for row, size in _low_products(profile)
+        for row, size in _low_products(facts)
         if size.flops < most
     ]
     says = f"is {most / 1e6:.0f} million operations or less a call"
@@ -273,7 +262,7 @@ def _tiles(facts: RunFacts) -> Iterator[Observation]:
         return
     lost = [
         ((1 - size.useful) * row.self_s, row, size)
-        for row, size in _low_products(_profile(facts))
+        for row, size in _low_products(facts)
     ]
     lost = [each for each in lost if each[0] > 0]
     advice = "Make hidden sizes multiples of 32, and batch x length one of 16."
@@ -288,11 +277,8 @@ def _tiles(facts: RunFacts) -> Iterator[Observation]:
 )
 def sizes_and_tensor_cores(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in matmuls whose sizes are no multiples of 8."""
-    lost = [
-        (row.self_s, row, size)
-        for row, size in _low_products(_profile(facts))
-        if not size.aligned
-    ]
+    products = _low_products(facts)
+    lost = [(row.self_s, row, size) for row, size in products if not size.aligned]
     advice = "Pad hidden sizes, vocabulary and batch to multiples of 8, better 64."
     yield from _misses(facts, lost, "has sizes that are no multiple of 8", advice)
 

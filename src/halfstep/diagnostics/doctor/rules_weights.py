@@ -25,13 +25,6 @@ def _level(facts: RunFacts) -> Level | None:
         return None
 
 
-def _without_masters(facts: RunFacts) -> bool:
-    level = _level(facts)
-    if level is None:
-        return True
-    return level.low_weights and (not level.masters or facts.config.master == "none")
-
-
 def _masters_advice(facts: RunFacts) -> str:
     if facts.dtype == "fp16":
         return "Keep fp32 master weights: --level O2 --master fp32."
@@ -42,14 +35,12 @@ def _masters_advice(facts: RunFacts) -> str:
     )
 
 
-def _low_weights(facts: RunFacts) -> bool:
-    level = _level(facts)
-    return facts.dtype != "fp32" and (level is None or level.low_weights)
-
-
 def _low_and_alone(facts: RunFacts) -> bool:
     """Return whether weights are (or may be) 16-bit without master weights."""
-    return _low_weights(facts) and _without_masters(facts)
+    level = _level(facts)
+    if facts.dtype == "fp32" or level is None:
+        return facts.dtype != "fp32"
+    return level.low_weights and (not level.masters or facts.config.master == "none")
 
 
 RULES: Rules[RunFacts] = Rules()

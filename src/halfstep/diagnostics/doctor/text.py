@@ -9,11 +9,10 @@ from halfstep.reporting.finding import SEVERITIES
 from halfstep.reporting.table import single_line, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from halfstep.diagnostics.doctor.rule import Examination
     from halfstep.diagnostics.doctor.run_record import RunFacts
-    from halfstep.reporting.finding import Finding
 
 WIDTH = 80
 _LABEL = 12  # columns of a field's name with the blanks around it
@@ -35,13 +34,10 @@ def lead(facts: RunFacts, examination: Examination) -> str:
 def counted(examination: Examination) -> str:
     """Return the number of findings of each severity, in words."""
     counts = Counter(finding.severity for finding in examination.findings)
-    parts = [
-        f"{counts[word]} {word}{'s' * (counts[word] != 1)}"
-        for word in SEVERITIES
-        if counts[word]
-    ]
+    present = ((counts[word], word) for word in SEVERITIES if counts[word])
+    parts = [f"{count} {word}{'s' * (count != 1)}" for count, word in present]
     rules = f"{examination.num_evaluated} evaluated rules"
-    return ", ".join(parts) if parts else f"nothing found by the {rules}"
+    return ", ".join(parts) or f"nothing found by the {rules}"
 
 
 def not_evaluated_lines(examination: Examination) -> list[str]:
@@ -53,32 +49,21 @@ def not_evaluated_lines(examination: Examination) -> list[str]:
 
 def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
     """Return the report, findings worst first, wrapped to `width` columns."""
-    parts = ["\n".join(wrap(f"{facts.name}: {lead(facts, examination)}", width))]
-    parts += [
-        "\n".join(_finding_lines(finding, width)) for finding in examination.findings
-    ]
-    lists = (
+    parts = [wrap(f"{facts.name}: {lead(facts, examination)}", width)]
+    for finding in examination.findings:
+        lines = [*wrap(f"{finding.severity.upper()}  {finding.rule}", width)]
+        values = ((name, getattr(finding, name)) for name in _FIELDS)
+        for name, value in values:
+            if value:
+                lines += _hung(f"  {name:<{_LABEL - 2}}", value, width)
+        parts.append(lines)
+    for title, points in (
         ("Not checked:", not_evaluated_lines(examination)),
         ("Could not be read:", facts.problems),
-    )
-    parts += [
-        "\n".join(_listed(title, lines, width)) for title, lines in lists if lines
-    ]
-    return "\n\n".join(parts)
-
-
-def _finding_lines(finding: Finding, width: int) -> Iterator[str]:
-    yield from wrap(f"{finding.severity.upper()}  {finding.rule}", width)
-    for name in _FIELDS:
-        value = getattr(finding, name)
-        if value:
-            yield from _hung(f"  {name:<{_LABEL - 2}}", value, width)
-
-
-def _listed(title: str, lines: Iterable[str], width: int) -> Iterator[str]:
-    yield title
-    for each in lines:
-        yield from _hung("  - ", each, width)
+    ):
+        lines = [line for each in points for line in _hung("  - ", each, width)]
+        parts += [[title, *lines]] if points else []
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _hung(label: str, value: str, width: int) -> Iterator[str]:
