@@ -35,6 +35,7 @@ examples:
   halfstep doctor runs/latest                find problems of a run
   halfstep run script.py --epochs 3          your own script in 16 bits
   halfstep plan my_models:make_one           a plan for one model
+  halfstep compare --levels O1 O2            levels against fp32, over seeds
   torchrun --nproc-per-node 2 -m halfstep train
 """
 
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_run(commands)
     _add_plan(commands)
+    _add_compare(commands)
     _add_env(commands)
     _add_levels(commands)
     return parser
@@ -229,6 +231,8 @@ def _train(arguments: argparse.Namespace) -> None:
         print()
         _show(result.tables, None)
         if not arguments.check:
+            if result.findings:
+                print("", *result.findings, sep="\n")
             print(f"\nreport: {result.folder.path / 'report.html'}")
 
 
@@ -558,6 +562,88 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.html:
         page = plan_report.page(arguments.model, chosen, tables)
         _write(page, arguments.html, "--html")
+
+
+def _add_compare(commands: Any) -> None:  # noqa: ANN401
+    from halfstep.bench.commands import positive_int
+
+    parser = commands.add_parser(
+        "compare",
+        help="test over seeds whether levels train as well as fp32",
+        usage="%(prog)s [--train FILE] [--levels LEVEL ...] [--seeds N] [--out DIR]",
+        description="Train in fp32 and at other levels, in pairs that start alike, and "
+        "say for each level whether it is as good as fp32, by how much it is worse, or "
+        "how many seeds it takes to know. Finished runs are stored in --out: the same "
+        "command continues there, also with more levels or seeds.",
+    )
+    parser.add_argument(
+        "--train",
+        type=Path,
+        metavar="FILE",
+        help="settings of halfstep train, as for its --config: task, data, model, "
+        "epochs; the resolved.toml of a run, too (default: the built-in sentences)",
+    )
+    parser.add_argument(
+        "--levels",
+        nargs="+",
+        default=["O1", "O2"],
+        metavar="LEVEL",
+        help="O1 to O3; after a colon each, bf16 or fp16, form of the master weights, "
+        "loss_scale=: O2:split O1:fp16 O1:fp16:loss_scale=none (default O1 O2)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=positive_int,
+        default=5,
+        metavar="N",
+        help="pairs of runs of each level, 2 or more (default 5)",
+    )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        metavar="X",
+        help="largest difference of the score that counts as none (default: 1 %% of "
+        "fp32's score)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="folder of the runs and of report.html (default runs/compare)",
+    )
+    _add_json(parser)
+    parser.set_defaults(command=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from halfstep.parity.candidate import parse_all
+    from halfstep.parity.compare_levels import run_comparison
+    from halfstep.train.dependencies import TO_TRAIN, check
+
+    check("halfstep compare", TO_TRAIN)  # the next import needs some
+    from halfstep.parity.train_workload import train_workload
+
+    levels = parse_all(arguments.levels)
+    result = run_comparison(
+        train_workload(arguments.train),
+        levels,
+        arguments.seeds,
+        margin=arguments.margin,
+        out=arguments.out,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    result.page(arguments.out / "report.html")
+    _print_and_write(
+        lambda width: "\n\n".join(
+            [
+                *(table.text(width).rstrip() for table in result.tables()),
+                f"report: {arguments.out / 'report.html'}",
+            ]
+        ),
+        result.data,
+        arguments.json,
+    )
 
 
 def _add_env(commands: Any) -> None:  # noqa: ANN401

@@ -19,6 +19,7 @@ from halfstep.diagnostics.doctor import (
     rules_speed,
     run_reader,
 )
+from halfstep.reporting.table import format_count
 from halfstep.train.loop import Trainer
 from halfstep.train.output import html_report
 
@@ -81,16 +82,24 @@ def test_a_sound_run_has_nothing_wrong(
     assert "overhead" not in blind
 
 
-def test_the_report_shows_what_the_doctor_found(tmp_path: Path) -> None:
-    """Law: a fault of the training is on the run's page, once, beside those of data.
+def test_the_report_shows_what_the_doctor_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a fault is on the run's page, once; the worst three are printed in a line.
 
     Without masters most updates of bf16 weights are lost at such a rate.
     """
     words = ("--level", "O2", "--dtype", "bf16", "--master", "none", "--lr", "1e-5")
     with one_thread():
         out = trained(tmp_path, *words)
-    found = [each.rule for each in examination(run_reader.read(out)).findings]
-    assert "swamped updates" in found
+    findings = examination(run_reader.read(out)).findings
+    assert "swamped updates" in [each.rule for each in findings]
+    *lines, _, report = capsys.readouterr().out.splitlines()[-6:]
+    starts = [f"{each.severity}: {each.rule}: {each.where}: " for each in findings[:3]]
+    starts.append(f"{format_count(len(findings), 'finding')} and what to do: halfstep ")
+    for line, start in zip(lines[-len(starts) :], starts, strict=True):
+        assert line.startswith(start)
+    assert report == f"report: {out / 'report.html'}"
     html = (out / "report.html").read_text(encoding="utf-8")
     assert len(re.findall("swamped updates", html)) >= 1
     assert "rounded away" in html

@@ -231,7 +231,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def run(given: dict[str, Any], **modes: bool) -> SimpleNamespace:
         noted.append({"given": given, **modes})
         table = Table("What a run would be", ("setting",), (("epochs",),))
-        return SimpleNamespace(tables=[table], folder=SimpleNamespace(path=Path("run")))
+        folder = SimpleNamespace(path=Path("run"))
+        return SimpleNamespace(tables=[table], folder=folder, findings=("a", "b"))
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(room, "run", run)
@@ -244,14 +245,14 @@ def test_modes(
     capsys: pytest.CaptureFixture[str],
     mode: str | None,
 ) -> None:
-    """Law: a mode is handed on; a check shows its tables, and names no report."""
+    """Law: a mode is handed on; only a run, not a check, has findings and a report."""
     assert cli.run(["train", "--epochs", "2", *([f"--{mode}"] if mode else [])]) == 0
     modes = {each: each == mode for each in MODES}
     assert calls == [{"given": {"epochs": 2}} | modes]
     out = capsys.readouterr().out
     assert out.startswith("\nWhat a run would be\n")
     assert out.endswith("epochs\n") == (mode == "check")
-    assert out.endswith("\n\nreport: run/report.html\n") == (mode != "check")
+    assert out.endswith("\n\na\nb\n\nreport: run/report.html\n") == (mode != "check")
 
 
 @pytest.mark.parametrize(("one", "two"), list(permutations(MODES, 2)))

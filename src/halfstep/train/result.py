@@ -12,7 +12,7 @@ from halfstep.diagnostics.doctor import examine, run_reader
 from halfstep.diagnostics.doctor.html_report import cards
 from halfstep.machine import hardware
 from halfstep.masters import encoding as forms
-from halfstep.reporting.table import Table
+from halfstep.reporting.table import Table, format_count, single_line
 from halfstep.session import fsdp_checkpoint
 from halfstep.train import checkpointing
 from halfstep.train.data_checks import data_findings
@@ -24,11 +24,16 @@ from halfstep.train.plan import resolve_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
+    from halfstep.reporting.finding import Finding
     from halfstep.train.config import TrainConfig
     from halfstep.train.loop import Trainer
     from halfstep.train.metrics.result import EvalMetrics
     from halfstep.train.model import Network
+
+
+_MAX_FINDINGS = 3  # lines at the end of a run
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,21 @@ class RunResult:
     folder: RunFolder
     examples: int
     """Texts trained on since the process was started, repeats counted."""
+    findings: tuple[str, ...] = ()
+    """Lines about the doctor's worst findings."""
+
+
+def finding_lines(findings: Sequence[Finding], run: Path) -> tuple[str, ...]:
+    """Return the worst findings, a line each, and the command that shows them all."""
+    worst = findings[:_MAX_FINDINGS]
+    lines = [
+        single_line(f"{each.severity}: {each.rule}: {each.where}: {each.measured}")
+        for each in worst
+    ]
+    if findings:
+        these = f"{format_count(len(findings), 'finding')} and what to do"
+        lines.append(f"{these}: halfstep doctor {run}")
+    return tuple(lines)
 
 
 def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
@@ -83,9 +103,11 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
     tables = [metrics[final].table(f"Quality on {final}")]
     summary |= {name: one.data() for name, one in metrics.items()}
     weights = ready.full_weights()
+    findings: list[Finding] = []
 
     def write() -> None:
         folder = trainer.folder
+        findings.extend(examine(run_reader.read(folder.path)))
         baseline = None
         if config.data is None and config.task == "classify":
             baseline = _baseline_table(trainer, metrics[final], summary)
@@ -108,14 +130,15 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
             records=folder.records(),
             summary=summary,
             findings=data_findings(trainer, faults),
-            cards=cards(examine(run_reader.read(folder.path))),
+            cards=cards(findings),
         )
         folder.write("report.html", html_report.page(report))
         text = json.dumps(finite(summary), indent=1, allow_nan=False)
         folder.write("summary.json", text)
 
     checkpointing.run_on_first_rank(trainer.world, write)
-    return RunResult(summary, tuple(tables), trainer.folder, trainer.examples)
+    lines = finding_lines(findings, trainer.folder.path)
+    return RunResult(summary, tuple(tables), trainer.folder, trainer.examples, lines)
 
 
 def _summary(
