@@ -84,7 +84,6 @@ NUMERIC = {
         "casting/test_dtype_mismatch",
         "masters/test_cpu_kernels",
         "policy/test_op_tables_lean",
-        "policy/test_op_tables_results",
     ),
     *(
         "diagnostics/test_planted_faults",

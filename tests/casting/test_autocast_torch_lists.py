@@ -10,11 +10,11 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from op_arguments import torch_lists
 from torch import Tensor, nn
 from torch.utils import _pytree
 from versions import torch_has_lstm
@@ -43,21 +43,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
 }
 """What users call: operations inside C++ composites, and weights."""
-
-
-def torch_lists(device: str) -> Any:
-    """Return torch's own lists of operations, each with arguments to call it with."""
-    # They ask torch's test library, which needs much else, for one flag.
-    stub = ModuleType("torch.testing._internal.common_utils")
-    vars(stub).update(TEST_WITH_ROCM=False, TestCase=object)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, stub.__name__, stub)
-        from torch.testing._internal import autocast_test_lists as lists
-    torch.manual_seed(0)
-    kinds: Any = lists
-    if device == "cpu":
-        return kinds.AutocastCPUTestLists("cpu")
-    return kinds.AutocastTestLists(device)
 
 
 def function(kind: str, operation: str) -> Callable[..., Any]:

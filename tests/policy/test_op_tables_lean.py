@@ -11,18 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep.casting.dispatch_kernels import overload_of
 from halfstep.policy.op_tables import FOLLOW, FP32, FP32_RESULT, LEAN, PROMOTE, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LOWS = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-
-
-def overload(operation: str) -> Any:
-    """Return aten's function of that name."""
-    packet, _, name = operation.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), name or "default")
 
 
 def cast(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
@@ -85,7 +80,10 @@ def twins(operation: str, given: Any, low: torch.dtype) -> Iterable[tuple[Any, A
     """Return result and gradients in 16 bits, each with its twin in fp32."""
     lows = cast(given, low)
     wides = cast(lows, torch.float32)
-    ours, exact = first(overload(operation)(*lows)), first(overload(operation)(*wides))
+    ours, exact = (
+        first(overload_of(operation)(*lows)),
+        first(overload_of(operation)(*wides)),
+    )
     assert ours.dtype == low
     seed = torch.randn_like(ours)
     (grad,) = torch.autograd.grad(ours, lows[0], seed)
@@ -164,7 +162,7 @@ def test_kernels_that_there_are(operation: str, low: torch.dtype) -> None:
     row = LEAN["cpu"].get(operation)
     assert (row and row.category) == (PROMOTE if operation in GRIDS else None)
     given = cast((AS_CALLED | GRIDS)[operation], low)
-    found = first(overload(operation)(*given))
+    found = first(overload_of(operation)(*given))
     assert found.dtype == low
     (grad,) = torch.autograd.grad(found.sum(), given[0])
     assert grad.dtype == low
@@ -197,8 +195,8 @@ def test_kernels_that_there_are_not(
     """Law: lean runs these in fp32, for in 16 bits they fail on CPU."""
     assert LEAN["cpu"][operation].category == FP32
     with pytest.raises((RuntimeError, NotImplementedError)):
-        overload(operation)(*cast(given, low))
-    overload(operation)(*given)
+        overload_of(operation)(*cast(given, low))
+    overload_of(operation)(*given)
 
 
 @LOWS
@@ -214,5 +212,5 @@ def test_fp32_results_without_a_copy(low: torch.dtype) -> None:
     for operation, row in LEAN["cpu"].items():
         if row.category == FP32_RESULT:
             name, more = named.get(operation, (operation, ()))
-            found = overload(name)(LONG.to(low), *more, dtype=torch.float32)
+            found = overload_of(name)(LONG.to(low), *more, dtype=torch.float32)
             assert found.dtype == torch.float32, operation
