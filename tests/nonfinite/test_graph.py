@@ -178,7 +178,7 @@ def test_range_is_blamed_to_the_number(
         "range",
         "linear (2.weight, 2.bias)",
         "its result reaches 6.6e+04, float16 holds 65504",
-        "Keep it in float32 (policy 'module:2=fp32') or train in bf16.",
+        "Keep it in float32: policy='torch + module:2=fp32'; or train in bf16.",
         "inf",
         "module:2=fp32",
     )
@@ -195,8 +195,8 @@ REACHED = "argument reaches 1.0e+05"
             "0.weight",
             3e4,
             "linear (0.weight, 0.bias)",
-            "inputs reach 3.0e+04",
-            "module:0=fp32",
+            "result holds inf, its inputs reach 3.0e+04",
+            "module:0=fp32 + module:2=fp32",
         ),
         (
             cnn,
@@ -233,9 +233,12 @@ def test_range_is_found_in_first_layers_and_casts(
         model.get_parameter(name).fill_(size)
     finding = required(look(FP16, model, lambda: loss_of(model, torch.ones(shape))))
     assert (finding.cause, finding.where) == ("range", where)
-    assert finding.evidence == f"its {seen}, float16 holds 65504"
+    evidence, _, consumer = finding.evidence.partition("; ")
+    assert evidence == f"its {seen}, float16 holds 65504"
+    taken = "linear (2.weight, 2.bias) takes it in float16"
+    assert consumer == (taken if " + " in rule else "")
     assert finding.rule == rule
-    assert f"'{rule}'" in finding.advice
+    assert f"policy='torch + {rule}'" in finding.advice
 
 
 def test_range_in_scores_is_not_put_down_to_their_mask() -> None:
@@ -295,7 +298,7 @@ def test_several_operations_between_known_values_are_all_named() -> None:
         look(FP16, model, lambda: (model(FULL).view(-1) * 1e4).relu().sum().float())
     )
     assert (finding.cause, finding.where) == ("range", "linear (weight, bias) to mul")
-    assert "'op:linear=fp32 + op:mul=fp32'" in finding.advice
+    assert "policy='torch + op:linear=fp32 + op:mul=fp32'" in finding.advice
 
 
 @pytest.mark.filterwarnings("ignore:level O1 with dtype fp16")
@@ -328,7 +331,8 @@ def test_a_product_that_fits_is_cleared() -> None:
         look(FP16, model, lambda: (model(FULL) * 1e5).relu().sum().float())
     )
     assert finding.where == "mul, after linear (2.weight, 2.bias)"
-    assert finding.evidence == "its inputs reach 1.0e+05, float16 holds 65504"
+    reached = "its inputs reach 1.0e+05, float16 holds 65504"
+    assert finding.evidence == f"its result holds inf, {reached}"
 
 
 def test_a_bias_may_be_the_last_straw() -> None:
@@ -363,7 +367,7 @@ def test_fp32_has_a_range_too() -> None:
     assert required(find_in_graph((leaf * leaf).sum(), lambda _: "leaf")) == GraphCause(
         "range",
         "mul (leaf) to sum",
-        "its inputs reach 1.0e+30, float32 holds 3.40282e+38",
+        "its result holds inf, its inputs reach 1.0e+30, float32 holds 3.40282e+38",
         "Scale down or normalise its inputs.",
         "inf",
     )

@@ -24,7 +24,7 @@ from halfstep.casting.entered_contexts import PerThreadStack
 from halfstep.casting.recorder import Recorder
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
-from halfstep.policy.rules import TORCH
+from halfstep.policy.rules import TORCH, last_entered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +128,7 @@ class PolicyAutocast:
             matched_rules = dispatch_table.matched_rules(policy)
         context = CastContext(policy, op_casts, cache, matched_rules, self._recorder)
         self._torch_context.__enter__()  # type: ignore[no-untyped-call]
+        last_entered.policy = policy
         guard, pushed = (
             compile_guard.set_policy_guard(policy),
             recompute.push(self.device, context),

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,15 @@ from halfstep.nonfinite.domains import (
 )
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
+from halfstep.policy.rules import TORCH, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
     from torch.autograd.graph import Node
+
+    from halfstep.policy.rules import Policy
 
     Namer = Callable[[Tensor], str]
     Edge = tuple[Node, int]  # a node, and the index of its output
@@ -100,7 +103,9 @@ class GraphCause:
 
 
 @torch.no_grad()
-def find_in_graph(loss: Tensor, name_of: Namer) -> GraphCause | None:
+def find_in_graph(
+    loss: Tensor, name_of: Namer, policy: Policy = TORCH
+) -> GraphCause | None:
     """Examine the graph of a loss before its backward pass, without changing it.
 
     Synchronizes with the device. Saved tensors behind hooks, as of recomputed blocks,
@@ -109,19 +114,22 @@ def find_in_graph(loss: Tensor, name_of: Namer) -> GraphCause | None:
     Args:
         loss: Any shape; its graph must not be freed yet.
         name_of: Returns the name of a parameter.
+        policy: The policy of the forward pass, to which the advice adds rules.
     """
     if loss.grad_fn is None:
         return None
-    graph = _Graph(loss, loss.grad_fn, name_of)
-    if math.isfinite(_absmax(loss)):
-        findings = (graph.domain_error(op, "backward") for op in graph.ops.values())
-    else:
-        checks = (
-            *(graph.nonfinite_input, graph.domain_error, graph.masked_softmax),
-            *(graph.overflow, graph.unexplained),
-        )
-        findings = (check(op) for op in graph.candidate_ops() for check in checks)
-    return next(filter(None, findings), None)
+    # A dispatch mode would get the saved Python numbers as floats, not as tensors.
+    with _python_dispatch._disable_current_modes():  # noqa: SLF001
+        graph = _Graph(loss, loss.grad_fn, name_of, policy)
+        if math.isfinite(_absmax(loss)):
+            findings = (graph.domain_error(op, "backward") for op in graph.ops.values())
+        else:
+            checks = (
+                *(graph.nonfinite_input, graph.domain_error, graph.masked_softmax),
+                *(graph.overflow, graph.unexplained),
+            )
+            findings = (check(op) for op in graph.candidate_ops() for check in checks)
+        return next(filter(None, findings), None)
 
 
 def loss_scale_of(output: Tensor) -> float:
@@ -186,12 +194,18 @@ _ABSORBING_OPS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
 _ADDING_OPS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
 """Do not save inputs that need no gradient."""
 _FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
-_FACTORS |= {"Convolution": "input weight"}
+_FACTORS |= {"Convolution": "input weight", "Mul": "self other"}
 _CONVOLUTION = "stride padding dilation transposed output_padding groups"
 _OWN_RESULT = re.compile(
     r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)"
 )
 """Names of saved values that are results of the operation."""
+_LOW_OPS = re.compile(r".*(mm|Convolution|Rnn.*)$|ScaledDot|Addm[mv]|Mv|Dot")
+"""Autocast casts their inputs to 16 bits."""
+_SATURATING_OPS = re.compile(r"Tanh|Sigmoid|.*(Softmax|Norm$)")
+"""Their results are small for any finite inputs."""
+_FUNCTIONS = {"Mm": "/linear|matmul|mm/", "Bmm": "/matmul|bmm|einsum/"}
+"""Functions of torch that make these nodes, as a pattern of a rule."""
 _TRANSPOSED = {"Addmm": "addmm", "Mm": "matmul"}
 """Names unless the last factor is transposed, as the weight of a linear layer is."""
 _OP_NAMES = {
@@ -317,6 +331,8 @@ class _Op:
             return None
         first, second = (factor.bfloat16() for factor in factors if factor is not None)
         with torch.autocast(first.device.type, enabled=False):
+            if self.kind == "Mul":
+                return torch.mul(first, second)
             if self.kind == "Convolution":
                 how = [self.saved[name] for name in _CONVOLUTION.split()]
                 return torch.convolution(first, second, None, *how)
@@ -327,11 +343,18 @@ def _snake_case(kind: str) -> str:
     return re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
 
 
+def _with_names(op: str, names: set[str]) -> str:
+    # Reverse order puts weight before bias.
+    return f"{op} ({', '.join(sorted(names, reverse=True)[:4])})" if names else op
+
+
 class _Graph:
     """The operations behind a loss in forward order, and their known values."""
 
-    def __init__(self, loss: Tensor, root: Node, name_of: Namer) -> None:
-        self.root, self.name_of = root, name_of
+    def __init__(
+        self, loss: Tensor, root: Node, name_of: Namer, policy: Policy
+    ) -> None:
+        self.root, self.name_of, self.policy = root, name_of, policy
         nodes = _upstream(root, lambda _: True)
         order = sorted(nodes, key=lambda node: node._sequence_nr())  # noqa: SLF001
         self.ops = {node: _Op(node) for node in order}
@@ -442,8 +465,7 @@ class _Graph:
         if not op.limit < absmax < math.inf:
             return None
         evidence = f"its {what} reaches {absmax:.1e}, {op.range_text}"
-        advice, rule = self._fp32_advice([op])
-        return GraphCause("range", self._describe_op(op), evidence, advice, "inf", rule)
+        return self._out_of_range([op], self._describe_op(op), evidence, "inf")
 
     def unexplained(self, op: _Op) -> GraphCause | None:
         """Check for a non-finite result without known cause, here or upstream."""
@@ -476,9 +498,8 @@ class _Graph:
             cause, evidence = "zero", f"it makes {kind}, yet {reached}"
             advice = "Print its inputs: it is not defined for one of them."
         else:
-            advice, rule = self._fp32_advice(suspects)
-            evidence = f"{reached}, {narrow.range_text}"
-            return GraphCause("range", where, evidence, advice, kind, rule)
+            evidence = f"its result holds {kind}, {reached}, {narrow.range_text}"
+            return self._out_of_range(suspects, where, evidence, kind)
         return GraphCause(cause, where, evidence, advice, kind)
 
     def _unknown_upstream(self, op: _Op) -> list[_Op]:
@@ -494,8 +515,7 @@ class _Graph:
         for part in reversed(ops[: ops.index(op) + 1]):
             names = self._names(part)
             if names:
-                # Reverse order puts weight before bias.
-                text = f"{part.name} ({', '.join(sorted(names, reverse=True)[:4])})"
+                text = _with_names(part.name, names)
                 return text if part is op else f"{op.name}, after {text}"
         return op.name
 
@@ -505,26 +525,88 @@ class _Graph:
         leaves = [self.ops[node].leaf for node in nodes]
         return {self.name_of(leaf) for leaf in leaves if leaf is not None}
 
-    def _fp32_advice(self, ops: list[_Op]) -> tuple[str, str]:
-        """Return the advice for operations that overflow, and its policy rules.
+    def _out_of_range(
+        self, suspects: list[_Op], where: str, evidence: str, kind: str
+    ) -> GraphCause:
+        """Return the cause for operations that overflow, and the rules that fix it.
 
-        A rule is for the module whose parameters an operation takes, or else for all
-        operations of this name.
+        A result that is kept in fp32 overflows again where the next operation casts it
+        to float16, so the rules include that operation.
         """
+        low = [op for op in suspects if op.dtype == torch.float16]
+        modules = {*map(self._module, low)} - {""}
+        consumers = [
+            op for op in self._low_consumers(low) if self._module(op) not in modules
+        ]
+        if consumers:
+            what = _with_names(consumers[0].name, self._names(consumers[0]))
+            evidence += f"; {what} takes it in float16"
+        rules = [Rule.parse(word) for word in self._fp32_rules(low, consumers)]
+        rules = [rule for rule in rules if rule not in self.policy.rules]
+        advice = "Scale down or normalise its inputs."
+        if rules:
+            policy = replace(self.policy, rules=(*rules, *self.policy.rules))
+            advice = f"Keep it in float32: policy='{policy}'; or train in bf16."
+        words = " + ".join(map(str, rules))
+        return GraphCause("range", where, evidence, advice, kind, words)
+
+    def _low_consumers(self, ops: list[_Op]) -> list[_Op]:
+        """Return the operations that cast results of `ops` to float16."""
+        users: dict[Node, list[_Op]] = {}
+        for op in self.ops.values():
+            for node, _ in op.edges:
+                users.setdefault(node, []).append(op)
+        consumers: dict[_Op, None] = {}
+        pending, visited = [*ops], {*ops}
+        while pending:
+            for op in users.get(pending.pop().node, ()):
+                if op in visited or op.dtype != torch.float16:
+                    continue
+                visited.add(op)
+                if _LOW_OPS.match(op.kind):
+                    consumers[op] = None
+                elif not _SATURATING_OPS.match(op.kind):
+                    pending.append(op)
+        return [*consumers]
+
+    def _fp32_rules(self, suspects: list[_Op], consumers: list[_Op]) -> list[str]:
+        """Return rules that keep operations in fp32.
+
+        One for each module whose parameters they take, if all take some. Otherwise one
+        for the module that contains them and those whose results they take, if the
+        names of parameters show one; its path must not end in a number, because the
+        same then happens in other layers. Otherwise one for each function of torch.
+        """
+        ops = dict.fromkeys([*suspects, *consumers])
+        paths = {op: self._module(op) for op in ops}
+        if not all(paths.values()):
+            inputs = {path for op in ops for path in self._input_modules(op, paths)}
+            around = {path.rpartition(".")[0] for path in inputs}
+            parent = around.pop() if len(around) == 1 else ""
+            if parent and not parent.rpartition(".")[2].isdigit():
+                return [module_rule(parent)]
         rules: dict[str, None] = {}
-        for op in ops:
-            if op.dtype != torch.float16:
-                continue
-            names = self._names(op)
-            paths = {name.rpartition(".")[0] for name in names}
-            if len(paths) == 1 and all(map(_PATH.fullmatch, names)):
-                rules[module_rule(paths.pop())] = None
-            elif hasattr(torch.ops.aten, op.name):
-                rules[f"op:{op.name}=fp32"] = None
-        if not rules:
-            return "Scale down or normalise its inputs.", ""
-        rule = " + ".join(rules)
-        return f"Keep it in float32 (policy '{rule}') or train in bf16.", rule
+        for op, path in paths.items():
+            pattern = _FUNCTIONS.get(op.kind, op.name)
+            if path:
+                rules[module_rule(path)] = None
+            elif op.kind in _FUNCTIONS or hasattr(torch.ops.aten, pattern):
+                rules[f"op:{pattern}=fp32"] = None
+        return [*rules]
+
+    def _module(self, op: _Op) -> str:
+        """Return the module whose parameters an operation takes itself, or ""."""
+        names = self._names(op)
+        paths = {name.rpartition(".")[0] for name in names}
+        is_one = len(paths) == 1 and all(map(_PATH.fullmatch, names))
+        return paths.pop() if is_one else ""
+
+    def _input_modules(self, op: _Op, paths: dict[_Op, str]) -> set[str]:
+        """Return the module of an operation, or else those of its inputs."""
+        nodes = _upstream(op.node, lambda edge: not self._module(self.ops[edge[0]]))
+        edges = [edge for node in nodes for edge in self.ops[node].edges]
+        sources = {self._module(self.ops[node]) for node, _ in edges}
+        return {paths[op]} if paths[op] else sources - {""}
 
 
 def _edges(node: Node) -> list[Edge]:

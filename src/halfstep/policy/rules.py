@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
+import threading
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Self
@@ -227,6 +228,8 @@ TORCH = Policy()
 """torch's own table for the device, without rules."""
 LEAN = Policy(base="lean")
 """halfstep's table, the same on all devices, without rules."""
+last_entered = threading.local()
+"""Its `policy` is that of this thread's last autocast context; unset before."""
 
 
 def _spellings(op: str) -> list[str]:

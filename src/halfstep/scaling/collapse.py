@@ -21,7 +21,7 @@ from halfstep._torch.async_read import DelayedScalars
 from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite import optimizer_eps
 from halfstep.nonfinite.graph import GraphCause, find_in_graph
-from halfstep.scaling.skip_log import SkipLog
+from halfstep.scaling.skip_log import SkipLog, cause_text, second_opinion
 from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from halfstep.nonfinite.origin import BadOp
+    from halfstep.policy.rules import Policy
     from halfstep.scaling.loss_scale import ScaleRule, ScaleState
     from halfstep.scaling.step_report import NonFiniteParam
 
@@ -221,7 +222,9 @@ class CollapseMonitor:
         self._last_read_scale = scale
         self._steps_unread = 0
 
-    def on_loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
+    def on_loss(
+        self, loss: Tensor, name_of: Callable[[Tensor], str], policy: Policy
+    ) -> None:
         """Record an unscaled loss before its backward pass.
 
         A non-finite loss is reported at once on a CPU, the first one with its cause;
@@ -244,7 +247,7 @@ class CollapseMonitor:
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
-                self._graph_cause = find_in_graph(loss, name_of)
+                self._graph_cause = find_in_graph(loss, name_of, policy)
             except Exception as error:  # noqa: BLE001
                 # A graph may hold tensors of any class. Failing to find the cause must
                 # not end a run that can still continue.
@@ -407,8 +410,8 @@ class CollapseMonitor:
         )
         message = (
             f"{summary}, at loss scale {scale_text}. "
-            f"Cause: {verdict.cause} ({verdict.where}: {verdict.evidence}). "
-            f"{verdict.advice} Observed: {nonfinite_text}.{graph_text}"
+            f"{cause_text(verdict)} Observed: {nonfinite_text}.{graph_text}"
+            f"{second_opinion(verdict)}"
         )
         return LossScaleCollapse(
             message,

@@ -11,6 +11,7 @@ from torch import Tensor
 from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError
 from halfstep.numerics.exponents import power_of_two
+from halfstep.policy.rules import TORCH, last_entered
 from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
 from halfstep.scaling.strategies import make_strategy
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from halfstep.policy.rules import Policy
     from halfstep.scaling.step_report import NonFiniteParam
 
 
@@ -70,15 +72,21 @@ class LossScaler:
         return f"<LossScaler at {self.state.scale.item():g}: {self.rule}>"
 
     def observe_loss(
-        self, loss: Tensor, name_of: Callable[[Tensor], str] = _shape_text
+        self,
+        loss: Tensor,
+        name_of: Callable[[Tensor], str] = _shape_text,
+        policy: Policy | None = None,
     ) -> None:
         """Check a loss before its backward pass, for warnings and for the diagnosis.
 
         Args:
             loss: The unscaled loss.
             name_of: Returns the name of a parameter.
+            policy: The policy of its forward pass, for the advice. None: that of the
+                autocast context which this thread entered last.
         """
-        self.monitor.on_loss(loss, name_of)
+        entered: Policy = getattr(last_entered, "policy", TORCH)
+        self.monitor.on_loss(loss, name_of, policy or entered)
         if self.strategy is None:
             return
         first_scale = self.strategy.on_loss(loss, self.state)

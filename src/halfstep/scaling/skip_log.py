@@ -123,16 +123,25 @@ class SkipLog:
         """
         self._losses += 1
         if self._losses == 1:
-            cause = _FIND_ADVICE if finding is None else _cause(finding)
+            cause = _FIND_ADVICE
+            if finding is not None:
+                cause = cause_text(finding) + second_opinion(finding)
             cause += f" (graph not read: {graph_error})" if graph_error else ""
             warn_caller(f"the loss is {value:g} before the backward pass. {cause}")
         elif not self._losses & (self._losses - 1):
             _logger.warning("the loss is %g; not finite %d times.", value, self._losses)
 
 
-def _cause(finding: GraphCause) -> str:
+def cause_text(finding: GraphCause) -> str:
+    """Return a cause with its evidence and the advice, as sentences."""
     where = f"{finding.where}: {finding.evidence}"
     return f"Cause: {finding.cause} ({where}). {finding.advice}"
+
+
+def second_opinion(finding: GraphCause) -> str:
+    """Return what names the module of an overflow, which a graph does not hold."""
+    found = finding.cause == "range"
+    return " halfstep.find_nonfinite(model, step) names the module." if found else ""
 
 
 def _names_text(culprits: Sequence[NonFiniteParam]) -> str:

@@ -126,7 +126,7 @@ class Session:
         level = fsdp.conversion_level(model, choice.level)
         conversion = convert_model.convert_(model, level, choice.format.dtype, policy)
         optimizer.zero_grad()  # gradients from before are not scaled
-        self.policy = conversion.policy
+        self._user_policy, self.policy = policy, conversion.policy
         self._num_implied_rules = len(self.policy.rules) - len(policy.rules)
         self._contexts = AutocastContexts(choice, self.policy, self._device.type)
         self._masters = fsdp.make_masters(
@@ -223,7 +223,7 @@ class Session:
         if self._passes is not None or (name and self._in_backward is None):
             scaler = self._scaler_of_pass(name)
         passes = self._passes
-        scaler.observe_loss(loss, self._name)
+        scaler.observe_loss(loss, self._name, self._user_policy)
         if window.has_gradients and not second_pass and passes is None:
             window.warn_if_cleared(has_gradients=bool(self._reachable_grads()))
         first = not (window.num_done or second_pass)

@@ -441,7 +441,7 @@ class LevelEngine:
             entry.step.masters.accumulate_grads()
             entry.num_passes += 1
         self._update_scale(self.scaler)
-        self.scaler.observe_loss(loss, self._name)
+        self.scaler.observe_loss(loss, self._name, self.policy)
         return self.scaler.scale(loss)
 
     def _name(self, param: Tensor) -> str:

@@ -1,0 +1,326 @@
+"""The rule that a warning or `LossScaleCollapse` proposes ends the overflow."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import halfstep as hs
+from halfstep.scaling import ScaleRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WIDTH = 16
+
+
+class Ffn(nn.Module):
+    """Two layers with a squared ReLU between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        scale(2e3, self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        hidden = self.up(x).relu()
+        result: Tensor = self.down(hidden * hidden)
+        return result
+
+
+class PowFfn(Ffn):
+    """The square as a power, which policies keep in fp32 until the next layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        result: Tensor = self.down(self.up(x).relu() ** 2)
+        return result
+
+
+class InPlaceFfn(Ffn):
+    """The product written in place, which no rule for an operation changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        hidden = self.up(x).relu()
+        result: Tensor = self.down(hidden.clone().mul_(hidden))
+        return result
+
+
+class Glu(nn.Module):
+    """A product of two layers, and a layer after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gate, self.up, self.down = layers
+        scale(1e3, self.gate, self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        result: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class Attention(nn.Module):
+    """Logits of one head, by a function of torch."""
+
+    factor = 400.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.query, self.key, self.value = layers
+        scale(self.factor, self.query, self.key)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        logits = self.query(x) @ self.key(x).transpose(-1, -2)
+        result: Tensor = logits.softmax(-1) @ self.value(x)
+        return result
+
+
+class EinsumAttention(Attention):
+    """The same by einsum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        logits = torch.einsum("btd,bsd->bts", self.query(x), self.key(x))
+        result: Tensor = logits.softmax(-1) @ self.value(x)
+        return result
+
+
+class Denominator(Attention):
+    """A softmax by hand: exponentials are divided after the product with the values."""
+
+    factor = 4.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        weights = (self.query(x) @ self.key(x).transpose(-1, -2)).exp()
+        result: Tensor = (weights @ self.value(x)) / weights.sum(-1, keepdim=True)
+        return result
+
+
+class Large(nn.Linear):
+    """A layer whose result overflows."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        scale(1e5, self)
+
+
+class TwoLarge(nn.Sequential):
+    """Layers in a row: the second casts the result of the first."""
+
+    def __init__(self) -> None:
+        super().__init__(Large(), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+class Sum(nn.Module):
+    """A sum that overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        scale(3e4, self.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        part = self.layer(x)
+        result: Tensor = part + part + part
+        return result
+
+
+class Blocks(nn.Module):
+    """Two numbered layers with the same overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Ffn() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        for block in self.blocks:
+            x = x + functional.layer_norm(block(x), (WIDTH,))
+        return x
+
+
+def scale(factor: float, *layers: nn.Linear) -> None:
+    """Multiply weights in place."""
+    for layer in layers:
+        layer.weight.data.mul_(factor)
+
+
+class Net(nn.Module):
+    """An embedding, a part with an overflow, a norm and a head."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Linear(WIDTH, WIDTH), part
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        logits: Tensor = self.head(self.norm(self.body(self.embed(x))))
+        return logits
+
+
+class AtRoot(Ffn):
+    """No module encloses the operations but the model itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        return functional.layer_norm(super().forward(x), (WIDTH,))
+
+
+class AtRootMatmul(nn.Module):
+    """A product with a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) * 3e4)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        logits: Tensor = self.head(self.norm(x.flatten(0, 1) @ self.weight))
+        return logits[None]
+
+
+def large_product(logits: Tensor) -> Tensor:
+    """Return a loss with a product that overflows."""
+    return (logits * 1e6).square().mean() * 1e-12
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return a loss on fixed targets."""
+    targets = torch.arange(logits.shape[0] * logits.shape[1]) % 4
+    return functional.cross_entropy(logits.flatten(0, 1), targets)
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], str]] = {
+    "squared relu": (lambda: Net(Ffn()), entropy, "module:body=fp32"),
+    "squared relu by pow": (lambda: Net(PowFfn()), entropy, "module:body=fp32"),
+    "squared relu in place": (lambda: Net(InPlaceFfn()), entropy, "module:body=fp32"),
+    "squared relu at the root": (
+        AtRoot,
+        entropy,
+        "op:mul=fp32 + module:down=fp32",
+    ),
+    "glu": (lambda: Net(Glu()), entropy, "module:body=fp32"),
+    "attention": (lambda: Net(Attention()), entropy, "module:body=fp32"),
+    "einsum": (lambda: Net(EinsumAttention()), entropy, "module:body=fp32"),
+    "matmul at the root": (AtRootMatmul, entropy, "op:/linear|matmul|mm/=fp32"),
+    "softmax denominator": (lambda: Net(Denominator()), entropy, "module:body=fp32"),
+    "loss product": (lambda: Net(nn.Identity()), large_product, "op:mul=fp32"),
+    "large linear": (lambda: Net(Large()), entropy, "module:body=fp32"),
+    "two layers": (
+        lambda: Net(TwoLarge()),
+        entropy,
+        "module:body.0=fp32 + module:body.2=fp32",
+    ),
+    "sum": (lambda: Net(Sum()), entropy, "module:body=fp32"),
+    "numbered layers": (
+        lambda: Net(Blocks()),
+        entropy,
+        "op:mul=fp32 + module:body.blocks.*.down=fp32",
+    ),
+}
+"""Model, loss, and the rules that are proposed."""
+
+
+STEPS, LIMIT = 12, 6
+"""Steps of a run, and consecutive skips that end it."""
+
+
+def by_session(
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[Tensor], Tensor],
+    policy: str,
+    level: str,
+) -> int:
+    """Train with a session; return the number of applied steps."""
+    torch.manual_seed(0)
+    model = make()
+    session = hs.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 1e-3),
+        level,
+        dtype="fp16",
+        policy=policy,
+        loss_scale=ScaleRule(256.0, max_consecutive_skips=LIMIT),
+    )
+    for _ in range(STEPS):
+        with session.autocast():
+            loss = loss_of(session.model(data()))
+        session.backward(loss)
+        session.step()
+    return session.steps_applied
+
+
+def by_scaler(
+    make: Callable[[], nn.Module], loss_of: Callable[[Tensor], Tensor], policy: str
+) -> int:
+    """Train with autocast and a GradScaler; return the number of applied steps."""
+    torch.manual_seed(0)
+    model, applied = make(), 0
+    optimizer = torch.optim.SGD(model.named_parameters(), 1e-3)
+    scaler = hs.GradScaler("cpu", 256.0, max_consecutive_skips=LIMIT)
+    for _ in range(STEPS):
+        with hs.autocast("cpu", torch.float16, policy=policy, model=model):
+            loss = loss_of(model(data()))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        applied += not scaler.last_step.skipped
+    return applied
+
+
+def data() -> Tensor:
+    """Return a batch of shape (8, 6, WIDTH)."""
+    return torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+LOOPS = {
+    "O1": partial(by_session, level="O1"),
+    "O2": partial(by_session, level="O2"),
+    "GradScaler": by_scaler,
+}
+
+
+@pytest.mark.numeric
+@pytest.mark.filterwarnings("ignore:dtype=fp16")
+@pytest.mark.parametrize(
+    ("place", "loop"),
+    # At O2 the model returns float32 to the loss.
+    [each for each in product(PARTS, LOOPS) if each != ("loss product", "O2")],
+)
+def test_the_proposed_rule_ends_the_overflow(place: str, loop: str) -> None:
+    """Law: under the policy in the message, the same place does not overflow again."""
+    make, loss_of, rule = PARTS[place]
+    train, policy = LOOPS[loop], "lean + op:layer_norm=fp32"
+    with (
+        pytest.warns(UserWarning, match="the loss is") as warned,
+        pytest.raises(hs.LossScaleCollapse) as caught,
+    ):
+        train(make, loss_of, policy)
+    (warning,) = [str(one.message) for one in warned if "the loss" in str(one.message)]
+    proposed = {}
+    for text in (str(caught.value), warning):
+        assert re.search("its (result|argument) (holds (inf|NaN)|reaches)", text)
+        assert text.endswith("halfstep.find_nonfinite(model, step) names the module.")
+        (proposed[text],) = re.findall(r"policy='([^']*)'", text)
+    assert proposed[str(caught.value)] == policy.replace("lean", f"lean + {rule}")
+    # A GradScaler learns the names of parameters only after the first warning.
+    for text in {*proposed.values()}:
+        assert train(make, loss_of, text) == STEPS
