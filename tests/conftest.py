@@ -59,7 +59,7 @@ NUMERIC = {
     *(
         "machine/test_fp16_emulation",
         "numerics/test_exponents",
-        "diagnostics/test_gradient_similarity",
+        "diagnostics/test_comparison",
         "casting/test_grad_accumulation",
         "session/test_autocast_regions",
     ),

@@ -11,8 +11,9 @@ import pytest
 
 from halfstep.diagnostics.doctor import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
-from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
+from halfstep.diagnostics.preflight.comparison import GradientSimilarity
 from halfstep.diagnostics.preflight.measurements import Cost, Facts, ScalePoint
+from halfstep.diagnostics.preflight.model_check import rounds
 from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,
     findings,
@@ -20,7 +21,6 @@ from halfstep.diagnostics.preflight.rules import (
     spread,
     verdict,
 )
-from halfstep.diagnostics.preflight.step_cost import rounds
 from halfstep.nonfinite.origin import BadOp
 from halfstep.scaling import ScaleRule
 

@@ -9,7 +9,7 @@ import pytest
 from checked_nets import LOUD, Net, batch, loss
 
 import halfstep as hs
-from halfstep.diagnostics.preflight import step_cost
+from halfstep.diagnostics.preflight import model_check
 from halfstep.machine import fp16_emulation
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def test_products_in_fp32(
 def test_steps_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: there are then fewer, and a note says so."""
     monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: False)
-    monkeypatch.setattr(step_cost, "_MAX_SECONDS", 0.0)
+    monkeypatch.setattr(model_check, "_MAX_SECONDS", 0.0)
     report = checked(steps=5)
     assert notes_of(report)[0].startswith("1 of 5 steps were timed")
     assert len(report.facts.ratios) <= 4
-    monkeypatch.setattr(step_cost, "_MAX_SECONDS", math.inf)
+    monkeypatch.setattr(model_check, "_MAX_SECONDS", math.inf)
     report = checked(steps=3)
     assert not notes_of(report)
     assert 3 <= len(report.facts.ratios) <= 12

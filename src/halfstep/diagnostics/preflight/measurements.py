@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
-    from halfstep.diagnostics.preflight.output_comparison import OutputError
+    from halfstep.diagnostics.preflight.comparison import (
+        GradientSimilarity,
+        OutputError,
+    )
     from halfstep.nonfinite.origin import BadOp
 
 
@@ -165,14 +167,3 @@ class Facts:
         if self.cost_fp32 is None or self.cost is None or not self.cost_fp32.bytes:
             return None
         return 1 - self.cost.bytes / self.cost_fp32.bytes
-
-    @property
-    def distance(self) -> float:
-        """Return the cosine distance of the gradients; inf if it is NaN."""
-        return math.inf if self.gradients is None else cosine_distance(self.gradients)
-
-
-def cosine_distance(similarity: GradientSimilarity) -> float:
-    """Return 1 - cosine, >= 0; inf if it is NaN."""
-    far = 1 - similarity.cosine
-    return math.inf if math.isnan(far) else max(far, 0.0)

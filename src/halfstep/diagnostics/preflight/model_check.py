@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,25 +13,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep._torch.rng_state import RandomState
-from halfstep.diagnostics.preflight import gradient_similarity
-from halfstep.diagnostics.preflight.measurements import Facts, Range, ScalePoint
+from halfstep.diagnostics.preflight.comparison import compare_gradients
+from halfstep.diagnostics.preflight.measurements import Cost, Facts, Range, ScalePoint
 from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
 from halfstep.diagnostics.preflight.rules import (
     FLUSH_WARN,
     findings,
+    is_decided,
     is_loss_far,
     verdict,
 )
-from halfstep.diagnostics.preflight.scale_search import NOT_TIMED, ScaleSearch
-from halfstep.diagnostics.preflight.step_cost import StepError, time_steps
+from halfstep.diagnostics.preflight.scale_search import (
+    NOT_TIMED,
+    ScaleSearch,
+    line_of,
+)
 from halfstep.diagnostics.preflight.validation import (
     check_arguments,
     check_model,
     check_words,
     empty,
+    raised,
 )
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
+from halfstep.errors import UserError
 from halfstep.machine.recommendation import Choice, resolve
 from halfstep.numerics.exponents import (
     flushed_share,
@@ -41,7 +48,7 @@ from halfstep.numerics.formats import FP16
 from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -49,6 +56,8 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.scale_search import ScaleTrial
 
 _CURVE = tuple(2.0**power for power in range(0, 28, 4))
+_MAX_SECONDS = 15.0  # approximate limit; slow steps are timed fewer times
+_MORE = 4  # factor for the number of rounds if the result is undecided
 
 
 def check(
@@ -177,7 +186,7 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     choice, plain = search.choice, search.fp32_copy
     right = search.fp32_passes
     scaled = choice.format == FP16
-    seen = _histogram(right)
+    seen = torch.stack([one.histogram for one in right]).sum(0)
     unfit = next((n for n, one in enumerate(right) if not one.sound), None)
     first = right[unfit or 0]
     facts = Facts(
@@ -258,27 +267,19 @@ def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
 def _compared(facts: Facts, search: ScaleSearch, used: Pass) -> Facts:
     """Compare gradients with fp32's, and fp32's of two batches or halves."""
     right = search.fp32_passes[0]
-    owner = partial(_owner, kinds=search.kinds)
-    overall, layers = gradient_similarity.compare(
-        right.gradients, used.gradients, owner
-    )
+
+    def owner(name: str) -> str:
+        path = name.rpartition(".")[0]
+        return path if path and path in search.kinds else name
+
+    overall, layers = compare_gradients(right.gradients, used.gradients, owner)
     facts = replace(facts, gradients=overall, layers=layers)
     pair = search.pair()
     if pair is None:
         return facts
-    noise, by_layer = gradient_similarity.compare(pair[0], pair[1], owner)
+    noise, by_layer = compare_gradients(*pair, owner)
     of = "two batches" if len(search.batches) > 1 else facts.noise_of
     return replace(facts, noise=noise, noise_layers=by_layer, noise_of=of)
-
-
-def _owner(name: str, kinds: dict[str, str]) -> str:
-    """Return the module of a parameter; for one of the root module, its own name."""
-    path = name.rpartition(".")[0]
-    return path if path and path in kinds else name
-
-
-def _histogram(passes: Sequence[Pass]) -> Tensor:
-    return torch.stack([one.histogram for one in passes]).sum(0)
 
 
 def _curve(
@@ -315,3 +316,83 @@ def _ranges(search: ScaleSearch) -> tuple[Range, ...]:
         for path, kind, name in named
         if f"{name}:output" in peaks
     )
+
+
+class StepError(Exception):
+    """A training step failed at the level but not in fp32."""
+
+
+def time_steps(
+    search: ScaleSearch, model_copy: ModelCopy, used: Pass, steps: int
+) -> tuple[Cost, Cost, tuple[float, ...]]:
+    """Measure training steps in fp32 and at the level, alternating.
+
+    Returns:
+        Cost in fp32; cost at the level; the speed-up of each round. A round is a step
+        of both, so that other load on the machine slows both.
+    """
+    copies = (search.fp32_copy, model_copy)
+    search.fp32_copy.begin(1.0)
+    model_copy.begin(used.scale)
+    warm_up = sum(_round(search, model_copy))  # allocates the optimizer's state
+    fit = int(max(1, min(steps, _MAX_SECONDS / warm_up)))
+    if fit < steps:
+        search.notes.append(
+            f"{fit} of {steps} steps were timed: a step of each kind takes some "
+            f"{warm_up:.1f} s"
+        )
+    times = rounds(lambda: _round(search, model_copy), fit)
+    saved = search.fp32_passes[0].saved_bytes, used.saved_bytes
+    costs = []
+    for one, seconds, saved_bytes in zip(
+        copies, zip(*times, strict=True), saved, strict=True
+    ):
+        with _reporting_errors(search, one):
+            memory = one.last_step(search.loss_fn, search.batches[0])
+        costs.append(Cost(statistics.median(seconds), {**memory, "saved": saved_bytes}))
+    return costs[0], costs[1], tuple(plain / low for plain, low in times)
+
+
+def rounds(
+    make_round: Callable[[], tuple[float, float]], count: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of each round; run more rounds if the result is undecided.
+
+    It is undecided if the machine is busy or the level about as fast as fp32. Then up
+    to four times as many rounds run, within the time limit.
+    """
+    times = [make_round() for _ in range(count)]
+    extra_seconds = 0.0
+    while (
+        not is_decided([plain / low for plain, low in times])
+        and len(times) < _MORE * count
+        and extra_seconds <= _MAX_SECONDS
+    ):
+        times.append(make_round())
+        extra_seconds += sum(times[-1])
+    return times
+
+
+def _round(search: ScaleSearch, model_copy: ModelCopy) -> tuple[float, float]:
+    """Run a step in fp32 and one at the level; return the seconds of each."""
+    batch = search.batches[0]
+    with _reporting_errors(search, search.fp32_copy):
+        plain = search.fp32_copy.step(search.loss_fn, batch)
+    with _reporting_errors(search, model_copy):
+        low = model_copy.step(search.loss_fn, batch)
+    return plain, low
+
+
+@contextlib.contextmanager
+def _reporting_errors(search: ScaleSearch, model_copy: ModelCopy) -> Iterator[None]:
+    """Convert an error of a step to a `UserError` in fp32, else to a `StepError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if model_copy is search.fp32_copy:
+            advice = "Give check the optimizer that will train."
+            what = f"a step of {model_copy.optimizer},"
+            raise raised(what, error, advice) from error
+        raise StepError(line_of(error)) from error

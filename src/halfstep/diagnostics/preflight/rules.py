@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules
-from halfstep.diagnostics.preflight.measurements import Facts, cosine_distance
-from halfstep.diagnostics.preflight.output_comparison import FAR
+from halfstep.diagnostics.preflight.comparison import FAR
 from halfstep.numerics.formats import FP32
 from halfstep.reporting.finding import Finding, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
+    from halfstep.diagnostics.preflight.comparison import GradientSimilarity
+    from halfstep.diagnostics.preflight.measurements import Facts
 
 FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
 """Shares of gradients flushed to zero. Our choice: in the mixed-precision paper, master
@@ -126,14 +126,18 @@ def cost(facts: Facts) -> tuple[str, str]:
     return "worth" if worth[0] else "not worth", measured
 
 
+def _distance(similarity: GradientSimilarity) -> float:
+    """Return 1 - cosine, >= 0; inf if it is NaN."""
+    far = 1 - similarity.cosine
+    return math.inf if math.isnan(far) else max(far, 0.0)
+
+
 def is_far(similarity: GradientSimilarity, noise: GradientSimilarity | None) -> bool:
     """Return whether gradients are too far from fp32's, relative to their noise."""
-    far = cosine_distance(similarity)
-    if far <= 1 - COSINE_WARN:
-        return False
-    if math.isinf(far):
-        return True
-    return noise is None or far > NOISE_SHARE * cosine_distance(noise)
+    far = _distance(similarity)
+    if far <= 1 - COSINE_WARN or math.isinf(far):
+        return math.isinf(far)
+    return noise is None or far > NOISE_SHARE * _distance(noise)
 
 
 def gradients_differ(facts: Facts) -> bool:
@@ -182,7 +186,8 @@ def level(facts: Facts) -> Iterator[Observation]:
 def overflow(facts: Facts) -> Iterator[Observation]:
     """The first inf or NaN of a pass that is finite in fp32."""
     bad = facts.fault
-    if bad is None and not facts.finite and not facts.failed and _was_tried(facts):
+    tried = facts.finite_fp32 and facts.learns and facts.format != FP32
+    if bad is None and not facts.finite and not facts.failed and tried:
         measured = "inf or NaN at each loss scale that was tried"
         yield Observation("gradients", measured, _NO_RULE, None, 1.0, "error")
     if bad is None or (bad.normal and facts.safe_scale and facts.safe_scale >= 1):
@@ -193,9 +198,8 @@ def overflow(facts: Facts) -> Iterator[Observation]:
     measured += f"{power(bad.scale)}: {bad.evidence}"
     advice = _NO_RULE
     if facts.rules:
-        rules = ", ".join(facts.rules)
-        advice = f"Keep in float32: {rules} (policy={facts.policy!r}); or train in bf16"
-        advice += "."
+        rules = f"{', '.join(facts.rules)} (policy={facts.policy!r})"
+        advice = f"Keep in float32: {rules}; or train in bf16."
     elif passed and facts.finite and facts.safe_scale is not None:
         scale = power(facts.safe_scale)
         advice = f"Only a loss scale below 1 fixes it, such as {scale}; or train in "
@@ -206,11 +210,6 @@ def overflow(facts: Facts) -> Iterator[Observation]:
     severity: Severity = "error" if wrong else "warning"
     limit = _format_limit(facts)
     yield Observation(bad.place, measured, advice, None, 1.0, severity, limit)
-
-
-def _was_tried(facts: Facts) -> bool:
-    """Return whether passes at the level were run."""
-    return facts.finite_fp32 and facts.learns and facts.format != FP32
 
 
 def _format_limit(facts: Facts) -> str:
@@ -396,40 +395,28 @@ def verdict(facts: Facts, found: Sequence[Finding]) -> str:
     if errors:
         return f"fails: {errors[0].where}: {errors[0].measured}"
     if facts.format == FP32:
-        itself = f"{facts.level} is fp32 itself, and finite"
-        return f"{NOTHING}: {itself} ({facts.reason})"
+        return f"{NOTHING}: {facts.level} is fp32 itself, and finite ({facts.reason})"
     state, measured = cost(facts)
     numbers = _numbers(facts)
     if state == "not worth":
         words = f"not worth it: {measured}"
         if facts.rules:
             return f"{numbers}; {words}"
-        return words if facts.default_finite else f"{_use(numbers)}; {words}"
+        use = numbers.replace("good with", "overflows: use", 1)
+        return words if facts.default_finite else f"{use}; {words}"
     if state == "cannot tell":
         return f"{numbers}; cannot tell whether it is worth it: {measured}"
     return numbers
 
 
-def _use(numbers: str) -> str:
-    """Return the text on the loss scale for a verdict that is not "good"."""
-    return numbers.replace("good with", "overflows: use", 1)
-
-
 def _numbers(facts: Facts) -> str:
     """Return the loss scale and fp32 modules needed to be like fp32, or "good"."""
-    asked = _scale_asked(facts)
+    asked = None if facts.scale == facts.default_scale else facts.safe_scale
     scale = f"a loss scale of {power(asked)}" if asked else ""
     if facts.rules:
         fp32_modules = f"keep these modules in float32: {', '.join(facts.rules)}"
         return f"{fp32_modules}; with {scale}" if scale else fp32_modules
     return f"good with {scale}" if scale else "good"
-
-
-def _scale_asked(facts: Facts) -> float | None:
-    """Return the loss scale for the verdict; None if the default works."""
-    if facts.safe_scale is None or facts.scale == facts.default_scale:
-        return None
-    return facts.safe_scale
 
 
 def power(scale: float) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.diagnostics.preflight import gradient_similarity
-from halfstep.diagnostics.preflight.output_comparison import (
+from halfstep.diagnostics.preflight.comparison import (
     FAR,
+    compare_gradients,
     error_of,
     first_output_error,
 )
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from halfstep.diagnostics.preflight.comparison import OutputError
     from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy, Pass
-    from halfstep.diagnostics.preflight.output_comparison import OutputError
     from halfstep.nonfinite.origin import BadOp
 
 DEFAULT_SCALE = ScaleRule().init_scale
@@ -163,7 +164,8 @@ class ScaleSearch:
                 why = "the batch cannot be halved: gradient noise was not measured"
                 self.notes.append(why)
                 return None
-            one, other = (self._uncounted(half) for half in cut)
+            run = partial(self.fp32_copy.run, self.loss_fn, counted=False)
+            one, other = map(run, cut)
         except Exception as error:  # noqa: BLE001 -- loss_fn need not support half a batch
             why = line_of(error)
             self.notes.append(
@@ -171,9 +173,6 @@ class ScaleSearch:
             )
             return None
         return one.gradients, other.gradients
-
-    def _uncounted(self, batch: object) -> Pass:
-        return self.fp32_copy.run(self.loss_fn, batch, counted=False)
 
     def with_fp32_rules(
         self, policy: Policy
@@ -297,7 +296,7 @@ class ScaleSearch:
         if used is None:
             return True
         right = self.fp32_passes[0].gradients
-        overall, _ = gradient_similarity.compare(right, used.gradients, lambda _: "")
+        overall, _ = compare_gradients(right, used.gradients, lambda _: "")
         return not overall.cosine >= COSINE_WARN  # NaN is none
 
 

@@ -1,4 +1,7 @@
-"""Validates the arguments of `halfstep.check`, and the losses and gradients."""
+"""Validates the arguments of `halfstep.check`, and the losses and gradients.
+
+Each `check_*` raises `UserError` for what is invalid.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,7 @@ _RIGHT = {
 
 
 def check_loss(loss: object, others: frozenset[int]) -> None:
-    """Check that a loss is a scalar with a graph, and that of the copy.
-
-    Raises:
-        UserError: If not.
-    """
+    """Check that a loss is a scalar with a graph, and that of the copy."""
     message = _loss_problem(loss, others)
     if message:
         raise UserError(message)
@@ -41,19 +40,15 @@ def check_loss(loss: object, others: frozenset[int]) -> None:
 
 def _loss_problem(loss: object, others: frozenset[int]) -> str:
     if not isinstance(loss, Tensor):
-        kind = type(loss).__name__
-        returned, right = (
-            f"value of type {kind}",
-            "return the loss, a tensor of shape ().",
-        )
+        returned = f"value of type {type(loss).__name__}"
+        right = "return the loss, a tensor of shape ()."
     elif loss.shape:
         returned = f"tensor of shape {tuple(loss.shape)}"
         right = "return one number, such as its mean()."
     elif not loss.is_floating_point():
         returned = str(loss.dtype)
-        right = (
-            "return one real floating-point number, computed from the model's output."
-        )
+        right = "return one real floating-point number, computed from the model's "
+        right += "output."
     elif loss.grad_fn is None:
         returned = f"{loss.dtype} without a graph"
         right = "no gradient would flow; compute it from the model's output, without "
@@ -72,11 +67,7 @@ def is_leaf(node: Node) -> bool:
 
 
 def check_gradients(gradients: Mapping[str, Tensor]) -> None:
-    """Check that a parameter has a gradient.
-
-    Raises:
-        UserError: If none has.
-    """
+    """Check that a parameter has a gradient."""
     if not gradients:
         message = (
             "no gradient reaches any parameter of the model: loss_fn(model, batch) "
@@ -88,11 +79,7 @@ def check_gradients(gradients: Mapping[str, Tensor]) -> None:
 def check_words(
     level: object, dtype: object, policy: object, master: object, **counts: object
 ) -> None:
-    """Check the types of `level` etc., and the ranges of `margin` and `steps`.
-
-    Raises:
-        UserError: If one is invalid.
-    """
+    """Check the types of `level` etc., and the ranges of `margin` and `steps`."""
     kinds = (
         ("level", level, str | Choice, "'O0', 'O1', 'O2', 'O3', 'auto' or a Choice"),
         ("dtype", dtype, str | torch.dtype, "'bf16', 'fp16', 'auto' or a torch.dtype"),
@@ -114,11 +101,7 @@ def check_words(
 def check_arguments(
     model: object, loss_fn: object, optimizer: object, more: object
 ) -> None:
-    """Check the model's type, that `loss_fn` takes a model, and the optimizer's params.
-
-    Raises:
-        UserError: If one is invalid.
-    """
+    """Check the types of model and `loss_fn`, and the optimizer's parameters."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         message = f"check(model=...) got a {kind}: give a torch.nn.Module."
@@ -149,12 +132,7 @@ def check_arguments(
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that an fp32 reference can be computed from the model.
-
-    Raises:
-        UserError: If it is wrapped, sharded, has no trainable parameter, is on the meta
-            device, or is stored in 16 bits.
-    """
+    """Check that an fp32 reference can be computed from the model."""
     message = _model_problem(model)
     if message:
         raise UserError(message)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from halfstep.diagnostics.preflight.gradient_similarity import (
+from halfstep.diagnostics.preflight.comparison import (
     GradientSimilarity,
-    compare,
+    compare_gradients,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def only(x: list[float] | None, q: list[float] | None) -> GradientSimilarity:
     def named(values: list[float] | None) -> dict[str, Tensor]:
         return {} if values is None else {"a.w": torch.tensor(values)}
 
-    whole, layers = compare(named(x), named(q), owner)
+    whole, layers = compare_gradients(named(x), named(q), owner)
     assert (layers[0].cosine, layers[0].sqnr) == pytest.approx(
         (whole.cosine, whole.sqnr), nan_ok=True
     )
@@ -44,4 +44,4 @@ def test_edges() -> None:
     assert only(None, [2.0]).cosine == 0.0
     assert math.isnan(only([1.0], [math.inf]).cosine)
     assert math.isnan(only([1.0, 1.0], [math.nan, 1.0]).sqnr)
-    assert compare({}, {}, owner)[0].cosine == 1.0
+    assert compare_gradients({}, {}, owner)[0].cosine == 1.0
