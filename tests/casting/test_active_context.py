@@ -198,7 +198,7 @@ def test_a_failed_recomputation() -> None:
     fails[0] = True
     with pytest.raises(ValueError, match="on purpose"):
         backward(out)
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
 
@@ -213,7 +213,7 @@ def test_closed_in_another_thread() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(close).result() == "B"
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
     # As the next context does, or the next operation under a policy.
     active_context.run_pending()
     assert recompute._patches._users == 0

@@ -72,7 +72,7 @@ def test_torch_sees_the_region(dtype: torch.dtype, kind: str) -> None:
             assert state() == (False, dtype, False, 2)
         assert state() == (True, dtype, False, 1)
     assert state() == OFF
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
 
 
 @BOTH

@@ -88,7 +88,7 @@ def train(run: Callable[[Block, Tensor], Tensor]) -> tuple[Block, list[Tensor]]:
     """Return the block after a forward and a backward pass, and all gradients."""
     block, x = Block(), X.clone().requires_grad_()
     out = run(block, x)
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
     return block, [out, *gradients(block, out, x)]
 
 

@@ -47,7 +47,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
 
 
 def ran(m: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:

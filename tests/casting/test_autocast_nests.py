@@ -36,7 +36,7 @@ def state() -> State:
         [torch.get_autocast_dtype(device) for device in DEVICES],
         torch.is_autocast_cache_enabled(),
         torch.autocast_decrement_nesting(),
-        id(active_context.innermost_context("cpu")),
+        id(active_context.active("cpu")),
         torch._C._len_torch_dispatch_stack(),
     )
 
@@ -205,7 +205,7 @@ def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
     with suppress(Stop):
         use(nest, shared)
     assert state() == FRESH
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
     assert not torch_cache.in_context()
     assert not torch_cache._entered
     assert not any(region._entries for region in shared)
@@ -236,7 +236,7 @@ def test_a_broken_exit_is_seen() -> None:
         def __enter__(self) -> None:
             self.region = autocast("cpu", policy="lean")
             self.region.__enter__()
-            self.before.append(active_context.innermost_context("cpu"))
+            self.before.append(active_context.active("cpu"))
 
         def __exit__(self, *_: object) -> None:
             self.region.__exit__(None, None, None)

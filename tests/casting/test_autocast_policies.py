@@ -322,7 +322,7 @@ def test_a_warning_as_an_error_leaves_nothing_open(decorated: bool) -> None:
         with pytest.raises(UserWarning, match="matched nothing"):
             run()
     assert not torch.is_autocast_enabled("cpu")
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
 
 
 # Errors about dtypes

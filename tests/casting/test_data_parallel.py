@@ -70,7 +70,7 @@ class Seen(nn.Module):
             "mv": self.weight.mv(x[0]),
             "island": island,
             "cache": torch.is_autocast_cache_enabled(),
-            "frame": active_context.innermost_context("cpu"),
+            "frame": active_context.active("cpu"),
             "thread": threading.current_thread(),
         }
 
@@ -135,7 +135,7 @@ def test_replicas_obey_the_policy(
     """Law: what the policy says of an operation holds in each replica."""
     with autocast("cpu", low, policy=policy):
         seen = apply([Seen(), Seen()])
-        here = active_context.innermost_context("cpu")
+        here = active_context.active("cpu")
     bits = {16: low, 32: torch.float32}
     for one in seen:
         assert (one["mm"].dtype, one["mv"].dtype) == (bits[mm], bits[mv])
@@ -174,10 +174,10 @@ def test_no_region_no_change() -> None:
 def test_errors_come_back() -> None:
     """Law: a replica's error is raised, and leaves the caller's region as it was."""
     with autocast("cpu", torch.float16, policy="lean"):
-        before = active_context.innermost_context("cpu")
+        before = active_context.active("cpu")
         with pytest.raises(ValueError, match="on purpose"):
             apply([Seen(), Seen()], fails=True)
-        assert active_context.innermost_context("cpu") is before
+        assert active_context.active("cpu") is before
         assert X.mm(X.T).dtype == torch.float16
 
 
@@ -190,7 +190,7 @@ def test_a_callers_thread_is_left_as_it_was() -> None:
     with pytest.raises(ValueError, match="on purpose"):
         run(X, fails=True)
     assert not torch.is_autocast_enabled("cpu")
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
 
 
 def test_torch_is_wrapped_while_a_context_is_open() -> None:

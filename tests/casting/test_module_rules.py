@@ -40,7 +40,7 @@ def run(policy: str, low: torch.dtype = BF16) -> Seen:
     with autocast("cpu", low, policy=policy, model=model):
         model(X)
     assert not torch.is_autocast_enabled("cpu")
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
     return seen
 
 

@@ -41,15 +41,15 @@ def test_exceptions() -> None:
     model, seen = build("fails")
     for word in ("module:a=fp32", "module:a.b=low + module:a=promote"):
         with autocast("cpu", policy=f"torch + {word}", model=model):
-            frame = active_context.innermost_context("cpu")
+            frame = active_context.active("cpu")
             for _ in range(3):
                 with pytest.raises(ValueError, match="inside"):
                     model(X)
-                assert active_context.innermost_context("cpu") is frame
+                assert active_context.active("cpu") is frame
                 assert torch.is_autocast_enabled("cpu")
             model.e(X)
             assert seen[-1] == ("e", BF16, FP32)
-        assert active_context.innermost_context("cpu") is None
+        assert active_context.active("cpu") is None
 
 
 def test_a_hook_that_raises() -> None:
@@ -63,10 +63,10 @@ def test_a_hook_that_raises() -> None:
         model, seen = build()
         getattr(model.e, register)(fail)
         with autocast("cpu", policy="torch + module:e=promote", model=model):
-            frame = active_context.innermost_context("cpu")
+            frame = active_context.active("cpu")
             with pytest.raises(ValueError, match="hooked"):
                 model.e(X)
-            assert active_context.innermost_context("cpu") is frame
+            assert active_context.active("cpu") is frame
             model.a(X)
             assert seen[-1] == ("a.b", BF16, FP32)
 
@@ -322,7 +322,7 @@ def test_an_interrupt(category: str) -> None:
         context = autocast("cpu", policy=policy, model=model)
         with pytest.raises(KeyboardInterrupt), context:
             model(X)
-        assert active_context.innermost_context("cpu") is None
+        assert active_context.active("cpu") is None
         assert recompute._patches._users == 0
         assert torch.autocast_increment_nesting() == 1
         assert torch.autocast_decrement_nesting() == 0

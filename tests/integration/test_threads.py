@@ -80,7 +80,7 @@ def test_opened_here_closed_there(name: str) -> None:
 
     ours = start_and_end(hs.autocast("cpu", torch.float16, **CONTEXTS[name]))
     assert ours == start_and_end(torch.autocast("cpu", torch.float16))
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
     assert not torch_cache._entered
     assert autocast_mode._patches._users == 0
 
@@ -112,7 +112,7 @@ def test_closed_out_of_order() -> None:
     x.mm(x)
     outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
-    assert active_context.innermost_context("cpu") is None
+    assert active_context.active("cpu") is None
     assert not torch.is_autocast_enabled("ipu")  # no policy's sign
     torch.set_autocast_enabled("cpu", False)  # noqa: FBT003 -- as torch's own leave it
     with torch.autocast("cpu", torch.float16):

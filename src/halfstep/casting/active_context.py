@@ -217,18 +217,17 @@ def pop(
     while remaining is not None and remaining.popped:
         remaining = remaining.outer
     state.innermost[device] = remaining
-    cache = None if entry.context is None else entry.context.cache
-    remaining_context = (
-        None if remaining is None or remaining.context is None else remaining.context
-    )
-    if cache is not None and (
-        remaining_context is None or remaining_context.cache is not cache
-    ):
+    cache, remaining_cache = _cache_of(entry), _cache_of(remaining)
+    if cache is not None and remaining_cache is not cache:
         cache.close()
     state.pending_undo += undo
     state.on_popped.append(on_popped)
     if state is _thread.state:
         run_pending()
+
+
+def _cache_of(entry: _Entry | None) -> CastCache | None:
+    return None if entry is None or entry.context is None else entry.context.cache
 
 
 def run_pending() -> None:
@@ -259,12 +258,6 @@ def _current_graph_task() -> int:
 def is_open() -> bool:
     """Return whether this thread has a context, active or not."""
     return any(each and each.context for each in _thread.state.innermost.values())
-
-
-def innermost_context(device: str) -> CastContext | None:
-    """Return the context that this thread pushed last, active or not."""
-    entry = _thread.state.innermost.get(device)
-    return None if entry is None else entry.context
 
 
 def active(device: str) -> CastContext | None:
