@@ -94,9 +94,10 @@ def product(*shapes: list[int], op: str = "mm", self_s: float = 0.05) -> dict[st
     return row | {"calls": 12, "self_s": self_s}
 
 
-def wide(*shapes: list[int]) -> dict[str, Any]:
+def wide(self_s: float) -> dict[str, Any]:
     """Return a row of a profile: one product of fp32 numbers."""
-    return product(*shapes) | {"dtypes": ["fp32"] * len(shapes)}
+    row = product([512, 512], [512, 512], self_s=self_s)
+    return row | {"dtypes": ["fp32", "fp32"]}
 
 
 def rates(bf16: float) -> RunFacts:
@@ -318,10 +319,10 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "26 ms of a step of 100 ms",
     ),
     (
-        "no 16-bit products",
-        profiled(ON_CPU, rows=[product([512, 512], [512, 512])]),
-        profiled(ON_CPU, rows=[wide([512, 512], [512, 512])]),
-        "100% of the time in matrix products is in fp32 ones",
+        "fp32 matmuls",
+        profiled(ON_CPU, rows=[wide(0.015), product([512, 512], [512, 512])]),
+        profiled(ON_CPU, rows=[wide(0.016), product([512, 512], [512, 512])]),
+        "16 ms of a step of 100 ms, 16%, in fp32 matmuls, in a run in bf16",
     ),
     (
         "small products",
@@ -904,6 +905,16 @@ def test_shares_in_words() -> None:
         "100%",
     ]
     assert percent(float("nan")) == "an unknown part"
+
+
+def test_emulated_where_bf16_is_fast() -> None:
+    """Law: the advice is bf16 where that is fast, and fp32 where it is not."""
+    for bf16, advice in ((1.5, "--dtype bf16"), (1.4, "--level O0")):
+        rates_of = {"fp32": 1.0, "bf16": bf16, "fp16": 0.1}
+        machine = MachineFacts.from_data({"rates": rates_of})
+        facts = RunFacts(config=replace(ON_CPU, dtype="fp16"), machine=machine)
+        (finding,) = [each for each in examine(facts) if each.rule == "emulated"]
+        assert advice in finding.advice
 
 
 def test_docs_show_the_rules() -> None:

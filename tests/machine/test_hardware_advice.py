@@ -235,6 +235,8 @@ def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         "1.000 (although it has AVX512-FP16): expect 10.0 times the time. "
         "Use level O0."
     )
+    plant(monkeypatch, cpu("AVX512-BF16"), rates(1.0, 2.0, 0.1))
+    assert (hardware.emulation_warning("fp16") or "").endswith("Use dtype='bf16'.")
 
 
 def test_gain(monkeypatch: pytest.MonkeyPatch) -> None:

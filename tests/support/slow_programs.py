@@ -209,7 +209,7 @@ PROGRAMS = {
     "casts": Program(casts, "casts"),
     "fp32 only": Program(fp32_only, "fp32 operations"),
     "emulated": Program(emulated, "emulated", EMULATES),
-    "no region": Program(no_region, "no 16-bit products"),
+    "no region": Program(no_region, "fp32 matmuls"),
 }
 """Name -> program. Each holds on a CPU."""
 

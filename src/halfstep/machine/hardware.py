@@ -336,11 +336,13 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     means = _hardware(dtype, where)
     cause = f"although it has {means}" if means else "it has no instructions for it"
     because = f" ({cause})" if where in _KNOWN else ""
+    better = recommend(where)
+    advice = "level O0" if better.level == "O0" else f"dtype={better.dtype!r}"
     return (
         f"dtype={dtype}: this {where} runs {dtype} matmuls at "
         f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f}{because}: expect "
         f"{rates['fp32'] / rates[dtype]:.1f} times the time"
-        f"{_load_caveat(where, rates)}. Use level O0."
+        f"{_load_caveat(where, rates)}. Use {advice}."
     )
 
 

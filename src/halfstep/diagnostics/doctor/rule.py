@@ -139,13 +139,13 @@ class Rules(list[Rule[F]], Generic[F]):
     ) -> Callable[[Callable[[F], Iterable[Observation]]], Rule[F]]:
         """Decorate a function to become the `observe` of a new rule.
 
-        Its docstring becomes `about`. The rule's name is `name`, or the function's with
+        The first line of its docstring becomes `about`. The rule's name is `name`, or the function's with
         blanks for underscores.
         """
 
         def decorate(observe: Callable[[F], Iterable[Observation]]) -> Rule[F]:
             words = name or observe.__name__.replace("_", " ")
-            about = (observe.__doc__ or "").rstrip(".")
+            about = (observe.__doc__ or "").partition("\n")[0].rstrip(".")
             about = about[:1].lower() + about[1:]
             rule = Rule(words, about, source, observe, **fields)
             self.append(rule)
