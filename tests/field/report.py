@@ -191,7 +191,8 @@ def load() -> None:
 
 
 def report(
-    *sources: str,
+    sources: str,
+    *,
     area: str,
     symptom: str,
     cause: str,
@@ -204,7 +205,7 @@ def report(
     """Register a function `build(amp, *, cured)` as the program of a report.
 
     Args:
-        sources: Public threads, as owner/repository#number.
+        sources: Public threads, each as owner/repository#number, with spaces between.
         area: Chapter of the page: "call order", "range", "dtype error" ...
         symptom: What people see.
         cause: What it is.
@@ -215,7 +216,8 @@ def report(
         steps: After which the trouble shows.
     """
     assert says or command == "impossible"
-    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source) for source in sources)
+    threads = tuple(sources.split())
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", thread) for thread in threads)
 
     def register(build: Callable[..., Program]) -> Callable[..., Program]:
         name = build.__name__
@@ -224,7 +226,7 @@ def report(
             name=name,
             area=area,
             symptom=symptom,
-            sources=sources,
+            sources=threads,
             cause=cause,
             command=command,
             says=says,

@@ -16,9 +16,7 @@ report = reports_of("buffers")
 
 
 @report(
-    "pytorch/pytorch#115500",
-    "pytorch/pytorch#88474",
-    "pytorch/pytorch#96798",
+    "pytorch/pytorch#115500 pytorch/pytorch#88474 pytorch/pytorch#96798 "
     "pytorch/pytorch#90342",
     symptom="Training goes on after a skipped step, and evaluation gives NaN.",
     cause="A step that overflowed wrote inf into BatchNorm's running statistics.",
@@ -51,8 +49,7 @@ def statistics_after_overflow(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "NVIDIA/apex#144",
-    "pytorch/pytorch#126525",
+    "NVIDIA/apex#144 pytorch/pytorch#126525",
     symptom="After model.half() the norm's running variance is inf; outputs are zero.",
     cause="A variance above 65504 is stored in float16.",
     says=r"running_var.*(float16|fp16).*65504",
@@ -74,8 +71,7 @@ def statistics_in_half(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/transformers#17306",
-    "huggingface/transformers#18467",
+    "huggingface/transformers#17306 huggingface/transformers#18467 "
     "microsoft/onnxscript#2992",
     symptom="After model.half() the loss is NaN; in float32 the same batch is fine.",
     cause="The mask's value, float32's lowest number, is -inf in float16.",
@@ -111,9 +107,7 @@ def mask_in_half(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "InternLM/InternLM#237",
-    "EleutherAI/gpt-neox#1016",
-    "Nerogar/OneTrainer#1177",
+    "InternLM/InternLM#237 EleutherAI/gpt-neox#1016 Nerogar/OneTrainer#1177 "
     "pytorch/pytorch#137774",
     symptom="Long inputs are mixed up once the model is in bfloat16.",
     cause="Positions are stored in a buffer: in bfloat16, 257 is 256.",

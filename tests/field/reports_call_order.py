@@ -18,10 +18,8 @@ report = reports_of("call order")
 
 
 @report(
-    "Lightning-AI/pytorch-lightning#9330",
-    "Lightning-AI/pytorch-lightning#9694",
-    "milesial/Pytorch-UNet#468",
-    "pytorch/examples#1196",
+    "Lightning-AI/pytorch-lightning#9330 Lightning-AI/pytorch-lightning#9694 "
+    "milesial/Pytorch-UNet#468 pytorch/examples#1196",
     symptom="With gradient clipping the loss stands still under GradScaler.",
     cause="Gradients are clipped while they are scaled.",
     says=r"gradients were multiplied by .* before unscale_",
@@ -49,8 +47,7 @@ def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "rwth-i6/returnn#1590",
-    "catalyst-team/catalyst#1319",
+    "rwth-i6/returnn#1590 catalyst-team/catalyst#1319",
     symptom="Clipping by value works in fp32; under GradScaler the loss stands still.",
     cause="Gradients are cut at a bound while they are scaled.",
     says=r"gradients were cut at 1 .* before unscale_",
@@ -166,10 +163,8 @@ def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "microsoft/Swin-Transformer#311",
-    "huggingface/transformers#24449",
-    "hiyouga/LlamaFactory#77",
-    "pytorch/pytorch#36601",
+    "microsoft/Swin-Transformer#311 huggingface/transformers#24449 "
+    "hiyouga/LlamaFactory#77 pytorch/pytorch#36601",
     symptom="RuntimeError: unscale_() has already been called on this optimizer.",
     cause="unscale_ is called after each micro-batch, not once before the step.",
     command="run",
@@ -198,8 +193,7 @@ def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#36601",
-    "huggingface/accelerate#641",
+    "pytorch/pytorch#36601 huggingface/accelerate#641",
     symptom="With accumulation under GradScaler only the first micro-batch counts.",
     cause="Scaled gradients are added to gradients that are unscaled already.",
     says=r"scaled gradients were added to .*unscale_|backward.* after unscale_",
@@ -253,8 +247,7 @@ def update_forgotten(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "Haian-Jin/LVSM#19",
-    "espnet/espnet#2362",
+    "Haian-Jin/LVSM#19 espnet/espnet#2362",
     symptom="unscale_() has already been called, an iteration after a large gradient.",
     cause="A step that the program skips itself skips scaler.update(), too.",
     command="run",
@@ -311,8 +304,7 @@ def two_steps_one_update(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/accelerate#439",
-    "neosr-project/neosr#9",
+    "huggingface/accelerate#439 neosr-project/neosr#9",
     symptom="With two optimizers one of them makes jumps of twice the size.",
     cause="update() moves the loss scale before the second optimizer is unscaled.",
     says=r"update\(\) .*between .*(steps|optimizers)",
@@ -411,8 +403,7 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "conservationtechlab/animl-py#298",
-    "mosaicml/composer#1376",
+    "conservationtechlab/animl-py#298 mosaicml/composer#1376",
     symptom="The first steps of each epoch are skipped.",
     cause="A new GradScaler in each epoch searches for its scale again.",
     says="each step makes a new GradScaler",
@@ -518,8 +509,7 @@ def unscale_after_load(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "thisserand/alpaca-lora-finetune-language#4",
-    "d8ahazard/sd_dreambooth_extension#1002",
+    "thisserand/alpaca-lora-finetune-language#4 d8ahazard/sd_dreambooth_extension#1002",
     symptom="AssertionError: No inf checks were recorded for this optimizer.",
     cause="All parameters of the optimizer are frozen.",
     command="run",
@@ -536,8 +526,7 @@ def frozen_parameters(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "open-mmlab/mmsegmentation#3230",
-    "Haochen-Wang409/HPM#10",
+    "open-mmlab/mmsegmentation#3230 Haochen-Wang409/HPM#10",
     symptom="AssertionError: No inf checks were recorded for this optimizer.",
     cause="The loss is a new tensor, which does not depend on the weights.",
     command="run",
@@ -575,8 +564,7 @@ def optimizer_of_old_parameters(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "lucidrains/stylegan2-pytorch#101",
-    "lucidrains/stylegan2-pytorch#100",
+    "lucidrains/stylegan2-pytorch#101 lucidrains/stylegan2-pytorch#100 "
     "pytorch/pytorch#44667",
     symptom="A gradient penalty overflows at any loss scale; without it all works.",
     cause="The penalty is computed from scaled gradients.",
@@ -608,8 +596,7 @@ def penalty_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pfnet/pytorch-pfn-extras#636",
-    "skorch-dev/skorch#826",
+    "pfnet/pytorch-pfn-extras#636 skorch-dev/skorch#826",
     symptom="RuntimeError: Closure use is not currently supported by GradScaler.",
     cause="torch's scaler cannot step an optimizer that takes a closure.",
     command="impossible",
@@ -639,9 +626,7 @@ def closure(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "languini-kitchen/languini-kitchen#7",
-    "wandb/wandb#4369",
-    "wandb/wandb#9092",
+    "languini-kitchen/languini-kitchen#7 wandb/wandb#4369 wandb/wandb#9092 "
     "Lightning-AI/pytorch-lightning#4151",
     symptom="The gradient norm in the log is 65536 times too large, and jumps.",
     cause="It is computed from scaled gradients.",

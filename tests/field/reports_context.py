@@ -22,9 +22,7 @@ report = reports_of("autocast context")
 
 
 @report(
-    "luyug/GradCache#17",
-    "pytorch/pytorch#177287",
-    "pytorch/pytorch#120930",
+    "luyug/GradCache#17 pytorch/pytorch#177287 pytorch/pytorch#120930",
     symptom="Gradients overflow, or errors are weird, with a whole step in autocast.",
     cause="backward() runs inside autocast, which casts its operations again.",
     says="the backward pass ran inside autocast",
@@ -64,9 +62,7 @@ def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#50941",
-    "cvlab-stonybrook/PathLDM#16",
-    "Megvii-BaseDetection/YOLOX#731",
+    "pytorch/pytorch#50941 cvlab-stonybrook/PathLDM#16 Megvii-BaseDetection/YOLOX#731",
     symptom="RuntimeError: Found dtype Float but expected Half, in backward().",
     cause="The loss is computed outside autocast, from 16-bit predictions.",
     command="run",
@@ -123,9 +119,7 @@ def disabled_block(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#116183",
-    "catalyst-team/catalyst#992",
-    "pytorch/pytorch#50170",
+    "pytorch/pytorch#116183 catalyst-team/catalyst#992 pytorch/pytorch#50170",
     symptom="Autocast has no effect: outputs are fp32, and memory is as before.",
     cause="The forward pass runs in a thread, and autocast is a thread's own state.",
     says=r"(thread|Thread).*autocast|autocast.*(thread|Thread)",
@@ -185,9 +179,7 @@ def decorated_generator(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "ai-forever/Real-ESRGAN#12",
-    "pytorch/pytorch#67676",
-    "pytorch/pytorch#83733",
+    "ai-forever/Real-ESRGAN#12 pytorch/pytorch#67676 pytorch/pytorch#83733",
     symptom="Autocast has no effect on a CPU.",
     cause='The context is opened for "cuda".',
     command="run",
@@ -209,8 +201,7 @@ def autocast_of_another_device(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#100565",
-    "huggingface/diffusers#9628",
+    "pytorch/pytorch#100565 huggingface/diffusers#9628",
     symptom="Autocast has no effect on a CPU.",
     cause="Its dtype is float32.",
     command="run",
@@ -304,9 +295,7 @@ def weights_swapped_inside_context(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/accelerate#1036",
-    "decoderesearch/SAELens#723",
-    "ecmwf/WeatherGenerator#874",
+    "huggingface/accelerate#1036 decoderesearch/SAELens#723 ecmwf/WeatherGenerator#874",
     symptom="Steps of bf16 training are skipped, and each is unscaled for nothing.",
     cause="A GradScaler is used with bfloat16, which has the range of fp32.",
     says="bf16 with loss scale dynamic",
@@ -330,8 +319,7 @@ def scaler_with_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "dianwen-ng/Keyword-Spotting-ConvMixer#5",
-    "fideus-labs/KonfAI#178",
+    "dianwen-ng/Keyword-Spotting-ConvMixer#5 fideus-labs/KonfAI#178",
     symptom="float16 training on a CPU learns nothing, without an error.",
     cause='GradScaler() is for "cuda", and switches itself off where there is none.',
     says="fp16 without a loss scale: gradients below .* become 0",
@@ -354,9 +342,7 @@ def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "mk-minchul/AdaFace#127",
-    "yk7333/d3po#6",
-    "haotian-liu/LLaVA#363",
+    "mk-minchul/AdaFace#127 yk7333/d3po#6 haotian-liu/LLaVA#363 "
     "Lightning-AI/pytorch-lightning#5140",
     symptom="ValueError: Attempting to unscale FP16 gradients.",
     cause="Weights that are trained are in float16 already, besides autocast.",

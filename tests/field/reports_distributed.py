@@ -25,8 +25,7 @@ def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
 
 
 @report(
-    "pytorch/pytorch#57410",
-    "pytorch/pytorch#59522",
+    "pytorch/pytorch#57410 pytorch/pytorch#59522",
     symptom="With compressed communication, finite gradients become inf.",
     cause="DDP's hook sends gradients in float16, which holds 65504.",
     says=r"fp16_compress_hook",

@@ -71,9 +71,7 @@ class DecoratedProjection(Projection):
 
 
 @report(
-    "shawntan/scattermoe#17",
-    "NVlabs/pacnet#27",
-    "gungui98/Pytorch-Depthwise-Conv3d#3",
+    "shawntan/scattermoe#17 NVlabs/pacnet#27 gungui98/Pytorch-Depthwise-Conv3d#3",
     symptom="The backward pass of a custom function: expected Half but found Float.",
     cause="Forward runs under autocast, backward does not: it has two dtypes.",
     says=r"Projection.*(custom_fwd|low_precision)",
@@ -126,8 +124,7 @@ class FusedBiasInFp32(FusedBias):
 
 
 @report(
-    "pytorch/pytorch#38487",
-    "pytorch/pytorch#47906",
+    "pytorch/pytorch#38487 pytorch/pytorch#47906",
     symptom="A kernel of an extension: expected scalar type Half but found Float.",
     cause="`custom_fwd` without `cast_inputs` casts no argument of the kernel.",
     command="run",
@@ -148,10 +145,8 @@ def extension_with_two_dtypes(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pyg-team/pytorch_geometric#7473",
-    "open-mmlab/mmdetection3d#1842",
-    "hiyouga/LlamaFactory#3807",
-    "zai-org/VisionReward#7",
+    "pyg-team/pytorch_geometric#7473 open-mmlab/mmdetection3d#1842 "
+    "hiyouga/LlamaFactory#3807 zai-org/VisionReward#7",
     symptom="Index put requires the source and destination dtypes match.",
     cause="A layer's output in 16 bits is written into `torch.zeros` in float32.",
     command="run",
@@ -171,8 +166,7 @@ def rows_of_a_buffer(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#51730",
-    "flairNLP/flair#3651",
+    "pytorch/pytorch#51730 flairNLP/flair#3651",
     symptom="scatter(): Expected self.dtype to be equal to src.dtype.",
     cause="Messages in 16 bits are added up in a tensor in float32.",
     command="run",
@@ -212,8 +206,7 @@ def index_add(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/rl#1703",
-    "pytorch/pytorch#81876",
+    "pytorch/rl#1703 pytorch/pytorch#81876",
     symptom="masked_scatter: expected self and source to have same dtypes.",
     cause="Features in 16 bits replace embedded tokens, which are in float32.",
     command="run",
@@ -235,8 +228,7 @@ def masked_scatter(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "zichongli5/NorMuon#7",
-    "LoganBooker/prodigy-plus-schedule-free#10",
+    "zichongli5/NorMuon#7 LoganBooker/prodigy-plus-schedule-free#10",
     symptom="expected dtype float for `end` but got dtype c10::BFloat16.",
     cause="A running mean in float32 is moved towards a mean in 16 bits.",
     command="run",
@@ -261,8 +253,7 @@ def running_center(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "NVIDIA/apex#302",
-    "NVIDIA/apex#596",
+    "NVIDIA/apex#302 NVIDIA/apex#596",
     symptom="nn.Bilinear: all tensors must have the same dtype.",
     cause="No list of autocast's has `bilinear`: it gets 16 bits and float32.",
     command="run",
@@ -306,9 +297,7 @@ def weighted_bag(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "KohakuBlueleaf/LyCORIS#123",
-    "NVIDIA/apex#887",
-    "pytorch/pytorch#17413",
+    "KohakuBlueleaf/LyCORIS#123 NVIDIA/apex#887 pytorch/pytorch#17413",
     symptom="linalg: low precision dtypes not supported. Got BFloat16.",
     cause="Linear algebra has no 16-bit kernels, and autocast does not cast to fp32.",
     command="run",
@@ -328,9 +317,7 @@ def linear_algebra_in_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#41069",
-    "cai4cai/torchsparsegradutils#53",
-    "NVIDIA/apex#907",
+    "pytorch/pytorch#41069 cai4cai/torchsparsegradutils#53 NVIDIA/apex#907 "
     "Lightning-AI/pytorch-lightning#5282",
     symptom="torch.sparse.mm: \"addmm_sparse\" not implemented for 'Half'.",
     cause="There is no 16-bit kernel for this sparse product.",
@@ -351,8 +338,7 @@ def sparse_product(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#95100",
-    "Francis-Komizu/Sovits#4",
+    "pytorch/pytorch#95100 Francis-Komizu/Sovits#4",
     symptom="Complex numbers are only made of Half, Float or Double, not BFloat16.",
     cause="torch has no complex dtype of two bfloat16.",
     command="run",
@@ -374,9 +360,7 @@ def complex_of_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "NVIDIA/apex#1052",
-    "NVIDIA/apex#1105",
-    "facebookresearch/fairseq#3575",
+    "NVIDIA/apex#1052 NVIDIA/apex#1105 facebookresearch/fairseq#3575 "
     "huggingface/lerobot#710",
     symptom="value cannot be converted to type at::Half without overflow.",
     cause="Scores are masked with -1e9, which float16 does not hold.",
@@ -397,9 +381,7 @@ def mask_constant(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#110285",
-    "xwying/torchshow#23",
-    "locuslab/open-unlearning#156",
+    "pytorch/pytorch#110285 xwying/torchshow#23 locuslab/open-unlearning#156 "
     "IntelLabs/open-omics-alphafold#9",
     symptom="TypeError: Got unsupported ScalarType BFloat16.",
     cause="numpy has no bfloat16.",
@@ -420,9 +402,7 @@ def numpy_of_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#50231",
-    "pytorch/pytorch#84092",
-    "pytorch/pytorch#63552",
+    "pytorch/pytorch#50231 pytorch/pytorch#84092 pytorch/pytorch#63552",
     symptom="torch.jit.trace: cannot insert a tensor that requires grad as a constant.",
     cause="autocast's cache hands the tracer the cast weight of the first call.",
     command="run",
@@ -446,8 +426,7 @@ def trace_under_autocast(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "OpenBMB/MiniCPM-V#234",
-    "ToTheBeginning/PuLID#162",
+    "OpenBMB/MiniCPM-V#234 ToTheBeginning/PuLID#162 "
     "Vaibhavs10/fast-whisper-finetuning#14",
     symptom="mat1 and mat2 must have the same dtype, but got Float and Half.",
     cause="The model is in float16, its inputs are in float32.",
@@ -463,8 +442,7 @@ def half_model_with_float_inputs(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "Mikubill/sd-webui-controlnet#2147",
-    "Nerogar/OneTrainer#655",
+    "Mikubill/sd-webui-controlnet#2147 Nerogar/OneTrainer#655",
     symptom="mixed dtype (CPU): expect parameter to have scalar type of Float.",
     cause="The norm is in 16 bits, and gets float32.",
     says=r"(BatchNorm1d|'norm').*float32|float32.*(BatchNorm1d|'norm')",
@@ -511,10 +489,8 @@ def attribute_left_in_fp32(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "facebookresearch/xformers#742",
-    "facebookresearch/xformers#325",
-    "lucidrains/rotary-embedding-torch#9",
-    "pytorch/pytorch#126053",
+    "facebookresearch/xformers#742 facebookresearch/xformers#325 "
+    "lucidrains/rotary-embedding-torch#9 pytorch/pytorch#126053",
     symptom="Expected query, key, and value to have the same dtype.",
     cause="A table of rotary angles in float32 promotes query and key, not value.",
     says=r"scaled_dot_product_attention.*float32 \(query, key\).*bfloat16 \(value\)",

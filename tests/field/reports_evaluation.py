@@ -16,8 +16,7 @@ report = reports_of("evaluation")
 
 
 @report(
-    "cnulab/RealNet#76",
-    "showlab/Tune-A-Video#65",
+    "cnulab/RealNet#76 showlab/Tune-A-Video#65",
     symptom="Training runs; validation: input and weights should be of the same type.",
     cause="Validation runs outside autocast, on weights in 16 bits.",
     says="outside (of )?autocast|evaluation .*autocast",
@@ -40,8 +39,7 @@ def evaluation_without_autocast(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/diffusers#13895",
-    "huggingface/diffusers#13899",
+    "huggingface/diffusers#13895 huggingface/diffusers#13899 "
     "huggingface/diffusers#9628",
     symptom="Attempting to unscale FP16 gradients, at the first step after validation.",
     cause="Validation casts the live model to float16, in place.",

@@ -16,8 +16,7 @@ report = reports_of("weights in 16 bits")
 
 
 @report(
-    "afiaka87/glide-finetune#5",
-    "sanghyun-son/EDSR-PyTorch#36",
+    "afiaka87/glide-finetune#5 sanghyun-son/EDSR-PyTorch#36 "
     "suvojit-0x55aa/mixed-precision-pytorch#2",
     symptom="After `model.half()` the first step of Adam makes all weights NaN.",
     cause="Adam's eps of 1e-8 is 0 in float16.",
@@ -43,9 +42,7 @@ def eps_of_adam(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "meta-pytorch/torchtune#2254",
-    "pytorch/ao#1124",
-    "pytorch/pytorch#120376",
+    "meta-pytorch/torchtune#2254 pytorch/ao#1124 pytorch/pytorch#120376",
     symptom="With bf16 weights and a small learning rate the loss hardly moves.",
     cause="Updates below 1/256 of a weight are rounded away.",
     says=r"updates were rounded away",
@@ -69,10 +66,8 @@ def updates_lost(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#74739",
-    "huggingface/transformers#23165",
-    "Lightning-AI/pytorch-lightning#5140",
-    "huggingface/diffusers#6442",
+    "pytorch/pytorch#74739 huggingface/transformers#23165 "
+    "Lightning-AI/pytorch-lightning#5140 huggingface/diffusers#6442",
     symptom="ValueError: Attempting to unscale FP16 gradients.",
     cause="The model was loaded in float16, so its gradients are, too.",
     command="run",
@@ -90,8 +85,7 @@ def gradients_in_half(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "warner-benjamin/optimi#15",
-    "soumith/cudnn.torch#377",
+    "warner-benjamin/optimi#15 soumith/cudnn.torch#377",
     symptom="With weights in float16 Adam's first steps are huge, though eps is 1e-6.",
     cause="Squares of gradients below 2e-4 are 0 in float16: eps alone divides.",
     says=r"eps=1e-06 is all that it divides by",
@@ -141,10 +135,8 @@ def weight_decay_lost(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "deepspeedai/DeepSpeed#2768",
-    "deepspeedai/DeepSpeed#1800",
-    "NVIDIA/Megatron-LM#372",
-    "mlnomadpy/flaxchat#6",
+    "deepspeedai/DeepSpeed#2768 deepspeedai/DeepSpeed#1800 "
+    "NVIDIA/Megatron-LM#372 mlnomadpy/flaxchat#6",
     symptom="In bf16 many micro-batches give a smaller gradient than one batch.",
     cause="Gradients are added up in bf16: what is below 1/256 of the sum is lost.",
     says=r"gradients: those of 33 backward passes are added up in bf16.*lost",
@@ -170,8 +162,7 @@ def gradients_added_in_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "tracel-ai/burn#5699",
-    "facebookresearch/fairscale#263",
+    "tracel-ai/burn#5699 facebookresearch/fairscale#263",
     symptom="With a hand-written clipping by norm, float16 weights never change.",
     cause="Squares of gradients above 255 are inf in float16, and 1 / inf is 0.",
     says=r"square of gradients: makes inf of finite numbers in float16.*65504",

@@ -60,8 +60,7 @@ def checked(
 
 
 @report(
-    "huggingface/diffusers#13920",
-    "EleutherAI/gpt-neox#1003",
+    "huggingface/diffusers#13920 EleutherAI/gpt-neox#1003 "
     "huggingface/transformers#25681",
     symptom="With rotary embeddings in bf16 long contexts are worse.",
     cause="Positions and angles are computed in bf16: from 256 on they skip integers.",
@@ -84,9 +83,7 @@ def rotary_angles(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "facebookresearch/ConvNeXt#71",
-    "ml-explore/mlx#4228",
-    "microsoft/onnxruntime#29043",
+    "facebookresearch/ConvNeXt#71 ml-explore/mlx#4228 microsoft/onnxruntime#29043",
     symptom="A hand-written norm is far from fp32 in float16, without any inf.",
     cause="x * x overflows, and 1 / inf is 0.",
     command="check",
@@ -105,9 +102,7 @@ def squares_of_a_norm(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "tracel-ai/burn#4109",
-    "google-ai-edge/LiteRT#9249",
-    "numpy/numpy#7930",
+    "tracel-ai/burn#4109 google-ai-edge/LiteRT#9249 numpy/numpy#7930",
     symptom="A mean over many positions is 0 in float16.",
     cause="Their number, or their sum, passes 65504, and x / inf is 0.",
     command="check",
@@ -126,10 +121,8 @@ def count_of_positions(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/diffusers#9405",
-    "modelscope/DiffSynth-Studio#562",
-    "utensils/mold#786",
-    "kohya-ss/musubi-tuner#729",
+    "huggingface/diffusers#9405 modelscope/DiffSynth-Studio#562 "
+    "utensils/mold#786 kohya-ss/musubi-tuner#729",
     symptom="A diffusion model in bf16 sees timestep 1000 in place of 998.4.",
     cause="Timesteps from 512 to 1024 are multiples of 4 in bf16.",
     command="check",
@@ -150,8 +143,7 @@ def timesteps(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/diffusers#13922",
-    "nkalyanv99/UNI-D2#6",
+    "huggingface/diffusers#13922 nkalyanv99/UNI-D2#6",
     symptom="Under autocast a rotary embedding written in float32 gives one colour.",
     cause="Autocast casts the matmul of positions and rates: 65536 + i is 65536.",
     command="check",
@@ -173,8 +165,7 @@ def positions_in_a_matmul(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#70179",
-    "pytorch/pytorch#17584",
+    "pytorch/pytorch#70179 pytorch/pytorch#17584",
     symptom="Rows are mixed up in float16 once there are more than 2048.",
     cause="Indices are kept as floating numbers: 2049 is 2048 in float16.",
     command="check",
@@ -194,9 +185,7 @@ def indices_as_floats(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#94816",
-    "pytorch/pytorch#96429",
-    "princeton-vl/RAFT#54",
+    "pytorch/pytorch#94816 pytorch/pytorch#96429 princeton-vl/RAFT#54",
     symptom="Optical flow in float16 has steps: it moves by whole pixels.",
     cause="From column 2048 on float16 has no fractions.",
     command="check",
@@ -219,8 +208,7 @@ def sampling_grid(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "numpy/numpy#24443",
-    "pytorch/pytorch#180150",
+    "numpy/numpy#24443 pytorch/pytorch#180150",
     symptom="A box filter by cumulative sums is noise towards the end, in 16 bits.",
     cause="Sums of thousands are coarse, and a difference of two keeps the error.",
     command="check",
@@ -240,8 +228,7 @@ def window_of_cumulative_sums(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/vision#3371",
-    "zylo117/Yet-Another-EfficientDet-Pytorch#153",
+    "pytorch/vision#3371 zylo117/Yet-Another-EfficientDet-Pytorch#153 "
     "MultimediaTechLab/YOLO#234",
     symptom="NMS in float16 suppresses nothing: all boxes stay.",
     cause="The union of two areas passes 65504, so each overlap is x / inf = 0.",
@@ -262,8 +249,7 @@ def overlap_of_boxes(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#69512",
-    "zhuchen03/FreeLB#8",
+    "pytorch/pytorch#69512 zhuchen03/FreeLB#8",
     symptom="cosine_similarity gives 0 for float16.",
     cause="The product of two norms passes 65504, and x / inf is 0.",
     command="check",
@@ -286,9 +272,7 @@ def product_of_norms(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/trl#454",
-    "CarperAI/trlx#107",
-    "jingyaogong/minimind#813",
+    "huggingface/trl#454 CarperAI/trlx#107 jingyaogong/minimind#813",
     symptom="PPO's ratio is not 1 before the first update.",
     cause="Old log-probabilities are computed under autocast, new ones in bf16.",
     says=r"log_softmax: ran in bf16, .*a ratio .* is not 1",

@@ -37,10 +37,8 @@ class FeedForward(nn.Module):
 
 
 @report(
-    "huggingface/transformers#5651",
-    "huggingface/transformers#9295",
-    "huggingface/transformers#10956",
-    "huggingface/transformers#14189",
+    "huggingface/transformers#5651 huggingface/transformers#9295 "
+    "huggingface/transformers#10956 huggingface/transformers#14189",
     symptom="A T5 in fp16: the loss is NaN from the first steps on.",
     cause="The feed-forward network's last layer gives more than 65504.",
     says=r"wo \(linear\): forward range: .*65504.*module:wo=fp32",
@@ -53,8 +51,7 @@ def feed_forward_of_t5(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#60939",
-    "NVIDIA/apex#224",
+    "pytorch/pytorch#60939 NVIDIA/apex#224",
     symptom="Attention gives NaN after the softmax in fp16.",
     cause="Products of queries and keys pass 65504 before they are divided.",
     says=r"matmul\): forward range: .*65504",
@@ -76,8 +73,7 @@ def scores_before_division(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#26098",
-    "jadore801120/attention-is-all-you-need-pytorch#5",
+    "pytorch/pytorch#26098 jadore801120/attention-is-all-you-need-pytorch#5",
     symptom="Attention is NaN for some sequences of a batch.",
     cause="All keys of a row are masked: softmax of nothing but -inf.",
     says=r"softmax\): .*mask",
@@ -97,9 +93,7 @@ def row_without_keys(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "apple/coremltools#351",
-    "facebookresearch/ConvNeXt#71",
-    "ml-explore/mlx#4228",
+    "apple/coremltools#351 facebookresearch/ConvNeXt#71 ml-explore/mlx#4228 "
     "NVIDIA/apex#84",
     symptom="A hand-written layer norm is wrong or NaN in float16.",
     cause="Squares of its inputs pass 65504.",
@@ -120,10 +114,8 @@ def norm_by_hand(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "vanderschaarlab/synthcity#331",
-    "lucidrains/DALLE2-pytorch#138",
-    "pyg-team/pytorch_geometric#500",
-    "NVIDIA/apex#812",
+    "vanderschaarlab/synthcity#331 lucidrains/DALLE2-pytorch#138 "
+    "pyg-team/pytorch_geometric#500 NVIDIA/apex#812",
     symptom="The KL term of a VAE becomes inf.",
     cause="exp() of a log-variance above 11 is beyond float16.",
     says=r"exp\): forward range: .*(65504|11)",
@@ -146,9 +138,7 @@ def exp_of_log_variance(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "pytorch/pytorch#68425",
-    "pytorch/pytorch#52248",
-    "pytorch/pytorch#156212",
+    "pytorch/pytorch#68425 pytorch/pytorch#52248 pytorch/pytorch#156212",
     symptom="The loss is finite, and all gradients are NaN.",
     cause="The unused branch of torch.where overflows: its gradient is 0 times inf.",
     says=r"\(exp\): forward range: .*clamp its argument",
@@ -168,8 +158,7 @@ def branch_left_out(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "pytorch/pytorch#64305",
-    "pytorch/pytorch#121416",
+    "pytorch/pytorch#64305 pytorch/pytorch#121416",
     symptom="Targets that are missing are masked, and gradients are NaN.",
     cause="The mask comes after the loss: NaN times 0 is NaN on the way back.",
     says=r"mse_loss\): label: a target .*NaN",
@@ -191,9 +180,7 @@ def mask_after_loss(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "pytorch/pytorch#2421",
-    "open-mmlab/mmrotate#205",
-    "mpariente/pytorch_stoi#14",
+    "pytorch/pytorch#2421 open-mmlab/mmrotate#205 mpariente/pytorch_stoi#14",
     symptom="Gradients are NaN as soon as two points are one.",
     cause="The slope of a square root at 0 is infinite.",
     says=r"sqrt.*0",
@@ -211,9 +198,7 @@ def root_at_zero(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "pytorch/pytorch#33596",
-    "pytorch/pytorch#192017",
-    "kornia/kornia#3966",
+    "pytorch/pytorch#33596 pytorch/pytorch#192017 kornia/kornia#3966 "
     "pyg-team/pytorch_geometric#2106",
     symptom="Normalised vectors are NaN in float16 where they are 0.",
     cause="eps=1e-8 or 1e-12 rounds to 0 in float16: 0 / 0.",
@@ -234,9 +219,7 @@ def eps_of_a_norm(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "NVIDIA/apex#379",
-    "pytorch/pytorch#40497",
-    "dmlc/gluon-cv#942",
+    "NVIDIA/apex#379 pytorch/pytorch#40497 dmlc/gluon-cv#942",
     symptom="softmax, then log, then NLL: inf under mixed precision.",
     cause="Small probabilities are 0 in float16, and log(0) is -inf.",
     says=r"log.*(0 at|zero|argument is 0)",
@@ -256,8 +239,7 @@ def log_of_softmax(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "lucidrains/gateloop-transformer#4",
-    "facebookresearch/xformers#96",
+    "lucidrains/gateloop-transformer#4 facebookresearch/xformers#96",
     symptom="log(x + 1e-8) is -inf in float16.",
     cause="1e-8 is 0 in float16.",
     says=r"log.*(0 at|zero|argument is 0)",
@@ -277,8 +259,7 @@ def small_number_in_log(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "engichang1467/Open-Rig3R#35",
-    "NVlabs/tiny-cuda-nn#472",
+    "engichang1467/Open-Rig3R#35 NVlabs/tiny-cuda-nn#472",
     symptom="fp16 autocast trains, but the loss stands still early.",
     cause="Without a GradScaler small gradients are 0.",
     says=r"fp16 without a loss scale",
@@ -302,8 +283,7 @@ def no_scaler(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "qubvel-org/segmentation_models.pytorch#463",
-    "Lightning-AI/torchmetrics#1380",
+    "qubvel-org/segmentation_models.pytorch#463 Lightning-AI/torchmetrics#1380 "
     "pytorch/pytorch#44350",
     symptom="Dice loss of images of 512 x 512 is NaN under mixed precision.",
     cause="The sum over 262144 pixels passes 65504: inf / inf.",
@@ -324,8 +304,7 @@ def sum_over_an_image(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "idiap/fast-transformers#32",
-    "LeapLabTHU/FLatten-Transformer#15",
+    "idiap/fast-transformers#32 LeapLabTHU/FLatten-Transformer#15",
     symptom="Linear attention runs for a while in fp16, then NaN comes in.",
     cause="Products of keys and values, summed over a sequence, pass 65504.",
     says=r"matmul\): forward range: .*65504",
@@ -344,9 +323,7 @@ def linear_attention(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "NVIDIA/apex#402",
-    "pytorch/pytorch#3651",
-    "jcjohnson/neural-style#425",
+    "NVIDIA/apex#402 pytorch/pytorch#3651 jcjohnson/neural-style#425",
     symptom="The style loss is NaN with mixed precision, at any level.",
     cause="A Gram matrix sums products over all pixels before it is divided.",
     says=r"\(bmm\): loss function: .*65504",
@@ -366,8 +343,7 @@ def gram_matrix(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "wenet-e2e/wenet#891",
-    "flashlight/flashlight#448",
+    "wenet-e2e/wenet#891 flashlight/flashlight#448",
     symptom="A Conformer with relative positions is NaN from epoch 14 on.",
     cause="Scores of contents and of positions are finite, and their sum is not.",
     says=r"\(add\): forward range: .*65504",
@@ -402,10 +378,8 @@ class Residual(nn.Module):
 
 
 @report(
-    "huggingface/transformers#39972",
-    "huggingface/transformers#36832",
-    "huggingface/transformers#19229",
-    "awslabs/sockeye#1051",
+    "huggingface/transformers#39972 huggingface/transformers#36832 "
+    "huggingface/transformers#19229 awslabs/sockeye#1051",
     symptom="Gemma 3 or LongT5 in float16 gives empty texts: hidden states are NaN.",
     cause="The residual stream, which bfloat16 held, passes 65504 at an addition.",
     command="find_nonfinite",
@@ -421,9 +395,7 @@ def residual_stream(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/diffusers#7188",
-    "Comfy-Org/ComfyUI#1401",
-    "huggingface/candle#1060",
+    "huggingface/diffusers#7188 Comfy-Org/ComfyUI#1401 huggingface/candle#1060",
     symptom="Images that SDXL's VAE decodes in fp16 are black.",
     cause="Activations of a convolution pass 65504; the norm makes NaN of inf.",
     command="find_nonfinite",
@@ -465,9 +437,7 @@ def gelu_by_hand(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "tracel-ai/burn#5374",
-    "apple/coremltools#2814",
-    "sbryngelson/ANEForge#113",
+    "tracel-ai/burn#5374 apple/coremltools#2814 sbryngelson/ANEForge#113",
     symptom="A hand-written softplus gives inf in fp16, and NaN gradients.",
     cause="exp(x) is inf from 11.1 on in float16.",
     says=r"\(exp\): forward range: ",
@@ -487,8 +457,7 @@ def softplus_by_hand(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "facebookresearch/swav#67",
-    "facebookresearch/dinov2#583",
+    "facebookresearch/swav#67 facebookresearch/dinov2#583 "
     "huggingface/sentence-transformers#2774",
     symptom="Sinkhorn's assignments are NaN with a small temperature.",
     cause="exp(score / 0.04) is inf, in float32, too; inf / inf is NaN.",
@@ -529,8 +498,7 @@ def large_targets(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "NVIDIA/kvpress#250",
-    "NVIDIA/kvpress#268",
+    "NVIDIA/kvpress#250 NVIDIA/kvpress#268",
     symptom="Generation in float16 gives only '!!!!'; bfloat16 works.",
     cause="A constant of -1e5 times a float16 tensor is -inf.",
     says=r"\(mul\): forward range: .*65504",

@@ -17,10 +17,8 @@ report = reports_of("schedule and checkpoint")
 
 
 @report(
-    "Lightning-AI/pytorch-lightning#5558",
-    "Lightning-AI/pytorch-lightning#18828",
-    "pytorch/pytorch#44511",
-    "huggingface/transformers#11106",
+    "Lightning-AI/pytorch-lightning#5558 Lightning-AI/pytorch-lightning#18828 "
+    "pytorch/pytorch#44511 huggingface/transformers#11106",
     symptom="lr_scheduler.step() before optimizer.step(), though the order is right.",
     cause="The schedule moves on at a step that the scaler has skipped.",
     says="it moved after a step that was skipped",
@@ -48,9 +46,8 @@ def schedule_on_skipped_steps(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "d8ahazard/sd_dreambooth_extension#1415",
-    "d8ahazard/sd_dreambooth_extension#1417",
-    "AndreasBergmeister/ram#6",
+    "d8ahazard/sd_dreambooth_extension#1415 "
+    "d8ahazard/sd_dreambooth_extension#1417 AndreasBergmeister/ram#6",
     symptom="Averaged weights never change.",
     cause="The moving average is kept in 16 bits: its small steps are rounded away.",
     says="averaged or summed in place in fp16, .* did not change",
@@ -73,9 +70,7 @@ def average_in_half(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "allenai/tango#154",
-    "pytorch/torchtitan#146",
-    "huggingface/transformers#11663",
+    "allenai/tango#154 pytorch/torchtitan#146 huggingface/transformers#11663 "
     "pfnet/pytorch-pfn-extras#690",
     symptom="After resuming the first steps are skipped, and results differ.",
     cause="The state of the GradScaler is not in the checkpoint.",
@@ -106,8 +101,7 @@ def scaler_not_saved(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "lucidrains/lightweight-gan#103",
-    "PaddlePaddle/PaddleNLP#6853",
+    "lucidrains/lightweight-gan#103 PaddlePaddle/PaddleNLP#6853",
     symptom="RuntimeError: The source state dict is empty, when resuming with fp16.",
     cause="The checkpoint was saved with a GradScaler that was switched off.",
     command="run",
@@ -126,8 +120,7 @@ def scaler_saved_disabled(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "ultralytics/ultralytics#24085",
-    "facebookresearch/fairseq2#212",
+    "ultralytics/ultralytics#24085 facebookresearch/fairseq2#212",
     symptom="The loss explodes at the first step after resuming.",
     cause="Adam's second moments were saved in float16, where they are 0.",
     says=r"exp_avg_sq",
@@ -162,8 +155,7 @@ def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "TheLastBen/fast-stable-diffusion#576",
-    "open-mmlab/mmsegmentation#283",
+    "TheLastBen/fast-stable-diffusion#576 open-mmlab/mmsegmentation#283 "
     "ultralytics/ultralytics#21283",
     symptom="After resuming, the loss differs in the third digit.",
     cause="Weights were saved in float16, and the bits of float32 are lost.",

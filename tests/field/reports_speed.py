@@ -16,8 +16,7 @@ report = reports_of(SPEED)
 
 
 @report(
-    "sgl-project/sglang-omni#1715",
-    "LAION-AI/CLIP_benchmark#8",
+    "sgl-project/sglang-omni#1715 LAION-AI/CLIP_benchmark#8",
     symptom="With AMP nothing is faster, and the memory is the same.",
     cause="The model runs before the context is opened: only the loss is inside.",
     says=r"100% of the time in matrix products is in fp32 ones.*inside the autocast",

@@ -18,9 +18,7 @@ report = reports_of("zero and tiny numbers")
 
 
 @report(
-    "lucidrains/vector-quantize-pytorch#106",
-    "open-mmlab/mmcv#2178",
-    "NVIDIA/cuvs#991",
+    "lucidrains/vector-quantize-pytorch#106 open-mmlab/mmcv#2178 NVIDIA/cuvs#991",
     symptom="Distances to a codebook are NaN now and then.",
     cause="a*a + b*b - 2ab of close points is rounded to below 0: no square root.",
     says=r"sqrt\): .*negative",
@@ -41,8 +39,7 @@ def distances_by_expansion(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "anthonymlortiz/lcn#4",
-    "megvii-research/TLC#3",
+    "anthonymlortiz/lcn#4 megvii-research/TLC#3",
     symptom="A hand-written norm is NaN where the image is uniform.",
     cause="mean(x*x) - mean(x)**2 is rounded to below 0: no square root.",
     says=r"r?sqrt\): .*negative",
@@ -65,9 +62,7 @@ def variance_by_difference(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "papagina/RotationContinuity#11",
-    "naver/roma#9",
-    "banctilrobitaille/torch-vectorized#7",
+    "papagina/RotationContinuity#11 naver/roma#9 banctilrobitaille/torch-vectorized#7",
     symptom="The angle between rotations is NaN as soon as they agree.",
     cause="Rounding puts the cosine at 1 or above, where acos has no slope.",
     says=r"acos.*(-1|inside)",
@@ -88,9 +83,7 @@ def angle_of_equal_vectors(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#70348",
-    "pytorch/pytorch#75181",
-    "pytorch/pytorch#116349",
+    "pytorch/pytorch#70348 pytorch/pytorch#75181 pytorch/pytorch#116349 "
     "OpenRLHF/OpenRLHF#583",
     symptom="Fine-tuning shows a loss of NaN for some batches.",
     cause="All labels of a batch are -100: a mean over nothing.",
@@ -110,8 +103,7 @@ def no_label_left(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "microsoft/LMOps#38",
-    "yenchenlin/nerf-pytorch#28",
+    "microsoft/LMOps#38 yenchenlin/nerf-pytorch#28",
     symptom="A distillation loss is NaN after some hundred steps.",
     cause="The mask of a batch is empty: 0 / 0.",
     says=r"div\): zero: its divisor is 0",
@@ -171,8 +163,7 @@ def reverse_kl(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "fastino-ai/GLiNER2#155",
-    "pytorch/pytorch#40497",
+    "fastino-ai/GLiNER2#155 pytorch/pytorch#40497",
     symptom="The loss looks normal, and one backward pass makes all weights NaN.",
     cause="1 - 1e-6 is 1 in 16 bits: the clamp before log1p(-p) does nothing.",
     says=r"log1p\): .*-1.*float16",
@@ -260,8 +251,7 @@ def entropy_of_masked_logits(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "candle-org/MindAct#1633",
-    "sooftware/kospeech#37",
+    "candle-org/MindAct#1633 sooftware/kospeech#37",
     symptom="With label smoothing the loss is inf; without it training works.",
     cause="Smoothing gives masked classes a share, and their log p is -inf.",
     says=r"masked_fill\): loss function: .*non-finite constant.*finite one",
@@ -281,8 +271,7 @@ def smoothing_of_masked_classes(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#14335",
-    "wenet-e2e/wenet#2299",
+    "pytorch/pytorch#14335 wenet-e2e/wenet#2299",
     symptom="CTC loss is inf for some recordings.",
     cause="The input is shorter than its text.",
     says=r"ctc_loss\): label: an input is too short",
