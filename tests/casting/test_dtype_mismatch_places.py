@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,31 +35,9 @@ class Mixer(nn.Module):
         return torch.mv(rows, self.vector)
 
 
-class Block(nn.Module):
-    """Holds its mixer in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Identity(), Mixer()])
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Fail in the second layer."""
-        for layer in self.layers:
-            rows = layer(rows)
-        return rows
-
-
-class Model(nn.Module):
-    """A block in a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Fail far inside."""
-        out: Tensor = self.block(rows)
-        return out
+def nested() -> nn.Sequential:
+    """Return a model that fails in its module '1.1'."""
+    return nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), Mixer()))
 
 
 def found_in(run: Callable[..., object], *args: object) -> DtypeMismatch:
@@ -71,6 +49,11 @@ def found_in(run: Callable[..., object], *args: object) -> DtypeMismatch:
     return found
 
 
+def line_of(found: DtypeMismatch) -> str:
+    """Return what is said below torch's own text."""
+    return str(found).splitlines()[1]
+
+
 def rows() -> Tensor:
     """Return what the mixer does not take."""
     return torch.rand(2, 2, dtype=BF16)
@@ -79,30 +62,15 @@ def rows() -> Tensor:
 # Modules
 
 
-@pytest.fixture(name="parallel")
-def _parallel() -> Iterator[nn.Module]:
-    """Wrap a model for data parallelism among one process."""
-    with group_of_one():
-        yield nn.parallel.DistributedDataParallel(Model())
-
-
 def test_innermost_module() -> None:
     """Law: the path leads from the outermost module to the innermost."""
-    model = Model()
-    found = found_in(model, rows())
-    assert dict(model.named_modules())[found.module] is model.block.layers[1]
-    assert str(found).splitlines()[1] == (
-        "-> mv in module 'block.layers.1' (Mixer) got bfloat16 (rows), float32 "
-        "(vector). Fix it with the policy rule 'op:mv=low', or cast by hand."
+    found = found_in(nested(), rows())
+    assert line_of(found) == (
+        "-> mv in module '1.1' (Mixer) got bfloat16 (rows), float32 (vector). Fix it "
+        "with the policy rule 'op:mv=low', or cast by hand."
     )
-    assert (found.operation, found.rule) == ("mv", "op:mv=low")
+    assert (found.operation, found.module, found.rule) == ("mv", "1.1", "op:mv=low")
     assert found.dtypes == (BF16, FP32)
-
-
-def test_wrappers(parallel: nn.Module) -> None:
-    """Law: data parallelism's and torch.compile's wrappers are no part of the path."""
-    for wrapped in (parallel, nn.DataParallel(Model()), Compiled(Model())):
-        assert found_in(wrapped, rows()).module == "block.layers.1"
 
 
 class Compiled(nn.Module):
@@ -118,12 +86,20 @@ class Compiled(nn.Module):
         return out
 
 
+def test_wrappers() -> None:
+    """Law: data parallelism's and torch.compile's wrappers are no part of the path."""
+    with group_of_one():
+        ddp = nn.parallel.DistributedDataParallel(nested())
+        for wrapped in (ddp, nn.DataParallel(nested()), Compiled(nested())):
+            assert found_in(wrapped, rows()).module == "1.1"
+
+
 def test_tied_module() -> None:
     """Law: a module in two places has the path that `named_modules` gives it."""
-    model = Model()
-    model.alias = model.block
-    assert found_in(model.alias, rows()).module == "layers.1"
-    assert found_in(model, rows()).module == "block.layers.1"
+    model = nested()
+    model.alias = model[1]
+    assert found_in(model.alias, rows()).module == "1"
+    assert found_in(model, rows()).module == "1.1"
 
 
 class Hoarder(nn.Module):
@@ -144,15 +120,7 @@ def test_unregistered_module() -> None:
     """Law: a module that the model does not hold has no path: the one around it is."""
     found = found_in(nn.Sequential(nn.Identity(), Hoarder()), rows())
     assert found.module == "1"
-    assert " in module '1' (Hoarder) got " in str(found)
-
-
-def test_no_module() -> None:
-    """Law: outside of modules nothing is said about one."""
-    vector, matrix = torch.rand(2), rows()
-    found = found_in(lambda: torch.mv(matrix, vector))
-    assert found.module == ""
-    assert str(found).splitlines()[1].startswith("-> mv got bfloat16 (matrix), float32")
+    assert " in module '1' (Hoarder) got " in line_of(found)
 
 
 class Crooked(torch.autograd.Function):
@@ -183,20 +151,16 @@ def test_backward() -> None:
     weight = torch.rand(2, 2, requires_grad=True)
     out: Tensor = Crooked.apply(weight)  # type: ignore[no-untyped-call]
     found = found_in(Trainer(), out.sum())
-    line = str(found).splitlines()[1]
-    assert line.startswith(
+    assert line_of(found).startswith(
         "-> mv in Crooked.backward got float32 (grad), bfloat16 (vec"
     )
     assert (found.module, found.rule) == ("", "")
 
 
-class Late(nn.Module):
+class Late(Mixer):
     """Mixes dtypes only when it runs again."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.rand(2))
-        self.again = False
+    again = False
 
     def forward(self, rows: Tensor) -> Tensor:
         """Fail the second time."""
@@ -255,22 +219,6 @@ class Plain(Tensor):
     """A subclass, whose calls pass through Python."""
 
 
-def test_handed_on() -> None:
-    """Law: modes and subclasses do not hide which operation it was."""
-    for region in (torch.device("cpu"), Passing()):
-        with region:
-            found = found_in(Model(), rows())
-        assert (found.operation, found.dtypes) == ("mv", (BF16, FP32))
-    found = found_in(Mixer(), rows().as_subclass(Plain))
-    assert (found.operation, found.dtypes) == ("mv", (BF16, FP32))
-    found = found_in(lambda: rows() @ torch.rand(2).as_subclass(Plain))
-    assert found.operation == "matmul"
-    found = found_in(
-        functional.layer_norm, torch.rand(1, 2).as_subclass(Plain), (2,), rows()[0]
-    )
-    assert (found.operation, found.rule) == ("layer_norm", "op:layer_norm=promote")
-
-
 def mv(*args: Tensor) -> object:
     """Run an operation as a kernel in Python does."""
     return run_with(torch.ops.aten.mv.default, args)
@@ -281,23 +229,39 @@ def run_with(op: Callable[..., object], args: tuple[Tensor, ...]) -> object:
     return op(*args)
 
 
-def test_kernel_in_python() -> None:
-    """Law: what hands on its arguments is asked for its caller, step by step."""
-    matrix, vector = rows(), torch.rand(2)
-    found = found_in(lambda: mv(matrix, vector))
-    assert "-> mv got bfloat16 (matrix), float32 (vector). " in str(found)
+MATRIX, VECTOR = rows(), torch.rand(2)
+HANDED_ON: dict[str, Callable[[], object]] = {
+    "mv": lambda: torch.mv(MATRIX, VECTOR),
+    "mv, a subclass": lambda: Mixer()(MATRIX.as_subclass(Plain)),
+    "matmul": lambda: MATRIX @ VECTOR.as_subclass(Plain),
+    "layer_norm": lambda: functional.layer_norm(
+        VECTOR.as_subclass(Plain), (2,), MATRIX[0]
+    ),
+    "mv, a kernel in Python": lambda: mv(MATRIX, VECTOR),
+    # As exported graphs call them.
+    "mv, an overload": lambda: torch.ops.aten.mv.default(MATRIX, VECTOR),
+}
 
 
-def test_overload() -> None:
-    """Law: an overload, as exported graphs call them, goes by the operation's name."""
-    matrix, vector = rows(), torch.rand(2)
-    found = found_in(lambda: torch.ops.aten.mv.default(matrix, vector))
-    assert (found.operation, found.dtypes) == ("mv", (BF16, FP32))
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_handed_on(name: str) -> None:
+    """Law: modes, subclasses and kernels in Python do not hide which operation it was.
+
+    Outside of modules nothing is said about one.
+    """
+    operation = name.partition(",")[0]
+    for mode in (torch.device("cpu"), Passing()):
+        with mode:
+            found = found_in(HANDED_ON[name])
+        assert found.operation == operation
+        assert set(found.dtypes) == {BF16, FP32}
+        assert found.rule.startswith(f"op:{operation}=") or operation == "matmul"
+    assert found.module == ""
 
 
 def test_without_source() -> None:
     """Law: without source the dtypes are torch's own words, and nothing is named."""
-    names = {"torch": torch, "a": torch.rand(2), "b": rows()}
+    names = {"torch": torch, "a": VECTOR, "b": MATRIX}
     found = found_in(exec, "torch.mv(b, a)", names)
     assert (found.operation, found.rule) == ("", "")
     assert set(found.dtypes) == {BF16, FP32}
@@ -313,7 +277,6 @@ def test_edited_source(tmp_path: Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    file.write_text("import torch\ndef run(a, b):\n    return torch.mm(a, b)\n")
-    assert found_in(module.run, rows(), torch.rand(2)).operation == ""
-    file.write_text("def")
-    assert found_in(module.run, rows(), torch.rand(2)).operation == ""
+    for text in ("import torch\ndef run(a, b):\n    return torch.mm(a, b)\n", "def"):
+        file.write_text(text)
+        assert found_in(module.run, MATRIX, VECTOR).operation == ""
