@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from required import required
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from versions import torch_has_lstm
 
 import halfstep as hs
@@ -322,6 +323,21 @@ def test_our_casts_and_torchs_are_one(
         find_in_graph(loss, lambda w: "weight" if w.ndim > 1 else "bias")
     )
     assert (finding.cause, finding.where) == (cause, where)
+
+
+def test_a_dispatch_mode_changes_nothing() -> None:
+    """Law: a graph with a product by a number is read under a dispatch mode too."""
+
+    class Transparent(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model = mlp()
+    with Transparent():
+        finding = look(FP16, model, lambda: (model(FULL) * 1e5).relu().sum().float())
+    assert required(finding).where == "mul, after linear (2.weight, 2.bias)"
 
 
 def test_a_product_that_fits_is_cleared() -> None:

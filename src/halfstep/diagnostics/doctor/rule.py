@@ -139,8 +139,8 @@ class Rules(list[Rule[F]], Generic[F]):
     ) -> Callable[[Callable[[F], Iterable[Observation]]], Rule[F]]:
         """Decorate a function to become the `observe` of a new rule.
 
-        The first line of its docstring becomes `about`. The rule's name is `name`, or the function's with
-        blanks for underscores.
+        The first line of its docstring becomes `about`. The rule's name is `name`, or
+        the function's with blanks for underscores.
         """
 
         def decorate(observe: Callable[[F], Iterable[Observation]]) -> Rule[F]:
