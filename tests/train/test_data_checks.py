@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from halfstep.train.data.tokenized import EncodedTexts
@@ -25,6 +26,15 @@ class Kinds(list[set[str]]):
         return set().union(*self)
 
 
+class Counts(list[int]):
+    """A split, as the number of examples of each label."""
+
+    def label_counts(self, num_labels: int) -> np.ndarray[Any, Any]:
+        """Return the numbers."""
+        assert len(self) == num_labels
+        return np.array(self)
+
+
 def trainer(**more: Any) -> Any:
     """Return a trainer of whose run there is nothing to say, but for what is told."""
     job = {
@@ -33,6 +43,8 @@ def trainer(**more: Any) -> Any:
         "corpus": SimpleNamespace(
             left_out=more.pop("left_out", ()),
             repeats=more.pop("repeats", 0),
+            labels=("a", "b"),
+            dev=Counts(more.pop("dev_counts", (50, 50))),
             task=more.pop("task", "classify"),
             test=Kinds(more.pop("test_kinds", [])),
         ),
@@ -54,6 +66,22 @@ def test_nothing_to_say() -> None:
             {"repeats": 0},
             {"repeats": 1},
             "1 text equals an earlier one: equal texts are in the same split.",
+        ),
+        (
+            {"dev_counts": (50, 50)},
+            {"dev_counts": (50, 46)},
+            (
+                "dev has 96 texts: the 95% confidence interval of accuracy is up to "
+                "0.20 wide; evaluate on more."
+            ),
+        ),
+        (
+            {"task": "ner", "dev_counts": (90, 10)},
+            {"task": "ner", "dev_counts": (900, 1)},
+            (
+                "dev has 1 entity of 'b': the 95% confidence interval of its recall is "
+                "up to 0.89 wide; evaluate on more."
+            ),
         ),
         (
             {"task": "ner", "test_kinds": [set(), {"PER"}]},

@@ -5,6 +5,7 @@ The doctor reports findings about training, and about the repeats counted here.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from halfstep.train.loop import Trainer
 
 _MAX_LISTED = 20  # omitted sentences listed in a finding
+_MIN_DEV, _MIN_DEV_OF_LABEL = 100, 10  # examples for a useful score
+_Z = 1.96  # standard deviations of a 95% confidence interval
 _MAX_TEXTS = 2_000_000  # limit for comparing texts: about 10 seconds
 
 
@@ -53,7 +56,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
 
 
 def corpus_findings(corpus: Corpus) -> list[str]:
-    """Return findings about sentences left out, and about texts that repeat others."""
+    """Return findings about omitted sentences, repeated texts and a small dev split."""
     findings = []
     if faults := corpus.left_out:
         listed = " ".join(faults[:_MAX_LISTED])
@@ -69,7 +72,26 @@ def corpus_findings(corpus: Corpus) -> list[str]:
             f"{corpus.repeats} {equal} an earlier one: equal texts are in the same "
             "split."
         )
-    return findings
+    return [*findings, *_small_dev_findings(corpus)]
+
+
+def _small_dev_findings(corpus: Corpus) -> list[str]:
+    """Return a finding with the confidence interval of a score on few examples."""
+    counts = corpus.dev.label_counts(len(corpus.labels))
+    rarest, total = int(counts.argmin()), int(counts.sum())
+    count, what = total, ""
+    score = "accuracy" if corpus.task == "classify" else "recall"
+    if total >= _MIN_DEV:
+        count, what = int(counts[rarest]), f" of {corpus.labels[rarest]!r}"
+        score = "its recall"
+        if count >= _MIN_DEV_OF_LABEL:
+            return []
+    nouns = ("text", "texts") if corpus.task == "classify" else ("entity", "entities")
+    # Wilson's interval, of a share of one half: of other shares it is narrower.
+    width = _Z / math.sqrt(count + _Z**2)
+    few = f"dev has {format_count(count, *nouns)}{what}"
+    interval = f"the 95% confidence interval of {score}"
+    return [f"{few}: {interval} is up to {width:.2f} wide; evaluate on more."]
 
 
 def count_repeats(

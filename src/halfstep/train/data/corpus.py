@@ -95,6 +95,13 @@ class Split:
         is_used[self.rows] = True
         return {self.store.words[word] for word in np.unique(words[is_used[rows]])}
 
+    def label_counts(self, num_labels: int) -> Int64:
+        """Return the examples of each class, or entities of each type; shape (K,)."""
+        rows, words = self.store.uses()
+        is_used = np.zeros(len(self.store), bool)
+        is_used[self.rows] = True
+        return np.bincount(self.ids[words[is_used[rows]]], minlength=num_labels)
+
     def labels(self) -> Int64:
         """Return each example's class, an index into `Corpus.labels`; shape (N,)."""
         return self.ids[self.store.word_at[self.rows]]
