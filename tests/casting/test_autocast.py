@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from twins import autocast_state
 
 from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
@@ -34,17 +35,6 @@ BOTH = pytest.mark.parametrize("kind", KINDS)
 PLAIN = ("default", "torch")
 
 
-def state(device: str = "cpu") -> tuple[object, ...]:
-    """Return all that torch keeps about autocast in this thread, depth included."""
-    torch.autocast_increment_nesting()
-    return (
-        torch.is_autocast_enabled(device),
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_cache_enabled(),
-        torch.autocast_decrement_nesting(),
-    )
-
-
 OFF = (False, torch.bfloat16, True, 0)
 
 
@@ -64,14 +54,14 @@ def _untold(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_sees_the_region(dtype: torch.dtype, kind: str) -> None:
     """Law: inside, torch's own state says on, dtype and cache; after, as before."""
     more: Any = KINDS[kind]
-    assert state() == OFF
+    assert autocast_state() == OFF
     with autocast("cpu", dtype, cache_enabled=False, **more):
-        assert state() == (True, dtype, False, 1)
+        assert autocast_state() == (True, dtype, False, 1)
         with autocast("cpu", enabled=False, **more):
             # The dtype is that of the moment when the instance is made.
-            assert state() == (False, dtype, False, 2)
-        assert state() == (True, dtype, False, 1)
-    assert state() == OFF
+            assert autocast_state() == (False, dtype, False, 2)
+        assert autocast_state() == (True, dtype, False, 1)
+    assert autocast_state() == OFF
     assert active_context.active("cpu") is None
 
 
@@ -121,7 +111,7 @@ def answers(make: Callable[..., Any], *args: Any) -> tuple[type | None, list[str
         texts = []
         try:
             with make(*args):
-                texts.append(str(state(args[0])))
+                texts.append(str(autocast_state(args[0])))
         except Exception as raised:  # noqa: BLE001 -- any is compared
             error = type(raised)
             texts.append(str(raised))
@@ -152,7 +142,7 @@ def test_wrong_arguments_get_torchs_answer(args: tuple[Any, ...]) -> None:
             return autocast(*given, policy=policy)
 
         assert answers(make, *args) == expected
-    assert state() == OFF
+    assert autocast_state() == OFF
 
 
 def test_answers_can_differ() -> None:
@@ -195,12 +185,12 @@ def test_a_decorated_function_keeps_its_name(kind: str) -> None:
 
     def named(left: int, *, right: int) -> tuple[int, object]:
         """Say so."""
-        return left + right, state()[:2]
+        return left + right, autocast_state()[:2]
 
     inside = region(named)
     assert (inside.__name__, inside.__doc__) == ("named", "Say so.")
     assert inside(2, right=3) == (5, (True, torch.float16))
-    assert state() == OFF
+    assert autocast_state() == OFF
 
 
 # Twice entered
@@ -221,7 +211,7 @@ def test_exceptions_pass(kind: str) -> None:
     with pytest.raises(Stop) as caught, autocast("cpu", **more):
         raise error
     assert caught.value is error
-    assert state() == OFF
+    assert autocast_state() == OFF
 
 
 @pytest.mark.parametrize("kind", ["default", "torch", "lean", "rule"])
@@ -239,8 +229,8 @@ def test_copies_are_not_entered(kind: str, copied: Callable[[Any], Any]) -> None
     with region:
         twin = copied(region)
     with twin, twin:
-        assert state() == (True, torch.float16, False, 2)
-    assert state() == OFF
+        assert autocast_state() == (True, torch.float16, False, 2)
+    assert autocast_state() == OFF
     assert twin.policy == region.policy
 
 
@@ -251,14 +241,14 @@ def test_copies_are_not_entered(kind: str, copied: Callable[[Any], Any]) -> None
 def test_a_device_without_a_table_is_refused(kind: str) -> None:
     """Law: what needs a table is refused before anything is opened."""
     more: Any = KINDS[kind]
-    before = state("hpu")
+    before = autocast_state("hpu")
     with pytest.raises(UserError) as caught:
         autocast("hpu", **more)
     assert str(caught.value).endswith(
         ": device 'hpu' has no table of operations; choose one of cpu, cuda, mps, xpu, "
         "or leave the policy out."
     )
-    assert state("hpu") == before
+    assert autocast_state("hpu") == before
 
 
 @pytest.mark.parametrize("kind", ["default", "torch", "lean", "cache"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from twins import Case, Make, outcome, torch_only
+from twins import Case, Make, autocast_state, outcome, torch_only
 
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
@@ -206,23 +206,12 @@ EDITS = (
 # An instance entered while it is entered
 
 
-def state() -> tuple[object, ...]:
-    """Return all that torch keeps about autocast in this thread, depth included."""
-    torch.autocast_increment_nesting()
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.autocast_decrement_nesting(),
-    )
-
-
 def entered_twice(make: Make) -> object:
     """Enter one instance inside itself; is autocast off afterwards?"""
     region = make()
     with region, region:
         assert torch.is_autocast_enabled("cpu")
-    return state()
+    return autocast_state()
 
 
 def recursive(make: Make) -> object:
@@ -234,7 +223,7 @@ def recursive(make: Make) -> object:
 
     again: Callable[[int], int] = make()(countdown)
     assert again(5) == 5
-    return state()
+    return autocast_state()
 
 
 def shared(make: Make) -> object:
@@ -244,7 +233,7 @@ def shared(make: Make) -> object:
         other.submit(region.__enter__).result()
         with make(), region:
             other.submit(region.__exit__, None, None, None).result()
-            return other.submit(state).result()
+            return other.submit(autocast_state).result()
 
 
 # The table
@@ -277,7 +266,7 @@ def test_it_is_right(case: Case) -> None:
         return autocast("cpu", *args, **kwargs)
 
     assert outcome(case.program, make) == case.right
-    assert state() == OFF
+    assert autocast_state() == OFF
 
 
 @TABLE

@@ -6,9 +6,8 @@ The oracle is the same function, called on operands cast by hand with autocast o
 from __future__ import annotations
 
 from collections import namedtuple
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
 import torch
@@ -18,17 +17,13 @@ from torch import Tensor
 from torch.amp import autocast_mode
 from torch.utils._pytree import tree_leaves, tree_structure
 from torch.utils.checkpoint import checkpoint
+from twins import Contexts, entered
 
 from halfstep.casting.custom_functions import full_precision, low_precision, promote
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 T = TypeVar("T")
-Regions = tuple[torch.dtype | None, ...]
-"""The dtype of each region, outermost first; None turns autocast off."""
 
 
 class Decorator(Protocol):
@@ -37,7 +32,7 @@ class Decorator(Protocol):
     def __call__(self, target: T, /) -> T: ...  # noqa: D102 -- the class says it
 
 
-ROWS: list[tuple[Decorator, Regions, tuple[torch.dtype, ...], torch.dtype]] = [
+ROWS: list[tuple[Decorator, Contexts, tuple[torch.dtype, ...], torch.dtype]] = [
     (low_precision, (BF16,), (FP32, FP32), BF16),
     (low_precision, (BF16,), (FP32, FP16), BF16),
     (low_precision, (FP16,), (FP32, BF16), FP16),
@@ -60,15 +55,6 @@ ROWS: list[tuple[Decorator, Regions, tuple[torch.dtype, ...], torch.dtype]] = [
 DECORATORS = pytest.mark.parametrize(
     "decorator", [low_precision, full_precision, promote]
 )
-
-
-@contextmanager
-def entered(regions: Regions) -> Iterator[None]:
-    """Enter regions."""
-    with ExitStack() as stack:
-        for dtype in regions:
-            stack.enter_context(torch.autocast("cpu", dtype, dtype is not None))
-        yield
 
 
 def state() -> tuple[object, ...]:
@@ -101,7 +87,7 @@ def assert_same(left: Tensor | None, right: Tensor | None) -> None:
 @pytest.mark.parametrize(("decorator", "regions", "dtypes", "expected"), ROWS)
 def test_casts_as_by_hand(
     decorator: Decorator,
-    regions: Regions,
+    regions: Contexts,
     dtypes: tuple[torch.dtype, ...],
     expected: torch.dtype,
 ) -> None:
@@ -125,7 +111,7 @@ def test_casts_as_by_hand(
 
 @DECORATORS
 @pytest.mark.parametrize("regions", [(), (BF16, None)])
-def test_off_it_is_untouched(decorator: Decorator, regions: Regions) -> None:
+def test_off_it_is_untouched(decorator: Decorator, regions: Contexts) -> None:
     """Law: with autocast off the function gets the very objects, in their dtypes."""
     seen: list[object] = []
     given_ = operands(FP32, BF16, FP16, FP64)

@@ -5,7 +5,6 @@ torch's own decorators on a classic Function are the oracle.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +15,19 @@ from torch.autograd.function import once_differentiable
 from torch.func import grad, jacrev, vmap
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from twins import Contexts, entered
 
 from halfstep.casting import custom_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-Regions = tuple[torch.dtype | None, ...]
-"""The dtype of each region, outermost first; None turns autocast off."""
 
-REGIONS: list[Regions] = [(), (BF16,), (FP16,), (FP16, None), (BF16, FP16)]
+REGIONS: list[Contexts] = [(), (BF16,), (FP16,), (FP16, None), (BF16, FP16)]
 IN_REGIONS = pytest.mark.parametrize("regions", REGIONS)
 CASTS = pytest.mark.parametrize("cast_inputs", [None, FP32, BF16, FP16])
-
-
-@contextmanager
-def entered(regions: Regions) -> Iterator[None]:
-    """Enter regions."""
-    with ExitStack() as stack:
-        for dtype in regions:
-            stack.enter_context(torch.autocast("cpu", dtype, dtype is not None))
-        yield
 
 
 def state() -> tuple[object, ...]:
@@ -115,7 +104,7 @@ def whole() -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), w.requires_grad_()
 
 
-def run(product: Any, regions: Regions, dtype: torch.dtype = FP32) -> list[Tensor]:
+def run(product: Any, regions: Contexts, dtype: torch.dtype = FP32) -> list[Tensor]:
     """Return output and gradients; backward runs outside of the region."""
     x, w = operands(dtype)
     with entered(regions):
@@ -134,7 +123,7 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 
 @IN_REGIONS
 @CASTS
-def test_classic_is_torchs(regions: Regions, cast_inputs: torch.dtype | None) -> None:
+def test_classic_is_torchs(regions: Contexts, cast_inputs: torch.dtype | None) -> None:
     """Law: a classic Function sees and returns, to the bit, what it does in torch."""
     log: Log = []
     expected_log: Log = []
@@ -149,7 +138,7 @@ def test_classic_is_torchs(regions: Regions, cast_inputs: torch.dtype | None) ->
 @CASTS
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 def test_setup_context_equals_classic(
-    regions: Regions, cast_inputs: torch.dtype | None, dtype: torch.dtype
+    regions: Contexts, cast_inputs: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     """Law: a Function means the same with `setup_context` as in the classic style."""
     log: Log = []
@@ -311,7 +300,7 @@ def test_exceptions_restore_the_state() -> None:
 # Derivatives
 
 
-def second(product: Callable[..., Tensor], regions: Regions) -> list[Tensor]:
+def second(product: Callable[..., Tensor], regions: Contexts) -> list[Tensor]:
     """Return the gradients of a gradient's sum."""
     x, w = whole()
     with entered(regions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -62,67 +63,69 @@ def pair(gradients: Any) -> list[tuple[Net, Callable[[], Any]]]:
     ]
 
 
-@REGIONS
-def test_gradients_are_torchs(gradients: Any) -> None:
-    """Law: over several backward passes, `.grad` is torch.autocast's to the bit."""
-    found = []
-    for net, make in pair(gradients):
-        for seed in range(3):
-            torch.manual_seed(seed)
-            with make():
-                loss = net(torch.randn(5, 4)).square().mean()
-                other = net(torch.randn(5, 4)).abs().mean()
-            loss.backward(retain_graph=True)
-            (loss + other).backward()
-        found.append([param.grad for param in net.parameters()])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    assert [grad is None for grad in found[1]] == [False] * 4 + [True] * 2
-
-
-@REGIONS
-def test_graphs_of_two_regions_add_up_in_fp32(gradients: Any) -> None:
-    """Law: one backward pass through two regions is torch's to the bit, too."""
-    found = []
-    for net, make in pair(gradients):
-        losses = []
-        for seed in range(4):
-            torch.manual_seed(seed)
-            with make():
-                losses.append(net(torch.randn(5, 4)).square().mean())
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-        found.append([param.grad for param in net.parameters()])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-@REGIONS
-def test_double_backward(gradients: Any) -> None:
-    """Law: gradients of gradients, and those of chosen inputs, are torch's."""
-    found = []
-    for net, make in pair(gradients):
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+def in_several_passes(net: Net, make: Callable[[], Any]) -> list[Tensor | None]:
+    """Run several backward passes, through each graph and through both."""
+    for seed in range(3):
+        torch.manual_seed(seed)
         with make():
-            loss = net(x).square().sum()
-        chosen = [x, net.twice.weight, net.once.bias]
-        first = torch.autograd.grad(loss, chosen, create_graph=True)
-        torch.stack([grad.square().sum() for grad in first]).sum().backward()  # type: ignore[no-untyped-call]
-        found.append([*first, x.grad, *(p.grad for p in net.parameters())])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    assert found[1][1] is not None
-    assert found[1][1].dtype == FP32
+            loss = net(torch.randn(5, 4)).square().mean()
+            other = net(torch.randn(5, 4)).abs().mean()
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        (loss + other).backward()
+    return []
+
+
+def through_graphs_of_four_contexts(
+    net: Net, make: Callable[[], Any]
+) -> list[Tensor | None]:
+    """Run one backward pass for all."""
+    losses = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with make():
+            losses.append(net(torch.randn(5, 4)).square().mean())
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    return []
+
+
+def twice_differentiated(net: Net, make: Callable[[], Any]) -> list[Tensor | None]:
+    """Return gradients of chosen inputs, and run a backward pass through those."""
+    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+    with make():
+        loss = net(x).square().sum()
+    chosen = [x, net.twice.weight, net.once.bias]
+    first = torch.autograd.grad(loss, chosen, create_graph=True)
+    torch.stack([grad.square().sum() for grad in first]).sum().backward()  # type: ignore[no-untyped-call]
+    return [*first, x.grad]
+
+
+def recomputed(
+    net: Net, make: Callable[[], Any], *, reentrant: bool = False
+) -> list[Tensor | None]:
+    """Compute the network again in the backward pass."""
+    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+    with make():
+        out: Any = checkpoint(net, x, use_reentrant=reentrant)
+    (out.square().sum() + net.once.weight.square().sum()).backward()
+    return []
+
+
+PROGRAMS = (
+    *(in_several_passes, through_graphs_of_four_contexts, twice_differentiated),
+    *(recomputed, functools.partial(recomputed, reentrant=True)),
+)
 
 
 @REGIONS
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradients_with_recomputation(gradients: Any, reentrant: bool) -> None:
-    """Law: what is recomputed finds its casts made, and gradients are torch's."""
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_are_torchs(gradients: Any, program: Callable[..., Any]) -> None:
+    """Law: what a program leaves in `.grad` is torch.autocast's, to the bit."""
     found = []
     for net, make in pair(gradients):
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-        with make():
-            out: Any = checkpoint(net, x, use_reentrant=reentrant)
-        (out.square().sum() + net.once.weight.square().sum()).backward()
-        found.append([param.grad for param in net.parameters()])
+        results = program(net, make)
+        found.append([*results, *(param.grad for param in net.parameters())])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert [grad is None for grad in found[1][-6:]] == [False] * 4 + [True] * 2
 
 
 def test_recomputation_casts_nothing() -> None:

@@ -5,6 +5,7 @@ In: a program, and what opens a region. Out: what the program gives, or its refu
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 torch_only = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."),
@@ -40,3 +41,27 @@ def outcome(program: Callable[[Make], object], make: Make) -> object:
         return program(make)
     except RuntimeError as error:
         return f"RuntimeError: {str(error).splitlines()[0]}"
+
+
+def autocast_state(device: str = "cpu") -> tuple[object, ...]:
+    """Return all that torch keeps about autocast in this thread, depth included."""
+    torch.autocast_increment_nesting()
+    return (
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_cache_enabled(),
+        torch.autocast_decrement_nesting(),
+    )
+
+
+Contexts = tuple[torch.dtype | None, ...]
+"""The dtype of each context, outermost first; None turns autocast off."""
+
+
+@contextmanager
+def entered(contexts: Contexts) -> Iterator[None]:
+    """Enter contexts of torch's."""
+    with ExitStack() as stack:
+        for dtype in contexts:
+            stack.enter_context(torch.autocast("cpu", dtype, dtype is not None))
+        yield
