@@ -103,18 +103,25 @@ def test_what_overflows_stays_fp32() -> None:
 
 
 def test_nothing_else_is_changed() -> None:
-    """Law: gradients, buffers and values are as before calibration."""
+    """Law: weights, gradients and buffers are as before a calibration that steps."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     x = torch.randn(16, 8)
     model(x).sum().backward()
-    before = [
-        t.clone() for t in (*model.buffers(), *(p.grad for p in model.parameters()))
-    ]
-    hs.plan(
-        model, [x], dtype="fp16", calibrate=lambda m: m(x).square().sum().backward()
-    )
-    after = [*model.buffers(), *(p.grad for p in model.parameters())]
-    assert all(map(torch.equal, before, after))
+
+    def state() -> list[Tensor]:
+        params = [*model.parameters()]
+        return [
+            t.clone() for t in (*model.buffers(), *params, *(p.grad for p in params))
+        ]
+
+    def step(fp32: nn.Module) -> None:
+        optimizer = torch.optim.SGD(fp32.parameters(), 0.1)
+        fp32(x).square().sum().backward()
+        optimizer.step()
+
+    before = state()
+    hs.plan(model, [x], dtype="fp16", calibrate=step)
+    assert all(map(torch.equal, before, state()))
 
 
 def test_ranges_are_the_largest() -> None:

@@ -76,6 +76,17 @@ def without_grad(self: Any, x: Tensor) -> Tensor:
     return y * z
 
 
+def branch(self: Any, x: Tensor) -> Tensor:
+    """Write to results, and to a part of one."""
+    out = self.layer(x)
+    branch = self.layer(out.relu())
+    branch += out
+    branch.mul_(2.0)
+    viewed = self.layer(torch.relu_(branch))
+    viewed[0].add_(1.0)
+    return branch + viewed
+
+
 def both(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return a tensor twice."""
     y = self.layer(x)
@@ -98,7 +109,7 @@ PROGRAMS: dict[str, Callable[[Any, Tensor], Any]] = {
     "of the input": lambda self, x: self.layer(x.clone().zero_().add_(1.0)),
     "bool": lambda self, x: self.layer(x) * (x > 0).logical_or_(x < -1),
     **{each.__name__: each for each in (count, flat_view, set_items, detached)},
-    **{each.__name__: each for each in (without_grad, both)},
+    **{each.__name__: each for each in (without_grad, both, branch)},
 }
 
 

@@ -228,18 +228,6 @@ def test_a_recurrent_layer_is_one() -> None:
     assert hs.rewrite(model, plan)(x).shape == (3, 2, 1)
 
 
-def test_random_numbers_are_left_alone() -> None:
-    """Law: planning draws none, whatever it times."""
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4)
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    hs.plan(model, [x], refresh=True)
-    hs.plan(model, [x], dtype="fp16", refresh=True)
-    torch.compile(model, backend="halfstep")
-    assert torch.rand(1).equal(expected)
-
-
 WRONG: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "example_inputs is of type Tensor; it must be a list or tuple": hs.plan,
     "kinds is of type str; it must be a dictionary": lambda model, x: hs.plan(

@@ -119,12 +119,13 @@ def test_predictions_are_of_whole_passes(
     assert f"{painted.slowdown.fp32:.2f} (fp32)" in str(painted)
 
 
-def test_passes_leave_no_trace() -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_passes_leave_no_trace(dtype: str) -> None:
     """Law: a plan changes no buffer, gradient, parameter or random number."""
     model, inputs = Counted(), [torch.randn(4, 8, requires_grad=True)]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    hs.plan(model, inputs, refresh=True)
+    hs.plan(model, inputs, dtype=dtype, refresh=True)
     assert torch.get_rng_state().equal(state)
     for name, value in model.state_dict().items():
         assert value.equal(before[name]), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -89,25 +88,11 @@ class Residual(nn.Module):
 
 def test_writes_that_nobody_can_tell() -> None:
     """Law: a write to a result without views is no reason for fp32; others are one."""
-    torch.manual_seed(0)
-    model, x = Residual(), torch.randn(4, 8)
-    reference = copy.deepcopy(model)
-    plan = hs.plan(model, [x], method="painting")
+    plan = hs.plan(Residual(), [torch.randn(4, 8)], method="painting")
     free = {node.op for node in plan.nodes if "in place" not in node.reason}
     assert free == {"linear", "relu", "add.Tensor", "mul.Tensor"}
     fixed = {node.op for node in plan.nodes if "in place" in node.reason}
     assert fixed >= {"linear", "select.int", "add_.Tensor"}
-    everything_fp32 = dataclasses.replace(
-        plan, nodes=tuple(dataclasses.replace(node, low=False) for node in plan.nodes)
-    )
-    rewritten = hs.rewrite(model, everything_fp32)
-    for run, own in ((rewritten, model), (reference, reference)):
-        run(x).square().sum().backward()
-        assert own.count == 1
-    assert all(
-        a.grad.equal(b.grad)
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True)
-    )
 
 
 def test_decisions_have_reasons() -> None:

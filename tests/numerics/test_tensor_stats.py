@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from scale_loop import NoWaiting
 from torch import Tensor
 
-import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.errors import UserError
 from halfstep.numerics import tensor_counts
@@ -368,11 +367,6 @@ def test_json_form() -> None:
             },
         },
     }
-
-
-def test_face() -> None:
-    """Law: the name is public."""
-    assert hs.TensorStats is TensorStats
 
 
 @pytest.mark.gpu
