@@ -17,6 +17,7 @@ PURPOSES = {
     "__main__": "python -m halfstep",
     "cli": "the command line",
     "bench": "halfstep bench: measurements against other libraries",
+    "parity": "compare: levels against fp32, over seeds",
     "train": "halfstep train: text classifiers and taggers",
     "launch": "halfstep run: unmodified scripts",
     "diagnostics": "check, Probe, replay, diagnose, doctor",
@@ -34,6 +35,7 @@ PURPOSES = {
     "numerics": "formats, norms, statistics of tensors",
     "reporting": "tables, findings, HTML",
     "distributed": "process groups, all-reduce",
+    "fast_dropout": "dropout for CPUs",
     "errors": "UserError, argument checks",
     "_torch": "private torch API, patches",
 }

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
     from halfstep.numerics import formats
     from halfstep.numerics.tensor_stats import TensorStats
+    from halfstep.parity.compare_levels import compare
     from halfstep.policy import Decision, Policy, Rule, levels
     from halfstep.scaling import LossScaleCollapse
     from halfstep.scaling.grad_scaler import GradScaler
@@ -62,6 +63,7 @@ _MODULE_OF_NAME = {
     "UserError": "errors",
     "autocast": "casting.autocast_mode",
     "check": "diagnostics.preflight",
+    "compare": "parity.compare_levels",
     "custom_bwd": "casting.custom_functions",
     "custom_fwd": "casting.custom_functions",
     "diagnose": "diagnostics.step_diagnosis",
@@ -102,6 +104,7 @@ __all__ = [
     "autocast",
     "check",
     "checkpoint",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "diagnose",

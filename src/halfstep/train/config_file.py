@@ -23,8 +23,8 @@ _HEADER = """\
 """
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Return the settings in a file, without defaults.
+def read_file(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """Return the settings in the file that a flag names, without defaults.
 
     Raises:
         UserError: If the file cannot be read, or holds an invalid setting.
@@ -32,7 +32,7 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        message = f"--config {path} cannot be read: {error.strerror}."
+        message = f"{flag} {path} cannot be read: {error.strerror}."
         raise UserError(message) from None
     except (ValueError, RecursionError) as error:
         message = (

@@ -204,9 +204,22 @@ def _prepare_run(
     """Build a trainer, from the checkpoint of `notes` if given."""
     if notes is not None:
         checkpointing.check_fingerprint(notes, corpus.fingerprint)
-    task = tasks.TASKS[config.task]
     torch.manual_seed(config.seed)
-    network = model.build(
+    network = build_network(config, corpus)
+    job, tokenise_seconds = make_job(config, corpus, network, world)
+    weights = environment.weight_formats(network.model)
+    session, originals = _session(network, job.plan, notes, world)
+    trainer = Trainer(session, job, world, folder)
+    if notes is not None:
+        trainer.state = checkpointing.train_state_from_notes(notes)
+        checkpointing.load(session, folder.checkpoint_path(trainer.state.step))
+    return PreparedRun(trainer, network, originals, weights, tokenise_seconds)
+
+
+def build_network(config: TrainConfig, corpus: Corpus) -> Network:
+    """Build the tokenizer and the model of a run; weights are drawn from torch."""
+    task = tasks.TASKS[config.task]
+    return model.build(
         config.model,
         partial(tokenized.character_counts, corpus.train),
         task.output_names(corpus.labels),
@@ -214,6 +227,12 @@ def _prepare_run(
         max_length=config.max_length,
         dropout=config.dropout,
     )
+
+
+def make_job(
+    config: TrainConfig, corpus: Corpus, network: Network, world: World
+) -> tuple[TrainJob, float]:
+    """Return what a run trains on, and the seconds that tokenizing took."""
     began = time.perf_counter()
     encoded = {
         split: tokenized.encode_split(
@@ -236,16 +255,9 @@ def _prepare_run(
         masking=_token_masking(plan, network.tokenizer),
     )
     longest = network.tokenizer.model_max_length
-    job = TrainJob(
-        task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest
-    )
-    weights = environment.weight_formats(network.model)
-    session, originals = _session(network, plan, notes, world)
-    trainer = Trainer(session, job, world, folder)
-    if notes is not None:
-        trainer.state = checkpointing.train_state_from_notes(notes)
-        checkpointing.load(session, folder.checkpoint_path(trainer.state.step))
-    return PreparedRun(trainer, network, originals, weights, tokenise_seconds)
+    task = tasks.TASKS[config.task]
+    own = task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest
+    return TrainJob(*own), tokenise_seconds
 
 
 def _objective(config: TrainConfig, corpus: Corpus, train: EncodedTexts) -> Objective:

@@ -1,0 +1,309 @@
+"""`compare`: trains levels and fp32 over seeds, and gives a verdict on each level."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep._torch.rng_state import RandomState
+from halfstep.errors import (
+    UserError,
+    format_value,
+    require,
+    require_int,
+    require_positive,
+    require_type,
+)
+from halfstep.machine import fp16_emulation
+from halfstep.parity.candidate import PERTURBED, REFERENCE, parse_all
+from halfstep.parity.comparison import MIB, Comparison
+from halfstep.parity.equivalence import FEWEST_PAIRS
+from halfstep.parity.run_store import RunStore
+from halfstep.parity.training_run import (
+    Run,
+    Workload,
+    check_paired,
+    check_repeatable,
+    gradients_at_steps,
+    train,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from halfstep.parity.candidate import Candidate
+    from halfstep.parity.training_run import Batches, Made
+
+_SEED_LIMIT = 2**31  # of torch's 64 bits, the other half is the step
+_MARGIN_SHARE = 0.01
+_MARGIN_REASON = (
+    "1 % of fp32's mean, as MLPerf Inference asks for 99 % of the accuracy of fp32; "
+    "set margin to what matters to you"
+)
+_EMULATED = (
+    "fp16: this CPU has no fp16 matmuls, so they are computed in fp32 and rounded: "
+    "metrics and skipped steps are those of fp16, times are not"
+)
+_LAST_LOSSES = "loss of the last steps"
+
+
+def compare(
+    make: Callable[[int], Made],
+    batches: Batches,
+    levels: Sequence[str] = ("O0", "O1", "O2"),
+    *,
+    steps: int | None = None,
+    seeds: int | Sequence[int] = 5,
+    metric: Callable[[nn.Module], float] | None = None,
+    margin: float | None = None,
+    gradient_steps: Sequence[int] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Train at several levels and in fp32, in pairs, and compare the results.
+
+    The runs of a seed have the same initial weights, batches and random numbers in each
+    step, so that their difference is that of the level. Besides fp32 and the levels, a
+    fp32 run is trained whose initial weights differ by one ulp. The random state of
+    torch, Python and numpy is restored at the end.
+
+    Args:
+        make: `make(seed)` returns (model, optimizer, loss_fn), made anew: a model in
+            fp32 on its device, its optimizer, and `loss_fn(model, batch)`, which
+            returns the mean loss, shape (). A fourth element, a dict, holds arguments
+            of `prepare` that all levels share: scheduler, clip_grad_norm, accumulate.
+        batches: A list, repeated as often as needed; or a function of the seed that
+            returns an iterable, the same each time, if the order depends on the seed.
+        levels: "O0" to "O3"; after a colon each, bf16 or fp16, an encoding of the
+            master weights ("O2:split"), `loss_scale=` ("O1:fp16:loss_scale=none").
+            fp32 always runs.
+        steps: Optimizer steps of a run, >= 1. None: once through a list of batches.
+        seeds: Their number, counted from 0, or the seeds, each below 2**31; two or
+            more. 5 resolve a margin of about twice the spread of the differences.
+        metric: `metric(model)` returns the final result, higher is better. It is called
+            in evaluation mode, under autocast and `torch.no_grad`. None: the mean
+            training loss of the last tenth of the steps, lower is better.
+        margin: Largest difference of the metric that counts as none, > 0. None: 1 % of
+            fp32's mean.
+        gradient_steps: Steps of the first seed, from 1, at which gradients are compared
+            with fp32's. () for none. None: the first step and the middle one.
+        out: Folder in which finished runs are stored. A later call with the same folder
+            does not run them again; it may add levels and seeds. None: nowhere.
+        progress: Called with a line after each run.
+
+    Returns:
+        The comparison; `print` it.
+
+    Raises:
+        UserError: If an argument is invalid; if a level cannot run; if `make` or
+            `batches` differ between calls, or the batches end too soon; or if `out`
+            holds runs of other settings, or cannot be written.
+
+    Example:
+        >>> def make(seed):
+        ...     model = torch.nn.Linear(8, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ...     return model, optimizer, lambda model, x: model(x).square().mean()
+        >>> batches = list(torch.randn(4, 16, 8, generator=torch.manual_seed(0)))
+        >>> result = compare(make, batches, ["O2"], steps=40, seeds=3, margin=0.1)
+        >>> result.verdicts["O2"].kind
+        'equivalent'
+    """
+    require_type("make", make, callable(make), "a function of a seed")
+    is_metric = metric is None or callable(metric)
+    require_type("metric", metric, is_metric, "a function of a model")
+    is_progress = progress is None or callable(progress)
+    require_type("progress", progress, is_progress, "a function of a line of text")
+    given: Any = batches
+    if isinstance(given, Iterator):
+        message = (
+            f"batches is a {type(batches).__name__}, which the first run uses up; pass "
+            "a list, or a function of the seed that returns an iterable."
+        )
+        raise UserError(message)
+    is_list = isinstance(batches, Sequence) and len(batches) > 0
+    expected = "a list of batches, not empty, or a function of the seed"
+    require_type("batches", batches, is_list or callable(batches), expected)
+    if steps is None and not is_list:
+        message = (
+            "steps must be given if batches is a function: how many steps to train."
+        )
+        raise UserError(message)
+    if steps is None:
+        steps = len(batches)  # type: ignore[arg-type]
+    name = getattr(metric, "__name__", type(metric).__name__)
+    workload = Workload(
+        make,
+        batches,
+        require_int("steps", steps, 1),
+        metric,
+        _LAST_LOSSES if metric is None else name,
+        lower_is_better=metric is None,
+    )
+    return run_comparison(
+        workload,
+        parse_all(levels),
+        seeds,
+        margin=margin,
+        gradient_steps=gradient_steps,
+        out=out,
+        progress=progress,
+    )
+
+
+def run_comparison(
+    workload: Workload,
+    candidates: Sequence[Candidate],
+    seeds: int | Sequence[int],
+    *,
+    margin: float | None = None,
+    gradient_steps: Sequence[int] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Run what `compare` describes, for any workload."""
+    numbers = _seeds(seeds)
+    if margin is not None:
+        margin = require_positive("margin", margin, "above 0, in units of the metric")
+    at = _gradient_steps(gradient_steps, workload.steps)
+    settings = {
+        "steps": workload.steps,
+        "metric": workload.metric_name,
+        "gradient_steps": list(at),
+        "torch": str(torch.__version__),
+        **workload.settings,
+    }
+    cuda = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
+    state = RandomState(cuda)
+    try:
+        settings |= check_repeatable(workload, numbers[0])
+        store = RunStore(out, settings)
+        runs = _run_all(workload, candidates, numbers, store, at, progress)
+    finally:
+        state.restore()
+    reason = "as given"
+    if margin is None:
+        margin, reason = _default_margin(runs), _MARGIN_REASON
+    return Comparison(
+        tuple(each.name for each in (PERTURBED, *candidates)),
+        numbers,
+        workload.metric_name,
+        workload.lower_is_better,
+        margin,
+        reason,
+        tuple(runs),
+        (*workload.notes, *_conditions(candidates)),
+    )
+
+
+def _run_all(
+    workload: Workload,
+    candidates: Sequence[Candidate],
+    seeds: Sequence[int],
+    store: RunStore,
+    gradient_steps: Sequence[int],
+    progress: Callable[[str], None] | None,
+) -> list[Run]:
+    """Train each candidate with each seed, unless it is stored."""
+    # Gradients first: a level that cannot run is reported before hours of training.
+    new = [each for each in candidates if store.load(each, seeds[0]) is None]
+    gradients = gradients_at_steps(workload, new, seeds[0], gradient_steps)
+    runs: list[Run] = []
+    compared = (PERTURBED, *candidates)
+    for index, seed in enumerate(seeds):
+        # In turn, so that a slow hour of the machine does not fall on one level.
+        order = compared[::-1] if index % 2 else compared
+        reference: Run | None = None
+        for candidate in (REFERENCE, *order):
+            stored = store.load(candidate, seed)
+            run = stored or train(workload, candidate, seed)
+            if seed == seeds[0] and candidate.name in gradients:
+                run = replace(run, gradients=gradients[candidate.name])
+            reference = reference or run
+            check_paired(run, reference)
+            if stored is None:
+                store.save(candidate, run)
+            runs.append(run)
+            if progress is not None:
+                place = f"seed {seed} ({index + 1} of {len(seeds)}), {candidate.name}"
+                origin = "" if stored is None else ", from an earlier call"
+                progress(f"{place}: {_outcome(run, workload)}{origin}")
+    return runs
+
+
+def _outcome(run: Run, workload: Workload) -> str:
+    if run.diverged:
+        return f"diverged: {run.diverged}"
+    milliseconds = 1e3 * statistics.median(run.seconds)
+    return (
+        f"{workload.metric_name} {run.metric:.4f}, {milliseconds:.1f} ms a step, "
+        f"{run.peak_bytes / MIB:.0f} MiB, {run.skipped} skipped"
+    )
+
+
+def _default_margin(runs: Sequence[Run]) -> float:
+    """Return 1 % of fp32's mean metric; NaN if all diverged."""
+    values = [
+        run.metric for run in runs if run.level == REFERENCE.name and not run.diverged
+    ]
+    mean = statistics.fmean(values) if values else float("nan")
+    if mean == 0:
+        message = (
+            "margin must be given: fp32's mean metric is 0, so 1 % of it is no margin."
+        )
+        raise UserError(message)
+    return _MARGIN_SHARE * abs(mean)
+
+
+def _seeds(seeds: object) -> tuple[int, ...]:
+    if isinstance(seeds, Iterable) and not isinstance(seeds, str):
+        numbers = tuple(require_int("seeds", seed, 0) for seed in seeds)
+        repeated = len(set(numbers)) < len(numbers)
+    else:
+        numbers, repeated = tuple(range(require_int("seeds", seeds, 0))), False
+    if len(numbers) < FEWEST_PAIRS or repeated:
+        message = (
+            f"seeds={format_value(seeds) if not numbers else list(numbers)} must be "
+            f"{FEWEST_PAIRS} or more different seeds, or their number: a verdict needs "
+            "the spread of the difference over seeds."
+        )
+        raise UserError(message)
+    require("seeds", max(numbers), max(numbers) < _SEED_LIMIT, "below 2**31 each")
+    return numbers
+
+
+def _gradient_steps(steps: Any, total: int) -> tuple[int, ...]:  # noqa: ANN401
+    if steps is None:
+        return tuple(sorted({1, max(1, total // 2)}))
+    is_list = isinstance(steps, Iterable) and not isinstance(steps, str)
+    require_type("gradient_steps", steps, is_list, "a list of step numbers")
+    numbers = tuple(sorted({require_int("gradient_steps", each, 1) for each in steps}))
+    last = max(numbers, default=1)
+    require("gradient_steps", last, last <= total, f"at most steps={total}")
+    return numbers
+
+
+def _conditions(candidates: Sequence[Candidate]) -> list[str]:
+    """Return notes on what makes the comparison less strict."""
+    notes = []
+    is_fp16 = any(each.arguments.get("dtype") == "fp16" for each in candidates)
+    if is_fp16 and fp16_emulation.is_needed("cpu") and not torch.cuda.is_available():
+        notes.append(_EMULATED)
+    if torch.cuda.is_available():
+        notes.append(
+            "on a GPU, dropout draws other masks in 16 bits than in fp32: the pairs "
+            "differ by those, too"
+        )
+        if torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32:
+            notes.append(
+                "TF32 is on, so fp32 is not strict: set torch.backends.cudnn."
+                "allow_tf32 and torch.backends.cuda.matmul.allow_tf32 to False"
+            )
+    return notes

@@ -1,0 +1,290 @@
+"""The result of `halfstep.compare`: verdicts, tables, JSON and an HTML page."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.parity.candidate import PERTURBED, REFERENCE
+from halfstep.parity.equivalence import Verdict, judge
+from halfstep.reporting import html, json_fields
+from halfstep.reporting.html import Card, Chart, Curve, Section
+from halfstep.reporting.table import Cell, Table, write_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+    from halfstep.parity.training_run import Run
+
+MIB = 2**20
+_SMOOTHED_SHARE = 20  # losses are averaged over one twentieth of the steps
+_MOST_MODULES = 12  # of each level and step, on the page; `data` has all
+_CARD_KINDS = {"worse": "error", "unknown": "warning"}
+_CONSTANT = (
+    "{} is the same for every seed of fp32, and may not tell levels apart: train "
+    "longer, or use a finer metric"
+)
+_COST_NOTES = (
+    "ms a step: median; peak: median over seeds; skipped: steps of all seeds",
+    (
+        "loss off by: largest difference to the loss of fp32 with the same seed, "
+        f"of losses averaged over a {_SMOOTHED_SHARE}th of the steps"
+    ),
+    (
+        "% in seeds: share of the steps where that is at most the largest difference "
+        "between fp32 runs of two seeds; % in 1 ulp: between fp32 runs with and "
+        "without a perturbation of the initial weights by one ulp"
+    ),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The result of `halfstep.compare`; prints as tables."""
+
+    levels: tuple[str, ...]
+    """"O0:ulp", fp32 with perturbed initial weights; then the levels as written."""
+    seeds: tuple[int, ...]
+    """Seeds of the runs."""
+    metric: str
+    """Name of the metric."""
+    lower_is_better: bool
+    """Whether the metric is a loss."""
+    margin: float
+    """Largest difference of the metric that counts as none."""
+    margin_reason: str
+    """Where the margin comes from."""
+    runs: tuple[Run, ...]
+    """All runs, fp32 included."""
+    notes: tuple[str, ...] = ()
+    """Conditions of the comparison."""
+
+    @cached_property
+    def verdicts(self) -> dict[str, Verdict]:
+        """Level -> verdict."""
+        verdicts = {}
+        for level in self.levels:
+            pairs = [pair for pair in self._pairs(level) if not pair[1].diverged]
+            verdicts[level] = judge(
+                [run.metric - base.metric for run, base in pairs if not run.diverged],
+                self.margin,
+                lower_is_better=self.lower_is_better,
+                num_diverged=sum(bool(run.diverged) for run, _ in pairs),
+            )
+        return verdicts
+
+    def _of(self, level: str, *, with_diverged: bool = False) -> list[Run]:
+        runs = [run for run in self.runs if run.level == level]
+        return [run for run in runs if with_diverged or not run.diverged]
+
+    def _pairs(self, level: str) -> list[tuple[Run, Run]]:
+        """Return the runs of a level, each with the fp32 run of the same seed."""
+        bases = {run.seed: run for run in self._of(REFERENCE.name, with_diverged=True)}
+        runs = self._of(level, with_diverged=True)
+        return [(run, bases[run.seed]) for run in runs]
+
+    def __str__(self) -> str:
+        """Return verdicts, costs and gradients as text."""
+        return "\n\n".join(table.text() for table in self.tables())
+
+    __repr__ = __str__
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return verdicts, costs with loss curves, and gradients."""
+        return self._tables(num_modules=1)
+
+    def _tables(self, num_modules: int) -> tuple[Table, ...]:
+        gradients = self._gradient_table(num_modules)
+        tables = (self._verdict_table(), self._cost_table(), gradients)
+        return tuple(table for table in tables if table.rows)
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`, with every run."""
+        texts = {level: {"text": str(one)} for level, one in self.verdicts.items()}
+        verdicts = {k: asdict(one) | texts[k] for k, one in self.verdicts.items()}
+        plain: dict[str, Any] = json_fields.plain(asdict(self) | {"verdicts": verdicts})
+        return plain
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `data` as JSON, atomically."""
+        write_text(Path(path), json.dumps(self.data(), indent=1) + "\n")
+
+    def page(self, path: str | os.PathLike[str]) -> None:
+        """Write an HTML page with verdicts, curves and gradients, atomically.
+
+        Raises:
+            UserError: jinja2 or matplotlib is not installed.
+        """
+        write_text(Path(path), html.page("Levels against fp32", self._sections()))
+
+    # Tables
+
+    def _verdict_table(self) -> Table:
+        base = _mean(self._of(REFERENCE.name))
+        rows: list[tuple[str, ...]] = [
+            (REFERENCE.name, _short(base), "-", "-", "the reference")
+        ]
+        for level, verdict in self.verdicts.items():
+            numbers = _mean(self._of(level)), verdict.difference, verdict.half_width
+            rows.append((level, *map(_short, numbers), str(verdict)))
+        is_constant = len({run.metric for run in self._of(REFERENCE.name)}) == 1
+        direction = "lower" if self.lower_is_better else "higher"
+        seeds = ", ".join(map(str, self.seeds))
+        notes = (
+            f"{self.metric}: {direction} is better; mean over seeds {seeds}",
+            f"margin {self.margin:.4g}: {self.margin_reason}",
+            "to fp32: mean of the differences seed by seed; +-: half its 90 % interval",
+            f"{PERTURBED.name}: fp32 with initial weights one ulp away: rounding alone",
+            *(
+                f"diverged: {run.level}, seed {run.seed}: {run.diverged}"
+                for run in self.runs
+                if run.diverged
+            ),
+            *([_CONSTANT.format(self.metric)] if is_constant else []),
+            *self.notes,
+        )
+        columns = ("level", self.metric, "to fp32", "+-", "verdict")
+        return Table("Levels against fp32", columns, tuple(rows), notes)
+
+    def _cost_table(self) -> Table:
+        base = _step_ms(self._of(REFERENCE.name))
+        bands = self._seed_band, self.curve(PERTURBED.name)
+        rows = []
+        for level in (REFERENCE.name, *self.levels):
+            runs = self._of(level, with_diverged=True)
+            own = _step_ms(runs)
+            peaks = [run.peak_bytes / MIB for run in runs if run.peak_bytes]
+            curve = [] if level == REFERENCE.name else self.curve(level)
+            cells: tuple[Cell, ...] = (
+                own,
+                own / base if own and base else None,
+                statistics.median(peaks) if peaks else None,
+                sum(run.skipped for run in runs),
+                f"{max(curve):.2g}" if curve else "-",
+                *(_share_within(curve, band) for band in bands),
+            )
+            rows.append((level, *cells))
+        columns = (
+            *("level", "ms a step", "x fp32", "peak MiB", "skipped", "loss off by"),
+            *("% in seeds", "% in 1 ulp"),
+        )
+        return Table("Loss and cost", columns, tuple(rows), _COST_NOTES, digits=2)
+
+    def _gradient_table(self, num_modules: int) -> Table:
+        """Return the gradients of all parameters, and of the worst modules, by step."""
+        rows = [
+            (
+                *(run.level, each.step, one.where),
+                *(f"{one.cosine:.6f}", f"{one.sqnr:.1f}", f"{one.flushed:.2%}"),
+            )
+            for run in self.runs
+            for each in run.gradients
+            for one in (each.overall, *each.worst(num_modules))
+        ]
+        columns = ("level", "step", "module", "cosine", "SQNR dB", "lost")
+        notes = (
+            f"all parameters, and the {num_modules} worst of the modules",
+            f"same weights and batch as fp32: of its run of seed {self.seeds[0]}",
+            "lost: non-zero gradients that became 0",
+        )
+        return Table("Gradients against fp32", columns, tuple(rows), notes)
+
+    # Curves
+
+    def curve(self, level: str) -> list[float]:
+        """Return the largest difference to fp32's loss over seeds, for each step.
+
+        Losses are averaged over a twentieth of the steps; diverged runs are left out.
+        """
+        return _largest_gap(
+            (smoothed(run.losses), smoothed(base.losses))
+            for run, base in self._pairs(level)
+            if not (run.diverged or base.diverged)
+        )
+
+    @cached_property
+    def _seed_band(self) -> list[float]:
+        """The largest difference between fp32 losses of two seeds, for each step."""
+        curves = [smoothed(run.losses) for run in self._of(REFERENCE.name)]
+        return _largest_gap(itertools.combinations(curves, 2))
+
+    # The page
+
+    def _sections(self) -> list[Section]:
+        cards = tuple(
+            Card(_CARD_KINDS.get(one.kind, "note"), level, (("verdict", str(one)),))
+            for level, one in self.verdicts.items()
+        )
+        first, *others = self._tables(_MOST_MODULES)
+        return [
+            Section("Verdicts", cards=cards, tables=(first,)),
+            Section("Loss", charts=self._charts()),
+            *(Section(table.title, tables=(table,)) for table in others),
+        ]
+
+    def _charts(self) -> tuple[Chart, ...]:
+        def line(name: str, values: Sequence[float]) -> Curve:
+            return Curve(name, tuple(range(1, len(values) + 1)), tuple(values))
+
+        losses = []
+        for level in (REFERENCE.name, *self.levels):
+            curves = [smoothed(run.losses) for run in self._of(level)]
+            means = map(statistics.fmean, zip(*curves, strict=True))
+            losses.append(line(level, list(means)))
+        gaps = [line(level, self.curve(level)) for level in self.levels]
+        gaps.insert(0, line("fp32, two seeds", self._seed_band))
+        return (
+            Chart("Training loss, mean over seeds", "step", "loss", tuple(losses)),
+            Chart(
+                "Largest difference to fp32's loss of the same seed",
+                *("step", "difference", tuple(gaps)),
+                log_y=True,
+            ),
+        )
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the mean of each loss and of those before it, over a 20th of the steps."""
+    width = max(1, len(losses) // _SMOOTHED_SHARE)
+    return [
+        statistics.fmean(losses[max(0, end - width) : end])
+        for end in range(1, len(losses) + 1)
+    ]
+
+
+def _largest_gap(pairs: Iterable[Sequence[Sequence[float]]]) -> list[float]:
+    """Return the largest difference of any pair at each step; NaN where one is NaN."""
+    gaps = [[abs(x - y) for x, y in zip(*pair, strict=True)] for pair in pairs]
+    return [
+        math.nan if any(map(math.isnan, values)) else max(values)
+        for values in zip(*gaps, strict=True)
+    ]
+
+
+def _share_within(curve: Sequence[float], band: Sequence[float]) -> float | None:
+    """Return at how many per cent of the steps a curve is at most a band."""
+    if not (curve and band):
+        return None
+    within = sum(x <= y for x, y in zip(curve, band, strict=True))
+    return 100 * within / len(curve)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _mean(runs: Sequence[Run]) -> float | None:
+    return statistics.fmean(run.metric for run in runs) if runs else None
+
+
+def _step_ms(runs: Sequence[Run]) -> float | None:
+    """Return the median step; the first allocates, the last counts memory."""
+    seconds = [each for run in runs for each in (run.seconds[1:-1] or run.seconds)]
+    return 1e3 * statistics.median(seconds) if seconds else None

@@ -1,0 +1,161 @@
+"""Tests whether paired results are equivalent: TOST, and the seeds that it needs."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from halfstep.reporting.table import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CONFIDENCE = 0.95
+"""Of each of the two one-sided tests; so the interval has 90 %."""
+FEWEST_PAIRS = 2
+_MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a level is as good as fp32, and the numbers behind it."""
+
+    kind: str
+    """"equivalent", "worse", "better", or "unknown" if the seeds do not suffice."""
+    margin: float
+    """Largest difference that counts as none, > 0."""
+    difference: float | None = None
+    """Mean over seeds of the level's metric minus fp32's; None without a pair."""
+    half_width: float | None = None
+    """Half of Student's 90 % interval of the difference; None below two pairs."""
+    seeds_needed: int | None = None
+    """Seeds that are likely to suffice, if `kind` is "unknown"; None: over 1000."""
+    num_diverged: int = 0
+    """Runs of the level that diverged where fp32 did not."""
+
+    def __str__(self) -> str:
+        """Return the verdict in words."""
+        if self.num_diverged:
+            return f"worse: {format_count(self.num_diverged, 'run')} diverged"
+        if self.difference is None or self.half_width is None:
+            return "no verdict: fewer than 2 pairs of runs ended"
+        if self.kind == "equivalent":
+            return f"equivalent within {self.margin:.3g}"
+        low, high = (self.difference + s * self.half_width for s in (-1, 1))
+        interval = f"90 % CI {low:.3g} to {high:.3g}"
+        if self.kind == "unknown":
+            number = f"more than {_MOST_SEEDS}"
+            number = f"about {self.seeds_needed}" if self.seeds_needed else number
+            return f"cannot tell ({interval}): needs {number} seeds"
+        return f"{self.kind} by {abs(self.difference):.3g} ({interval})"
+
+
+def judge(
+    differences: Sequence[float],
+    margin: float,
+    *,
+    lower_is_better: bool = False,
+    num_diverged: int = 0,
+) -> Verdict:
+    """Return the verdict on a level from its differences to fp32, one for each seed.
+
+    Two one-sided t tests (TOST) at 5 %: equivalent if the 90 % interval of the mean
+    difference lies within the margin. Not "no significant difference": that is also
+    what too few seeds show. Otherwise worse or better if the interval excludes 0.
+
+    Args:
+        differences: Metric of the level minus metric of fp32, same seed; finite.
+        margin: > 0.
+        lower_is_better: Whether the metric is a loss.
+        num_diverged: Runs that diverged where fp32 did not: one makes a level worse.
+
+    Example:
+        >>> print(judge([0.001, -0.002, 0.0], margin=0.01))
+        equivalent within 0.01
+        >>> print(judge([-0.05, -0.06, -0.04], margin=0.01))
+        worse by 0.05 (90 % CI -0.0669 to -0.0331)
+        >>> print(judge([0.02, -0.02, 0.01], margin=0.01))
+        cannot tell (90 % CI -0.0318 to 0.0384): needs about 108 seeds
+    """
+    pairs = len(differences)
+    mean = statistics.fmean(differences) if pairs else None
+    if mean is None or pairs < FEWEST_PAIRS:
+        kind = "worse" if num_diverged else "unknown"
+        return Verdict(kind, margin, mean, num_diverged=num_diverged)
+    spread = statistics.stdev(differences)
+    half = t_quantile(CONFIDENCE, pairs - 1) * spread / math.sqrt(pairs)
+    needed = None
+    if num_diverged:
+        kind = "worse"
+    elif abs(mean) + half < margin:
+        kind = "equivalent"
+    elif abs(mean) > half:
+        kind = "better" if (mean < 0) == lower_is_better else "worse"
+    else:
+        kind, needed = "unknown", seeds_needed(mean, spread, margin)
+    return Verdict(kind, margin, mean, half, needed, num_diverged)
+
+
+def seeds_needed(mean: float, spread: float, margin: float) -> int | None:
+    """Return the number of seeds with which a verdict is likely, 95 % or so.
+
+    If the true difference is `mean`, it must be told from the margin, or from 0 if that
+    is farther away.
+
+    Args:
+        mean: Measured difference.
+        spread: Standard deviation of the differences.
+        margin: > 0.
+
+    Returns:
+        None: more than 1000.
+    """
+    distance = max(margin - abs(mean), abs(mean))
+
+    def suffices(pairs: int) -> bool:
+        half = t_quantile(CONFIDENCE, pairs - 1) * spread / math.sqrt(pairs)
+        return 2 * half <= distance
+
+    counts = range(FEWEST_PAIRS, _MOST_SEEDS + 1)
+    index = bisect.bisect_left(counts, True, key=suffices)  # noqa: FBT003
+    return counts[index] if index < len(counts) else None
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Return the value that Student's t does not exceed with a probability.
+
+    By bisection of the exact finite series for whole degrees of freedom (Abramowitz and
+    Stegun, 26.7.3 and 26.7.4), as scipy is not a dependency.
+
+    Args:
+        probability: Above 0.5 and below 1.
+        freedom: Degrees of freedom, >= 1.
+
+    Example:
+        >>> round(t_quantile(0.95, 2), 6)
+        2.919986
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):  # halves the angle's interval to the last bit of a float
+        angle = (low + high) / 2
+        if 0.5 + 0.5 * _within(angle, freedom) < probability:
+            low = angle
+        else:
+            high = angle
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """Return P(|T| <= t) with t = sqrt(freedom) * tan(angle)."""
+    cosine, sine = math.cos(angle), math.sin(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for divisor in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= cosine * cosine * (divisor - 1) / divisor
+    if odd:
+        return 2 / math.pi * (angle + sine * total)
+    return sine * total

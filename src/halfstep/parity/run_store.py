@@ -1,0 +1,98 @@
+"""Stores finished runs as JSON in a folder, so that a comparison can be continued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from halfstep.errors import UserError
+from halfstep.parity.training_run import Run
+from halfstep.reporting import json_fields
+from halfstep.reporting.table import format_count, write_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    from halfstep.parity.candidate import Candidate
+
+T = TypeVar("T")
+_SETTINGS = "settings.json"
+
+
+class RunStore:
+    """The finished runs of a comparison: FOLDER/runs/LEVEL-seed-N.json.
+
+    Args:
+        folder: Created if missing. None: nothing is stored.
+        settings: Settings that all runs in the folder share: JSON values.
+
+    Raises:
+        UserError: If the folder cannot be written, or holds runs of other settings.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any]
+    ) -> None:
+        self._folder = None if folder is None else Path(folder)
+        stored = self._read(_SETTINGS, dict)
+        for name in {**settings, **(stored or settings)}:
+            if stored and stored.get(name) != settings.get(name):
+                message = (
+                    f"{folder} holds runs with {name}={stored.get(name)}, not "
+                    f"{settings.get(name)}; use that, or choose another folder."
+                )
+                raise UserError(message)
+        if stored is None:
+            self._write(_SETTINGS, settings)
+
+    def load(self, candidate: Candidate, seed: int) -> Run | None:
+        """Return a stored run, or None.
+
+        Raises:
+            UserError: If its file is damaged.
+        """
+        return self._read(_name(candidate, seed), Run.from_data)
+
+    def save(self, candidate: Candidate, run: Run) -> None:
+        """Store a finished run.
+
+        Raises:
+            UserError: If it cannot be written.
+        """
+        self._write(_name(candidate, run.seed), run.data())
+
+    def _read(self, name: str, convert: Callable[[Mapping[str, Any]], T]) -> T | None:
+        if self._folder is None:
+            return None
+        path = self._folder / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            return convert(json_fields.mapping(json.loads(text), name))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"{path} is damaged ({error}); delete it, and it is made again."
+            raise UserError(message) from error
+
+    def _write(self, name: str, data: Mapping[str, Any]) -> None:
+        if self._folder is None:
+            return
+        path = self._folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            count = len([*self._folder.glob("runs/*.json")])
+            message = (
+                f"{path} cannot be written: {error.strerror or error}. "
+                f"{format_count(count, 'finished run')} stored there: call again with "
+                "the same folder to continue."
+            )
+            raise UserError(message) from error
+
+
+def _name(candidate: Candidate, seed: int) -> str:
+    # A colon is not allowed in names of files on Windows.
+    return f"runs/{candidate.name.replace(':', '+')}-seed-{seed}.json"

@@ -1,0 +1,168 @@
+"""The workload of `halfstep compare`: what `halfstep train` trains, for any seed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from halfstep.distributed.process_group import World
+from halfstep.fast_dropout import use_fast_dropout
+from halfstep.machine.recommendation import resolve
+from halfstep.parity.training_run import Workload
+from halfstep.train import parallelize, param_groups, run
+from halfstep.train.config import TrainConfig
+from halfstep.train.config_file import read_file
+from halfstep.train.data.corpus import load
+from halfstep.train.evaluate import collect_outputs
+from halfstep.train.plan import lr_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from halfstep.parity.training_run import Made
+    from halfstep.session.session import Session
+    from halfstep.train.train_state import TrainJob
+
+    MicroBatch = tuple[dict[str, Tensor], float]
+
+_OF_LEVELS = ("level", "dtype", "loss_scale", "master")
+_UNUSED = (
+    *("out", "keep", "tensorboard", "probe", "workers", "parallel"),
+    *("patience", "eval_every"),
+)
+"""Settings of files and processes, and of a choice among checkpoints: the weights of
+the last step are evaluated."""
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """A model in an open autocast context, for `collect_outputs`."""
+
+    model: nn.Module
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _TrainRuns:
+    """What runs of `halfstep train` with these settings train, by seed.
+
+    Like a run of one process, but all steps are trained, the weights of the last one
+    are evaluated, and there are no files.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        device = torch.device(run.pick_device(config.device))
+        self.world = World(0, 1, device)
+        self.corpus = load(
+            None if config.data is None else Path(config.data),
+            task=config.task,
+            label_names=config.label_names,
+            limit=config.limit,
+            dev_share=config.dev_share,
+            seed=config.seed,
+            columns=config.columns,
+        )
+        self.split = "test" if self.corpus.test else "dev"
+        self._job: tuple[int, TrainJob] | None = None
+
+    def job(self, seed: int) -> TrainJob:
+        """Return the job of a seed; the last one is kept."""
+        if self._job is None or self._job[0] != seed:
+            config = replace(self.config, seed=seed)
+            network = run.build_network(config, self.corpus)
+            own = run.make_job(config, self.corpus, network, self.world)
+            self._job = seed, own[0]
+        return self._job[1]
+
+    def make(self, seed: int) -> Made:
+        """Return model, optimizer, loss function and arguments of `prepare`."""
+        config, world, job = self.config, self.world, self.job(seed)
+        torch.manual_seed(seed)  # the job has drawn numbers, if it was not there
+        network = run.build_network(config, self.corpus)
+        model = network.model.to(world.device).train()
+        param_groups.freeze(model, config.frozen)
+        if not config.compile:  # a compiler generates its own masks
+            use_fast_dropout(model)
+        fp32 = resolve("O0", "auto", world.device.type)
+        parallelize.parallelize_model(model, config, fp32, world)
+        optimizer = param_groups.make_optimizer(model, config, job.plan.lr)
+
+        def factor(applied: int, share: float) -> float:
+            return share * lr_factor(applied, job.plan.total_steps, config.warmup)
+
+        factors: Any = [
+            functools.partial(factor, share=group[param_groups.LR_FACTOR])
+            for group in optimizer.param_groups
+        ]
+
+        def loss_fn(model: Any, batch: MicroBatch) -> Tensor:  # noqa: ANN401
+            part, weight = batch
+            moved = {name: tensor.to(world.device) for name, tensor in part.items()}
+            targets = moved.pop("labels")
+            return job.objective.loss_sum(model(**moved).logits, targets) * weight
+
+        arguments = {
+            "policy": config.policy,
+            "clip_grad_norm": config.clip,
+            "accumulate": config.accumulate,
+            "scheduler": LambdaLR(optimizer, factors),
+        }
+        return model, optimizer, loss_fn, arguments
+
+    def batches(self, seed: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of all steps, with the weight of the loss."""
+        job = self.job(seed)
+        for number in range(1, job.plan.total_steps + 1):
+            batch = job.steps[number]
+            for part, is_real in zip(batch.parts, batch.is_real, strict=True):
+                yield part, is_real * self.config.accumulate / batch.weight
+
+    def metric(self, model: nn.Module) -> float:
+        """Return the score of a model that selects checkpoints in a run."""
+        job, session = self.job(self.config.seed), cast("Session", _Evaluated(model))
+        encoded, rows = job.encoded[self.split], getattr(self.corpus, self.split)
+        sizes: Any = {"pad_id": job.pad_id, "multiple": job.multiple}
+        own = collect_outputs(session, job.task, encoded, self.world, **sizes)
+        labels = self.corpus.labels
+        metrics = job.task.compute_metrics(own[0], encoded, rows, labels, own[1])
+        return {"loss": metrics.loss, **metrics.scores}[self.config.best_score]
+
+
+def train_workload(file: Path | None) -> Workload:
+    """Return the workload of a settings file of `halfstep train`; None: the defaults.
+
+    A seed draws first weights, order, dropout and masked tokens; the split of a single
+    file is that of `seed` in the settings.
+
+    Raises:
+        UserError: If the file or the data are invalid.
+    """
+    given = {} if file is None else read_file(file, "--train")
+    config = TrainConfig(**{k: v for k, v in given.items() if k not in _OF_LEVELS})
+    runs, score = _TrainRuns(config), config.best_score
+    corpus = runs.corpus
+    notes = [f"{corpus.name}: {corpus.sizes}; {score} of {runs.split}"]
+    left_out = [name for name in given if name in (*_OF_LEVELS, *_UNUSED)]
+    if left_out:
+        notes.append(f"settings of {file} without effect here: {', '.join(left_out)}")
+    settings = {k: v for k, v in config.data_dict().items() if k not in _UNUSED}
+    return Workload(
+        runs.make,
+        runs.batches,
+        runs.job(config.seed).plan.total_steps,
+        runs.metric,
+        score,
+        lower_is_better=score == "loss",
+        settings=settings | {"data": corpus.fingerprint},
+        notes=tuple(notes),
+    )

@@ -1,0 +1,474 @@
+"""Trains one level with one seed, in the same way as fp32; compares gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import random
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from halfstep.diagnostics.preflight.comparison import (
+    GradientSimilarity,
+    compare_gradients,
+)
+from halfstep.diagnostics.preflight.model_copy import SavedBytes
+from halfstep.errors import UserError
+from halfstep.machine import fp16_emulation
+from halfstep.numerics.formats import tensors_in
+from halfstep.parity.candidate import PERTURBED, REFERENCE
+from halfstep.reporting import json_fields
+from halfstep.scaling import LossScaleCollapse
+from halfstep.session.factory import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from halfstep.parity.candidate import Candidate
+    from halfstep.session.session import Session
+
+    LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
+    Made: TypeAlias = (
+        tuple[nn.Module, Optimizer, LossFn]
+        | tuple[nn.Module, Optimizer, LossFn, Mapping[str, Any]]
+    )
+    Batches: TypeAlias = Sequence[Any] | Callable[[int], Iterable[Any]]
+    OnStep: TypeAlias = Callable[[int, Session, list[Any]], None]
+
+_NONFINITE_STEPS = 20
+"""Consecutive non-finite losses that end a run: a loss scale of 65536 needs 16 steps
+to reach 1."""
+_BACKOFFS = 40  # fp16 has as many powers of two
+_MADE = "(model, optimizer, loss_fn), and perhaps a dict of arguments of prepare"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all runs of a comparison train."""
+
+    make: Callable[[int], Made]
+    batches: Batches
+    steps: int
+    metric: Callable[[nn.Module], float] | None
+    """None: the mean loss of the last tenth of the steps."""
+    metric_name: str
+    lower_is_better: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings that runs in a folder must share."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of a level against fp32's, with the same weights and batch."""
+
+    step: int
+    """Of fp32's run; counted from 1."""
+    overall: GradientSimilarity
+    modules: tuple[GradientSimilarity, ...]
+    """By the module that owns the parameters."""
+
+    def worst(self, count: int) -> list[GradientSimilarity]:
+        """Return the modules with the lowest cosines, NaN first."""
+        key = [(not math.isnan(one.cosine), one.cosine) for one in self.modules]
+        order = sorted(range(len(key)), key=key.__getitem__)
+        return [self.modules[index] for index in order[:count]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run."""
+
+    level: str
+    """Name of its candidate."""
+    seed: int
+    losses: tuple[float, ...]
+    """Training loss of each step, before its update."""
+    metric: float
+    """NaN if the run diverged."""
+    diverged: str
+    """Why it counts as diverged; "" if it does not."""
+    skipped: int
+    """Steps without an update, for inf or NaN in a gradient."""
+    seconds: tuple[float, ...]
+    """Duration of each step."""
+    peak_bytes: int
+    """On a GPU the peak of torch's allocator; on a CPU the bytes of weights, gradients,
+    master weights, moments and activations saved for the backward pass."""
+    weights_crc: int
+    """Checksum of the initial weights, before a perturbation."""
+    batches_crc: int
+    """Checksum of all tensors of all batches."""
+    gradients: tuple[Gradients, ...] = ()
+    """At some steps; of the first seed only."""
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`."""
+        plain: dict[str, Any] = json_fields.plain(asdict(self))
+        return plain
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Run:
+        """Return the run that `data` describes; raise a built-in error if it cannot."""
+        reals = {name: tuple(map(float, data[name])) for name in ("losses", "seconds")}
+        gradients = tuple(
+            Gradients(
+                int(each["step"]),
+                _similarity(each["overall"]),
+                tuple(map(_similarity, each["modules"])),
+            )
+            for each in data["gradients"]
+        )
+        own = {**reals, "metric": float(data["metric"]), "gradients": gradients}
+        return cls(**{**data, **own})
+
+
+def _similarity(data: Mapping[str, Any]) -> GradientSimilarity:
+    reals = {k: float(data[k]) for k in ("cosine", "sqnr", "flushed", "norm")}
+    return GradientSimilarity(**{**data, **reals})
+
+
+def train(
+    workload: Workload, candidate: Candidate, seed: int, on_step: OnStep | None = None
+) -> Run:
+    """Train a candidate with a seed.
+
+    The random numbers of a step depend on seed and step only: on a CPU dropout masks
+    are then the same at all levels. `on_step` is called before each step with its
+    number, from 1, the session and the micro-batches.
+
+    Raises:
+        UserError: If the candidate cannot run, or the batches end too soon.
+    """
+    model, optimizer, loss_fn, arguments = make(workload, seed)
+    weights_crc, batches_crc = _checksum(model.state_dict()), 0
+    if candidate == PERTURBED:
+        _perturb(model, seed)
+    device = _device(model)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    session = _prepare(candidate, model, optimizer, arguments)
+    stream, losses, seconds = _batches(workload, seed), list[float](), list[float]()
+    peak_bytes, nonfinite, diverged = 0, 0, ""
+    for step in range(1, workload.steps + 1):
+        micro_batches = [
+            _next(stream, workload, step) for _ in range(session.accumulate)
+        ]
+        batches_crc = _checksum(micro_batches, batches_crc)
+        if on_step is not None:
+            on_step(step, session, micro_batches)
+        _seed_all(_step_seed(seed, step), device)
+        is_last = step == workload.steps
+        try:
+            with _errors_of(candidate):
+                loss, duration, peak_bytes = _train_step(
+                    session, loss_fn, micro_batches, counts_bytes=is_last
+                )
+        except LossScaleCollapse as error:
+            diverged = f"step {step}: {_first_line(error)}"
+            break
+        losses.append(loss)
+        seconds.append(duration)
+        nonfinite = 0 if math.isfinite(loss) else nonfinite + 1
+        if nonfinite == _NONFINITE_STEPS:
+            diverged = f"the loss is {loss} since step {step - nonfinite + 1}"
+            break
+    metric = math.nan
+    if not diverged:
+        with _errors_of(candidate):
+            metric = _metric(workload, session, losses, seed)
+        if not math.isfinite(metric):
+            diverged = f"{workload.metric_name} is {metric} after step {len(losses)}"
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+    curves = tuple(losses), metric, diverged, session.steps_skipped, tuple(seconds)
+    return Run(candidate.name, seed, *curves, peak_bytes, weights_crc, batches_crc)
+
+
+def _train_step(
+    session: Session, loss_fn: LossFn, micro_batches: list[Any], *, counts_bytes: bool
+) -> tuple[float, float, int]:
+    """Train one step; return mean loss, seconds, and bytes in use if counted."""
+    device, saved = _device(session.model), SavedBytes(session.model)
+    counts_bytes &= device.type == "cpu"
+    total, used = torch.zeros((), device=device), 0
+    with _emulation(session):
+        _synchronize(device)
+        began = time.perf_counter()
+        for batch in micro_batches:
+            counting = saved.counting() if counts_bytes else contextlib.nullcontext()
+            with session.autocast(), counting:
+                loss = loss_fn(session.model, batch)
+            session.backward(loss)
+            if counts_bytes:  # while gradients exist
+                used = sum(session.memory().values()) + saved.bytes
+            session.step()
+            total += loss.detach()
+        _synchronize(device)
+    seconds = time.perf_counter() - began
+    return total.item() / len(micro_batches), seconds, used
+
+
+def make(
+    workload: Workload, seed: int
+) -> tuple[nn.Module, Optimizer, LossFn, Mapping[str, Any]]:
+    """Call the workload's `make` with all generators seeded, and check its result."""
+    _seed_all(seed, None)
+    made: Any = workload.make(seed)
+    types = (nn.Module, torch.optim.Optimizer, object, Mapping)
+    parts = (*made, {})[:4] if isinstance(made, tuple | list) else ()
+    are_valid = len(parts) == len(types) and all(map(isinstance, parts, types))
+    if not (are_valid and callable(parts[2])):
+        kinds = ", ".join(type(each).__name__ for each in parts[: len(made)] if parts)
+        message = f"make({seed}) returned "
+        message += f"({kinds})" if parts else f"a {type(made).__name__}"
+        message += f"; it must return {_MADE}."
+        raise UserError(message)
+    return parts[0], parts[1], parts[2], parts[3]
+
+
+def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
+    """Raise unless two calls of `make` with one seed give the same initial weights.
+
+    Returns:
+        The optimizer's settings, which stored runs must share.
+    """
+    made = [make(workload, seed)[:2] for _ in range(2)]
+    states = [model.state_dict() for model, _ in made]
+    names = dict.fromkeys(name for state in states for name in state)
+    for name in names:
+        first, second = (_checksum(state.get(name)) for state in states)
+        if first != second:
+            message = (
+                f"make({seed}) gave other initial weights in a second call, first in "
+                f"{name!r}: draw all random numbers from the seed, and build the model "
+                "anew in each call."
+            )
+            raise UserError(message)
+    optimizer = made[0][1]
+    settings = {"optimizer": type(optimizer).__name__}
+    for key in optimizer.defaults:
+        values = {str(group[key]): 1 for group in optimizer.param_groups}
+        settings[f"optimizer.{key}"] = ", ".join(values)
+    return settings
+
+
+def check_paired(run: Run, reference: Run) -> None:
+    """Raise unless two runs of a seed had the same initial weights and batches."""
+    differing = ""
+    if run.weights_crc != reference.weights_crc:
+        differing = "initial weights"
+    elif run.batches_crc != reference.batches_crc and not (
+        run.diverged or reference.diverged
+    ):
+        differing = "batches"
+    if differing:
+        message = (
+            f"{differing} of {reference.level} and {run.level} differ for seed "
+            f"{run.seed}: make and batches must give all runs of a seed the same, also "
+            "those stored in out."
+        )
+        raise UserError(message)
+
+
+def _prepare(
+    candidate: Candidate,
+    model: nn.Module,
+    optimizer: Optimizer,
+    arguments: Mapping[str, Any],
+) -> Session:
+    with _errors_of(candidate):
+        every = {**arguments, **candidate.arguments}
+        return prepare(model, optimizer, candidate.level, **every)
+
+
+@contextlib.contextmanager
+def _errors_of(candidate: Candidate) -> Iterator[None]:
+    """Name the level in an error; an error in fp32 is the caller's own."""
+    try:
+        yield
+    except LossScaleCollapse:
+        raise
+    except Exception as error:
+        if candidate.level == REFERENCE.level:
+            raise
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        message = f"{candidate.name} cannot run: {kind}{_first_line(error)}"
+        raise UserError(message) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _emulation(session: Session) -> contextlib.AbstractContextManager[object]:
+    """Return a context that emulates fp16 matmuls on CPUs without them."""
+    is_fp16 = session.choice.format.name == "fp16"
+    if is_fp16 and fp16_emulation.is_needed(_device(session.model).type):
+        return fp16_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
+    return contextlib.nullcontext()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _batches(workload: Workload, seed: int) -> Iterator[Any]:
+    """Yield the batches of a run; a list is repeated."""
+    if callable(workload.batches):
+        yield from workload.batches(seed)
+        return
+    while True:
+        yield from workload.batches
+
+
+def _next(stream: Iterator[Any], workload: Workload, step: int) -> Any:  # noqa: ANN401
+    for batch in stream:
+        return batch
+    message = (
+        f"batches(seed) ended before step {step} of {workload.steps}: return an "
+        "iterable that is long enough and begins anew in each call, or lower steps."
+    )
+    raise UserError(message)
+
+
+def _metric(
+    workload: Workload, session: Session, losses: Sequence[float], seed: int
+) -> float:
+    if workload.metric is None:
+        last = losses[-max(1, len(losses) // 10) :]
+        return math.fsum(last) / len(last)
+    _seed_all(seed, None)
+    session.model.eval()
+    with torch.no_grad(), session.autocast(), _emulation(session):
+        value: Any = workload.metric(session.model)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        kind = type(value).__name__
+        message = f"metric(model) returned a {kind}; it must return a number."
+        raise UserError(message) from error
+
+
+# Random numbers and checksums
+
+
+def _seed_all(seed: int, device: torch.device | None) -> None:
+    """Seed the generators of torch, Python and numpy."""
+    if device is None or device.type != "cpu":
+        torch.manual_seed(seed)
+    else:  # 30 microseconds faster, as `torch.manual_seed` also visits other devices
+        torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:  # takes 32 bits
+        sys.modules["numpy"].random.seed(zlib.crc32(str(seed).encode()))
+
+
+def _step_seed(seed: int, step: int) -> int:
+    return (seed << 32) + step
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module, seed: int) -> None:
+    """Move each floating-point weight by one ulp, up or down at random."""
+    draw = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        if param.is_floating_point():
+            up = torch.rand(param.shape, generator=draw) < 0.5  # noqa: PLR2004
+            target = torch.where(up, math.inf, -math.inf).to(param)
+            param.copy_(torch.nextafter(param, target))
+
+
+def _checksum(value: object, start: int = 0) -> int:
+    """Return a CRC-32 of the bytes of all tensors in a nested value, without numpy."""
+    crc = start
+    for tensor in tensors_in(value):
+        dense = tensor.detach().cpu()
+        dense = dense.to_dense() if dense.layout != torch.strided else dense
+        dense = dense.resolve_conj().resolve_neg().contiguous()
+        if dense.nbytes:
+            view = (ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr())
+            crc = zlib.crc32(view, crc)
+    return crc
+
+
+# Gradients
+
+
+def gradients_at_steps(
+    workload: Workload, candidates: Sequence[Candidate], seed: int, steps: Sequence[int]
+) -> dict[str, tuple[Gradients, ...]]:
+    """Compare each candidate's gradients with fp32's at some steps of fp32's run.
+
+    They are unscaled and not clipped. A loss scale at which they overflow is halved
+    until they do not, as training would do.
+
+    Returns:
+        Name of a candidate -> gradients, a value for each step.
+    """
+    results: dict[str, tuple[Gradients, ...]] = {}
+
+    def on_step(step: int, session: Session, micro_batches: list[Any]) -> None:
+        if step not in steps:
+            return
+        weights = {k: v.detach().clone() for k, v in session.weights().items()}
+
+        def gradients(candidate: Candidate) -> dict[str, Tensor]:
+            model, optimizer, loss_fn, arguments = make(workload, seed)
+            model.load_state_dict(weights, strict=False)
+            own = _prepare(candidate, model, optimizer, arguments)
+            with _errors_of(candidate), _emulation(own):
+                return _gradients(own, loss_fn, micro_batches, _step_seed(seed, step))
+
+        expected = gradients(REFERENCE)
+        for each in candidates:
+            pair = compare_gradients(expected, gradients(each), _owner)
+            row = Gradients(step, *pair)
+            results[each.name] = (*results.get(each.name, ()), row)
+
+    if steps and candidates:
+        train(
+            replace(workload, steps=max(steps), metric=None), REFERENCE, seed, on_step
+        )
+    return results
+
+
+def _gradients(
+    session: Session, loss_fn: LossFn, micro_batches: list[Any], step_seed: int
+) -> dict[str, Tensor]:
+    """Return the gradients of a step by name, fp32."""
+    for _ in range(_BACKOFFS):
+        _seed_all(step_seed, _device(session.model))
+        for index, batch in enumerate(micro_batches, 1):
+            with session.autocast():
+                loss = loss_fn(session.model, batch)
+            session.backward(loss)
+            if index < len(micro_batches):
+                session.step()
+        gradients = {name: each.float() for name, each in session.grads()}
+        finite = all(bool(each.isfinite().all()) for each in gradients.values())
+        if finite or session.scaler.rule.backoff_factor == 1:
+            break
+        session.step()  # skips, and halves the scale
+    return gradients
+
+
+def _owner(name: str) -> str:
+    """Return the module of a parameter; for one of the root module, its own name."""
+    return name.rpartition(".")[0] or name

@@ -1,0 +1,129 @@
+"""`halfstep compare`: its runs are those of `halfstep train`; what it prints."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_training import small_and_measured, write_letters, write_marked
+
+from halfstep import cli
+from halfstep.train.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    """Add the size "mini", which trains in a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_and_measured(patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def settings_file(folder: Path, task: str, **more: Any) -> dict[str, Any]:
+    """Write data, and settings as TOML to `compare.toml`; return the settings."""
+    path = folder / "letters.json"
+    if task == "ner":
+        path = write_marked(folder, 60)
+    else:
+        write_letters(path, 60)
+    settings = {
+        "task": task,
+        "data": str(path),
+        "model": "mini",
+        "epochs": 2,
+        "batch_size": 16,
+        "dropout": 0.0,  # a run draws other masks
+        **more,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    (folder / "compare.toml").write_text("\n".join(lines), encoding="utf-8")
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [
+        ("classify", {}),
+        ("ner", {"accumulate": 3, "best_by": "loss", "freeze": "*.bias"}),
+    ],
+)
+def test_runs_are_those_of_train(
+    task: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Law: losses and score in fp32 are those of `halfstep train` with the seed."""
+    settings = settings_file(tmp_path, task, **more)
+    words = ("compare", "--train", "compare.toml", "--levels", "O1", "--seeds", "2")
+    assert cli.run([*words, "--out", "pairs"]) == 0
+    stored = tmp_path / "pairs" / "runs" / "O0-seed-0.json"
+    data = json.loads(stored.read_text(encoding="utf-8"))
+    own = {"level": "O0", "out": str(tmp_path / "run"), "eval_every": 1000}
+    summary = run(settings | own).summary
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in lines.splitlines()]
+    losses = [record["loss"] for record in records if "event" not in record]
+    assert data["losses"] == pytest.approx(losses, rel=1e-5)
+    score = more.get("best_by", "macro_f1")
+    assert data["metric"] == pytest.approx(summary["dev"][score], rel=1e-5)
+
+
+def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a line a run as it ends, then tables; a page and, on request, JSON."""
+    settings_file(tmp_path, "classify", level="O3", keep=1)
+    words = ("compare", "--train", "compare.toml", "--levels", "O2:split")
+    more = ("--seeds", "2", "--margin", "0.5", "--json", "result.json")
+    assert cli.run([*words, *more]) == 0
+    out, err = capsys.readouterr()
+    assert [line.partition(":")[0] for line in err.splitlines()] == [
+        *("seed 0 (1 of 2), O0", "seed 0 (1 of 2), O0", "seed 0 (1 of 2), O2"),
+        *("seed 1 (2 of 2), O0", "seed 1 (2 of 2), O2", "seed 1 (2 of 2), O0"),
+    ]
+    assert "equivalent within 0.5" in out
+    assert "settings of compare.toml without effect here: level, keep" in out
+    assert out.endswith("report: runs/compare/report.html\n")
+    assert "<svg" in (tmp_path / "runs/compare/report.html").read_text("utf-8")
+    data = json.loads((tmp_path / "result.json").read_text("utf-8"))
+    assert data["verdicts"]["O2:split"]["kind"] == "equivalent"
+    # The same command goes on there, and --json - prints JSON alone.
+    assert cli.run([*words, "--seeds", "2", "--margin", "0.5", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("from an earlier call") == 6
+    assert json.loads(out) == data
+    settings_file(tmp_path, "classify", lr=0.1)
+    assert cli.run(words) == 2
+    assert capsys.readouterr().err == (
+        "halfstep: error: runs/compare holds runs with lr=None, not 0.1; use that, or "
+        "choose another folder.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--train", "none.toml"),
+            "--train none.toml cannot be read: No such file or ",
+        ),
+        (("--levels", "O4"), "levels holds 'O4': 'O4' is unknown; choose O0, O1, O2, "),
+        (("--seeds", "1"), "seeds=[0] must be 2 or more different seeds, or their "),
+    ],
+)
+def test_bad_flags(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: an unusable flag is one line, with status 2, before anything is trained."""
+    assert cli.run(["compare", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"halfstep: error: {message}")
+    assert err.count("\n") == 1
+    assert not torch.is_autocast_enabled("cpu")
