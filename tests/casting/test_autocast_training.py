@@ -77,34 +77,6 @@ def test_numbers_are_torchs(dtype: torch.dtype, device: str, kind: str) -> None:
     assert not torch.equal(train(autocast, device, other)[0], theirs[0])
 
 
-@pytest.mark.parametrize("kind", ["default", "cache"])
-def test_one_region_around_all_steps(kind: str) -> None:
-    """Law: a loop inside one region trains as one with a region for each step.
-
-    torch's own goes on with the weights of the first step, and learns nothing.
-    """
-    more: Any = {"cache": CastCache()} if kind == "cache" else {}
-
-    def losses(around: Any) -> list[float]:
-        model, x = mlp("cpu"), torch.ones(4, 16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        seen = []
-        with around:
-            for _ in range(4):
-                loss = nn.functional.nll_loss(model(x), torch.zeros(4).long())
-                seen.append(loss.item())
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-        return seen
-
-    ours = losses(autocast("cpu", **more))
-    assert ours[-1] < ours[0] / 2
-    stuck = losses(torch.autocast("cpu"))
-    # What is not cast, the norm, learns alone.
-    assert stuck[-1] > ours[-1]
-
-
 # Two processes
 
 

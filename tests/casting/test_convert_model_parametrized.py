@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import halfstep as hs
 from halfstep.casting.convert_model import convert_
-from halfstep.machine import hardware
 from halfstep.policy import Policy, levels
 
 if TYPE_CHECKING:
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = pytest.mark.parametrize("level", ["O2", "O3"])
 BASES = pytest.mark.parametrize("base", ["lean", "torch"])
-
-
-@pytest.fixture(autouse=True)
-def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Symmetric(nn.Module):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.casting.convert_model import convert_
 from halfstep.errors import UserError
-from halfstep.machine import hardware
 from halfstep.policy import Policy, levels
 
 if TYPE_CHECKING:
@@ -25,12 +24,6 @@ LOW = pytest.mark.parametrize("level", ["O2", "O3"])
 LEAN = Policy(base="lean")
 INPUTS = torch.linspace(-1, 1, 48).view(8, 6).sin()
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-@pytest.fixture(autouse=True)
-def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def network() -> nn.Sequential:

@@ -12,19 +12,12 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
 
 FITS, OVERFLOWS = 65519.0, 65520.0
 """From half-way between fp16's largest number and 65536 on, rounding gives inf."""
-
-
-@pytest.fixture(autouse=True)
-def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Net(nn.Module):

@@ -99,106 +99,58 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
     )
 
 
+EXAMPLE = 'write for example module = "classifier", run = "fp32".'
+ONE_PATTERN = (
+    "give exactly one of op, module, type, for example "
+    'module = "classifier", run = "fp32".'
+)
+FILES = {
+    "base = lean": " cannot be read: Invalid value (at line 1, column 8). Give TOML as "
+    "Policy.save writes it.",
+    "": ': base = None is not a string; write base = "torch".',
+    "base = 3": ': base = 3 is not a string; write base = "torch".',
+    "base = 'amp'": ": policy='amp' is not known; the named policies are 'torch' and "
+    "'lean'.",
+    "base = 'lean'\nrules = []": ": 'rules' is not known; write base and [[rule]].",
+    "base = 'lean'\nrule = 'op:mm=low'": ": rule is not a list of tables; start each "
+    "with [[rule]].",
+    "base = 'lean'\nrule = ['op:mm=low']": ": rule is not a list of tables; start each "
+    "with [[rule]].",
+}
+"""Text of a file -> what is said after its name."""
+SECOND_RULES = {
+    "op = 'mm'\nrun = 'bf16'": ": rule 'op:mm=bf16': 'bf16' is not a category; choose "
+    "one of low, fp32, promote, keep, banned.",
+    "module = '/a(/'\nrun = 'fp32'": ": rule 'module:/a(/=fp32': '/a(/' is not a "
+    "regular expression: missing ), unterminated subpattern at position 1. Fix it, or "
+    "write a glob, without the slashes.",
+    "op = 'mm'\ncategory = 'low'": f": 'category' is not known; {EXAMPLE}",
+    "op = 'mm'\nmodule = 'a'\nrun = 'low'": f" has op and module; {ONE_PATTERN}",
+    "run = 'low'": f" has no pattern; {ONE_PATTERN}",
+    "op = 'mm'": f" does not say how to run; {EXAMPLE}",
+    "op = 'mm'\nrun = 16": ": run = 16 is not a string; put it in quotes.",
+}
+"""Text of a file's second rule -> what is said after the file's name and its number."""
+RULED = "base = 'lean'\n[[rule]]\nop = 'mm'\nrun = 'low'\n[[rule]]\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "place", "message"),
+    ("text", "message"),
     [
-        (
-            "base = lean",
-            "",
-            (
-                " cannot be read: Invalid value (at line 1, column 8). Give TOML as "
-                "Policy.save writes it."
-            ),
-        ),
-        ("", "", ': base = None is not a string; write base = "torch".'),
-        ("base = 3", "", ': base = 3 is not a string; write base = "torch".'),
-        (
-            "base = 'amp'",
-            "",
-            ": policy='amp' is not known; the named policies are 'torch' and 'lean'.",
-        ),
-        (
-            "base = 'lean'\nrules = []",
-            "",
-            ": 'rules' is not known; write base and [[rule]].",
-        ),
-        (
-            "base = 'lean'\nrule = 'op:mm=low'",
-            "",
-            ": rule is not a list of tables; start each with [[rule]].",
-        ),
-        (
-            "base = 'lean'\nrule = ['op:mm=low']",
-            "",
-            ": rule is not a list of tables; start each with [[rule]].",
-        ),
-        (
-            "op = 'mm'\nrun = 'bf16'",
-            ", rule 2",
-            (
-                ": rule 'op:mm=bf16': 'bf16' is not a category; choose one of low, "
-                "fp32, promote, keep, banned."
-            ),
-        ),
-        (
-            "module = '/a(/'\nrun = 'fp32'",
-            ", rule 2",
-            (
-                ": rule 'module:/a(/=fp32': '/a(/' is not a regular expression: "
-                "missing ), unterminated subpattern at position 1. Fix it, or write a "
-                "glob, without the slashes."
-            ),
-        ),
-        (
-            "op = 'mm'\ncategory = 'low'",
-            ", rule 2",
-            (
-                ": 'category' is not known; write for example module = \"classifier\", "
-                'run = "fp32".'
-            ),
-        ),
-        (
-            "op = 'mm'\nmodule = 'a'\nrun = 'low'",
-            ", rule 2",
-            (
-                " has op and module; give exactly one of op, module, type, for example "
-                'module = "classifier", run = "fp32".'
-            ),
-        ),
-        (
-            "run = 'low'",
-            ", rule 2",
-            (
-                " has no pattern; give exactly one of op, module, type, for example "
-                'module = "classifier", run = "fp32".'
-            ),
-        ),
-        (
-            "op = 'mm'",
-            ", rule 2",
-            (
-                ' does not say how to run; write for example module = "classifier", '
-                'run = "fp32".'
-            ),
-        ),
-        (
-            "op = 'mm'\nrun = 16",
-            ", rule 2",
-            ": run = 16 is not a string; put it in quotes.",
+        *FILES.items(),
+        *(
+            (RULED + text, f", rule 2{message}")
+            for text, message in SECOND_RULES.items()
         ),
     ],
 )
-def test_files_that_are_refused(
-    tmp_path: Path, text: str, place: str, message: str
-) -> None:
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
     """Law: what is wrong is named with its file and rule, and what would be right."""
     path = tmp_path / "mine.toml"
-    if place:
-        text = f"base = 'lean'\n[[rule]]\nop = 'mm'\nrun = 'low'\n[[rule]]\n{text}"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         Policy.load(path)
-    assert str(caught.value) == f"policy file {str(path)!r}{place}{message}"
+    assert str(caught.value) == f"policy file {str(path)!r}{message}"
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
