@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -120,18 +121,16 @@ class ModelCopy:
             self.device.type
         )
         """Whether passes compute fp16 matmuls in fp32 and round; steps do not."""
-        lossy = choice.level.low_weights and not has_masters
-        rule = ScaleRule.parse(1.0)
         with _collecting_warnings(self.notes), allow_overflow():
             self.session = prepare(
                 model_copy,
                 stepper,
                 choice,
                 policy=policy,
-                loss_scale=rule,
+                loss_scale=ScaleRule.parse(1.0),
                 master=master if choice.level.masters else "fp32",
             )
-        self._counts_rounding = lossy
+        self._counts_rounding = choice.level.low_weights and not has_masters
         self._snapshot = ModelSnapshot(model_copy)
 
     @property
@@ -194,8 +193,8 @@ class ModelCopy:
             for module in self.model.modules()
         ]
         try:
-            with self._products(), self.session.autocast():
-                loss_fn(self.session.model, batch)
+            with self._products():
+                self._loss(loss_fn, batch)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -203,13 +202,8 @@ class ModelCopy:
     def find_overflow(self, loss_fn: LossFn, batch: object) -> BadOp | None:
         """Return the first operation that overflows its dtype, even if hidden."""
         self.begin(1.0)
-
-        def step() -> Tensor:
-            with self.session.autocast():
-                return loss_fn(self.session.model, batch)
-
         with self._products():
-            return find_overflow(self.model, step, 1.0)
+            return find_overflow(self.model, partial(self._loss, loss_fn, batch), 1.0)
 
     def find_nonfinite(
         self, loss_fn: LossFn, batch: object, scale: float
@@ -219,15 +213,15 @@ class ModelCopy:
         The inf of x * x is reported, though only the NaN of inf / inf reaches the loss.
         """
         self.begin(scale)
-
-        def step() -> Tensor:
-            with self.session.autocast():
-                return loss_fn(self.session.model, batch)
-
+        step = partial(self._loss, loss_fn, batch)
         with self._products():
             return find_overflow(self.model, step, scale) or find_nonfinite(
                 self.model, step, scale=scale
             )
+
+    def _loss(self, loss_fn: LossFn, batch: object) -> Tensor:
+        with self.session.autocast():
+            return loss_fn(self.session.model, batch)
 
     def _products(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that emulates fp16 matmuls on CPUs without them.
@@ -265,9 +259,7 @@ class ModelCopy:
         """Run a training step, which changes the copy; return its seconds."""
         self._wait()
         began = time.perf_counter()
-        with self.session.autocast():
-            loss = loss_fn(self.session.model, batch)
-        self.session.backward(loss)
+        self.session.backward(self._loss(loss_fn, batch))
         with _collecting_warnings(self.notes):
             self.session.step()
         self._wait()
@@ -280,9 +272,7 @@ class ModelCopy:
             The memory of training after the backward pass, in bytes by purpose.
         """
         session = self.session
-        with session.autocast():
-            loss = loss_fn(session.model, batch)
-        session.backward(loss)
+        session.backward(self._loss(loss_fn, batch))
         memory = session.memory()
         if self._counts_rounding:
             session.count_rounding_loss(every=1)
@@ -390,7 +380,7 @@ class SavedBytes:
 
     def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context that counts."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
@@ -399,10 +389,6 @@ class SavedBytes:
                 self._seen.add(storage.data_ptr())
                 self.bytes += storage.nbytes()
         return tensor.detach()  # a saved output would reference its own graph
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class _GradientExponents:
@@ -445,7 +431,5 @@ class _GradientExponents:
 
     def total(self) -> Tensor:
         """Return the counts of all devices. int64, shape (BINS,), on the CPU."""
-        total = torch.zeros(BINS, dtype=torch.int64)
-        for counts in self._counts.values():
-            total += counts.cpu()
-        return total
+        counts = [each.cpu() for each in self._counts.values()]
+        return torch.stack([torch.zeros(BINS, dtype=torch.int64), *counts]).sum(0)

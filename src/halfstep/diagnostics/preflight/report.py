@@ -12,7 +12,7 @@ from halfstep.reporting.finding import findings_table
 from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.preflight.measurements import Cost, Facts
+    from halfstep.diagnostics.preflight.measurements import Facts
     from halfstep.reporting.finding import Finding
 
 _MAX_TABLE_ROWS = 12  # rows of a table by layer; `data` has all
@@ -82,10 +82,9 @@ def _summary(report: CheckReport) -> Table:
         rows.append(("loss", f"{facts.loss:.6g} ({error:+.3%})"))
     similarity, noise = facts.gradients, facts.noise
     if similarity is not None:
-        text = f"cosine {similarity.cosine:.6f}, SQNR {similarity.sqnr:.1f} dB"
-        rows.append(
-            ("gradients against fp32", f"{text}, {similarity.flushed:.2%} lost")
-        )
+        text = f"cosine {similarity.cosine:.6f}, SQNR {similarity.sqnr:.1f} dB, "
+        text += f"{similarity.flushed:.2%} lost"
+        rows.append(("gradients against fp32", text))
     if noise is not None:
         rows.append((facts.noise_of, f"cosine {noise.cosine:.6f}, in fp32"))
     if facts.safe_scale is not None:
@@ -95,7 +94,9 @@ def _summary(report: CheckReport) -> Table:
         lost = f"{first.flushed:.2%} of fp32's gradients become zero"
         rows.append((f"at loss scale {power(first.scale)}", lost))
     if facts.speed_up is not None:
-        rows.append(("speed", _speed(facts)))
+        low, high = spread(facts.ratios)
+        times = f"{facts.speed_up:.2f} times that of fp32, between {low:.2f} and "
+        rows.append(("speed", f"{times}{high:.2f} in {len(facts.ratios)} rounds"))
     if facts.memory_saved is not None:
         rows.append(("memory", f"{1 - facts.memory_saved:.0%} of that of fp32"))
     if facts.lost is not None:
@@ -110,15 +111,9 @@ def _summary(report: CheckReport) -> Table:
     return Table("Check before training", ("what", "value"), tuple(rows), tuple(notes))
 
 
-def _speed(facts: Facts) -> str:
-    low, high = spread(facts.ratios)
-    text = f"{facts.speed_up:.2f} times that of fp32, between {low:.2f} and {high:.2f}"
-    return f"{text} in {len(facts.ratios)} rounds"
-
-
 def _layers(facts: Facts) -> Table:
     noise = {one.where: one.cosine for one in facts.noise_layers}
-    worst = sorted(facts.layers, key=lambda one: _order(one.cosine))
+    worst = sorted(facts.layers, key=lambda one: _with_nan(one.cosine, -math.inf))
     total_norm = facts.gradients.norm if facts.gradients is not None else 0.0
     rows = tuple(
         (
@@ -132,23 +127,15 @@ def _layers(facts: Facts) -> Table:
         )
         for one in worst[:_MAX_TABLE_ROWS]
     )
-    return Table(
-        "Gradients against fp32, by module",
-        ("module", "numbers", "cosine", "SQNR dB", "lost", "noise", "of the norm"),
-        rows,
-        (*_left(len(worst)), f"noise: cosine of {facts.noise_of}, in fp32"),
-        digits=5,
-    )
+    columns = ("module", "numbers", "cosine", "SQNR dB", "lost", "noise", "of the norm")
+    left = (f"The {_MAX_TABLE_ROWS} worst of {len(worst)}.",)
+    notes = left * (len(worst) > _MAX_TABLE_ROWS)
+    notes += (f"noise: cosine of {facts.noise_of}, in fp32",)
+    return Table("Gradients against fp32, by module", columns, rows, notes, digits=5)
 
 
-def _order(cosine: float) -> float:
-    return -math.inf if math.isnan(cosine) else cosine
-
-
-def _left(count: int) -> tuple[str, ...]:
-    return (
-        (f"The {_MAX_TABLE_ROWS} worst of {count}.",) if count > _MAX_TABLE_ROWS else ()
-    )
+def _with_nan(value: float, nan: float) -> float:
+    return nan if math.isnan(value) else value
 
 
 def _scales(facts: Facts) -> Table:
@@ -169,7 +156,7 @@ def _scales(facts: Facts) -> Table:
 def _ranges(facts: Facts) -> Table:
     if facts.format.max > 1e6:  # noqa: PLR2004 -- bf16 and fp32 reach as far
         return Table("", ("module",), ())
-    largest = sorted(facts.ranges, key=lambda one: -_high(one.output))
+    largest = sorted(facts.ranges, key=lambda one: -_with_nan(one.output, math.inf))
     rows = tuple(
         (
             one.path or "model",
@@ -185,18 +172,13 @@ def _ranges(facts: Facts) -> Table:
     return Table("Ranges", columns, rows, (note,))
 
 
-def _high(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
 def _costs(facts: Facts) -> Table:
     pairs = [("fp32", facts.cost_fp32), (facts.words, facts.cost)]
-    rows = tuple(_cost(name, cost) for name, cost in pairs if cost is not None)
+    rows: list[tuple[Cell, ...]] = []
+    for name, cost in pairs:
+        if cost is not None:
+            sizes = (*cost.memory.values(), cost.bytes)
+            rows.append((name, cost.seconds * 1e3, *(size / 1e6 for size in sizes)))
     names = list(facts.cost_fp32.memory) if facts.cost_fp32 is not None else []
     columns = ("level", "ms a step", *(f"{name} MB" for name in names), "all MB")
-    return Table("Time and memory", columns, rows, digits=1)
-
-
-def _cost(name: str, cost: Cost) -> tuple[Cell, ...]:
-    megabytes = [size / 1e6 for size in cost.memory.values()]
-    return (name, cost.seconds * 1e3, *megabytes, cost.bytes / 1e6)
+    return Table("Time and memory", columns, tuple(rows), digits=1)
