@@ -6,7 +6,7 @@ In forward and backward they write flags or pass tensors to the probe at run tim
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +18,8 @@ UNSEEN = -1.0
 """Value of a flag that was not written; a written flag is 1 for inf or NaN, else 0."""
 
 
-class Observer(Protocol):
-    """Receives tensors from graphs at run time."""
-
-    def at_run_time(self, name: int, value: Tensor) -> None:
-        """Receive a tensor; `name` is the index of its name."""
-
-
-_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
-
-
-def register(observer: Observer) -> int:
-    """Return the id by which graphs refer to an observer, valid while it is alive."""
-    _observers[id(observer)] = observer
-    return id(observer)
+observers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""id() by which graphs refer to the hooks that receive their tensors -> hooks."""
 
 
 @torch.library.custom_op("halfstep::observe", mutates_args=("flags",))
@@ -41,7 +29,7 @@ def observe(flags: Tensor, value: Tensor, observer: int, name: int) -> None:  # 
     Statistics are taken in some steps only; in the graph itself, that would cause a
     recompilation.
     """
-    target = _observers.get(observer)
+    target = observers.get(observer)
     if target is not None:
         target.at_run_time(name, value)
 

@@ -91,13 +91,11 @@ class Hooks:
         self.device = torch.device("cpu") if first is None else first.device
         self._outputs: dict[int, _Output] = {}
         """id() of a tensor -> its record."""
-        shape = (len(self.modules),), compiled.UNSEEN
-        self.flags = (
-            torch.full(*shape, device=self.device),
-            torch.full(*shape, device=self.device),
-        )
+        unseen = torch.full((len(self.modules),), compiled.UNSEEN, device=self.device)
+        self.flags = unseen, unseen.clone()
         """Flags of outputs and of their gradients, written by graphs."""
-        self._observer = compiled.register(self) if full else 0
+        self._observer = id(self) if full else 0
+        compiled.observers[id(self)] = self
         self._end_queued = self._parameters_read = False
         _attached.add(self)
         self._handles = [
@@ -116,17 +114,15 @@ class Hooks:
         Args:
             observed: Indices of the names that were observed.
         """
-        if not any(number in observed for number in range(len(self.modules))):
+        seen = {path: n in observed for n, (path, _) in enumerate(self.modules)}
+        if not any(seen.values()):
             return "the model"
         for path, module in self.modules:
-            if not _is_compiled(module):
-                continue
-            inside = [
-                number
-                for number, (inner, _) in enumerate(self.modules)
-                if inner.startswith(f"{path}.")
-            ]
-            if inside and not any(number in observed for number in inside):
+            # A module compiled by torch.compile.
+            attributes = module._modules, module._compiled_call_impl  # noqa: SLF001
+            inside = [seen[each] for each in seen if each.startswith(f"{path}.")]
+            is_compiled = "_orig_mod" in attributes[0] or attributes[1] is not None
+            if is_compiled and inside and not any(inside):
                 return repr(path)
         return None
 
@@ -270,8 +266,3 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     visit("", model)
     return modules
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled by torch.compile."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None  # noqa: SLF001

@@ -171,8 +171,8 @@ class Probe:
             warnings.warn(message, stacklevel=2)
 
     def _begin(self) -> None:
-        sampling = self.mode != "sampled" or self._ended % self.every == 0
-        self._hooks.begin(sampling=sampling)
+        is_due = self.mode != "sampled" or self._ended % self.every == 0
+        self._hooks.begin(sampling=is_due)
 
     def flush(self) -> None:
         """Report all steps whose results have not arrived yet. Synchronizes."""
@@ -222,9 +222,8 @@ class Probe:
             rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
         if self._over_ranks:
             order, rows = self._reduced_over_ranks(order, rows)
-        if not rows:
-            rows = [torch.empty(0)]
-        self._submit(partial(self._flags_arrived, self.steps, order, first_seen), rows)
+        arrived = partial(self._flags_arrived, self.steps, order, first_seen)
+        self._submit(arrived, rows or [torch.empty(0)])
 
     def _reduced_over_ranks(
         self, order: list[int], rows: list[Tensor]
