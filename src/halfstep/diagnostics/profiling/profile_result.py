@@ -1,4 +1,7 @@
-"""Holds the profile of a training step as plain values."""
+"""Holds the profile of a training step as plain values.
+
+Each `from_data` raises `UserError` for data that `Profile.data` does not return.
+"""
 
 from __future__ import annotations
 
@@ -68,22 +71,17 @@ class Row:
 
     @classmethod
     def from_data(cls, data: object) -> Row:
-        """Return the row from the plain values of `Profile.data`.
-
-        Raises:
-            UserError: If `data` does not have their form.
-        """
+        """Return the row from the plain values of `Profile.data`."""
         fields = json_fields.mapping(data, "rows")
-        shapes = (
-            json_fields.items(shape, "shapes")
-            for shape in json_fields.items(fields.get("shapes") or [], "shapes")
-        )
+        shapes = json_fields.items(fields.get("shapes") or [], "shapes")
+
+        def sizes(shape: object) -> tuple[int, ...]:
+            given = json_fields.items(shape, "shapes")
+            return tuple(json_fields.integer({"shapes": n}, "shapes") for n in given)
+
         return cls(
             json_fields.optional_text(fields, "op") or "unknown",
-            tuple(
-                tuple(json_fields.integer({"shapes": n}, "shapes") for n in shape)
-                for shape in shapes
-            ),
+            tuple(map(sizes, shapes)),
             json_fields.texts(fields, "dtypes"),
             int(json_fields.non_negative(fields, "calls")),
             json_fields.non_negative(fields, "self_s"),
@@ -172,11 +170,7 @@ class Profile:
 
     @classmethod
     def from_data(cls, data: object) -> Profile:
-        """Return the profile from the plain values of `data()`.
-
-        Raises:
-            UserError: If `data` does not have their form.
-        """
+        """Return the profile from the plain values of `data()`."""
         fields = json_fields.mapping(data, "profile")
         rows = json_fields.items(fields.get("rows") or [], "rows")
         values: dict[str, Any] = {

@@ -192,10 +192,10 @@ def _rows(ops: Iterable[Op], factor: float) -> tuple[Row, ...]:
     groups: dict[tuple[str, _Shapes, tuple[str, ...]], list[Op]] = defaultdict(list)
     for op in ops:
         groups[op.name, op.shapes, op.dtypes].append(op)
-    rows = []
-    for key, group in groups.items():
-        spent = sum(op.own for op in group) / 1e9 * factor
-        rows.append(Row(*key, len(group), spent))
+    rows = (
+        Row(*key, len(group), sum(op.own for op in group) / 1e9 * factor)
+        for key, group in groups.items()
+    )
     return tuple(sorted(rows, key=lambda row: -row.self_s))
 
 
@@ -212,26 +212,22 @@ class _Runner:
         self.fetched = 0.0
         """Seconds spent on fetching so far."""
         self._step = step
-        self._batches = batches
-        self._source = iter(() if batches is None else batches)
+        self._source = None if batches is None else _endless(batches)
 
     def once(self) -> None:
         """Run one step."""
-        if self._batches is None:
-            self._step()
-            return
         began = time.perf_counter()
-        batch = self._next()
+        batch = () if self._source is None else (next(self._source),)
         self.fetched += time.perf_counter() - began
-        self._step(batch)
+        self._step(*batch)
 
     def profiled_step(self) -> None:
         """Run one step with profiler marks, up to the end of the device's work."""
-        if self._batches is None:
+        if self._source is None:
             self._step()
         else:
             with record_function(INPUT):
-                batch = self._next()
+                batch = next(self._source)
             self._step(batch)
         with record_function(DRAIN):
             self.drain()
@@ -241,14 +237,17 @@ class _Runner:
         if self.device != "cpu":
             getattr(torch, self.device).synchronize()
 
-    def _next(self) -> Any:  # noqa: ANN401 -- the user's batch
-        for batch in self._source:
-            return batch
-        self._source = iter(() if self._batches is None else self._batches)
-        for batch in self._source:
-            return batch
-        message = "batches ran out: give a collection, or an iterator that has more."
-        raise UserError(message)
+
+def _endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches, from the start again at their end."""
+    ended = False
+    while not ended:
+        ended = True
+        for batch in batches:
+            ended = False
+            yield batch
+    message = "batches ran out: give a collection, or an iterator that has more."
+    raise UserError(message)
 
 
 def _device(given: str | torch.device | None) -> torch.device:
@@ -275,11 +274,10 @@ def without_kineto_log() -> Iterator[None]:
     first logs. A value set by the user is kept.
     """
     name = "KINETO_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "99"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "99")
     try:
         yield
     finally:
-        del os.environ[name]
+        if not is_set:
+            del os.environ[name]

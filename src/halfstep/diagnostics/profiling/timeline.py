@@ -44,6 +44,7 @@ _ENGINE = ("autograd::", "torch::autograd::", PREFIX)
 _WAITS = re.compile(
     r"(cuda|hip)(Stream|Device|Event)Synchronize|.*[zZ]eEventHostSync.*"
 )
+_READS = re.compile("aten::_local_scalar_dense")
 _FETCHES = ("enumerate(DataLoader)#", INPUT)
 _UPDATES = ("Optimizer.step#", profiler_marks.UPDATE)
 _COVERS = ("## Call CompiledFxGraph", profiler_marks.UPDATE)
@@ -171,10 +172,8 @@ def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline
 
 
 def _step_at(steps: Sequence[Timeline], moment: int) -> Timeline | None:
-    for step in steps:
-        if step.span[0] <= moment < step.span[1]:
-            return step
-    return None
+    ran = (step for step in steps if step.span[0] <= moment < step.span[1])
+    return next(ran, None)
 
 
 @dataclass(slots=True)
@@ -220,17 +219,13 @@ class _Thread:
             entry.op = _op_of(event, name, entry.part, self._kernels)
             step.ops.append(entry.op)
             self._charge(end - begin)
-        if self._waits(name) and not entry.drains:
+        waits = _READS if self._kernels is None else _WAITS
+        if waits.fullmatch(name) and not entry.drains:
             step.waiting.append((begin, end))
         if entry.op is not None and not entry.in_op:
             entry.in_op = True
             step.covered.append((begin, end))
         self._stack.append(entry)
-
-    def _waits(self, name: str) -> bool:
-        if self._kernels is None:
-            return name == "aten::_local_scalar_dense"
-        return _WAITS.fullmatch(name) is not None
 
     def _charge(self, spent: float) -> None:
         """Subtract time of the host from the innermost open operation."""
