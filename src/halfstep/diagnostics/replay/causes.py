@@ -219,11 +219,11 @@ def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
             "Add them up in float32, as prepare(level='O2', accumulate="
             f"{context.parts}) does, or divide each loss by {context.parts}."
         )
-    if context.low is None:
+    normal = context.low is None
+    if normal:
         evidence += "; at scale 1 the sum is finite"
         advice = f"{_SCALE} To keep the scale: {advice[0].lower()}{advice[1:]}"
-        return _Explanation("backward range", evidence, advice, "backward", normal=True)
-    return _Explanation("backward range", evidence, advice, "backward")
+    return _Explanation("backward range", evidence, advice, "backward", normal=normal)
 
 
 def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
@@ -239,17 +239,17 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
         label = event.place.is_loss and event.source_kind == "outside"
         what = f"argument {event.source!r} of the model" if event.source else "a tensor"
         what = "a target" if label else what
-        evidence = f"{what} that no operation made holds {values}"
-        if event.source:
-            evidence = f"{what} holds {values}"
+        what += "" if event.source else " that no operation made"
+        evidence = f"{what} holds {values}"
         return _Explanation("label" if label else "data", evidence, _FIND, "input")
     if event.raw_input and event.casts and event.phase == "forward":
-        evidence = f"argument {event.raw_input!r} of the model {_too_large(event)}"
-        advice = "Normalise the data, or train in bfloat16."
+        name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
+        evidence = f"argument {event.raw_input!r} of the model reaches "
+        evidence += f"{event.inputs or 0.0:.1e}, {name} holds {limit:.6g}"
+        other = "train in bfloat16"
         if event.written is not None and event.written.fixed:
-            advice = (
-                f"Normalise the data, or leave out the cast at {event.written.where}."
-            )
+            other = f"leave out the cast at {event.written.where}"
+        advice = f"Normalise the data, or {other}."
         return _Explanation("data", evidence, advice, "forward")
     return None
 
@@ -274,9 +274,8 @@ def _stored(event: NonFiniteEvent, context: ReplayContext, values: str) -> _Expl
     return _Explanation("weight", evidence, advice, "weight", rule)
 
 
-def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
+def _masked(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
     """Check for NaN computed from an intended infinity (softmax of a masked row)."""
-    del context
     if not event.parents:
         return None
     value = event.nonfinite.kind
@@ -291,35 +290,28 @@ def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
     return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
 
 
-def _constant(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
+def _constant(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
     """Check for a non-finite constant that reached the loss."""
-    del context
     if not (event.is_intended or event.constant) or event.parents:
         return None
     values = event.nonfinite.kind + _places(event)
-    if event.place.is_loss and not event.is_selected:
-        evidence = (
-            f"one of its arguments is a non-finite constant, so it returns {values}"
-        )
-        return _Explanation("loss function", evidence, "Use a finite one.", event.phase)
-    if event.source_kind:
+    in_loss = event.place.is_loss and not event.is_selected
+    if event.source_kind and not in_loss:
         return None
+    filled = f"the {values} that it fills in reaches the loss"
     if event.is_selected:
-        evidence = f"the {values} that it fills in reaches the loss: "
-        evidence += "a target names a masked class"
-        return _Explanation(
-            "label", evidence, "Mask no class that a target names.", "forward"
-        )
-    if event.is_intended:
-        evidence = f"the {values} that it fills in reaches the loss"
-        return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
+        evidence, advice = filled, "Mask no class that a target names."
+        evidence += ": a target names a masked class"
+        return _Explanation("label", evidence, advice, "forward")
+    if event.is_intended and not in_loss:
+        return _Explanation("zero", filled, _KEEP_OUT, event.phase)
     evidence = f"one of its arguments is a non-finite constant, so it returns {values}"
-    return _Explanation("zero", evidence, "Use a finite one.", event.phase)
+    cause = "loss function" if in_loss else "zero"
+    return _Explanation(cause, evidence, "Use a finite one.", event.phase)
 
 
-def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
+def _undefined(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
     """Check for arguments where the op or its derivative is undefined or infinite."""
-    del context
     error = event.domain_error
     if error is None or event.fp32_result[0] == "finite":
         return None
@@ -330,9 +322,8 @@ def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | 
     return _Explanation(error.cause, error.evidence, error.advice, phase)
 
 
-def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
+def _not_a_number(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
     """Check for NaN, in fp32 too, from inputs too small to overflow."""
-    del context
     inputs = event.inputs or 0.0
     small = inputs * inputs <= torch.finfo(torch.float32).max
     is_unexplained = event.nonfinite.nan or not inputs
@@ -367,29 +358,24 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
     young = losses.is_early and event.phase == "forward"
     if not diverged and not young:
         return None
-    evidence = (
-        f"{_evidence(event)}; the forward pass worked for {losses.applied} steps only"
-    )
+    why = f"the forward pass worked for {losses.applied} steps only"
     if diverged:
-        went = f"the loss went from {losses.first:.3g} to {losses.last:.3g}"
-        evidence = f"{_evidence(event)}; {went}"
+        why = f"the loss went from {losses.first:.3g} to {losses.last:.3g}"
+    evidence = f"{_evidence(event)}; {why}"
     return _Explanation("learning rate", evidence, _RATE, event.phase)
 
 
-def _in_loss(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
+def _in_loss(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
     """Check for an overflow in the loss function."""
-    del context
     if event.phase != "forward" or not event.place.is_loss:
         return None
     advice = _WIDE_LOSS if event.fp32_result[0] == "finite" else _DOWN
-    if event.aten_name == "exp":
-        advice = _EXP
+    advice = _EXP if event.aten_name == "exp" else advice
     return _Explanation("loss function", _evidence(event), advice, "forward")
 
 
-def _forward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
+def _forward(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
     """Check for an overflow in the forward pass."""
-    del context
     if event.phase != "forward":
         return None
     if event.fp32_result[0] != "finite":
@@ -442,7 +428,7 @@ def _fp32_advice(place: Place, op: str) -> tuple[str, str]:
 
 def _evidence(event: NonFiniteEvent) -> str:
     """Return the magnitudes of inputs or result, and the largest value of the dtype."""
-    inputs = 0.0 if event.inputs is None else event.inputs
+    inputs = event.inputs or 0.0
     kind, reach = event.fp32_result
     name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
     ends = {
@@ -450,16 +436,10 @@ def _evidence(event: NonFiniteEvent) -> str:
         "not finite": "; in float32 too" * (event.dtype != torch.float32),
         "not run": "",
     }[kind]
-    if inputs > limit:
-        return f"inputs reach {inputs:.1e}, {name} holds {limit:.6g}{ends}"
-    if kind == "finite" and reach > limit:
-        return f"its result reaches {reach:.1e}, {name} holds {limit:.6g}{ends}"
-    return f"inputs reach {inputs:.1e}, {name} holds {limit:.6g}{ends}"
-
-
-def _too_large(event: NonFiniteEvent) -> str:
-    name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
-    return f"reaches {event.inputs or 0.0:.1e}, {name} holds {limit:.6g}"
+    what = f"inputs reach {inputs:.1e}"
+    if inputs <= limit < reach and kind == "finite":
+        what = f"its result reaches {reach:.1e}"
+    return f"{what}, {name} holds {limit:.6g}{ends}"
 
 
 def _places(event: NonFiniteEvent) -> str:

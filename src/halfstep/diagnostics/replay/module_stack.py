@@ -22,7 +22,7 @@ from halfstep.distributed.ddp import is_bypassed, unwrap
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
     from torch.autograd.graph import Node
@@ -216,7 +216,8 @@ class ModuleStack:
         None if a leaf gets it.
         """
         for maker, output in node.next_functions:
-            if maker is not None and _dtype_of(maker, output) == dtype:
+            # A node's incoming gradients have the metadata of its outputs.
+            if maker and maker._input_metadata[output].dtype == dtype:  # noqa: SLF001
                 return self._nodes.get(maker._sequence_nr())  # noqa: SLF001
         return None
 
@@ -241,18 +242,9 @@ class ModuleStack:
 
 def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating tensors in an argument, each with its path."""
-    inside: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict):
-        inside = value.items()
-    elif isinstance(value, list | tuple):
-        inside = enumerate(value)
+    if isinstance(value, dict | list | tuple):
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in inside:
+            yield from _named(f"{name}[{key!r}]", item)
     else:
         yield from ((name, part) for part in tensor_facts.floats(value))
-    for key, item in inside:
-        yield from _named(f"{name}[{key!r}]", item)
-
-
-def _dtype_of(maker: Node, output: int) -> torch.dtype:
-    # A node's incoming gradients have the metadata of its outputs.
-    dtype: torch.dtype = maker._input_metadata[output].dtype  # noqa: SLF001
-    return dtype

@@ -254,9 +254,8 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _cast_by_program(self, result: object, cast: Cast) -> None:
         """Record results of a cast by the program to a 16-bit format."""
-        for out in tensor_facts.floats(result):
-            if out.itemsize < torch.float32.itemsize:
-                self._set_written(out, (self.modules.current(), cast))
+        for out in filter(_is_low, tensor_facts.floats(result)):
+            self._set_written(out, (self.modules.current(), cast))
 
     def _cast_in_code(
         self,
@@ -271,7 +270,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         changes it. A rule for a module does, as it casts what enters the module.
         """
         current = self.modules.current()
-        low = [out for out in outs if out.itemsize < torch.float32.itemsize]
+        low = list(filter(_is_low, outs))
         sources = [self._written[key] for key in keys if key in self._written]
         origin = next((one for one in sources if one[0].is_inside(current)), None)
         spread = len(sources) == sum(t.dim() > 0 for t in inputs)
@@ -401,7 +400,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _cast_weight(self, tensor: Tensor) -> str:
         """Return the parameter of which a tensor is a cast made before the replay."""
-        if tensor.itemsize >= torch.float32.itemsize:
+        if not _is_low(tensor):
             return ""
         for name, parameter in self.modules.root.named_parameters():
             local = tensor_facts.floats(parameter)
@@ -423,15 +422,19 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         return events
 
 
+def _is_low(tensor: Tensor) -> bool:
+    return tensor.itemsize < torch.float32.itemsize
+
+
 def _written_tensors(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    values: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            by_name = kwargs.get(argument.name)
-            values.append(args[index] if index < len(args) else by_name)
+    values = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)  # noqa: SLF001
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     return [t for t in _pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
@@ -442,21 +445,18 @@ _TABLES = {
 }
 
 
+@dataclass(eq=False)
 class OutOfRange(RuntimeError):  # noqa: N818 -- the search catches it
     """A label, token or other index is outside of what an operation accepts."""
 
-    def __init__(self, place: Place, op: str, *, is_label: bool, evidence: str) -> None:
-        super().__init__(evidence)
-        self.place, self.op = place, op
-        self.is_label, self.evidence = is_label, evidence
+    place: Place
+    op: str
+    is_label: bool
+    evidence: str
 
 
 def _check_indices(name: str, args: Sequence[Any], modules: ModuleStack) -> None:
-    """Check that the indices of aten's operation `name` are in range. Synchronizes.
-
-    Raises:
-        OutOfRange: If one is not.
-    """
+    """Raise OutOfRange if an index of operation `name` is invalid. Synchronizes."""
     op, is_label = _TABLES.get(name, name), False
     if name in {"nll_loss_forward", "nll_loss2d_forward"}:
         op, is_label = "cross_entropy", True
@@ -479,12 +479,10 @@ def _check_indices(name: str, args: Sequence[Any], modules: ModuleStack) -> None
         invalid = ~((args[1] >= 0) & (args[1] <= 1))
     else:
         return
-    if not bool(invalid.any()):
-        return
-    count = f"{int(invalid.sum())} of {invalid.numel()}"
-    if name == "binary_cross_entropy":
+    if bool(invalid.any()):
+        count = f"{int(invalid.sum())} of {invalid.numel()}"
         evidence = f"{count} targets are not inside 0 to 1"
-    else:
-        index = int(indices[invalid].flatten()[0])
-        evidence = f"index {index} at {count} places, yet {right}"
-    raise OutOfRange(modules.current(), op, is_label=is_label, evidence=evidence)
+        if name != "binary_cross_entropy":
+            index = int(indices[invalid].flatten()[0])
+            evidence = f"index {index} at {count} places, yet {right}"
+        raise OutOfRange(modules.current(), op, is_label, evidence)

@@ -100,12 +100,9 @@ def find_nonfinite(
     is_float = isinstance(summed_in, torch.dtype) and summed_in.is_floating_point
     right = "a floating dtype, such as torch.float32, or None"
     require("summed_in", summed_in, summed_in is None or is_float, right)
-    if isinstance(losses, LossHistory):
-        history = losses
-    else:
-        history = LossHistory()
-        for loss in losses:
-            history.add(float(loss))
+    history = losses if isinstance(losses, LossHistory) else LossHistory()
+    for loss in () if isinstance(losses, LossHistory) else losses:
+        history.add(float(loss))
     context = ReplayContext(
         *(number, scale, history, len(steps)),
         root=unwrap(model),
@@ -131,14 +128,11 @@ def find_nonfinite(
     event = result.event
     if event is None:
         return causes.unobserved(context, result.nonfinite.kind, result.num_ops)
-    if not result.in_backward:
-        return causes.bad_op(event, context)
-    if low is None or scale <= 1:
-        return causes.bad_op(
-            event, replace(context, boundary=result.boundary, low=event)
-        )
-    context = replace(context, boundary=low.boundary, low=low.event)
-    return causes.bad_op(low.event or event, context)
+    if result.in_backward:
+        first = result if low is None or scale <= 1 else low
+        context = replace(context, boundary=first.boundary, low=first.event)
+        event = first.event or event
+    return causes.bad_op(event, context)
 
 
 def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
@@ -159,11 +153,7 @@ def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
 
 
 def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
-    """Return one callable for each micro-batch.
-
-    Raises:
-        UserError: If there is none, or one cannot be called, or `model` is no module.
-    """
+    """Return one callable for each micro-batch; raise UserError for invalid ones."""
     if not isinstance(model, nn.Module):
         message = (
             f"model={_repr(model)} of find_nonfinite is not a torch module: give the "
@@ -190,31 +180,23 @@ def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     return steps  # type: ignore[return-value]
 
 
-def _check_loss(step: Step, loss: object) -> None:
-    """Check that the loss is a floating tensor with one element."""
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return
-    message = (
-        f"step {_name(step)!r} of find_nonfinite returned {_repr(loss)}: it must "
-        f"return the loss, a floating tensor of one number, {_EXAMPLE}."
-    )
-    raise UserError(message)
-
-
-def _check_graph(step: Step, loss: Tensor, trained: Sequence[Tensor]) -> None:
-    """Check that a finite loss has gradients, if anything is trained."""
-    if loss.requires_grad or not trained:
-        return
-    message = (
-        f"step {_name(step)!r} of find_nonfinite returned a finite loss without a "
-        "graph, so no gradient can be checked: compute it without torch.no_grad and "
-        "detach."
-    )
-    raise UserError(message)
-
-
-def _name(step: Step) -> str:
-    return getattr(step, "__qualname__", None) or type(step).__name__
+def _check_loss(step: Step, loss: object, trained: Sequence[Tensor] = ()) -> None:
+    """Check that a loss is one floating number; with a graph if anything is trained."""
+    name = getattr(step, "__qualname__", None) or type(step).__name__
+    called = f"step {name!r} of find_nonfinite returned"
+    one = loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    if one is None or not one.is_floating_point():
+        message = (
+            f"{called} {_repr(loss)}: it must return the loss, a floating tensor of "
+            f"one number, {_EXAMPLE}."
+        )
+        raise UserError(message)
+    if trained and not one.requires_grad:
+        message = (
+            f"{called} a finite loss without a graph, so no gradient can be checked: "
+            "compute it without torch.no_grad and detach."
+        )
+        raise UserError(message)
 
 
 def _repr(value: object) -> str:
@@ -317,17 +299,15 @@ def _run(
         except OutOfRange as error:
             return _ReplayResult(NonFiniteKinds(), index_error=error)
         except Exception as error:
-            if not tracer.rejected and _SECOND_BACKWARD in str(error):
+            if tracer.rejected:
+                kinds, first = NonFiniteKinds(nan=True), _first(tracer.rejected)
+                return _ReplayResult(kinds, first, overflow=tracer.overflow)
+            if _SECOND_BACKWARD in str(error):
                 raise UserError(_BACKWARD_IN_STEP) from error
-            if not tracer.rejected:
-                raise
-            event = _first(tracer.rejected)
-            return _ReplayResult(
-                NonFiniteKinds(nan=True), event, overflow=tracer.overflow
-            )
+            raise
         results: list[Tensor | None] = [loss]
         if not any(map(tensor_facts.nonfinite_kinds, tensor_facts.floats(loss))):
-            _check_graph(step, loss, trained)
+            _check_loss(step, loss, trained)
             results = grads
         nonfinite = NonFiniteKinds()
         for part in tensor_facts.floats(results):
@@ -349,6 +329,4 @@ def _run(
 
 def _first(events: set[NonFiniteEvent]) -> NonFiniteEvent | None:
     """Return the first event that was not intended, else the first."""
-    return min(
-        events, key=lambda event: (event.is_intended, event.number), default=None
-    )
+    return min(events, key=lambda one: (one.is_intended, one.number), default=None)
