@@ -84,23 +84,17 @@ class Diagnosis:
 
     def tables(self) -> tuple[Table, ...]:
         """Return the findings and the profile as tables."""
-        notes = tuple(
-            f"not checked: {reason}"
-            for reason in text.not_evaluated_lines(self.examination)
-        )
-        notes = (_FLAGS, *notes) if self._flagged else notes
+        missing = text.not_evaluated_lines(self.examination)
+        notes = (_FLAGS,) * self._flagged + tuple(f"not checked: {x}" for x in missing)
         notes = (str(self.numerics), *self._calls_in_order, *notes)
         return findings_table(self.findings, notes), self.profile.table()
 
     def __str__(self) -> str:
         """Return the report as text."""
-        report = text.text(self.facts, self.examination)
         in_order = () if self.numerics.findings() else (str(self.numerics),)
-        for line in (*in_order, *self._calls_in_order):
-            report += "\n\n" + "\n".join(wrap(line, text.WIDTH))
-        if self._flagged:
-            report += "\n\n" + "\n".join(wrap(_FLAGS, text.WIDTH))
-        return report
+        lines = *in_order, *self._calls_in_order, *(_FLAGS,) * self._flagged
+        parts = ["\n".join(wrap(line, text.WIDTH)) for line in lines]
+        return "\n\n".join([text.text(self.facts, self.examination), *parts])
 
     @property
     def _calls_in_order(self) -> tuple[str, ...]:
@@ -218,24 +212,21 @@ def diagnose(
         checked_steps.calls.on_fp32_products()
         contexts = map(formats.word, checked_steps.calls.dtypes)
         profile_result = replace(profile_result, dtype=next(contexts, "fp32"))
-    config = Config(
-        level,
-        profile_result.dtype,
-        loss_scale=_scaling(checked_steps),
-        device=profile_result.device,
-    )
-    if session is not None:
-        config = _config(session, config)
-        lost = _lost_in(session)
     weights = {}
     if session is None and model is not None:
         weights = environment.weight_formats(ddp.unwrap(model))
-    if (
-        level is None
-        and profile_result.dtype != "fp32"
-        and set(weights.values()) == {"fp32"}
-    ):
-        config = replace(config, level=levels.O1.name)
+    is_low = profile_result.dtype != "fp32"
+    if level is None and is_low and set(weights.values()) == {"fp32"}:
+        level = levels.O1.name
+    scaling, place = _scaling(checked_steps), profile_result.device
+    config = Config(level, profile_result.dtype, loss_scale=scaling, device=place)
+    if session is not None:
+        config = _config(session, config)
+        lost = [
+            LostUpdates(each.step, each.group, each.share)
+            for each in session.lost_updates()
+            if each.share is not None
+        ]
     facts = RunFacts(
         name="this program",
         config=config,
@@ -294,14 +285,6 @@ def _config(session: Session, config: Config) -> Config:
     return replace(
         config, master=master, loss_scale=scaling, accumulate=session.accumulate
     )
-
-
-def _lost_in(session: Session) -> list[LostUpdates]:
-    return [
-        LostUpdates(each.step, each.group, each.share)
-        for each in session.lost_updates()
-        if each.share is not None
-    ]
 
 
 @contextlib.contextmanager
