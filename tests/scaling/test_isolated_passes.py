@@ -153,7 +153,9 @@ def test_a_parameter_without_a_dimension(kind: str) -> None:
         on_overflow="drop_microbatch",
     )
     for value in (1.0, INF):
-        session.backward(model(torch.ones(())).float() * value)
+        with session.autocast():
+            loss = model(torch.ones(())).float() * value
+        session.backward(loss)
         report = session.step()
     assert report.applied
     # The mean over the one good micro-batch: its gradient is 1.

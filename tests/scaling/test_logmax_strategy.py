@@ -12,17 +12,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scale_loop import BAD, CLEAN, NETS, RULE, NoWaiting, training
 
-from halfstep.errors import UserError
 from halfstep.scaling.loss_scale import STRATEGIES, ScaleState, advance
 from halfstep.scaling.strategies import (
     LogMaxStrategy,
     MeasuredStrategy,
-    ScaleStrategy,
     make_strategy,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 class Twin:
@@ -143,36 +141,10 @@ def test_words(word: str) -> None:
         assert made is None
         return
     assert made is not None
-    assert made.name == word
     assert made is not make_strategy(word)
     fresh = made.state_dict()
     made.load_state_dict({})
     assert made.state_dict() == fresh
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: make_strategy("guess"),
-            "strategy='guess' is unknown; choose one of backoff, measured, logmax.",
-        ),
-        (lambda: MeasuredStrategy(every=0), "every=0 must be at least 1."),
-        (lambda: MeasuredStrategy(margin=-1), "margin=-1 must be at least 0."),
-        (
-            lambda: MeasuredStrategy(low=torch.float32),
-            "low=torch.float32 must be torch.float16 or torch.bfloat16.",
-        ),
-        (lambda: LogMaxStrategy(beta1=1.0), "beta1=1.0 must be in [0, 1)."),
-        (lambda: LogMaxStrategy(beta2=-0.5), "beta2=-0.5 must be in [0, 1)."),
-        (lambda: LogMaxStrategy(k=-1.0), "k=-1.0 must be at least 0."),
-    ],
-)
-def test_messages(make: Callable[[], ScaleStrategy], text: str) -> None:
-    """Law: what cannot be used is named, with its value and what would be right."""
-    with pytest.raises(UserError) as caught:
-        make()
-    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("word", STRATEGIES[1:])

@@ -22,6 +22,7 @@ from halfstep.nonfinite.graph import is_unscaled, loss_scale_of
 from halfstep.numerics.formats import word
 from halfstep.reporting.finding import Finding
 from halfstep.scaling.loss_scale import FP32_MAX
+from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +130,8 @@ class CallOrderWatch:
             scale = loss_scale_of(scaled)
             self._undivided_scale = 0.0 if is_unscaled(loss, scale) else scale
         self._is_pending = True
-        weights = _leaves(loss.grad_fn)
+        nodes: list[Any] = nodes_of(loss.grad_fn)
+        weights = [node.variable for node in nodes if hasattr(node, "variable")]
         self._weights = [(weakref.ref(each), each._version) for each in weights]  # noqa: SLF001
         smallest = min(weights, key=Tensor.numel, default=None)
         if smallest is not None:
@@ -313,20 +315,6 @@ def _is_one_number(values: Tensor) -> bool:
 def _queue(callback: Callable[[], None]) -> None:
     """Call a function when the current backward pass has ended."""
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
-
-
-def _leaves(grad_fn: Any) -> list[Tensor]:  # noqa: ANN401
-    """Return the leaf tensors of a graph."""
-    leaves, seen, to_visit = [], {grad_fn}, [grad_fn]
-    while to_visit:
-        node = to_visit.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                to_visit.append(following)
-    return leaves
 
 
 def _refuse_mixed_loss(loss: Tensor) -> None:

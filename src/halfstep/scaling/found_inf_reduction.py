@@ -6,7 +6,8 @@ parts of them: shards of FSDP2, tensor parallelism, or a process group of the us
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from halfstep.scaling.unscale import max_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Any
 
 
@@ -54,31 +55,25 @@ class FoundInfReduction:
 
     flag: Tensor
     """0.0 or 1.0, shape (); reduced once `wait` has returned."""
-    _wait_pending: Callable[[], Any] | None = None
-    _pending_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    _pending: Iterator[dist.Work]
 
     @classmethod
     def start(
         cls, flag: Tensor, groups: Sequence[dist.ProcessGroup]
     ) -> FoundInfReduction:
         """Start to reduce a flag; every rank of each group must call this."""
-        reduction = cls(flag, _pending_groups=list(groups))
-        reduction._start_next()
-        return reduction
-
-    def _start_next(self) -> None:
+        works = (
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
+            for group in groups
+        )
         # The second mesh dimension needs the result of the first.
-        if self._pending_groups:
-            group = self._pending_groups.pop(0)
-            work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group, async_op=True)
-            self._wait_pending = work.wait
+        first = [*itertools.islice(works, 1)]
+        return cls(flag, itertools.chain(first, works))
 
     def wait(self) -> Tensor:
         """Wait, and return the flag, the same on each rank."""
-        while self._wait_pending is not None:
-            self._wait_pending()
-            self._wait_pending = None
-            self._start_next()
+        for work in self._pending:
+            work.wait()
         return self.flag
 
 
@@ -86,8 +81,6 @@ def reduce_found_inf(
     found_inf: Tensor, gradients: Iterable[Tensor], group: dist.ProcessGroup | None
 ) -> Tensor:
     """Reduce `found_inf` in place over the ranks that must agree; return it."""
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return found_inf
     groups = reduction_groups(gradients, group)
     return FoundInfReduction.start(found_inf, groups).wait() if groups else found_inf
 

@@ -423,12 +423,10 @@ class GradScaler(TorchGradScaler):
         if flags:
             self._steps += 1
             found_inf = unscale.max_flag(flags, scale_used.device)
-            report_args = (
-                self._per_pass.last_scale_or(scale_used),
-                found_inf,
-                self._per_pass.num_dropped,
-            )
-            self._last_step = make_report(self._last_grads, self._steps, *report_args)
+            scale, dropped = self._per_pass.last_scale, self._per_pass.num_dropped
+            scale = scale_used if scale is None else scale
+            args = self._last_grads, self._steps, scale, found_inf, dropped
+            self._last_step = make_report(*args)
         try:
             if new_scale is None:
                 main.set_state(scale_used, main.state.clean_steps)

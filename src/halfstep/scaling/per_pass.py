@@ -492,10 +492,6 @@ class PerPassBackward:
             if getattr(node, "variable", None) in unscaled_params:
                 raise misuse.mixed_scales()
 
-    def last_scale_or(self, usual: Tensor) -> Tensor:
-        """Return the scale of the last pass, or `usual` if there was none."""
-        return usual if self.last_scale is None else self.last_scale
-
     def end_step(self) -> None:
         """Reset for the next iteration."""
         self.num_dropped, self.last_scale = 0, None

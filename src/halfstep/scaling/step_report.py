@@ -48,14 +48,6 @@ class Constant(Generic[T]):
         return self.value
 
 
-def _no_params() -> tuple[NonFiniteParam, ...]:
-    return ()
-
-
-def _no_norm() -> Tensor | float | None:
-    return None
-
-
 @dataclass(frozen=True, repr=False)
 class StepReport:
     """What one call of `step` did; prints as one line.
@@ -70,7 +62,9 @@ class StepReport:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> session = hs.prepare(model, optimizer, "O1", dtype="bf16")
-        >>> session.backward(session.model(torch.full((2,), torch.inf)).sum())
+        >>> with session.autocast():
+        ...     loss = session.model(torch.full((2,), torch.inf)).sum()
+        >>> session.backward(loss)
         >>> report = session.step()
         >>> report.skipped, report.inf_in
         (True, ('weight',))
@@ -84,9 +78,9 @@ class StepReport:
     """Loss scale of the backward pass, shape (); `scale` is the same as a float."""
     found_inf: Tensor | bool = False
     """Whether a gradient held inf or NaN; any non-zero number counts, shape ()."""
-    norm: Callable[[], Tensor | float | None] = _no_norm
+    norm: Callable[[], Tensor | float | None] = Constant(None)
     """Returns the norm of all unscaled gradients; `grad_norm` calls it."""
-    culprits: Callable[[], tuple[NonFiniteParam, ...]] = _no_params
+    culprits: Callable[[], tuple[NonFiniteParam, ...]] = Constant(())
     """Returns the parameters with non-finite gradients; `found_inf_in` calls it."""
     dropped: Tensor | int = 0
     """Number of micro-batches left out for inf or NaN, shape ()."""
