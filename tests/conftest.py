@@ -101,7 +101,6 @@ NUMERIC = {
         "session/test_session_traps",
         "numerics/test_tensor_stats",
     ),
-    "diagnostics/test_model_copy",
 }
 """Test files that compute in 16 bits: marked `numeric`."""
 
