@@ -20,7 +20,7 @@ from halfstep.casting.weight_cache import CastCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)

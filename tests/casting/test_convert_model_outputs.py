@@ -21,7 +21,7 @@ from halfstep.policy import TORCH, levels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 LOW = pytest.mark.parametrize("level", ["O2", "O3"])
 
 

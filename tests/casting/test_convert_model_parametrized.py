@@ -17,7 +17,7 @@ from halfstep.policy import Policy, levels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 LOW = pytest.mark.parametrize("level", ["O2", "O3"])
 BASES = pytest.mark.parametrize("base", ["lean", "torch"])
 

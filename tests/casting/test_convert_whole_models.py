@@ -206,32 +206,6 @@ def test_after_some_steps_in_fp32(make: Any) -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=2.0**-4, atol=0)
 
 
-class Words(nn.Module):
-    """An embedding with sparse gradients, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(10, 6, sparse=True)
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Compute."""
-        out: Tensor = self.head(self.table(ids))
-        return out
-
-
-@LOW
-def test_sparse_embeddings(level: str) -> None:
-    """Law: sparse gradients train the rows that were used, and no other."""
-    model = Words()
-    before = model.table.weight.detach().to(BF16)
-    seen = losses(prepared(model, level, lr=1.0), torch.tensor([1, 3, 3]))
-    moved = (model.table.weight != before).any(1)
-    assert moved.nonzero().flatten().tolist() == [1, 3]
-    assert seen[-1] < seen[0]
-
-
 @LOW
 def test_frozen_modules_and_later_groups(level: str) -> None:
     """Law: frozen modules become low too, and train once they are thawed and added."""

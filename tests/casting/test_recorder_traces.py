@@ -98,15 +98,6 @@ def test_nested() -> None:
     ]
 
 
-def test_entered_again() -> None:
-    """Law: a region entered while it is entered counts each operation once."""
-    region = autocast("cpu", policy="lean", record=True)
-    with region, region:
-        torch.mm(X, X.T)
-    assert rows(region)[0][6] == 1
-    assert left_behind()["hooks"] == [0, 0, 0]
-
-
 def test_threads_share_a_region() -> None:
     """Law: threads that record through one region add up, each with its own paths."""
     region = autocast("cpu", policy="lean", record=True)

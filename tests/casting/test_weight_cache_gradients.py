@@ -25,7 +25,7 @@ from halfstep.casting.weight_cache import CastCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
 
 
 def region(cache: CastCache) -> Any:

@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
-from versions import only_pinned
 
 from halfstep.policy import op_tables
 from halfstep.policy.op_tables import (
-    BANNED,
-    FOLLOW,
     FP32,
-    FP32_IN_FP16,
-    FP32_RESULT,
     LEAN,
     LOW,
     NAMED,
-    PROMOTE,
     TABLES,
 )
 
@@ -126,25 +120,6 @@ def test_what_has_no_row(device: str) -> None:
         assert operation not in registered(device), operation
 
 
-@only_pinned("its macros were counted")
-@pytest.mark.parametrize(
-    ("device", "counts"),
-    [
-        ("cpu", {LOW: 24, FP32: 100, PROMOTE: 3}),
-        ("cuda", {LOW: 35, FP32: 59, FP32_RESULT: 13, PROMOTE: 11, BANNED: 1}),
-        # CUDA's without cuDNN's two.
-        ("xpu", {LOW: 33, FP32: 59, FP32_RESULT: 13, PROMOTE: 11, BANNED: 1}),
-        # 35 of CUDA without 10, and one of its own; 59 without 13, and batch_norm,
-        # conv_transpose3d and 11 reductions; without vdot.
-        ("mps", {LOW: 26, FP32: 59, PROMOTE: 10}),
-    ],
-)
-def test_counts(device: str, counts: dict[str, int]) -> None:
-    """Law: each treatment has as many operations as torch's macros list."""
-    found = [row.category for row in TABLES[device].values()]
-    assert {category: found.count(category) for category in found} == counts
-
-
 @pytest.mark.parametrize("base", NAMED)
 @DEVICES
 def test_rows_say_why_and_where(device: str, base: str) -> None:
@@ -188,33 +163,6 @@ CPU_ALONE = {
     *("gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data"),
     *("rnn_relu.input", "rnn_relu.data"),
 }
-FOLLOWERS = {
-    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax.int"),
-    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
-    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
-    *("_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
-    *("upsample_trilinear3d", "upsample_bicubic2d"),
-}
-RESULTS = {
-    *("prod", "prod.dim_int", "log_softmax.int", "cumprod", "cumsum", "sum"),
-    *("sum.dim_IntList", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
-}
-PROMOTED = {
-    *("stack", "cat", "index_copy", "addcdiv", "addcmul", "atan2", "bilinear"),
-    *("cross", "dot", "vdot", "index_put", "tensordot", "scatter_add"),
-    *("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
-}
-AS_CALLED = {
-    *("adaptive_avg_pool3d", "adaptive_max_pool3d", "fractional_max_pool2d"),
-    *("fractional_max_pool3d", "max_pool3d", "max_unpool2d", "max_unpool3d"),
-    *("reflection_pad1d", "reflection_pad2d", "replication_pad1d"),
-    *("replication_pad2d", "replication_pad3d", "fake_quantize_per_tensor_affine"),
-}
-
-
-def those(rows: dict[str, op_tables.Row], category: str) -> set[str]:
-    """Return the operations of a category."""
-    return {name for name, row in rows.items() if row.category == category}
 
 
 def test_lean_is_the_same_everywhere() -> None:
@@ -225,23 +173,6 @@ def test_lean_is_the_same_everywhere() -> None:
     gap = "conv_transpose3d.input"
     assert LEAN["cuda"] | {gap: LEAN["mps"][gap]} == LEAN["mps"]
     assert (LEAN["cuda"][gap].category, LEAN["mps"][gap].category) == (LOW, FP32)
-
-
-def test_lean_by_category() -> None:
-    """Law: lean is what its description says, treatment by treatment."""
-    lean, cpu, cuda = LEAN["cpu"], TABLES["cpu"], TABLES["cuda"]
-    assert those(lean, LOW) == CPU_ALONE.union(
-        *(those(TABLES[device], LOW) for device in TABLES)
-    )
-    assert those(lean, FOLLOW) == FOLLOWERS
-    assert those(lean, FP32_RESULT) == RESULTS
-    assert those(lean, PROMOTE) == PROMOTED
-    assert not those(lean, BANNED)
-    assert those(lean, FP32_IN_FP16) == {"pow.Tensor_Scalar"}
-    given_up = FOLLOWERS | RESULTS | PROMOTED | AS_CALLED | {"pow.Tensor_Scalar"}
-    fp32 = those(cpu, FP32) | those(cuda, FP32) | those(cuda, BANNED)
-    fp32 |= {"linalg_matrix_norm", "linalg_matrix_norm.str_ord"}
-    assert those(lean, FP32) == fp32 - given_up
 
 
 def test_lean_has_no_row_for_statistics() -> None:
