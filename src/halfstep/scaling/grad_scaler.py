@@ -21,7 +21,8 @@ from halfstep.scaling.step_report import (
     OptimizerGrads,
     StepReport,
     deferred_nonfinite,
-    make_report,
+    nonfinite_params_of,
+    norm_of,
     optimizers_of,
     remaining_nonfinite,
 )
@@ -423,10 +424,16 @@ class GradScaler(TorchGradScaler):
         if flags:
             self._steps += 1
             found_inf = unscale.max_flag(flags, scale_used.device)
-            scale, dropped = self._per_pass.last_scale, self._per_pass.num_dropped
-            scale = scale_used if scale is None else scale
-            args = self._last_grads, self._steps, scale, found_inf, dropped
-            self._last_step = make_report(*args)
+            scale = self._per_pass.last_scale
+            self._last_step = StepReport(
+                self._steps,
+                complete=True,
+                scale_used=scale_used if scale is None else scale,
+                found_inf=found_inf,
+                norm=partial(norm_of, self._last_grads),
+                culprits=partial(nonfinite_params_of, self._last_grads),
+                dropped=self._per_pass.num_dropped,
+            )
         try:
             if new_scale is None:
                 main.set_state(scale_used, main.state.clean_steps)

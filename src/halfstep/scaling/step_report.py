@@ -245,25 +245,6 @@ def optimizers_of(grads: Sequence[OptimizerGrads]) -> list[Optimizer]:
     return [part.optimizer for part in grads if part.optimizer is not None]
 
 
-def make_report(
-    grads: Sequence[OptimizerGrads],
-    step: int,
-    scale: Tensor,
-    found_inf: Tensor,
-    dropped: Tensor | int = 0,
-) -> StepReport:
-    """Return the report of a step with these optimizers; it reads nothing yet."""
-    return StepReport(
-        step,
-        complete=True,
-        scale_used=scale,
-        found_inf=found_inf,
-        norm=partial(norm_of, grads),
-        culprits=partial(nonfinite_params_of, grads),
-        dropped=dropped,
-    )
-
-
 def norm_of(grads: Sequence[OptimizerGrads]) -> Tensor | None:
     """Return the norm of all gradients; None if some no longer exist."""
     grads_by_optimizer = [part.gradients() for part in grads]
