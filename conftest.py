@@ -47,6 +47,7 @@ RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s, so that pages print the same everywhere."""
 
 ROOT = Path(__file__).parent
+SOURCE = ROOT / "src"
 COMMANDS = {"halfstep", "python", "torchrun"}
 """What a page may start; pip and git would change this machine."""
 
@@ -233,6 +234,18 @@ pytest_collect_file = Sybil(
     setup=enter_folder,
     teardown=leave_folder,
 ).pytest()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Look for examples only where there are some.
+
+    pytest asks a module for each of its names, and the adapter of transformers would
+    import all of that library: tests/compat/test_transformers.py runs its example.
+    """
+    if collection_path.suffix != ".py" or SOURCE not in collection_path.parents:
+        return None
+    is_library = collection_path == SOURCE / "halfstep" / "compat" / "transformers.py"
+    return is_library or ">>> " not in collection_path.read_text("utf-8") or None
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s."""
@@ -103,6 +103,13 @@ NUMERIC = {
     ),
 }
 """Test files that compute in 16 bits: marked `numeric`."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, Any, list[pytest.Collector]]:
+    """Look for no examples in docstrings of tests."""
+    collectors = yield
+    return [each for each in collectors if type(each).__name__ != "DoctestModule"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -211,3 +212,10 @@ def test_the_names_of_transformers() -> None:
     assert not hasattr(adapter, "__path__")
     assert not hasattr(adapter, "no_such_name")
     assert set(adapter.__all__) == {"Trainer", "TrainerMixin"}
+
+
+def test_example_of_the_module_runs() -> None:
+    """Law: the examples of its docstrings hold; pytest does not look for them there."""
+    results = doctest.testmod(adapter)
+    assert results.attempted
+    assert not results.failed

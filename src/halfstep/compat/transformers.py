@@ -90,11 +90,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Return any other public name of transformers, so that one import line changes.
-
-    Example:
-        >>> from halfstep.compat.transformers import Trainer, TrainingArguments
-    """
+    """Return any other public name of transformers, so that one import line changes."""
     return library_name(transformers, __name__, name)
 
 
