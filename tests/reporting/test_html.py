@@ -41,9 +41,9 @@ TABLE = Table(
 )
 
 
-def chart(*y: float, title: str = "Loss", **options: bool) -> Chart:
+def chart(*y: float, title: str = "Loss", mean_over: int = 1, **options: bool) -> Chart:
     """Return a chart of one curve over 0, 1, 2, ..."""
-    curve = Curve("a", tuple(map(float, range(len(y)))), y)
+    curve = Curve("a", tuple(map(float, range(len(y)))), y, mean_over)
     return Chart(title, "step", "loss", (curve,), **options)
 
 
@@ -106,6 +106,17 @@ def test_not_finite_values_leave_a_gap_and_do_not_stretch_the_axis() -> None:
         assert words(svg) == whole
 
 
+def test_a_mean_is_drawn_over_pale_points() -> None:
+    """Law: each point of the mean is that of the finite values around it."""
+    svg = chart(2.0, 4.0, math.nan, 6.0, mean_over=3).svg()
+    assert svg.count("stroke-opacity: 0.3") == 1
+    raw, mean = (
+        [float(y) for y in re.findall(r"[ML] \S+ (\S+)", line)] for line in strokes(svg)
+    )
+    values = [2 + 4 * (raw[0] - y) / (raw[0] - raw[2]) for y in mean]
+    assert values == pytest.approx([3, 3, 5, 6])
+
+
 def test_zero_is_a_gap_on_a_logarithmic_axis() -> None:
     """Law: what has no logarithm is left out; ticks are plain numbers."""
     svg = chart(0.01, 1.0, 0.0, 100.0, 1.0, log_y=True).svg()
@@ -144,10 +155,13 @@ anything = st.lists(st.floats(), max_size=6).map(tuple)
 
 
 @settings(max_examples=20, deadline=None)
-@given(anything, st.booleans(), st.booleans())
-def test_any_values_can_be_drawn(y: tuple[float, ...], log_y: bool, step: bool) -> None:
+@given(anything, st.booleans(), st.booleans(), st.integers(1, 4))
+def test_any_values_can_be_drawn(
+    y: tuple[float, ...], log_y: bool, step: bool, mean_over: int
+) -> None:
     """Law: no list of floats, the empty one included, warns or fails."""
-    ET.fromstring(chart(*y, log_y=log_y, step=step).svg())  # noqa: S314
+    svg = chart(*y, log_y=log_y, step=step, mean_over=mean_over).svg()
+    ET.fromstring(svg)  # noqa: S314
 
 
 HISTOGRAMS = st.lists(

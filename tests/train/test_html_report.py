@@ -26,7 +26,8 @@ CONFUSION = Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
 def judged(shift: float) -> EvalMetrics:
     """Return what was found of two labels."""
     per = (("a", 0.5, 0.625, 0.75, 3), ("b", 0.5, 0.25, 0.375, 1))
-    return EvalMetrics(0.5 + shift, {"accuracy": 0.25 + shift}, per, CONFUSION)
+    scores = {"accuracy": 0.25 + shift, "macro_f1": 0.5625}
+    return EvalMetrics(0.5 + shift, scores, per, CONFUSION)
 
 
 def step(number: int, **changes: object) -> dict[str, Any]:
@@ -116,6 +117,8 @@ def test_quality() -> None:
     assert scores == [
         ["score", "dev", "test"],
         ["accuracy", "0.3750", "0.2500"],
+        ["macro F1", "0.5625", "0.5625"],
+        ["weighted F1", "0.6562", "0.6562"],
         ["loss", "0.6250", "0.5000"],
     ]
     assert labels[1] == ["a", "0.500", "0.625", "0.750", "3"]
@@ -146,8 +149,11 @@ def test_what_there_is_nothing_of_has_no_section() -> None:
 
 
 def test_curves() -> None:
-    """Law: everything that was logged over steps is drawn, every score of dev too."""
+    """Law: all that was logged over steps is drawn, but no scale that is constant."""
     records = [step(1), step(2), evaluation(2, dev_f1=0.5, dev_mcc=0.25)]
+    constant = sections(page(told(records=records)))["Curves"]
+    assert "Loss scale" not in captions(constant)
+    records[1]["scale"] = 512.0
     found = sections(page(told(records=records)))["Curves"]
     assert captions(found) == [
         "Loss",

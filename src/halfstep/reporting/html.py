@@ -6,10 +6,10 @@ import hashlib
 import math
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from io import StringIO
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
@@ -55,7 +55,13 @@ th, td { padding: .35rem 1.25rem .35rem 0; text-align: left; vertical-align: top
 th:last-child, td:last-child { padding-right: 0; }
 .number, .short { min-width: 0; white-space: nowrap; }
 .number { text-align: right; } td.long { min-width: 15rem; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background-attachment: local, local, scroll, scroll;
+  background-image: linear-gradient(90deg, Canvas 50%, transparent),
+    linear-gradient(270deg, Canvas 50%, transparent),
+    linear-gradient(90deg, #8888, transparent),
+    linear-gradient(270deg, #8888, transparent);
+  background-position: left, right, left, right; background-repeat: no-repeat;
+  background-size: 2rem 100%, 2rem 100%, .75rem 100%, .75rem 100%; }
 .card { border-left: .3rem solid #56b4e9; padding: .1rem 0 .1rem .9rem;
   margin: 0 0 1.25rem; overflow-wrap: anywhere; }
 .is-warning { border-color: #e69f00; } .is-error { border-color: #d55e00; }
@@ -81,8 +87,9 @@ dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
   height: auto; padding: .5rem; background: #fff; border-radius: .375rem; }
-@media (max-width: 40rem) { table { font-size: .875rem; }
-  th, td { padding-right: .75rem; min-width: 7rem; } }
+@media (max-width: 40rem) { table { font-size: .8125rem; }
+  th, td { padding-right: .6rem; min-width: 7rem; }
+  .heat th, .heat td { padding: .3rem .35rem; } }
 </style></head><body>
 <h1>{{ title }}</h1>{% if lead %}<p class="lead">{{ lead }}</p>{% endif %}
 {% for section in sections %}<section><h2>{{ section.heading }}</h2>
@@ -149,6 +156,9 @@ class Curve:
     "Finite; the line runs through the points in this order."
     y: tuple[float, ...]
     "A value that is not finite leaves a gap."
+    mean_over: int = 1
+    """With more than one, the mean of this many points around each is drawn, and the
+    points are pale behind it."""
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
@@ -203,6 +213,9 @@ class Chart:
             lines = []
             for curve, colour in zip(self.curves, cycle(_COLOURS), strict=False):
                 x, y = thinned(curve, lowest)
+                if curve.mean_over > 1:
+                    axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.8)
+                    x, y = thinned(replace(curve, y=_centered_mean(curve)), lowest)
                 lines += axes.plot(
                     x, y, color=colour, drawstyle=drawstyle, linewidth=1.3
                 )
@@ -448,6 +461,20 @@ def _kind(number: bool, word: str) -> str:
 def _with_unbroken_flags(words: str) -> str:
     """Return text as HTML in which flags such as --loss-scale are not wrapped."""
     return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
+
+
+def _centered_mean(curve: Curve) -> tuple[float, ...]:
+    """Return the mean of the finite values around each point."""
+    finite = [math.isfinite(value) for value in curve.y]
+    values = (value if real else 0 for value, real in zip(curve.y, finite, strict=True))
+    sums, counts = [0.0, *accumulate(values)], [0, *accumulate(finite)]
+    means = []
+    for i in range(len(finite)):
+        begin = max(0, i - curve.mean_over // 2)
+        end = min(len(finite), i + curve.mean_over // 2 + 1)
+        count = counts[end] - counts[begin]
+        means.append((sums[end] - sums[begin]) / count if count else math.nan)
+    return tuple(means)
 
 
 def thinned(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _PARTS = ("input", "forward", "backward", "update", "rest")
 _WARM_UP = 10  # steps that also allocate, compile and fill caches
 _MOST_SKIPS = 20
+_SMOOTH_PARTS = 40  # stretches of a noisy curve that are averaged
 _LOSS, _SCORE = "dev_loss", "dev_"
 _CHART_OF_LOSS = "Loss"
 _OF_LOSS = (
@@ -107,13 +108,23 @@ def _quality(metrics: Mapping[str, EvalMetrics]) -> list[Table]:
     if not metrics:
         return []
     split, final = list(metrics.items())[-1]
-    columns = [{**one.scores, "loss": one.loss} for one in metrics.values()]
+    columns = [_scores(one) for one in metrics.values()]
     rows: list[tuple[Cell, ...]] = [
         (score_title(name), *(column.get(name) for column in columns))
         for name in columns[-1]
     ]
     scores = Table("Scores", ("score", *metrics), tuple(rows), digits=4)
     return [scores, replace(final.table(f"By label, on {split}"), notes=())]
+
+
+def _scores(metrics: EvalMetrics) -> dict[str, float]:
+    """Return scores and loss by name, weighted F1 after macro F1."""
+    scores = {}
+    for name, value in metrics.scores.items():
+        scores[name] = value
+        if name == "macro_f1" and metrics.per_class:
+            scores["weighted_f1"] = metrics.weighted()[2]
+    return {**scores, "loss": metrics.loss}
 
 
 def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[ConfusionMatrix, ...]:
@@ -128,23 +139,35 @@ def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[ConfusionMatrix, ...
 def _charts(
     steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
 ) -> tuple[Chart, ...]:
-    """Return the curves of a run; charts without finite values are left out."""
+    """Return the curves of a run; charts without finite values are left out.
 
-    def curve(name: str, records: Iterable[Mapping[str, Any]], key: str) -> Curve:
+    So is a loss scale that never changed.
+    """
+
+    def curve(
+        name: str,
+        records: Iterable[Mapping[str, Any]],
+        key: str,
+        *,
+        smooth: bool = False,
+    ) -> Curve:
         x, y = [], []
         for record in records:
             if key in record:
                 x.append(float(record["step"]))
                 # Non-finite values are null in JSON; they become gaps.
                 y.append(float("nan" if record[key] is None else record[key]))
-        return Curve(name, tuple(x), tuple(y))
+        mean_over = len(x) // _SMOOTH_PARTS if smooth else 1
+        return Curve(name, tuple(x), tuple(y), mean_over)
 
     seen = dict.fromkeys(key for record in evals for key in record)
     keys = [key for key in seen if key.startswith(_SCORE) and key != _LOSS]
     scores = tuple(curve(score_title(k.removeprefix(_SCORE)), evals, k) for k in keys)
-    loss = (curve("training", steps, "loss"), curve("dev", evals, _LOSS))
-    rate, speed = curve("", steps, "lr"), curve("", steps, "examples_per_s")
-    scale, norm = curve("", steps, "scale"), curve("", steps, "grad_norm")
+    training = curve("training", steps, "loss", smooth=True)
+    loss = (training, curve("dev", evals, _LOSS))
+    rate, scale = curve("", steps, "lr"), curve("", steps, "scale")
+    speed = curve("", steps, "examples_per_s", smooth=True)
+    norm = curve("", steps, "grad_norm", smooth=True)
     charts = (
         Chart(_CHART_OF_LOSS, "step", "cross-entropy, nats", loss),
         Chart("Scores on dev", "step", "score", scores),
@@ -157,6 +180,7 @@ def _charts(
         chart
         for chart in charts
         if np.isfinite([y for c in chart.curves for y in c.y]).any()
+        and (chart.curves != (scale,) or len({*scale.y}) > 1)
     )
 
 
