@@ -149,15 +149,6 @@ def test_other_formats_are_not_looked_at(dtype: torch.dtype) -> None:
     assert len(passes) == 2
 
 
-def test_bf16_when_asked_for() -> None:
-    """Law: for bf16 the formula has 127 in the place of 15; advance then clips."""
-    weight = torch.ones(3, requires_grad=True)
-    watched = MeasuredStrategy(low=torch.bfloat16)
-    loop = Loop(watched, lambda: weight.bfloat16().float().sum(), [weight])
-    loop.begin()
-    assert loop.state.scale.item() == 2.0**126
-
-
 def test_16_bit_leaves_and_losses() -> None:
     """Law: gradients of 16-bit parameters count, and that of a 16-bit loss: its scale.
 

@@ -184,7 +184,6 @@ class MeasuredStrategy:
         every: Steps between measurements, >= 1. Gradients drift over hundreds of steps,
             and a measurement costs a pass over all of them: 100. Losses with separate
             optimizers count as alternate steps: with two, an odd number measures both.
-        low: Dtype whose gradients may overflow. bf16 has the range of fp32.
         margin: Powers of two to stay below overflow, >= 0: see `largest_safe_scale`.
         group: Ranks that measure together; default all. Each must take part each time.
     """
@@ -192,12 +191,10 @@ class MeasuredStrategy:
     def __init__(
         self,
         every: int = 100,
-        low: torch.dtype = torch.float16,
         margin: int = 1,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._every, self._low = every, low
-        self._margin, self._group = margin, group
+        self._every, self._margin, self._group = every, margin, group
         self._steps, self._in_step = 0, False
         self._hook_handles: list[RemovableHandle] = []
         self._counts: dict[torch.device, Tensor] = {}
@@ -221,7 +218,7 @@ class MeasuredStrategy:
     def _count_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Count the exponents of gradients that arrive at a node."""
         for gradient in gradients:
-            if gradient is not None and gradient.dtype == self._low:
+            if gradient is not None and gradient.dtype == torch.float16:
                 # One histogram per device: each has its own autograd thread.
                 before = self._counts.get(gradient.device, 0)
                 self._counts[gradient.device] = before + count_exponents(gradient)
@@ -260,7 +257,7 @@ class MeasuredStrategy:
                 )
                 if not histogram.any():
                     return None
-                safe = largest_safe_scale(histogram, self._low, self._margin).item()
+                safe = largest_safe_scale(histogram, torch.float16, self._margin).item()
                 if histogram[-1] > 0:
                     safe = ceiling = scale / 4
                 elif math.isnan(safe) and scale < _MAX_TRIAL_SCALE:
@@ -294,7 +291,7 @@ class MeasuredStrategy:
         while self._hook_handles:
             self._hook_handles.pop().remove()
         histogram = self._pop_histogram(state.scale)
-        safe = largest_safe_scale(histogram, self._low, self._margin)
+        safe = largest_safe_scale(histogram, torch.float16, self._margin)
         self._recent.append(torch.where(safe.isnan(), state.scale, safe))
         recent = [safe.to(state.scale.device) for safe in self._recent]
         return torch.stack(recent).amin()
