@@ -38,7 +38,6 @@ NUMERIC = {
     *(
         "compat/test_apex_casts",
         "casting/test_autocast_defects",
-        "casting/test_autocast_gaps",
     ),
     *(
         "casting/test_autocast_torch_lists",
@@ -53,7 +52,6 @@ NUMERIC = {
     *(
         "masters/test_eager_kernels",
         "casting/test_convert_model",
-        "casting/test_convert_model_norms",
         "policy/test_decisions",
     ),
     *(
@@ -83,7 +81,7 @@ NUMERIC = {
     *(
         "casting/test_dtype_mismatch",
         "masters/test_cpu_kernels",
-        "policy/test_op_tables_lean",
+        "policy/test_op_tables",
     ),
     *(
         "diagnostics/test_planted_faults",
