@@ -12,6 +12,9 @@ OUT    ?= runs/emotions
 PINS   := sed -e 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' \
 	-e 's/^torchao==.*/$(if $(filter 2.9%,$(TORCH)),torchao==0.14.1,&)/' constraints.txt > $(VENV)/constraints.txt
 
+# Else each process of a test compiles the package anew, and each run of pytest the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-caps test-wheel lint types docs check clean
 
 train: $(VENV)/.train
