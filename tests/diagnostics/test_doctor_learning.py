@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from small_training import (
 
 from halfstep import cli
 from halfstep.diagnostics.doctor import examination, examine, rules_speed, run_reader
-from halfstep.diagnostics.doctor.run_record import Config, RunFacts, SplitFacts, Step
+from halfstep.diagnostics.doctor.run_record import Config, RunFacts, Step
 from halfstep.train.data.corpus import load
 from halfstep.train.data_checks import count_repeats
 
@@ -88,17 +87,6 @@ def test_a_fixed_scale_that_skips_every_step(tmp_path: Path) -> None:
         assert "find_nonfinite" in each.advice
 
 
-def test_learning_by_heart(tmp_path: Path) -> None:
-    """Law: a dev loss that rises while the training loss falls is told."""
-    draw = random.Random(0)  # noqa: S311 -- no secret
-    rows = [("".join(draw.choices(LETTERS, k=6)), i % 2) for i in range(96)]
-    words = ("--level", "O0", "--lr", "1e-2", "--epochs", "12", "--mask-tokens", "0")
-    more = ("--dropout", "0", "--batch-size", "8")
-    found = trained(tmp_path, rows[:48], rows[48:], *words, *more)
-    assert found["overfitting"].severity == "warning"
-    assert "--patience" in found["overfitting"].advice
-
-
 def test_a_class_that_is_never_predicted(tmp_path: Path) -> None:
     """Law: a class too rare to be learned is named, with how often dev holds it."""
     rare = [("abc" * 3, 2)]
@@ -109,16 +97,6 @@ def test_a_class_that_is_never_predicted(tmp_path: Path) -> None:
     told = found["class never predicted"]
     assert told.severity == "warning"
     assert ": 2 (6); 17% of 36 in all" in told.measured
-
-
-def test_one_class_for_all(tmp_path: Path) -> None:
-    """Law: a model that says the same of every text is an error."""
-    words = ("--level", "O0", "--lr", "1e-9", "--epochs", "12")
-    found = trained(tmp_path, alphabets(160), alphabets(20), *words)
-    told = found["class never predicted"]
-    assert told.severity == "error"
-    assert told.measured.startswith("all 20 predictions on dev are")
-    assert found["loss does not fall"].severity == "warning"
 
 
 def test_texts_that_come_more_than_once(tmp_path: Path) -> None:
@@ -159,30 +137,6 @@ def test_marked_texts_that_contradict(tmp_path: Path) -> None:
     assert told["train"]["repeated"] >= 1
     assert count_repeats(corpus, max_texts=42) == {}
     assert set(KINDS) == {"LOC", "PER"}
-
-
-HEALTHY: list[tuple[str, ...]] = [  # others are in test_doctor_train.py
-    ("--level", "O2", "--dtype", "fp16", "--epochs", "6", "--batch-size", "8"),
-    ("--level", "O2", "--dtype", "bf16", "--epochs", "12", "--master", "split"),
-]
-
-
-@pytest.mark.parametrize("words", HEALTHY, ids=" ".join)
-def test_healthy_runs(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Law: a run that learns what it should raises no error and no warning.
-
-    Time apart: a model of this size spends its steps in Python.
-    """
-    train, dev = alphabets(200, "abc", "def", "ghi"), alphabets(40, "abc", "def", "ghi")
-    fresh = [(f"{text}{text[:3]}", label) for text, label in dev]
-    found = trained(tmp_path, distinct(train), distinct(fresh), *words, "--lr", "5e-3")
-    loud = [f for f in found.values() if f.severity != "note" and f.rule not in OF_TIME]
-    assert loud == []
-
-
-def distinct(rows: Rows) -> Rows:
-    """Return rows, each text once."""
-    return list(dict(rows).items())
 
 
 def test_healthy_entities(tmp_path: Path) -> None:
@@ -239,20 +193,3 @@ def test_a_probe_that_is_on_is_not_suggested(tmp_path: Path, mode: str) -> None:
     )
     rules = {name for each in examination(facts).not_evaluated for name in each.rules}
     assert "coarse" not in rules
-
-
-def test_what_is_recorded_is_read(tmp_path: Path) -> None:
-    """Law: counts of texts and of classes travel through the run's folder."""
-    split = {"texts": 9, "repeated": 2, "contradicting": 3, "in_train": 4}
-    told = {"step": 1, "event": "eval", "dev_loss": 0.5}
-    told |= {"classes": {"a": {"true": 3, "predicted": 5}}}
-    folder = write(tmp_path, [step(1), told], data={"dev": split})
-    facts = run_reader.read(folder)
-    assert facts.splits == {"dev": SplitFacts(9, 2, 3, 4)}
-    (one,) = facts.evaluations
-    assert (one.step, one.loss) == (1, 0.5)
-    assert [(c.label, c.true, c.predicted) for c in one.classes] == [("a", 3, 5)]
-    write(tmp_path, [step(1), told | {"classes": 7}], data={"dev": 7})
-    damaged = run_reader.read(folder)
-    assert len(damaged.problems) == 2
-    assert damaged.evaluations == ()

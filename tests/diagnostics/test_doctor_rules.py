@@ -697,11 +697,8 @@ def test_gradients_of_skipped_steps_do_not_count() -> None:
     assert not rules & {"underflow"}
 
 
-def test_a_backward_overflow_of_a_moving_scale_is_a_note() -> None:
-    """Law: what a lower scale cures is no fault; what needs a rule is."""
-    events = (bad(cause="backward range", phase="backward"),)
-    (found,) = examine(RunFacts(config=FP16, bad_ops=events))
-    assert found.severity == "note"
+def test_what_a_lower_scale_does_not_cure() -> None:
+    """Law: an overflow that needs a rule is an error; one that did not recur is not."""
     events = (bad(cause="backward range", phase="backward", rule="module:a=fp32"),)
     (found,) = examine(RunFacts(config=FP16, bad_ops=events))
     assert found.severity == "error"
@@ -819,13 +816,6 @@ def test_many_places_are_counted() -> None:
     assert len(found) == 3
     assert found[-1].measured.endswith("; and so in 6 more places")
     assert "more" not in found[0].measured
-
-
-def test_time_is_told_largest_first() -> None:
-    """Law: of findings about time, the one that concerns the most of a step leads."""
-    facts = profiled(ON_CPU, python_s=0.5, casts_s=0.25, input_s=0.2, wall_s=1.0)
-    names = [found.rule for found in examine(facts)]
-    assert names[:3] == ["overhead", "casts", "data loading"]
 
 
 @pytest.mark.parametrize("format_", [formats.FP16, formats.BF16])

@@ -451,25 +451,17 @@ def test_sampled(tmp_path: Path) -> None:
     assert events[-1]["tensors"]["0:output"]["count"] == 18
 
 
-def test_numbers() -> None:
-    """Law: a step has the number it is given, and events say so."""
-    model, events = net(), []
-    with hs.Probe(model, log=events.append) as probe:
-        passes(model, X * NAN)
-        probe.step(41)
-        passes(model, X * NAN)
-        probe.step()
-    assert [event["step"] for event in events] == [41, 42]
-
-
-def test_scales() -> None:
-    """Law: statistics hold the loss scale of their step, where it was given."""
+def test_numbers_and_scales() -> None:
+    """Law: events have the number and the loss scale that a step was given, if any."""
     model, events = net(), []
     with hs.Probe(model, "full", log=events.append) as probe:
-        for scale in (None, 1024.0):
+        for given in ({"number": 41}, {"scale": 1024.0}):
             passes(model)
-            probe.step(scale=scale)
-    assert [event.get("scale") for event in events] == [None, 1024.0]
+            probe.step(**given)
+    assert [(event["step"], event.get("scale")) for event in events] == [
+        (41, None),
+        (42, 1024.0),
+    ]
 
 
 def test_gradients_are_told_once() -> None:
@@ -644,6 +636,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "scale=inf must be a finite number above 0, or None.": (
         lambda: hs.Probe(net()).step(scale=INF)
     ),
+    "log=none/x: there is no folder none; make it first.": (
+        lambda: hs.Probe(net(), log="none/x")
+    ),
     "dtype='fp8' is not a format; choose one of fp32, bf16, fp16.": (
         lambda: hs.Probe(net(), casts=("fp8",))
     ),
@@ -705,10 +700,3 @@ def test_cuda(mode: Any) -> None:
         assert probe.non_finite[0] == "0:output"
         probe.flush()
         assert (probe.arrived, probe.non_finite) == (probe.steps, ())
-
-
-def test_a_log_without_a_folder(tmp_path: Path) -> None:
-    """Law: it is refused at once, not in the middle of training."""
-    path = tmp_path / "none" / "metrics.jsonl"
-    with pytest.raises(UserError, match=r"there is no folder .*none; make it first"):
-        hs.Probe(nn.Linear(2, 2), log=path)

@@ -8,7 +8,7 @@ import math
 import os
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from halfstep.diagnostics.profiling.profile_step import summary
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 def rows_of(found: Profile, op: str) -> list[Row]:
@@ -252,19 +252,10 @@ def test_batches_begin_again_or_run_out() -> None:
     """Law: a collection is begun again; what can be read once says that it ended."""
     seen: list[int] = []
     profile(seen.append, steps=2, warmup=1, batches=[1, 2])
-    assert seen == [1, 2, 1, 2, 1]
+    profile(seen.append, steps=2, warmup=1, batches=iter(range(6, 11)))
+    assert seen == [1, 2, 1, 2, 1, 6, 7, 8, 9, 10]
     with pytest.raises(UserError, match=r"batches ran out: give a collection"):
         profile(seen.append, batches=iter([1]))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("steps", 0), ("warmup", -1), ("profiled", 0)]
-)
-def test_refused(name: str, value: int) -> None:
-    """Law: a number of steps that makes no sense is refused by name."""
-    arguments: dict[str, Any] = {name: value}
-    with pytest.raises(UserError, match=f"{name}={value} must be"):
-        profile(lambda: None, **arguments)
 
 
 def test_a_failing_step_fails_as_it_is() -> None:
@@ -323,12 +314,3 @@ def test_on_a_gpu() -> None:
     assert found.share(found.gemm_s) > 0.3
     assert math.isfinite(found.python_s)
     assert found.python_s < found.wall_s
-
-
-def _batches() -> Iterator[int]:
-    yield from range(100)
-
-
-def test_a_generator_of_batches() -> None:
-    """Law: batches may come from anything that can be gone through."""
-    assert profile(lambda number: torch.ones(number + 1), batches=_batches()).rows

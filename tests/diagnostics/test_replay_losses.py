@@ -120,20 +120,6 @@ def test_a_loss_is_told_by_where_it_stands(
     assert ("The code itself casts" in bad.advice) == (cause == "forward range")
 
 
-def test_the_models_own_pass_is_no_loss() -> None:
-    """Law: the class name of the whole model tells nothing of the operations in it."""
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner((x.half() * 300) * 300)  # type: ignore[no-any-return]
-
-    assert told(WithLoss()).cause == "forward range"
-
-
 def test_a_loss_made_anew_in_the_model_is_one() -> None:
     """Law: so is a loss that no module holds, as models with labels make it."""
 

@@ -69,6 +69,9 @@ def test_all_of_a_folder_is_read(tmp_path: Path) -> None:
     assert facts.machine is not None
     assert facts.machine.rates["bf16"] == 8.0
     assert facts.weights == {"layer.0.weight": "fp32", "head.weight": "fp32"}
+    assert facts.splits["train"].repeated == 300
+    (count,) = facts.evaluations[-1].classes
+    assert (count.label, count.true, count.predicted) == ("rare", 9, 0)
     assert facts.problems == ()
 
 
@@ -147,6 +150,11 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
             "summary.json is damaged: 'summary.json' is None; it must be an object.",
         ),
         (
+            "data.json",
+            b'{"dev": 7}',
+            "data.json is damaged: 'a split' is 7; it must be an object.",
+        ),
+        (
             "resolved.toml",
             b"level = ",
             "resolved.toml is damaged: it is not valid TOML.",
@@ -157,6 +165,11 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
             "settings is damaged: 'loss_scale' is 3; it must be text.",
         ),
         ("metrics.jsonl", b"{", "metrics.jsonl line 1: not JSON."),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "event": "eval", "classes": 7}',
+            "metrics.jsonl line 1: 'classes' is 7; it must be an object.",
+        ),
         (
             "metrics.jsonl",
             b'{"step": 1}\n{"loss": 1}',
@@ -424,9 +437,3 @@ def test_any_json_is_survived(
     folder = write(tmp_path, records, profile=profile_, environment=environment_)
     facts = run_reader.read(folder)
     assert text.text(facts, examination(facts))
-
-
-def test_the_reader_can_fail() -> None:
-    """Law: the check of damage above would see a fault that is not caught."""
-    with pytest.raises(UserError, match="'step' is -1; it must be a whole number"):
-        Step.from_data({"step": -1})

@@ -1,4 +1,7 @@
-"""`hs.diagnose` sees what a program calls: scalers, schedules, sums in 16 bits."""
+"""`hs.diagnose` sees what a program calls: scalers, schedules, sums in 16 bits.
+
+Programs that are wrong, each with its finding and its cure, are in tests/field.
+"""
 
 from __future__ import annotations
 
@@ -95,80 +98,16 @@ def test_gradients_clipped_too_early(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SCALERS)
-def test_a_step_without_the_scaler(kind: str) -> None:
-    """Law: an optimizer that is stepped by itself is seen at the next loss."""
-    loop = Loop(kind)
-
-    def step() -> None:
-        loop.optimizer.zero_grad()
-        loop.backward()
-        loop.optimizer.step()
-
-    (finding,) = found(step)
-    assert "in place of optimizer.step()" in finding.advice
-
-
-@pytest.mark.parametrize("kind", SCALERS)
-def test_a_scaler_for_each_step(kind: str) -> None:
-    """Law: scalers that are made anew are told; two that share a step are not."""
+def test_two_scalers_in_a_step(kind: str) -> None:
+    """Law: scalers that share a step are not taken for new ones in each step."""
     loop = Loop(kind)
     scalers = [loop.scaler, SCALERS[kind]("cpu", init_scale=256.0)]
 
-    def anew() -> None:
-        loop.scaler = SCALERS[kind]("cpu", init_scale=256.0)
-        loop.step()
-
-    def both() -> None:
+    def step() -> None:
         for loop.scaler in scalers:
             loop.step()
 
-    assert found(both) == []
-    (finding,) = found(anew)
-    assert "Make one before the loop" in finding.advice
-
-
-def test_a_backward_pass_inside() -> None:
-    """Law: it is seen without a scaler, too."""
-    model = nn.Linear(8, 4)
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(torch.ones(2, 8)).float().square().mean().backward()
-
-    (finding,) = found(step)
-    assert (finding.severity, finding.rule) == ("warning", "call order")
-    assert "Leave the context" in finding.advice
-
-
-@pytest.mark.parametrize("kind", SCALERS)
-@pytest.mark.parametrize("only_applied", [False, True])
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_schedule_on_skipped_steps(kind: str, only_applied: bool) -> None:
-    """Law: a rate that moves after a skipped step is told, one that waits is not."""
-    loop = Loop(kind, scale=2.0**20)
-
-    def step() -> None:
-        before = loop.scaler.get_scale()
-        loop.step()
-        if not only_applied or loop.scaler.get_scale() >= before:
-            loop.schedule.step()
-
-    assert [each.rule for each in found(step)] == ["schedule"] * (not only_applied)
-
-
-def test_gradients_that_stay() -> None:
-    """Law: inf that is left for the next backward pass is told."""
-    loop = Loop(scale=2.0**20)
-
-    def step() -> None:
-        loop.backward()
-        before = loop.scaler.get_scale()
-        loop.update()
-        if loop.scaler.get_scale() == before:
-            loop.optimizer.zero_grad()
-
-    (finding,) = found(step)
-    assert finding.rule == "gradients not cleared"
+    assert found(step) == []
 
 
 def lerp(average: Tensor, weight: Tensor) -> None:
@@ -220,19 +159,6 @@ def test_a_copy_in_16_bits_is_no_average() -> None:
     assert found(step) == []
 
 
-def test_a_sum_that_is_full() -> None:
-    """Law: 256 and one are 256 in bf16."""
-    loop = Loop()
-    total = torch.full((), 256.0, dtype=torch.bfloat16)
-
-    def step() -> None:
-        nonlocal total
-        loop.step()
-        total += 0.5
-
-    assert [each.rule for each in found(step)] == ["16-bit sum"]
-
-
 @pytest.mark.parametrize("sizes", [[1.0], [1.0] * 8, [256.0] + [1.0] * 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_added_in_16_bits(dtype: torch.dtype, sizes: list[float]) -> None:
@@ -272,48 +198,6 @@ def test_log_probabilities_in_16_bits(use: str) -> None:
     assert [each.severity for each in notes] == ["note"] * (use == "ratio")
 
 
-@pytest.mark.parametrize("size", [3.0, 300.0])
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_norm_of_gradients_in_half(size: float, wide: bool) -> None:
-    """Law: what overflows float16 between pass and update is named; inf is not."""
-    model = nn.Linear(4, 1).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.full((1, 4), size).half()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).float().sum().backward()
-        for param in model.parameters():
-            grad = param.grad.float() if wide else param.grad
-            param.grad = (grad / grad.square().sum().sqrt()).half()
-        optimizer.step()
-
-    overflows = size == 300 and not wide
-    findings = [each for each in found(step) if each.rule == "16-bit sum"]
-    assert len(findings) == overflows
-    assert all(each.where == "square of gradients" for each in findings)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "decay"),
-    [(torch.bfloat16, 0.01), (torch.bfloat16, 8.0), (torch.float32, 0.01)],
-)
-def test_weight_decay_that_16_bits_do_not_hold(
-    dtype: torch.dtype, decay: float
-) -> None:
-    """Law: where 1 - lr * weight_decay is 1, and only there, a note says so."""
-    model = nn.Linear(4, 1).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=decay)
-
-    def step() -> None:
-        model(torch.ones(1, 4, dtype=dtype)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    notes = [str(each) for each in found(step) if "weight decay" in str(each)]
-    assert len(notes) == (dtype == torch.bfloat16 and decay < 1)
-
-
 def test_a_mode_of_the_program() -> None:
     """Law: function modes that a step opens around its update are closed in order."""
     loop = Loop()
@@ -326,26 +210,6 @@ def test_a_mode_of_the_program() -> None:
 
     assert found(step) == []
     assert torch.ones(1).device.type == "cpu"
-
-
-def test_buffers_that_a_skipped_step_spoils() -> None:
-    """Law: running statistics that hold NaN are named, with what resets them."""
-    loop = Loop()
-    loop.model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))  # type: ignore[assignment]
-    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
-    calls = []
-
-    def step() -> None:
-        calls.append(1)
-        loop.x = torch.randn(16, 8)
-        if len(calls) == 2:
-            loop.x[0, 0] = math.inf
-        loop.step()
-
-    diagnosis = hs.diagnose(step)
-    assert diagnosis.numerics.buffers == ("0.running_mean", "0.running_var")
-    assert diagnosis.numerics.buffers_since == 2
-    assert "get_submodule('0').reset_running_stats()" in str(diagnosis)
 
 
 def test_masks_are_no_fault() -> None:
@@ -361,6 +225,7 @@ def test_nothing_stays_behind() -> None:
     """Law: classes, hooks, modes and the scaler's own watch are as they were."""
     loop = Loop("halfstep")
     own, classes = loop.scaler.call_order_watch, [*SCALERS.values()]
+    gc.collect()  # the last session of earlier tests takes its patches with it
     before = [dict(vars(each)) for each in classes]
     modes = torch._C._len_torch_function_stack()
 
@@ -375,22 +240,6 @@ def test_nothing_stays_behind() -> None:
         assert loop.scaler.call_order_watch is own
         assert [dict(vars(each)) for each in classes] == before
         assert torch._C._len_torch_function_stack() == modes
-
-
-@pytest.mark.parametrize("eps", [1e-8, 1e-3])
-def test_an_eps_that_float16_does_not_hold(eps: float) -> None:
-    """Law: it is told before the weights are NaN, and one that is held is not."""
-    model = nn.Linear(8, 4).half()
-    optimizer = torch.optim.Adam(model.parameters(), eps=eps)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(4, 8).half()).float().square().mean().backward()
-        optimizer.step()
-
-    found = hs.diagnose(step, warmup=1, steps=1, profiled=1).findings
-    told = [each for each in found if "its eps=1e-08 is 0" in each.measured]
-    assert [each.where for each in told] == ["Adam"] * (eps == 1e-8)
 
 
 def test_arguments_by_name() -> None:

@@ -58,30 +58,6 @@ def by_hand(
     return parts, step
 
 
-def test_fp16_without_a_scaler() -> None:
-    """Law: fp16 products without a loss scale are an error, with one they are not."""
-    parts, step = by_hand(autocast=torch.float16)
-    found = hs.diagnose(step, **parts)
-    assert found.findings[0].rule == "no loss scale"
-    assert found.facts.config.dtype == "fp16"
-    parts, step = by_hand(
-        autocast=torch.float16, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)
-    )
-    assert "no loss scale" not in rules(hs.diagnose(step, **parts))
-
-
-def test_a_scaler_with_bf16() -> None:
-    """Law: a scaler that bf16 has no use for is told of; one that is off is not."""
-    parts, step = by_hand(
-        autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)
-    )
-    assert "needless loss scale" in rules(hs.diagnose(step, **parts))
-    parts, step = by_hand(
-        autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu", enabled=False)
-    )
-    assert "needless loss scale" not in rules(hs.diagnose(step, **parts))
-
-
 @pytest.mark.parametrize(("lr", "swamped"), [(1e-6, True), (1.0, False)])
 def test_lost_updates_of_low_weights(lr: float, swamped: bool) -> None:
     """Law: updates too small for bf16 weights are counted, and told of."""
