@@ -48,6 +48,17 @@ def updates_of(optimizer: torch.optim.Optimizer) -> list[int]:
     return updates
 
 
+def unchanged(weight: Tensor, least: float = 0.0) -> Callable[[], bool]:
+    """Return what says whether a weight has moved by no more from its value now."""
+    before = weight.detach().clone()
+    return lambda: bool((weight - before).norm() <= least)
+
+
+def is_nonfinite(tensor: Tensor) -> Callable[[], bool]:
+    """Return what says whether a tensor holds inf or NaN by then."""
+    return lambda: not bool(tensor.isfinite().all())
+
+
 class Between(nn.Module):
     """Two layers, and a function between them."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.nets import WIDTH, distance, loop, mean_square
+from tests.field.nets import WIDTH, distance, is_nonfinite, loop, mean_square
 from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 
@@ -64,9 +64,7 @@ def statistics_in_half(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
     x = (1000 * torch.randn(16, WIDTH)).half()
 
-    def is_sick() -> bool:
-        return not bool(norm.running_var.isfinite().all())
-
+    is_sick = is_nonfinite(norm.running_var)
     return loop(None, model, lambda: distance(model(x)), optimizer, is_sick=is_sick)
 
 
@@ -100,9 +98,7 @@ def mask_in_half(amp: Amp, *, cured: bool) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH).half()
 
-    def is_sick() -> bool:
-        return not bool(model.layer.weight.isfinite().all())
-
+    is_sick = is_nonfinite(model.layer.weight)
     return loop(None, model, lambda: mean_square(model(x)), optimizer, is_sick=is_sick)
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.field.nets import batch, distance, linear, loop, updates_of
+from tests.field.nets import batch, distance, linear, loop, unchanged, updates_of
 from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ report = reports_of("call order")
 def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
     """Train a layer with clipped gradients."""
     model, optimizer, scaler = linear(amp, lr=0.1, scale=2.0**16)
-    x, before = batch(), model.weight.detach().clone()
+    x = batch()
 
     def clip() -> None:
         if cured:
@@ -39,10 +39,7 @@ def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
     def loss_of() -> Tensor:
         return (model(x).float() - 3).square().mean()
 
-    def is_sick() -> bool:
-        return bool((model.weight - before).norm() < 1e-3)
-
-    hooks = {"after_backward": clip, "is_sick": is_sick}
+    hooks = {"after_backward": clip, "is_sick": unchanged(model.weight, 1e-3)}
     return loop(amp, model, loss_of, optimizer, scaler, **hooks)
 
 
@@ -57,7 +54,7 @@ def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
 def clip_value_before_unscale(amp: Amp, *, cured: bool) -> Program:
     """Train a layer with gradients cut at 1."""
     model, optimizer, scaler = linear(amp, lr=0.1)
-    x, before = batch(), model.weight.detach().clone()
+    x = batch()
 
     def clip() -> None:
         if cured:
@@ -67,10 +64,7 @@ def clip_value_before_unscale(amp: Amp, *, cured: bool) -> Program:
     def loss_of() -> Tensor:
         return (model(x).float() - 3).square().mean()
 
-    def is_sick() -> bool:
-        return bool((model.weight - before).norm() < 1e-2)
-
-    hooks = {"after_backward": clip, "is_sick": is_sick}
+    hooks = {"after_backward": clip, "is_sick": unchanged(model.weight, 1e-2)}
     return loop(amp, model, loss_of, optimizer, scaler, **hooks)
 
 
@@ -379,7 +373,7 @@ def two_scalers_of_one_model(amp: Amp, *, cured: bool) -> Program:
 def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
     """Hand a gradient that was computed elsewhere to the backward pass."""
     model, optimizer, scaler = linear(amp)
-    x, before = batch(), model.weight.detach().clone()
+    x = batch()
 
     class GivenGradient(torch.autograd.Function):
         @staticmethod
@@ -396,9 +390,7 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
         main = GivenGradient.apply(model(x).float(), x[:, :1] / len(x))
         return main + 1e-4 * model.weight.square().sum()
 
-    def is_sick() -> bool:
-        return bool((model.weight - before).norm() < 1e-3)
-
+    is_sick = unchanged(model.weight, 1e-3)
     return loop(amp, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
 
@@ -440,7 +432,7 @@ def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
 def zero_grad_before_step(amp: Amp, *, cured: bool) -> Program:
     """Clear the gradients before they are used."""
     model, optimizer, scaler = linear(amp)
-    x, before = batch(), model.weight.detach().clone()
+    x = batch()
 
     def between() -> None:
         scaler.unscale_(optimizer)
@@ -448,10 +440,7 @@ def zero_grad_before_step(amp: Amp, *, cured: bool) -> Program:
         if not cured:
             optimizer.zero_grad()
 
-    def is_sick() -> bool:
-        return torch.equal(model.weight, before)
-
-    hooks = {"after_backward": between, "is_sick": is_sick}
+    hooks = {"after_backward": between, "is_sick": unchanged(model.weight)}
     return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **hooks)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from tests.field.nets import loop
+from tests.field.nets import is_nonfinite, loop
 from tests.field.report import Program, reports_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -44,8 +44,6 @@ def compressed_gradients(amp: Amp, *, cured: bool) -> Program:
     def loss_of() -> torch.Tensor:
         return (model(x).float() - 1000).square().mean()
 
-    def is_sick() -> bool:
-        return not bool(layer.weight.isfinite().all())
-
     low = torch.bfloat16
+    is_sick = is_nonfinite(layer.weight)
     return loop(amp, model, loss_of, optimizer, dtype=low, is_sick=is_sick)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.nets import WIDTH, inference, loop, mean_square
+from tests.field.nets import (
+    WIDTH,
+    inference,
+    is_nonfinite,
+    loop,
+    mean_square,
+    unchanged,
+)
 from tests.field.report import Program, reports_of
 from torch import nn
 
@@ -35,10 +42,7 @@ def eps_of_adam(amp: Amp, *, cured: bool) -> Program:
     def loss_of() -> torch.Tensor:
         return (model(x) * 1e-2).float().mean()
 
-    def is_sick() -> bool:
-        return not bool(model.weight.isfinite().all())
-
-    return loop(None, model, loss_of, optimizer, is_sick=is_sick)
+    return loop(None, model, loss_of, optimizer, is_sick=is_nonfinite(model.weight))
 
 
 @report(
@@ -124,13 +128,10 @@ def weight_decay_lost(amp: Amp, *, cured: bool) -> Program:
     dtype = torch.float32 if cured else torch.bfloat16
     model = nn.Linear(WIDTH, WIDTH).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    x, before = torch.zeros(4, WIDTH, dtype=dtype), model.weight.detach().clone()
-
-    def is_sick() -> bool:
-        return torch.equal(model.weight, before)
+    x = torch.zeros(4, WIDTH, dtype=dtype)
 
     given = {"model": model, "optimizer": optimizer}
-    more = {"is_sick": is_sick, "given": given}
+    more = {"is_sick": unchanged(model.weight), "given": given}
     return loop(None, model, lambda: mean_square(model(x)), optimizer, **more)
 
 
@@ -174,7 +175,7 @@ def norm_of_gradients_by_hand(amp: Amp, *, cured: bool) -> Program:
     del amp
     model = nn.Linear(WIDTH, 1).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, before = torch.full((4, WIDTH), 300.0).half(), model.weight.detach().clone()
+    x = torch.full((4, WIDTH), 300.0).half()
 
     def clip() -> None:
         grads = [p.grad for p in model.parameters()]
@@ -186,10 +187,7 @@ def norm_of_gradients_by_hand(amp: Amp, *, cured: bool) -> Program:
     def loss_of() -> torch.Tensor:
         return model(x).float().mean()  # type: ignore[no-any-return]
 
-    def is_sick() -> bool:
-        return torch.equal(model.weight, before)
-
-    hooks = {"after_backward": clip, "is_sick": is_sick}
+    hooks = {"after_backward": clip, "is_sick": unchanged(model.weight)}
     return loop(None, model, loss_of, optimizer, **hooks)
 
 
