@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep._torch.patches import SharedPatches, attribute_patch
+from halfstep._torch.patches import AttributePatch, SharedPatches
 
 PROGRAM = """
 import gc, sys, types
@@ -121,7 +121,7 @@ def wrapping(name: str) -> SharedPatches:
     def wrap(original: Any) -> Any:
         return staticmethod(lambda: [*original.__func__(), name])
 
-    return SharedPatches(attribute_patch(Owner, "method", wrap))
+    return SharedPatches(AttributePatch(Owner, "method", wrap))
 
 
 def test_patches_hold_while_used() -> None:

@@ -590,6 +590,20 @@ def test_a_loss_with_a_weight(factor: Tensor | float) -> None:
     assert session.step().complete
 
 
+def test_a_checkpointed_loss() -> None:
+    """Law: looking for the factor of a loss does not recompute a checkpointed one."""
+    session, calls = build("O0 fp32"), []
+
+    def loss_in_block(batch: Tensor) -> Tensor:
+        calls.append(batch)
+        loss: Tensor = session.model(batch).sum() * torch.tensor(2.0)
+        return loss
+
+    batch = torch.ones(2, 4)
+    session.backward(checkpoint(loss_in_block, batch, use_reentrant=False))
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, hs.GradScaler])
 @pytest.mark.parametrize("call", ["unscale_", "step", "update"])
 def test_a_call_of_a_scaler(

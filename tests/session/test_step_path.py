@@ -17,7 +17,7 @@ import pytest
 import halfstep
 from halfstep.masters import cpu_kernels
 
-FILES, CALLS, CROSSINGS = 32, 265, 81
+FILES, CALLS, CROSSINGS = 31, 150, 80
 
 PROGRAM = """
 import json, sys

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from halfstep._torch.patches import SharedPatches, attribute_patch
+from halfstep._torch.patches import AttributePatch, SharedPatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,7 @@ def _with_notification(
 
 # Not torch's global hook table, since another thread may be iterating over it.
 STEP_PATCH = SharedPatches(
-    attribute_patch(Optimizer, "_optimizer_step_code", _with_notification)
+    AttributePatch(Optimizer, "_optimizer_step_code", _with_notification)
 )
 """While it has a user, steps of all torch optimizers run the callbacks."""
 
@@ -91,5 +92,5 @@ def has_foreign_hooks(optimizer: Optimizer) -> bool:
         torch_optimizer._global_optimizer_pre_hooks,  # noqa: SLF001
         torch_optimizer._global_optimizer_post_hooks,  # noqa: SLF001
     )
-    hooks = [hook for table in tables for hook in table.values()]
-    return any(not isinstance(hook, PreStepHook) for hook in hooks)
+    hooks = chain.from_iterable(map(dict.values, tables))
+    return not {*map(type, hooks)} <= {PreStepHook}

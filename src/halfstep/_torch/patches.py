@@ -9,9 +9,8 @@ All shared patches:
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
   the forward pass, and higher-order operators do not see the dispatch key of
   `casting.dispatch_kernels`;
-- `session.model_hooks`: while a session exists, `clip_grad_norm_` raises if it would
-  miss gradients of that session, and the errors of an unused `GradScaler` name the call
-  to delete;
+- `session.model_hooks`: while a session exists, `clip_grad_norm_` raises where it would
+  miss gradients, and errors of an unused `GradScaler` name the call to delete;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
   `torch.autograd.backward`;
 - `optimizer_hooks`: optimizer steps invalidate caches of casts, inside contexts and
@@ -27,6 +26,7 @@ HALFSTEP set has the patches of `launch.script_training` until it ends;
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,16 +36,34 @@ if TYPE_CHECKING:
     Apply = Callable[[], Undo]
 
 
+@dataclass(slots=True)
+class AttributePatch:
+    """Replaces an attribute of torch, as a patch for `SharedPatches`."""
+
+    owner: Any
+    """Class or module of torch that has the attribute itself."""
+    name: str
+    wrap: Callable[[Any], Any]
+    """Takes the attribute as stored in the owner (perhaps a `staticmethod`), and
+    returns its replacement. That must behave like the original outside of contexts,
+    since other code may wrap it and keep it forever."""
+    original: Any = None
+    """The attribute wrapped last. It and its replacement are reused, because contexts
+    open and close in every step."""
+    replacement: Any = None
+
+
 class SharedPatches:
     """Patches that are applied while they have at least one user.
 
     Args:
-        apply: Each applies a patch and returns the function that undoes it.
+        changes: Each is an `AttributePatch`, or applies a patch and returns the
+            function that undoes it.
     """
 
-    def __init__(self, *apply: Apply) -> None:
-        self._changes = apply
-        self._undo: list[Undo] = []
+    def __init__(self, *changes: AttributePatch | Apply) -> None:
+        self._changes = changes
+        self._undo: list[AttributePatch | Undo] = []
         self._users = 0
         self._busy = False
         # Reentrant: garbage collection during `_update` may release a user.
@@ -55,13 +73,15 @@ class SharedPatches:
         """Add a user."""
         with self._lock:
             self._users += 1
-            self._update()
+            if bool(self._undo) != (self._users > 0):
+                self._update()
 
     def release(self) -> None:
         """Remove a user."""
         with self._lock:
             self._users -= 1
-            self._update()
+            if bool(self._undo) != (self._users > 0):
+                self._update()
 
     def apply(self) -> Undo:
         """Add a user and return its removal, as a patch of another `SharedPatches`."""
@@ -69,46 +89,28 @@ class SharedPatches:
         return self.release
 
     def _update(self) -> None:
+        """Apply or undo the patches, without a call for each: it is on every step."""
         if self._busy:
             return
         self._busy = True
         try:
             while bool(self._undo) != (self._users > 0):
-                if self._undo:
-                    while self._undo:
-                        self._undo.pop()()
-                else:
-                    self._undo.extend(apply() for apply in self._changes)
+                is_over = bool(self._undo)
+                while self._undo:
+                    undo = self._undo.pop()
+                    if not isinstance(undo, AttributePatch):
+                        undo()
+                    elif vars(undo.owner).get(undo.name) is undo.replacement:
+                        setattr(undo.owner, undo.name, undo.original)
+                for change in () if is_over else self._changes:
+                    if isinstance(change, AttributePatch):
+                        original = vars(change.owner)[change.name]
+                        if change.original is not original:
+                            change.original = original
+                            change.replacement = change.wrap(original)
+                        setattr(change.owner, change.name, change.replacement)
+                        self._undo.append(change)
+                    else:
+                        self._undo.append(change())
         finally:
             self._busy = False
-
-
-def attribute_patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Apply:  # noqa: ANN401
-    """Return a patch for `SharedPatches` that replaces an attribute.
-
-    Args:
-        owner: Class or module of torch that has the attribute itself.
-        name: Name of the attribute.
-        wrap: Takes the attribute as stored in the owner (perhaps a `staticmethod`), and
-            returns its replacement. That must behave like the original outside of
-            contexts, since other code may wrap it and keep it forever.
-    """
-    last_wrapped: tuple[Any, Any] = None, None
-    """The attribute wrapped last and its replacement, reused because contexts open and
-    close in every step."""
-
-    def apply() -> Undo:
-        nonlocal last_wrapped
-        original = vars(owner)[name]
-        if last_wrapped[0] is not original:
-            last_wrapped = original, wrap(original)
-        replacement = last_wrapped[1]
-        setattr(owner, name, replacement)
-
-        def undo() -> None:
-            if vars(owner).get(name) is replacement:
-                setattr(owner, name, original)
-
-        return undo
-
-    return apply

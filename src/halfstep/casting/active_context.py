@@ -192,7 +192,8 @@ def push(device: str, context: CastContext | None) -> Pushed:
         check_key()
     state = _thread.state
     run_pending()
-    entry = _Entry(context, _current_graph_task(), state.innermost.get(device))
+    graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
+    entry = _Entry(context, graph_task, state.innermost.get(device))
     state.innermost[device] = entry
     if context is not None and context.cache is not None:
         context.cache.open()
@@ -249,25 +250,19 @@ def _update_dispatch_key() -> None:
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not included)  # noqa: SLF001
 
 
-def _current_graph_task() -> int:
-    """Return the id of the backward pass that runs in this thread; -1: none."""
-    number: int = torch._C._current_graph_task_id()  # noqa: SLF001
-    return number
-
-
 def is_open() -> bool:
     """Return whether this thread has a context, active or not."""
-    return any(each and each.context for each in _thread.state.innermost.values())
+    for entry in _thread.state.innermost.values():
+        if entry is not None and entry.context is not None:
+            return True
+    return False
 
 
 def active(device: str) -> CastContext | None:
     """Return the context that applies to operations of this thread now, or None."""
     entry = _thread.state.innermost.get(device)
-    return (
-        entry.context
-        if entry is not None and entry.graph_task == _current_graph_task()
-        else None
-    )
+    graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
+    return entry.context if entry and entry.graph_task == graph_task else None
 
 
 def active_contexts() -> list[tuple[str, CastContext]]:
@@ -275,7 +270,7 @@ def active_contexts() -> list[tuple[str, CastContext]]:
     state = _thread.state
     if state.on_popped:
         run_pending()
-    graph_task = _current_graph_task()
+    graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
     contexts = []
     for device, entry in state.innermost.items():
         if (

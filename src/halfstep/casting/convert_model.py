@@ -460,4 +460,6 @@ class _CastInputs:
 
 def _cast_outputs(_module: nn.Module, _args: object, output: object) -> object:
     """Forward hook: casts a model's 16-bit outputs to fp32."""
+    if type(output) is Tensor:  # in every step of most models
+        return output.float() if output.dtype in _FLOATS else output
     return cast_floating(output, torch.float32)

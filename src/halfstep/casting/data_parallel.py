@@ -15,7 +15,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.nn import parallel
 
-from halfstep._torch.patches import attribute_patch
+from halfstep._torch.patches import AttributePatch
 from halfstep.casting import recompute, torch_cache
 from halfstep.casting.dispatch_kernels import KEYS
 
@@ -39,7 +39,7 @@ def _with_caller_context(
 
 
 PATCHES = tuple(
-    attribute_patch(owner, "parallel_apply", _with_caller_context)
+    AttributePatch(owner, "parallel_apply", _with_caller_context)
     for owner in (parallel, sys.modules[parallel.DataParallel.__module__])
 )
 """For `nn.parallel.parallel_apply`, and for the name that `nn.DataParallel` imports."""

@@ -45,7 +45,7 @@ def op_casts_for(
         cache_weights: Include all operations with weights, to cache their casts.
         record_all: Include all operations of the tables, to record them.
     """
-    rule_index = deciding_rule(policy, module, types)
+    rule_index = deciding_rule(policy, module, types) if policy.rules else None
     module_rule = None if rule_index is None else (rule_index, module, tuple(types))
     return _op_casts(policy, device, module_rule, cache_weights, record_all)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch._ops
 from torch.utils import checkpoint
 
-from halfstep._torch.patches import SharedPatches, attribute_patch
+from halfstep._torch.patches import AttributePatch, SharedPatches
 from halfstep.casting import active_context, compile_guard
 from halfstep.casting.dispatch_kernels import KEYS
 
@@ -106,10 +106,10 @@ def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _patches = SharedPatches(
-    attribute_patch(checkpoint.CheckpointFunction, "forward", _reentrant),
-    attribute_patch(checkpoint._CheckpointFrame, "__init__", _non_reentrant),  # noqa: SLF001
+    AttributePatch(checkpoint.CheckpointFunction, "forward", _reentrant),
+    AttributePatch(checkpoint._CheckpointFrame, "__init__", _non_reentrant),  # noqa: SLF001
     # Higher-order operators require a kernel at each key that a thread includes.
-    attribute_patch(torch._ops, "key_extractor", _without_key),  # noqa: SLF001
+    AttributePatch(torch._ops, "key_extractor", _without_key),  # noqa: SLF001
 )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import grad_mode
 
 from halfstep._torch import optimizer_hooks
-from halfstep._torch.patches import attribute_patch
+from halfstep._torch.patches import AttributePatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,11 +89,11 @@ def _clear(*_: object) -> None:
 optimizer_hooks.register_post_step_callback(_clear)
 PATCHES = (
     optimizer_hooks.STEP_PATCH.apply,
-    attribute_patch(grad_mode.no_grad, "__exit__", _clearing),
-    attribute_patch(grad_mode.set_grad_enabled, "__exit__", _clearing),
-    attribute_patch(grad_mode.inference_mode, "__exit__", _clearing),
+    AttributePatch(grad_mode.no_grad, "__exit__", _clearing),
+    AttributePatch(grad_mode.set_grad_enabled, "__exit__", _clearing),
+    AttributePatch(grad_mode.inference_mode, "__exit__", _clearing),
     # As a function call, it has no exit: `torch.set_grad_enabled(True)`.
-    attribute_patch(grad_mode.set_grad_enabled, "__init__", _clearing),
+    AttributePatch(grad_mode.set_grad_enabled, "__init__", _clearing),
 )
 """They clear the cache, inside contexts, whenever a weight may have changed."""
 
@@ -112,7 +112,7 @@ def on_enter(device: str, dtype: torch.dtype) -> EnteredContext:
             torch.set_autocast_cache_enabled(False)
         else:
             torch.clear_autocast_cache()
-    if any(
+    if _entered and any(
         other.device == device and other.dtype != dtype and other.dtypes is not dtypes
         for other in list(_entered)
     ):

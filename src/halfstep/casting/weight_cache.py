@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from contextlib import nullcontext
+from itertools import chain, product
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -267,7 +268,7 @@ class CastCache:
 
     def invalidate(self, weights: Iterable[Tensor]) -> None:
         """Cast these weights again on next use, whatever their version counters."""
-        for key in itertools.product(map(id, weights), _LOW):
+        for key in product(map(id, weights), _LOW):
             entry = self._entries.get(key)
             if entry is not None:
                 entry.version = _NO_VERSION
@@ -293,7 +294,9 @@ def _invalidate_stepped(optimizer: torch.optim.Optimizer) -> None:
     with _lock:
         caches = list(_caches)
     for cache in caches:
-        cache.invalidate(p for group in optimizer.param_groups for p in group["params"])
+        cache.invalidate(
+            chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
+        )
 
 
 optimizer_hooks.register_post_step_callback(_invalidate_stepped)

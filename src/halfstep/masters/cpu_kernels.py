@@ -10,6 +10,7 @@ import math
 from array import array
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,6 @@ from halfstep.masters.update_rules import (
     ParamUpdate,
     Rule,
     Sgd,
-    UpdateTensors,
     checked_tensors,
     readable_gradients,
 )
@@ -38,11 +38,13 @@ SOURCE = Path(__file__).with_name("kernels.c")
 # The same values as in kernels.c.
 ENCODINGS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
 DTYPES = {dtype: code for code, dtype in enumerate(FLOATS)}
+_WEIGHT_CODES = {dtype: code << 2 for dtype, code in DTYPES.items()}
 MAXIMIZE, NESTEROV, DECOUPLED, AMSGRAD, MOMENTUM, ADAM = (1 << bit for bit in range(6))
 STATES = 3
 
 _LONG = 0xFFFFFFFFFFFFFFFF
 _CPU = torch.device("cpu")
+_dtype = attrgetter("dtype")
 
 
 def available() -> bool:
@@ -149,19 +151,42 @@ class Kernels:
         inverse: float,
         clock: tuple[int, int],
     ) -> None:
-        """Update parameters in place."""
+        """Update parameters in place.
+
+        Passes the table, `struct Numbers` and the flags that kernels.c reads.
+        """
         # Keep these alive until the call returns: C only gets addresses.
         tensors = checked_tensors(items, rule, encoding, _CPU)
-        table = _table(items, tensors, rule, encoding)
-        numbers, flags = _arguments(rule, inverse)
-        words = array("Q", [word & _LONG for word in clock])
+        is_sgd = isinstance(rule, Sgd)
+        codes = map(DTYPES.__getitem__, map(_dtype, tensors.gradients))
+        if encoding == "fp32":
+            weight_codes = map(_WEIGHT_CODES.__getitem__, map(_dtype, tensors.weights))
+            codes = map(or_, codes, weight_codes)
+        columns = [tensors.weights, tensors.gradients, tensors.residuals]
+        columns += [*tensors.states, *[()] * (STATES - len(tensors.states))]
+        # One word per item in each column. Lists grow faster than arrays.
+        words = list(tensors.numels)
+        for column in (*columns, tensors.steps):
+            words.extend(map(Tensor.data_ptr, column) if column else [0] * len(items))
+        words += [i.param_index << 1 | (is_sgd and i.is_first_step) for i in items]
+        table = array("q", [*words, *codes])
+        flags = MAXIMIZE * rule.maximize
+        if isinstance(rule, Sgd):
+            flags |= NESTEROV * rule.nesterov | MOMENTUM * (rule.momentum != 0)
+            own = (0.0, rule.momentum, rule.dampening)
+        else:
+            flags |= ADAM | DECOUPLED * rule.decoupled | AMSGRAD * rule.amsgrad
+            own = (rule.eps, rule.beta1, rule.beta2)
+        numbers = array("d", [inverse, rule.lr, rule.weight_decay, *own])
+        seed, step = clock
+        random_words = array("Q", [seed & _LONG, step & _LONG])
         self.library.halfstep_update(
             table.buffer_info()[0],
             len(items),
             numbers.buffer_info()[0],
             flags,
             ENCODINGS[encoding],
-            words.buffer_info()[0],
+            random_words.buffer_info()[0],
             ctypes.addressof(team := self._team()),
         )
         del tensors, team
@@ -171,12 +196,9 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """Return found_inf and the sum of squares of gradients."""
         gradients = readable_gradients(gradients, _CPU)
-        numels, addresses = (
-            map(Tensor.numel, gradients),
-            map(Tensor.data_ptr, gradients),
-        )
-        codes = [DTYPES[gradient.dtype] for gradient in gradients]
-        table = array("q", [*numels, *addresses, *codes])
+        codes = map(DTYPES.__getitem__, map(_dtype, gradients))
+        pointers = map(Tensor.data_ptr, gradients)
+        table = array("q", [*map(Tensor.numel, gradients), *pointers, *codes])
         found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
         total = torch.zeros((), dtype=torch.float64, device="cpu")
         failed = self.library.halfstep_check_finite(
@@ -191,37 +213,6 @@ class Kernels:
         if failed:
             raise MemoryError
         return found_inf, total
-
-
-def _arguments(rule: Rule, inverse: float) -> tuple[array[float], int]:
-    """Return a rule in the form of kernels.c: struct Numbers, and flags."""
-    flags = MAXIMIZE * rule.maximize
-    if isinstance(rule, Sgd):
-        flags |= NESTEROV * rule.nesterov | MOMENTUM * (rule.momentum != 0)
-        own = (0.0, rule.momentum, rule.dampening)
-    else:
-        flags |= ADAM | DECOUPLED * rule.decoupled | AMSGRAD * rule.amsgrad
-        own = (rule.eps, rule.beta1, rule.beta2)
-    return array("d", [inverse, rule.lr, rule.weight_decay, *own]), flags
-
-
-def _table(
-    items: Sequence[ParamUpdate], tensors: UpdateTensors, rule: Rule, encoding: str
-) -> array[int]:
-    """Return the table that kernels.c reads: columns of one word per item."""
-    codes = [DTYPES[gradient.dtype] for gradient in tensors.gradients]
-    if encoding == "fp32":
-        pairs = zip(codes, tensors.weights, strict=True)
-        codes = [code | DTYPES[weight.dtype] << 2 for code, weight in pairs]
-    columns = [tensors.weights, tensors.gradients, tensors.residuals, *tensors.states]
-    columns += [()] * (STATES - len(tensors.states))
-    # Lists grow faster than arrays.
-    table = list(tensors.numels)
-    for column in (*columns, tensors.steps):
-        table.extend(map(Tensor.data_ptr, column) if column else [0] * len(items))
-    is_sgd = isinstance(rule, Sgd)
-    table += [i.param_index << 1 | (is_sgd and i.is_first_step) for i in items]
-    return array("q", table + codes)
 
 
 @cache
@@ -241,6 +232,7 @@ def _kernels() -> tuple[Kernels | None, str]:
     return kernels, ", ".join(part for part in parts if part)
 
 
+@cache
 def _require_kernels() -> Kernels:
     kernels, why = _kernels()
     if kernels is None:

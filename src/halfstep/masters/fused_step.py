@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +15,15 @@ from halfstep.masters.encoding import PLAIN
 from halfstep.masters.update_rules import FLOATS, Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
 
     from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
+_DTYPE, _LAYOUT, _STEP, _WEIGHT = map(attrgetter, ("dtype", "layout", "step", "weight"))
+_IS_SET = partial(is_not, None)
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -92,9 +96,9 @@ def why_not_fused(optimizer: Optimizer) -> str:
         optimizer
     ):
         return "its step was replaced"
-    groups = optimizer.param_groups if type(optimizer) in _OPTIMIZERS else ()
-    if any(rule_of(optimizer, group) is None for group in groups):
-        return "differentiable=True, or a learning rate on a device"
+    for group in optimizer.param_groups if type(optimizer) in _OPTIMIZERS else ():
+        if rule_of(optimizer, group) is None:
+            return "differentiable=True, or a learning rate on a device"
     return ""
 
 
@@ -107,7 +111,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
     """Return the update rule of a parameter group; None if it is not supported."""
-    lr = as_number(group["lr"])
+    lr = group["lr"]
+    if type(lr) is not float:
+        lr = as_number(lr)
     if lr is None or group.get("differentiable"):
         return None
     if isinstance(optimizer, torch.optim.SGD):
@@ -119,7 +125,9 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
             group["weight_decay"],
             group["maximize"],
         )
-    beta1, beta2 = (as_number(beta) for beta in group["betas"])
+    beta1, beta2 = group["betas"]
+    if not (type(beta1) is type(beta2) is float):
+        beta1, beta2 = as_number(beta1), as_number(beta2)
     if beta1 is None or beta2 is None:
         return None
     plain_adamw = isinstance(optimizer, torch.optim.AdamW)
@@ -195,7 +203,7 @@ class FusedStep:
         for name, items in updates.items():
             if not items:
                 continue
-            steps = [item.step for item in items if item.step is not None]
+            steps = [*filter(_IS_SET, map(_STEP, items))]
             if steps:
                 torch._foreach_add_(steps, one)
             clock = rng.seed, rng.step
@@ -210,7 +218,7 @@ class FusedStep:
             for item in items:
                 item.is_first_step = False
                 item.gradient = item.weight  # do not keep the gradient alive
-            torch.autograd.graph.increment_version([item.weight for item in items])
+            torch.autograd.graph.increment_version([*map(_WEIGHT, items)])
 
     def _update_for(
         self, rule: Rule, keys: tuple[str, ...], param: Tensor
@@ -225,15 +233,24 @@ class FusedStep:
             return None
         state = self._optimizer.state.setdefault(param, {}) if keys else {}
         item = self._items.get(param)
-        if item is None or not _is_current(item, weight, master_param, state, keys):
+        residual = None if master_param is None else master_param.residual
+        if (
+            item is None  # or it refers to other tensors than the current ones
+            or item.weight is not weight
+            or item.residual is not residual
+            or not weight.is_contiguous()
+            or len(keys) != len(item.states)
+            or not all(map(is_, map(state.get, keys), item.states))
+            or state.get("step") is not item.step
+        ):
             dtype = torch.float32
             if master_param is not None:
                 dtype = self._encoding.state_dtype
                 master_param.match_layout()
+                residual = master_param.residual
             # Kernels on a device count steps there, like torch's fused optimizers.
             counter = weight.device if self.kernel.on_device else torch.device("cpu")
             first = _make_state(rule, state, weight, dtype, counter)
-            residual = None if master_param is None else master_param.residual
             flat = _flat(weight, weight)
             item = self._items[param] = ParamUpdate(
                 flat,
@@ -251,24 +268,6 @@ class FusedStep:
             gradient = _flat(gradient, weight)
         item.gradient = gradient
         return item
-
-
-def _is_current(
-    item: ParamUpdate,
-    weight: Tensor,
-    master_param: MasterParam | None,
-    param_state: dict[str, Any],
-    keys: tuple[str, ...],
-) -> bool:
-    """Return whether a cached item still refers to the current tensors."""
-    return (
-        item.weight is weight
-        and item.residual is (None if master_param is None else master_param.residual)
-        and weight.is_contiguous()
-        and len(keys) == len(item.states)
-        and all(param_state.get(key) is state for key, state in zip(keys, item.states))  # noqa: B905
-        and param_state.get("step") is item.step
-    )
 
 
 def _make_state(
@@ -308,12 +307,11 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def can_read(gradients: Iterable[Tensor]) -> bool:
+def can_read(gradients: Sequence[Tensor]) -> bool:
     """Return whether kernels can read these gradients: dense, plain, 16 or 32 bits."""
-    return all(
-        type(gradient) in (torch.Tensor, torch.nn.Parameter)
-        and gradient.layout == torch.strided
-        and gradient.dtype in FLOATS
-        and not gradient.is_neg()
-        for gradient in gradients
+    return (
+        {*map(type, gradients)} <= {torch.Tensor, torch.nn.Parameter}
+        and {*map(_LAYOUT, gradients)} <= {torch.strided}
+        and {*map(_DTYPE, gradients)} <= {*FLOATS}
+        and not any(map(torch.is_neg, gradients))
     )

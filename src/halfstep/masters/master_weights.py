@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from functools import partial, wraps
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from halfstep.masters.fused_step import Kernel
+
+_PARAMS, _VERSION, _WEIGHT = (
+    itemgetter("params"),
+    attrgetter("_version"),
+    attrgetter("weight"),
+)
 
 
 class MasterWeights:
@@ -118,7 +126,8 @@ class MasterWeights:
     ) -> None:
         """Add master weights for 16-bit parameters that were added to the optimizer."""
         groups = self.optimizer.param_groups
-        if all(param in self.param_index for g in groups for param in g["params"]):
+        params = chain.from_iterable(map(_PARAMS, groups))
+        if all(map(self.param_index.__contains__, params)):
             return
         self.sync_external_writes()
         for group in groups:
@@ -227,8 +236,7 @@ class MasterWeights:
     def grads(self) -> list[tuple[Tensor, Tensor]]:
         """Return (optimizer's parameter, gradient) pairs, in fp32 or 16 bits."""
         grads = []
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for param in params:
+        for param in chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)):
             master_param = self.master_params.get(param)
             if master_param is not None and master_param.master.grad is not None:
                 _accumulate_(master_param)  # later passes belong to the sum
@@ -260,10 +268,8 @@ class MasterWeights:
             self._fused_step = FusedStep(self.kernel, *parts)
         if only is None:
             self.sync_external_writes()
-            work = [(group, group["params"]) for group in self.optimizer.param_groups]
-        else:
-            work = [(only[0], [only[1]])]
-        for group, params in work:
+        for group in self.optimizer.param_groups if only is None else only[:1]:
+            params = group["params"] if only is None else only[1:]
             self._fused_step.update(
                 group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
             )
@@ -379,8 +385,7 @@ class MasterWeights:
 
     def mark_synced(self) -> None:
         """Record that the model weights match the master weights now."""
-        masters = self.master_params.values()
-        self._versions = [param.weight._version for param in masters]  # noqa: SLF001
+        self._versions = [*map(_VERSION, map(_WEIGHT, self.master_params.values()))]
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
@@ -393,6 +398,10 @@ class MasterWeights:
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
                 master_param.check()
+        if [
+            *map(_VERSION, map(_WEIGHT, self.master_params.values()))
+        ] == self._versions:
+            return
         changed = sum(
             param.reset_from_weight(self.encoding, self.rng)
             for param in self._externally_written()

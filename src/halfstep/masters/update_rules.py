@@ -6,8 +6,10 @@ Every fused kernel, compiled or not, takes an `Sgd` or `Adam` and `ParamUpdate`s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import zip_longest
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that kernels can read."""
 
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+_weight, _gradient, _residual, _states, _step = map(
+    attrgetter, ("weight", "gradient", "residual", "states", "step")
+)
+_is_set = partial(is_not, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,28 +119,35 @@ def checked_tensors(
     Raises:
         UserError: If one is missing, has gaps, or has another size, dtype or device.
     """
-    weights = [item.weight for item in items]
+    weights = [*map(_weight, items)]
     check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
-    gradients = readable_gradients([item.gradient for item in items], device)
-    numels = list(map(Tensor.numel, weights))
-    if list(map(Tensor.numel, gradients)) != numels:
+    gradients = readable_gradients([*map(_gradient, items)], device)
+    numels = [*map(Tensor.numel, weights)]
+    if [*map(Tensor.numel, gradients)] != numels:
         message = "A gradient has another size than its weight: give it its own."
         raise UserError(message)
-
-    def complete(
-        tensors: Sequence[Tensor | None],
-        what: str,
-        dtype: torch.dtype,
-        sizes: list[int],
-    ) -> list[Tensor]:
-        present = [tensor for tensor in tensors if tensor is not None]
+    moment = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
+    columns = [("residual", [*map(_residual, items)], RESIDUAL_DTYPES.get(encoding))]
+    states: list[Sequence[Any]] = [*zip_longest(*map(_states, items))]
+    for number in range(len(rule.state_keys)):
+        column = states[number] if number < len(states) else ()
+        columns.append((f"state {number}", [*column], moment))
+    is_adam = isinstance(rule, Adam)
+    columns.append(("step", [*map(_step, items)], torch.float32 if is_adam else None))
+    complete = []
+    for what, tensors, dtype in columns:
+        present = [] if dtype is None else [*filter(_is_set, tensors)]
+        complete.append(present)
+        if dtype is None:
+            continue
         if len(present) != len(items):
             message = (
                 f"{what}: {len(present)} of {len(items)} parameters have one; make it."
             )
             raise UserError(message)
         check_tensors(present, f"{what} of parameter", (dtype,), device)
-        actual = list(map(Tensor.numel, present))
+        actual = [*map(Tensor.numel, present)]
+        sizes = [1] * len(items) if what == "step" else numels
         if actual != sizes:
             index = next(i for i, size in enumerate(actual) if size != sizes[i])
             message = (
@@ -142,21 +155,8 @@ def checked_tensors(
                 f"{sizes[index]}. Load or make the state again."
             )
             raise UserError(message)
-        return present
-
-    residuals, steps = [], []
-    if encoding in RESIDUAL_DTYPES:
-        dtype = RESIDUAL_DTYPES[encoding]
-        residuals = complete([i.residual for i in items], "residual", dtype, numels)
-    dtype = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
-    states = []
-    for number in range(len(rule.state_keys)):
-        column = [i.states[number] if len(i.states) > number else None for i in items]
-        states.append(complete(column, f"state {number}", dtype, numels))
-    if isinstance(rule, Adam):
-        ones = [1] * len(items)
-        steps = complete([i.step for i in items], "step", torch.float32, ones)
-    return UpdateTensors(weights, gradients, residuals, states, steps, numels)
+    residuals, *moments, steps = complete
+    return UpdateTensors(weights, gradients, residuals, moments, steps, numels)
 
 
 def readable_gradients(

@@ -246,6 +246,15 @@ def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
         sys.setprofile(profiler)
 
 
+def saved_value(node: Node, name: str) -> Any:  # noqa: ANN401
+    """Return what a node saved; None if it was freed, or a hook would compute it."""
+    raw = getattr(node, f"_raw{name}", None)
+    with suppress(RuntimeError, _PythonCalledError):
+        if getattr(raw, "unpack_hook", None) is None:
+            return _read_without_hooks(partial(getattr, node, name, None))
+    return None
+
+
 _EXPOSES_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
 """torch 2.9 runs the hooks of saved tensors but does not list them."""
 

@@ -102,13 +102,12 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
         if param.grad is not None and param.grad.dtype == torch.float16
     ]
     more = f" and {len(fp16_names) - 1} more" if len(fp16_names) > 1 else ""
-    message = (
+    return ValueError(
         f"Attempting to unscale FP16 gradients. {fp16_names[0]}{more} "
         "is stored in float16: "
         "keep weights in float32 and use autocast (level O1), or let "
         "halfstep.prepare(model, optimizer, 'O2') keep float32 master weights."
     )
-    return ValueError(message)
 
 
 def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
@@ -125,30 +124,27 @@ def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
 
 def named_loss_with_drop(name: str) -> UserError:
     """Return the error for a named loss with "drop_microbatch"."""
-    message = (
+    return UserError(
         f"the loss {name!r} has a scale of its own, but 'drop_microbatch' "
         "counts micro-batches of one loss; use one of the two."
     )
-    return UserError(message)
 
 
 def mixed_scales() -> RuntimeError:
     """Return the error for summing gradients at two scales."""
-    message = (
+    return RuntimeError(
         "scaler.scale() was given a loss that reaches parameters whose gradients "
         "scaler.backward() has unscaled already; use scaler.backward() for it too."
     )
-    return RuntimeError(message)
 
 
 def pickled_group() -> TypeError:
     """Return the error for pickling a scaler with a process group."""
-    message = (
+    return TypeError(
         "a GradScaler with a process_group cannot be pickled, because the group "
         "cannot; save scaler.state_dict(), and load it into one that is given the "
         "group."
     )
-    return TypeError(message)
 
 
 def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
@@ -170,21 +166,19 @@ def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
 
 def retries_under_ddp() -> UserError:
     """Session: retries with a model in DDP."""
-    message = (
+    return UserError(
         "halfstep.Retry runs a backward pass again, whose gradients DDP would not "
         "average: it does so once for each forward pass. Set on_overflow='skip' or "
         "'drop_microbatch'."
     )
-    return UserError(message)
 
 
 def released_twice() -> UserError:
     """Session: a second backward pass with optimizer_in_backward."""
-    message = (
+    return UserError(
         "optimizer_in_backward=True updates weights in each backward pass: call "
         "session.step() before the next. Add losses up into one."
     )
-    return UserError(message)
 
 
 def step_without_backward(steps: int, *, has_gradients: bool) -> RuntimeError:
@@ -204,39 +198,35 @@ def step_without_backward(steps: int, *, has_gradients: bool) -> RuntimeError:
 
 def grads_without_backward() -> UserError:
     """Session: `grads` without a backward pass."""
-    message = (
+    return UserError(
         "session.grads() was called without a backward pass since the last step; "
         "call it between session.backward(loss) and session.step()."
     )
-    return UserError(message)
 
 
 def grads_in_window(micro: int, accumulate: int) -> UserError:
     """Session: `grads` before the last micro-batch."""
-    message = (
+    return UserError(
         f"session.grads() was called in micro-batch {micro} of {accumulate}: the "
         "gradients of a step are complete after the backward pass of the last."
     )
-    return UserError(message)
 
 
 def updated_in_backward(*, excluded: str) -> UserError:
     """Session: a method that needs all gradients before the update."""
-    message = (
+    return UserError(
         "optimizer_in_backward=True updates weights and frees their gradients in the "
         f"backward pass; it excludes {excluded}."
     )
-    return UserError(message)
 
 
 def clipped_outside(max_norm: float) -> UserError:
     """Session: `clip_grad_norm_` while gradients are not in `.grad`."""
-    message = (
+    return UserError(
         f"clip_grad_norm_(..., {max_norm}) would miss gradients: the session does not "
         "store all of them in `.grad` of these parameters. Delete the call, and give "
         f"halfstep.prepare(..., clip_grad_norm={max_norm})."
     )
-    return UserError(message)
 
 
 def no_autocast(choice: str, *, low_weights: bool) -> str:
@@ -251,45 +241,40 @@ def no_autocast(choice: str, *, low_weights: bool) -> str:
 
 def pass_failed() -> RuntimeError:
     """Session: `step` after a backward pass that raised an exception."""
-    message = (
+    return RuntimeError(
         "a backward pass of this window ended with an exception, and left a part of "
         "its gradients: call session.zero_grad(), then begin the window again."
     )
-    return RuntimeError(message)
 
 
 def state_in_window(micro: int, accumulate: int) -> RuntimeError:
     """Session: `state_dict` with pending gradients."""
-    message = (
+    return RuntimeError(
         f"session.state_dict() after {micro} of {accumulate} "
         "micro-batches, or a backward pass, would lose their gradients; call "
         "it after a full step, or after session.flush()."
     )
-    return RuntimeError(message)
 
 
 def session_copied() -> UserError:
     """Session: `copy.deepcopy` or pickle."""
-    message = (
+    return UserError(
         "a Session cannot be copied or pickled; save session.state_dict() and load "
         "it into a session over a copy of the model."
     )
-    return UserError(message)
 
 
 def session_unpacked() -> TypeError:
     """Session: `model, optimizer = prepare(...)`."""
-    message = (
+    return TypeError(
         "prepare() returns one Session: write session = halfstep.prepare(model, "
         "optimizer); the model is session.model, the optimizer session.optimizer."
     )
-    return TypeError(message)
 
 
 def no_gradient() -> RuntimeError:
     """Session: a step without any gradient."""
-    message = (
+    return RuntimeError(
         "no parameter of the optimizer has a gradient: is the loss computed "
         "from session.model, and do its parameters require gradients?"
     )
-    return RuntimeError(message)

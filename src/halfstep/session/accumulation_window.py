@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from typing import TYPE_CHECKING
 
 from halfstep.errors import warn_caller
@@ -107,16 +106,12 @@ class AccumulationWindow:
                 "the weights lack them. session.flush() updates with those there are."
             )
 
-    def log_pending_at_end(self, session: object) -> None:
-        """Log pending micro-batches when the session is collected or Python exits."""
-        weakref.finalize(session, _log_pending, self)
-
-
-def _log_pending(window: AccumulationWindow) -> None:
-    if window.num_done:
-        _logger.warning(
-            "the session ended with %d of %d micro-batches pending: no step used their "
-            "gradients. session.flush() updates with those there are.",
-            window.num_done,
-            window.size,
-        )
+    def log_pending(self) -> None:
+        """Log pending micro-batches, when the session is collected or Python exits."""
+        if self.num_done:
+            _logger.warning(
+                "the session ended with %d of %d micro-batches pending: no step used "
+                "their gradients. session.flush() updates with those there are.",
+                self.num_done,
+                self.size,
+            )

@@ -17,30 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfstep.machine.recommendation import Choice
-    from halfstep.scaling import LossScaler
 
 _COLUMNS = ("module", "count", "parameters", "stored", "runs in", "why")
-
-
-def session_notes(
-    choice: Choice, policy: Policy, scaler: LossScaler, masters: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the settings of a session, one line each.
-
-    Args:
-        choice: Level and dtype.
-        policy: The session's policy.
-        scaler: The scaler of the unnamed loss.
-        masters: Lines on master weights and how they are updated.
-    """
-    rule = scaler.rule
-    moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
-    return (
-        f"level {choice}: {choice.reason}",
-        f"policy: {policy}",
-        *masters,
-        f"loss scale: {scaler.state.scale.item():g}, {moves}",
-    )
 
 
 def precision_table(

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from halfstep.machine.recommendation import Choice
     from halfstep.masters.encoding import MasterEncoding
     from halfstep.policy.levels import Level
     from halfstep.policy.rules import Policy
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def is_dtensor(tensor: Tensor) -> bool:

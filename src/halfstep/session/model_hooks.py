@@ -19,10 +19,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
 from halfstep._torch import optimizer_hooks
-from halfstep._torch.patches import SharedPatches, attribute_patch
+from halfstep._torch.patches import AttributePatch, SharedPatches
 from halfstep.casting import dtype_mismatch
 from halfstep.casting.convert_model import called_modules
 from halfstep.errors import UserError, warn_caller
+from halfstep.nonfinite.graph import saved_value
 from halfstep.numerics.formats import is_low
 from halfstep.session.chained_optimizer import optimizers_of
 
@@ -207,7 +208,7 @@ def check_not_scaled(loss: Tensor) -> None:
     node: Any = loss.grad_fn
     while type(node).__name__ in {"MulBackward0", "DivBackward0", "ToCopyBackward0"}:
         is_product = type(node).__name__ == "MulBackward0"
-        if is_product and _is_scale_of_grad_scaler(node._saved_other):  # noqa: SLF001
+        if is_product and _is_scale_of_grad_scaler(saved_value(node, "_saved_other")):
             message = (
                 "session.backward() was given scaler.scale(loss), and would scale it "
                 "again: call session.backward(loss), and delete the GradScaler."
@@ -283,7 +284,7 @@ def _rejecting_clips(original: Callable[..., object]) -> Callable[..., object]:
 
 
 _PATCHES = SharedPatches(
-    attribute_patch(GradScaler, "_check_scale_growth_tracker", _naming_the_call),
+    AttributePatch(GradScaler, "_check_scale_growth_tracker", _naming_the_call),
     # Programs may have imported `clip_grad_norm_` itself, which calls this.
-    attribute_patch(clip_grad, "_clip_grads_with_norm_", _rejecting_clips),
+    AttributePatch(clip_grad, "_clip_grads_with_norm_", _rejecting_clips),
 )

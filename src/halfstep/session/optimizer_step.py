@@ -172,7 +172,9 @@ class OptimizerStep:
         """
         optimizer = self.masters.optimizer
         if self._is_fused:
-            factor = self._inverse * self._clip_coef()
+            factor = self._inverse
+            if self.norm is not None:
+                factor = factor * self._clip_coef()
             if on_device:
                 self.masters.update(factor, found_inf=found_inf)
             elif not found_inf:
@@ -208,11 +210,9 @@ class OptimizerStep:
 def _check_finite(gradients: list[Tensor]) -> Tensor:
     """Return 1.0 if a CPU gradient holds inf or NaN, else 0.0; modifies none."""
     found_inf = torch.zeros((), dtype=torch.float32)
-    readable = gradients
-    if not fused_step.can_read(gradients):
+    readable = gradients if cpu_kernels.available() else []
+    if not fused_step.can_read(readable):
         readable = [g for g in gradients if fused_step.can_read((g,))]
-    if not cpu_kernels.available():
-        readable = []
     if readable:
         found_inf, _ = cpu_kernels.check_finite(readable, norm=False)
     if len(readable) < len(gradients):

@@ -7,6 +7,7 @@ the weights and returns a report: see `Session._update_weights`.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -37,7 +38,7 @@ from halfstep.session import state_dict as session_state_dict
 from halfstep.session.accumulation_window import AccumulationWindow
 from halfstep.session.autocast_regions import AutocastContexts
 from halfstep.session.ddp_sync import GradientSync
-from halfstep.session.explain import precision_table, session_notes
+from halfstep.session.explain import precision_table
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
 from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
 from halfstep.session.running_stats import RunningStats
@@ -154,7 +155,7 @@ class Session:
         self._num_attempted = 0
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
-        self._window.log_pending_at_end(self)
+        weakref.finalize(self, self._window.log_pending)
         model_hooks.ExternalStepCheck(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
@@ -631,14 +632,13 @@ class Session:
 
     def _reject_clip(self, params: Sequence[Tensor], max_norm: float) -> None:
         """Raise if `clip_grad_norm_` would miss gradients that are not in `.grad`."""
-        masters = self._masters.master_params.values()
-        others = {id(each.weight): each.master for each in masters}
-        others |= {id(each.master): each.weight for each in masters}
-        missed = any(others[id(p)].grad is not None for p in params if id(p) in others)
+        ids = {*map(id, params)}
+        pairs = self._masters.pairs
+        missed = {id(weight) for weight, master in pairs if master.grad is not None}
+        missed |= {id(master) for weight, master in pairs if weight.grad is not None}
         if self._passes is not None and self._window.num_pending:
-            ids = {*others, *map(id, self._params())}
-            missed = any(id(param) in ids for param in params)
-        if missed:
+            missed |= {*map(id, self._params()), *map(id, self._unwrapped.parameters())}
+        if ids & missed:
             raise misuse.clipped_outside(max_norm)
 
     def _params(self) -> list[Tensor]:
@@ -713,8 +713,16 @@ class Session:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        masters = self._masters.note(), f"update: {self._masters.describe()}"
-        return session_notes(self.choice, self.policy, self.scaler, masters)
+        """Return the settings, one line each."""
+        rule = self.scaler.rule
+        moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
+        return (
+            f"level {self.choice}: {self.choice.reason}",
+            f"policy: {self.policy}",
+            self._masters.note(),
+            f"update: {self._masters.describe()}",
+            f"loss scale: {self.scaler.state.scale.item():g}, {moves}",
+        )
 
     def __str__(self) -> str:
         """Return the settings and step counts, in lines. May synchronize."""
