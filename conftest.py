@@ -7,7 +7,8 @@ Blocks of a page share their names, in order, and a folder of their own.
 - `output` is what the python block before it printed; `...` stands for any text.
 - `console` has lines `$ command` and what they print. `halfstep`, `python` and
   `torchrun` are run; output that is shown is compared as above. `make` is asked with
-  -n, which runs nothing, whether the goal exists.
+  -n, which runs nothing, whether the goal exists. A translated page whose commands
+  and output are those of the English page does not run them again.
 - `toml` and `json` are parsed; the added side of a `diff` is Python that
   compiles, and what it takes from halfstep exists.
 - `text` is not run. A comment `skip: next "reason"` before a block skips it; a reason
@@ -19,6 +20,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import doctest
+import functools
 import io
 import json
 import os
@@ -81,41 +83,53 @@ def compare_output(example: Example) -> str | None:
     return same_text(example.parsed, example.namespace.get("_printed", ""))
 
 
+@functools.cache
+def is_translated(page: Path) -> bool:
+    """Return whether all console blocks of a page are those of the page in English."""
+    english = Path(str(page).replace("docs/zh/", "docs/").replace(".zh-CN", ""))
+    if english == page:
+        return False
+    texts = [re.sub(r"#.*| +", " ", p.read_text("utf-8")) for p in (page, english)]
+    block = re.compile(r"```console\n(.*?)```", re.DOTALL)
+    return set(block.findall(texts[0])) <= set(block.findall(texts[1]))
+
+
 def run_console(example: Example) -> str | None:
     """Run each `$ command` and compare what it prints where the page shows it."""
     before, *parts = ("\n" + example.parsed).split("\n$ ")
     if before.strip() or not parts:
         return "a console block begins with a line `$ command`, or nothing is run"
-    for part in parts:
-        command, _, expected = part.replace("\\\n", " ").partition("\n")
-        words = shlex.split(command, comments=True)
-        environment = dict(os.environ)
-        while words and "=" in words[0]:
-            name, _, value = words.pop(0).partition("=")
-            environment[name] = value
-        if words[0] == "make":
-            words[1:1] = ["-n", "-C", str(ROOT)]
-        elif words[0] in COMMANDS:
-            words[0] = str(Path(sys.executable).with_name(words[0]))
-        else:
-            return f"{words[0]!r} may not be run from a page: skip it with a reason"
-        for _attempt in range(3):
-            done = subprocess.run(
-                words, capture_output=True, text=True, check=False, env=environment
-            )
-            # torch's gloo aborts a process now and then, on a machine under load.
-            if "SIGABRT" not in done.stderr:
-                break
-        if done.returncode:
-            return (
-                f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
-            )
-        # torch 2.9's gloo prints its connections on standard output.
-        printed = re.sub(r"^\[Gloo\].*\n", "", done.stdout, flags=re.MULTILINE)
-        difference = same_text(expected, printed) if expected.strip() else None
-        if difference:
-            return difference
-    return None
+    if is_translated(Path(example.path)):
+        return None
+    return next(filter(None, map(run_command, parts)), None)
+
+
+def run_command(part: str) -> str | None:
+    """Run a command; compare what it prints with the lines after it, if any."""
+    command, _, expected = part.replace("\\\n", " ").partition("\n")
+    words = shlex.split(command, comments=True)
+    environment = dict(os.environ)
+    while words and "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    if words[0] == "make":
+        words[1:1] = ["-n", "-C", str(ROOT)]
+    elif words[0] in COMMANDS:
+        words[0] = str(Path(sys.executable).with_name(words[0]))
+    else:
+        return f"{words[0]!r} may not be run from a page: skip it with a reason"
+    for _attempt in range(3):
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, env=environment
+        )
+        # torch's gloo aborts a process now and then, on a machine under load.
+        if "SIGABRT" not in done.stderr:
+            break
+    if done.returncode:
+        return f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    # torch 2.9's gloo prints its connections on standard output.
+    printed = re.sub(r"^\[Gloo\].*\n", "", done.stdout, flags=re.MULTILINE)
+    return same_text(expected, printed) if expected.strip() else None
 
 
 def compile_diff(example: Example) -> str | None:
