@@ -242,6 +242,22 @@ def test_nothing_stays_behind() -> None:
         assert torch._C._len_torch_function_stack() == modes
 
 
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+def test_an_eps_that_float16_does_not_hold(eps: float) -> None:
+    """Law: it is told before the weights are NaN, and one that is held is not."""
+    model = nn.Linear(8, 4).half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=eps)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8).half()).float().square().mean().backward()
+        optimizer.step()
+
+    found = hs.diagnose(step, warmup=1, steps=1, profiled=1).findings
+    told = [each for each in found if "its eps=1e-08 is 0" in each.measured]
+    assert [each.where for each in told] == ["Adam"] * (eps == 1e-8)
+
+
 def test_arguments_by_name() -> None:
     """Law: a scaler may be called with keywords."""
     loop = Loop()
