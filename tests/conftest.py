@@ -42,7 +42,7 @@ NUMERIC = {
     *(
         "casting/test_autocast_torch_lists",
         "nonfinite/test_graph",
-        "casting/test_weight_cache_gradients",
+        "casting/test_weight_cache",
     ),
     *(
         "casting/test_autocast",
