@@ -43,18 +43,16 @@ def page(facts: RunFacts, examination: Examination) -> str:
         UserError: If jinja2 or matplotlib is not installed.
     """
     healthy = "" if examination.findings else "No problem found."
-    silent = not_evaluated_lines(examination)
+    drawings = _exponents_by_layer(facts)
     sections = [
         Section("Findings", healthy, cards=cards(examination.findings)),
-        Section("Exponents by layer", _EXPONENTS, drawings=_exponents_by_layer(facts)),
+        Section("Exponents by layer", _EXPONENTS * bool(drawings), drawings=drawings),
         _skips(facts.steps),
         _profile(facts.profile),
-        Section("Not checked", points=tuple(silent)),
+        Section("Not checked", points=tuple(not_evaluated_lines(examination))),
         Section("Could not be read", points=facts.problems),
     ]
-    empty = {Section(each.heading) for each in sections}
-    empty.add(Section("Exponents by layer", _EXPONENTS))
-    nonempty = [section for section in sections if section not in empty]
+    nonempty = [each for each in sections if each != Section(each.heading)]
     title = single_line(f"halfstep doctor: {facts.name}")
     return html.page(title, nonempty, lead(facts, examination))
 
@@ -107,14 +105,12 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
         if not rows:
             continue
         extremes = _extremes(rows)
-        notes = []
-        if len(extremes) < len(rows):
-            rest = len(rows) - len(extremes)
-            notes.append(f"{rest} more, less large and less small, are left out.")
+        rest = len(rows) - len(extremes)
+        note = f"{rest} more, less large and less small, are left out."
         borders = _borders(facts, [histogram for _, histogram in extremes])
         caption = f"{title}, {how}" if how else title
         svg = Heatmap(caption, tuple(extremes), borders).svg()
-        drawings.append(Drawing(caption, svg, tuple(notes)))
+        drawings.append(Drawing(caption, svg, (note,) * bool(rest)))
     return tuple(drawings)
 
 

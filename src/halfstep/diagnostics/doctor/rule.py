@@ -212,10 +212,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         lambda f: f.config.loss_scale is not None or any(s.scale for s in f.steps),
         "neither settings nor records have a loss scale",
     ),
-    "steps": (
-        _recorded("skipped"),
-        "no records of which steps were skipped",
-    ),
+    "steps": (_recorded("skipped"), "no records of which steps were skipped"),
     "losses": (_recorded("loss"), "no records of steps have a loss"),
     "scales": (_recorded("scale"), "no records of steps have a loss scale"),
     "rates of learning": (_recorded("lr"), "no records of steps have a learning rate"),
@@ -235,10 +232,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         _recorded("grad_norm"),
         "no records of steps have the norm of the gradients",
     ),
-    "texts": (
-        lambda f: bool(f.splits),
-        "repeated texts were not counted (data.json)",
-    ),
+    "texts": (lambda f: bool(f.splits), "repeated texts were not counted (data.json)"),
     "outputs": (lambda f: any(True for _ in f.samples(":output")), _no_stats),
     "gradients": (lambda f: bool(f.gradients), _no_gradients),
     "scale of gradients": (
