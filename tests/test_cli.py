@@ -510,5 +510,6 @@ def test_what_each_command_needs(here: Path) -> None:
     assert status == 2
     assert complaint(err) == (
         "halfstep train needs jinja2, matplotlib, scikit-learn, tomli-w: "
-        "install with pip install 'halfstep[train,report]'."
+        "install with pip install 'halfstep[train,report]', or in a checkout pip "
+        "install -e '.[train,report]'."
     )

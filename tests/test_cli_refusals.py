@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COMMANDS = ("train", "predict", "doctor", "bench", "run", "plan", "env", "levels")
+COMMANDS = (
+    "train",
+    "predict",
+    "doctor",
+    "bench",
+    "run",
+    "plan",
+    "compare",
+    "env",
+    "levels",
+)
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 WORDS = 35  # words of our own in a message, at most
 LIBRARY = 20  # words of transformers, at most
@@ -110,6 +120,7 @@ FLAGS = {
     "--best": "--best-by",
     "--overwrit": "--overwrite",
     "--text": "--text-column",
+    "--learning-rate=1e-3": "--lr",
 }
 
 
@@ -147,10 +158,18 @@ REFUSALS = {
         ["bench", "train", "--contenders", "O0,O9"],
         "argument --contenders: 'O9' must be all or of plain-fp32, plain-amp, O0, O1-",
     ),
+    "no float": (
+        [*TRAIN, "--lr", "fast"],
+        "argument --lr: 'fast' is not a number, such as 0.001 or 1e-3; see halfstep",
+    ),
+    "stray file": (
+        ["train", "posts.csv"],
+        "unrecognized arguments: posts.csv; a file of texts is given as --data posts.c",
+    ),
     "unknown flag": ([*TRAIN, "--epoch-count", "3"], "unrecognized arguments: --epoch"),
     "no number": (
         [*TRAIN, "--epochs", "many"],
-        "argument --epochs: invalid int value: 'many'; see halfstep train --help",
+        "argument --epochs: 'many' is not a whole number; see halfstep train --help",
     ),
     "out of range": ([*TRAIN, "--dropout", "1"], "--dropout 1.0 must be at least 0 an"),
     "vast": (
@@ -234,7 +253,7 @@ DATA = {
         b"caf\xe9,x\nb,y\n",
         "latin.csv line 1 is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8.",
     ),
-    "notes.txt": (b"a b", "notes.txt: suffix '.txt' is unknown; save it as .json, "),
+    "notes.txt": (b"a b", "notes.txt: .txt is for --task ner; save it as .tsv (a "),
 }
 
 

@@ -211,6 +211,7 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from halfstep.reporting.table import terminal_width, wrap
     from halfstep.train import dependencies
     from halfstep.train.flags import explicit_settings
 
@@ -232,7 +233,9 @@ def _train(arguments: argparse.Namespace) -> None:
         _show(result.tables, None)
         if not arguments.check:
             if result.findings:
-                print("", *result.findings, sep="\n")
+                print()
+            for line in result.findings:
+                print(*wrap(line, terminal_width()), sep="\n")
             print(f"\nreport: {result.folder.path / 'report.html'}")
 
 

@@ -292,7 +292,8 @@ def test_a_missing_extra_is_named(module: str, monkeypatch: pytest.MonkeyPatch) 
         page("t", [Section("s", charts=(chart(1.0, 2.0),))])
     assert str(caught.value) == (
         "report.html needs matplotlib and jinja2: "
-        "install them with pip install 'halfstep[report]'."
+        "install them with pip install 'halfstep[report]', or in a checkout pip "
+        "install -e '.[report]'."
     )
 
 

@@ -325,13 +325,28 @@ def test_a_bad_table_is_refused(name: str, content: str, line: int, fault: str) 
     assert refusal(name, content) == f"{name} line {line}: {fault}"
 
 
+@pytest.mark.parametrize("columns", [Columns(), Columns("review", "stars")])
+@pytest.mark.parametrize(
+    ("name", "head", "own"),
+    [("a.csv", "text;label", "','"), ("a.tsv", "text,label", "'\\t'")],
+)
+def test_another_separator_is_named(
+    name: str, head: str, own: str, columns: Columns
+) -> None:
+    """Law: a table with other separators is refused with both, whatever its columns."""
+    path = write(name, f"{head}\nx;y;z,1\n")
+    assert refused(lambda: list(read(path, columns))) == (
+        f"{name} line 1: cells are separated by {head[4]!r}; save it with {own}, as a "
+        f"{name[1:]} file has it."
+    )
+
+
 ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        ("a.txt", "x", f": suffix '.txt' is unknown; save it as {ACCEPTED}."),
         ("a", "x", f": suffix '' is unknown; save it as {ACCEPTED}."),
         (
             "a.csv",
@@ -378,10 +393,19 @@ def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> N
             "id,stars\n1,2\n",
             'line 1: no column is named \'review\' in ["id", "stars"]; ',
         ),
+        (
+            "a.csv",
+            "id, Reviews,stars\n1,2,3\n",
+            'line 1: no column is named \'review\' in ["id", " Reviews", "stars"]; ne',
+        ),
         ("a.tsv", "\nreview\nx\n", "line 2: no column is named 'stars' in "),
         ("a.csv", "Review,review,stars\nx,y,1\n", "line 1: 2 columns are named "),
-        ("a.json", '[["x", 1]]', "line 1 entry 1: [\"x\", 1] lacks 'review' or "),
-        ("a.jsonl", '{"review": 1}', "line 1: {\"review\": 1} lacks 'review' or "),
+        ("a.json", '[["x", 1]]', "line 1 entry 1: [\"x\", 1] lacks 'review'; "),
+        (
+            "a.jsonl",
+            '{"review": 1, "star": 1}',
+            "line 1: {\"review\": 1, \"star\": 1} lacks 'stars'; nearest: 'star'; ",
+        ),
     ],
 )
 def test_columns_that_are_not_there(name: str, content: str, message: str) -> None:
@@ -389,4 +413,5 @@ def test_columns_that_are_not_there(name: str, content: str, message: str) -> No
     path = write(name, content)
     fault = refused(lambda: list(read(path, Columns("review", "stars"))))
     assert fault.startswith(f"{name} {message}")
+    assert ("; nearest: 'Reviews'; " in fault) == ("Reviews" in content)
     assert fault.endswith((SEE, "rename all but one."))

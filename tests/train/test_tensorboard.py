@@ -85,7 +85,8 @@ def test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         tensorboard.check_installed()
     assert str(caught.value) == (
         "--tensorboard needs the package tensorboard: install with pip install "
-        "'halfstep[tensorboard]', or leave it out."
+        "'halfstep[tensorboard]', or in a checkout pip install -e '.[tensorboard]'; or "
+        "leave it out."
     )
 
 

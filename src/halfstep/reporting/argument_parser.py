@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 # A name, spaces, and its description.
 _TWO_COLUMNS = re.compile(r"( *\S.*?) {2,}(?=\S)")
+# Flags of other programs.
+_SYNONYMS = {"--learning-rate": "--lr", "--train": "--data", "--output": "--out"}
+_TYPE_DESCRIPTIONS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number, such as 0.001 or 1e-3",
+}
 _HANGING = 4  # extra indent of a description on a line of its own
 
 
@@ -81,9 +87,25 @@ class Parser(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             flag = next((word for word in rest if word.startswith("-")), "")
-            near = _nearest(flag.partition("=")[0], self._option_string_actions)
+            flag = flag.partition("=")[0]
+            options = self._option_string_actions
+            near = _nearest(flag, options)
+            if not flag and "--data" in options:
+                near = f"; a file of texts is given as --data {rest[0]}"
+            elif _SYNONYMS.get(flag) in options:
+                near = f"; nearest: {_SYNONYMS[flag]}"
             self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
         return parsed, rest
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:  # noqa: ANN401
+        """Say what is expected where argparse names a type."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in _TYPE_DESCRIPTIONS:
+                raise
+            message = f"{arg_string!r} is not {_TYPE_DESCRIPTIONS[action.type]}"
+            raise argparse.ArgumentError(action, message) from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
         if action.choices is not None and value not in action.choices:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.ticker import LogFormatter
 
 _NOT_INSTALLED = (
-    "report.html needs matplotlib and jinja2: "
-    "install them with pip install 'halfstep[report]'."
+    "report.html needs matplotlib and jinja2: install them with pip install "
+    "'halfstep[report]', or in a checkout pip install -e '.[report]'."
 )
 _SHORT = 15  # letters of a name that needs no line break
 _MAX_NAME = 40  # letters of a name beside a chart

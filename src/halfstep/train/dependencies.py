@@ -36,6 +36,6 @@ def check(what: str, packages: Mapping[str, str]) -> None:
         extras = "train,report" if packages is TO_TRAIN else "train"
         message = (
             f"{what} needs {', '.join(missing)}: install with pip install "
-            f"'halfstep[{extras}]'."
+            f"'halfstep[{extras}]', or in a checkout pip install -e '.[{extras}]'."
         )
         raise UserError(message)

@@ -129,7 +129,14 @@ def open_store(
         UserError: If the file or one of the rows read is invalid.
     """
     reader = READERS[task]
-    suffix = text_lines.check_file(path, reader.FORMATS)
+    suffix = path.suffix.lower()
+    if suffix == ".txt" and task == "classify" and path.is_file():
+        message = (
+            f"{path}: .txt is for --task ner; save it as .tsv (a text, a tab and its "
+            f"label in each line), or as {text_lines.accepted(reader.FORMATS)}."
+        )
+        raise UserError(message)
+    text_lines.check_file(path, reader.FORMATS)
     content = _content(path)
     facts = {
         "file": content,

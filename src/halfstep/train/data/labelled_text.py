@@ -7,6 +7,7 @@ that names the file, the line and what to do.
 from __future__ import annotations
 
 import csv
+import difflib
 import json
 import math
 import re
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # More digits are a phone number or a hash, so treated as a word.
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_SEPARATORS = (";", "\t", "|", ",")  # that a table in one column may have instead
 # Maximum characters of a cell; csv's default is 131,072, and a text may be longer.
 _LONGEST_CELL = 2**31 - 1
 
@@ -141,9 +143,11 @@ def _objects(
             text, label = entry[columns.text], entry[columns.label]
             yield where, line, {"text": text, "label": label}
         else:
+            names = list(entry) if isinstance(entry, dict) else []
+            missing = next(name for name in columns if name not in names)
             message = (
-                f"{where}: {text_lines.as_json(entry)} lacks {columns.text!r} or "
-                f"{columns.label!r}; see --text-column and --label-column."
+                f"{where}: {text_lines.as_json(entry)} lacks {missing!r}"
+                f"{_nearest(missing, names)}; see --text-column and --label-column."
             )
             raise UserError(message)
 
@@ -159,6 +163,13 @@ def _table(
     line, head = first
     names, wanted = _names(head), _names(columns)
     text, label = 0, 1
+    other = next((mark for mark in _SEPARATORS if mark in head[0]), "")
+    if len(head) == 1 and other:
+        message = (
+            f"{path} line {line}: cells are separated by {other!r}; save it with "
+            f"{delimiter!r}, as a {path.suffix} file has it."
+        )
+        raise UserError(message)
     if _is_header(head, columns):
         for name in wanted:
             if names.count(name) > 1:
@@ -172,7 +183,8 @@ def _table(
         missing = next(name for name in columns if _names([name])[0] not in names)
         message = (
             f"{path} line {line}: no column is named {missing!r} in "
-            f"{text_lines.as_json(head)}; see --text-column and --label-column."
+            f"{text_lines.as_json(head)}{_nearest(missing, head)}; see --text-column "
+            "and --label-column."
         )
         raise UserError(message)
     elif "label" in names or names[0] == "text" or len(head) == 1:
@@ -194,6 +206,13 @@ def _table(
             )
             raise UserError(message)
         yield f"{path} line {line}", line, [cells[text], cells[label]]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """Return a suggestion with the most similar name, ignoring case; "" if none is."""
+    by_lower = {each.strip().lower(): each.strip() for each in names}
+    near = difflib.get_close_matches(name.strip().lower(), by_lower, 1)
+    return f"; nearest: {by_lower[near[0]]!r}" if near else ""
 
 
 def _names(head: Iterable[str]) -> list[str]:

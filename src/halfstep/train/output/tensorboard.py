@@ -51,6 +51,7 @@ def check_installed() -> None:
     if find_spec("tensorboard") is None:
         message = (
             "--tensorboard needs the package tensorboard: install with pip install "
-            "'halfstep[tensorboard]', or leave it out."
+            "'halfstep[tensorboard]', or in a checkout pip install -e "
+            "'.[tensorboard]'; or leave it out."
         )
         raise UserError(message)
