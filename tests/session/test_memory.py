@@ -15,8 +15,6 @@ from halfstep.masters import MasterWeights
 from halfstep.session.memory import Footprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from halfstep.session.session import Session
 
 SIDE = 768
@@ -35,12 +33,10 @@ BYTES = {
 
 
 @pytest.fixture(autouse=True)
-def _from_here_on() -> Iterator[None]:
+def _from_here_on() -> None:
     """Leave out whatever lived before: `gc` does not tell of what is frozen."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def alive() -> int:
