@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +31,12 @@ from halfstep.nonfinite.domains import (
 )
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
-from halfstep.policy.rules import TORCH, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
     from torch.autograd.graph import Node
-
-    from halfstep.policy.rules import Policy
 
     Namer = Callable[[Tensor], str]
     Edge = tuple[Node, int]  # a node, and the index of its output
@@ -104,7 +101,7 @@ class GraphCause:
 
 @torch.no_grad()
 def find_in_graph(
-    loss: Tensor, name_of: Namer, policy: Policy = TORCH
+    loss: Tensor, name_of: Namer, policy: str = "torch"
 ) -> GraphCause | None:
     """Examine the graph of a loss before its backward pass, without changing it.
 
@@ -360,9 +357,7 @@ def _with_names(op: str, names: set[str]) -> str:
 class _Graph:
     """The operations behind a loss in forward order, and their known values."""
 
-    def __init__(
-        self, loss: Tensor, root: Node, name_of: Namer, policy: Policy
-    ) -> None:
+    def __init__(self, loss: Tensor, root: Node, name_of: Namer, policy: str) -> None:
         self.root, self.name_of, self.policy = root, name_of, policy
         nodes = _upstream(root, lambda _: True)
         order = sorted(nodes, key=lambda node: node._sequence_nr())  # noqa: SLF001
@@ -550,14 +545,13 @@ class _Graph:
         if consumers:
             what = _with_names(consumers[0].name, self._names(consumers[0]))
             evidence += f"; {what} takes it in float16"
-        rules = [Rule.parse(word) for word in self._fp32_rules(low, consumers)]
-        rules = [rule for rule in rules if rule not in self.policy.rules]
+        base, *old = self.policy.split(" + ")
+        rules = [rule for rule in self._fp32_rules(low, consumers) if rule not in old]
         advice = "Scale down or normalise its inputs."
         if rules:
-            policy = replace(self.policy, rules=(*rules, *self.policy.rules))
+            policy = " + ".join([base, *rules, *old])  # the first that matches decides
             advice = f"Keep it in float32: policy='{policy}'; or train in bf16."
-        words = " + ".join(map(str, rules))
-        return GraphCause("range", where, evidence, advice, kind, words)
+        return GraphCause("range", where, evidence, advice, kind, " + ".join(rules))
 
     def _low_consumers(self, ops: list[_Op]) -> list[_Op]:
         """Return the operations that cast results of `ops` to float16."""
