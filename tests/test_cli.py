@@ -193,11 +193,19 @@ def test_json_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_train(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: a run prints its level, its quality and its report, and no noise."""
+@pytest.mark.parametrize("load", [0.0, 9999.0])
+def test_train(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    load: float,
+) -> None:
+    """Law: a run prints its level, load, quality and report, and no noise."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert leave(*TRAIN, *RUN) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    assert ("\nload average 9999.0 on " in out) == (load > 0)
     assert out.startswith("level O0 fp32: level O0 was asked for\n")
     assert "\nQuality on dev\n" in out
     assert out.endswith("\nreport: run/report.html\n")

@@ -59,6 +59,7 @@ class OpTimes:
         self._times = _fresh_times(cached)
         self._since = cached["time"] if self._times else int(time.time())
         self._num_cached = len(self._times)
+        self._spreads: list[float] = []
         self._waited = gemm.count_waiting()
         self.doubt = ""
         """Why the times may be wrong; "" if nothing was observed, set by `save`."""
@@ -68,9 +69,12 @@ class OpTimes:
         if len(self._times) == self._num_cached:
             return
         if (waited := self._waited()) > gemm.WAITED:
+            varied = statistics.median(self._spreads or [1.0])
             self.doubt = (
                 f"measured under load: threads waited {waited:.0%} of the time for a "
-                "CPU"
+                f"CPU, and the slowest run of an operation took {varied:.1f} times as "
+                "long as the fastest; do not trust these times, plan again on an idle "
+                "machine"
             )
             return
         with contextlib.suppress(OSError):  # if it fails, measure again next time
@@ -197,7 +201,9 @@ class OpTimes:
             len(times) < _REPEATS or spent < _LEAST_S
         ):
             times.append(self._time_once(call, leaves))
-        return min(times or [self._time_once(call, leaves)])
+        times = times or [self._time_once(call, leaves)]
+        self._spreads.append(max(times) / max(1, min(times)))
+        return min(times)
 
     def _time_passes(
         self, run: Callable[..., Any], inputs: Sequence[Any], leaves: list[Tensor]

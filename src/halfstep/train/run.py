@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import time
 from functools import partial
@@ -359,6 +360,17 @@ def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
     checkpointing.run_on_first_rank(trainer.world, make)
 
 
+def _load_lines(world: World) -> list[str]:
+    """Return a line if other programs keep the CPU of a run on a CPU busy."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if world.device.type != "cpu" or load <= cores:
+        return []
+    busy = f"load average {load:.1f} on {format_count(cores, 'core')}"
+    advice = "OMP_WAIT_POLICY=PASSIVE in the environment makes it less"
+    return [f"{busy}: other programs slow each step; {advice}"]
+
+
 def _opening_lines(
     trainer: Trainer, network: Network, notes: Mapping[str, Any] | None
 ) -> list[str]:
@@ -381,6 +393,7 @@ def _opening_lines(
     steps = f"{format_count(plan.total_steps, 'step')} of {format_count(batch, 'text')}"
     lines = [
         f"level {choice}{master_weights}: {choice.reason}",
+        *_load_lines(world),
         f"{corpus.name}: {corpus.sizes} in {format_count(len(corpus.labels), *things)}",
         f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
