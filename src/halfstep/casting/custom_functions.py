@@ -293,21 +293,15 @@ def _apply_category(target: T, category: str) -> T:
 def _wrap(function: Callable[P, R], category: str) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        device_types = {tensor.device.type for tensor in _floating((args, kwargs))}
-        cast_devices = [
-            device for device in sorted(device_types) if _is_autocast_on(device)
-        ]
         wrapped: Callable[..., R] = function
-        for device in cast_devices:
-            args, kwargs = _cast(args, kwargs, category, device)
-            wrapped = torch_autocast(device, enabled=False)(wrapped)
+        for device in sorted({t.device.type for t in _floating((args, kwargs))}):
+            available = torch.amp.is_autocast_available(device)
+            if available and torch.is_autocast_enabled(device):
+                args, kwargs = _cast(args, kwargs, category, device)
+                wrapped = torch_autocast(device, enabled=False)(wrapped)
         return wrapped(*args, **kwargs)
 
     return run
-
-
-def _is_autocast_on(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _overloads(target: _Operator) -> list[OpOverload[..., Any]]:
@@ -339,7 +333,11 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
             f"'op:{short}={category}'."
         )
         raise UserError(message)
-    castable = [each for each in overloads if _takes_copies(each)]
+    castable = [  # others write into an argument, or return a view of one
+        each
+        for each in overloads
+        if all(argument.alias_info is None for argument in each._schema.arguments)  # noqa: SLF001
+    ]
     if not castable:
         message = (
             f"op '{name}' writes into an argument or returns a view of one, which a "
@@ -350,23 +348,13 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
         # Remove the old kernels first: torch warns if a kernel replaces another.
         _REGISTERED.pop(str(operator), None)
         library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-        for device in _devices():
+        for device in _autocast_supported_devices():
+            if device == active_context.NO_BACKEND:  # policies use the key of that one
+                continue
             key = f"Autocast{_dispatch_key_for_device(device)}"
             kernel = _kernel(operator, category, device, key)
             library.impl(operator, kernel, key)  # type: ignore[no-untyped-call]
         _REGISTERED[str(operator)] = library
-
-
-def _devices() -> list[str]:
-    """Return the device types that have autocast."""
-    # Policies use the key of that backend while none is registered.
-    return [d for d in _autocast_supported_devices() if d != active_context.NO_BACKEND]
-
-
-def _takes_copies(operator: OpOverload[..., Any]) -> bool:
-    """Return whether an overload writes to no argument and returns no view."""
-    arguments = operator._schema.arguments  # noqa: SLF001
-    return all(argument.alias_info is None for argument in arguments)
 
 
 def _kernel(

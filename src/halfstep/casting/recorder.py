@@ -156,7 +156,7 @@ class Recorder:
         """Record an operation below autograd, unless it is part of a larger one."""
         dtypes, out_dtypes = _dtypes(args), _dtypes(output)
         is_cast = func is _CAST and dtypes and out_dtypes and dtypes != out_dtypes
-        size = _bytes(output) if is_cast else 0
+        size = sum(out.nbytes for out in _tensors(output)) if is_cast else 0
         if self._thread.counts is not None:
             self._thread.counts.casts += bool(is_cast)
             self._thread.counts.bytes += size
@@ -181,19 +181,16 @@ class Recorder:
         reason: str,
         counts: _CallCounts,
     ) -> None:
-        out_formats = _words(_dtypes(output))
-        key = (name, self._module(), _words(dtypes), out_formats, row, reason)
+        thread = self._thread
+        path = ""
+        if thread.modules:
+            inner = thread.modules[-1]
+            path = thread.paths.get(id(inner), type(inner).__name__)
+        key = (name, path, _words(dtypes), _words(_dtypes(output)), row, reason)
         total = self._counts.setdefault(key, _CallCounts())
         total.calls += counts.calls
         total.casts += counts.casts
         total.bytes += counts.bytes
-
-    def _module(self) -> str:
-        thread = self._thread
-        if not thread.modules:
-            return ""
-        inner = thread.modules[-1]
-        return thread.paths.get(id(inner), type(inner).__name__)
 
     @property
     def has_records(self) -> bool:
@@ -206,8 +203,8 @@ class Recorder:
             (*key, counts.calls, counts.casts, counts.bytes)
             for key, counts in self._counts.items()
         )
-        total = sum(count.bytes for count in self._counts.values())
-        casts = sum(count.casts for count in self._counts.values())
+        total = sum(counts.bytes for counts in self._counts.values())
+        casts = sum(counts.casts for counts in self._counts.values())
         notes = (f"{casts} casts in total, which wrote {total:,} bytes",)
         return Table("Recorded operations", _COLUMNS, rows, notes)
 
@@ -238,10 +235,6 @@ def _tensors(value: object) -> list[Tensor]:
 
 def _dtypes(value: object) -> list[torch.dtype]:
     return [tensor.dtype for tensor in _tensors(value)]
-
-
-def _bytes(value: object) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(value))
 
 
 def _words(dtypes: list[torch.dtype]) -> str:
