@@ -80,6 +80,7 @@ def test_the_reason_is_named_first(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_quiet")
+@pytest.mark.filterwarnings("ignore:the forward pass ran outside session.autocast")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_reason_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the same of steps that are made here, where nothing else disturbs them."""
