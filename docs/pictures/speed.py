@@ -29,8 +29,10 @@ TEXT, OURS, OTHERS = "#777777", "#3d85d0", "#a9a9a9"
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
     """Draw a bar for each candidate, with its peak memory."""
-    rows = [row for name in NAMES for row in rows if row["contender"] == name]
-    labels = [NAMES[str(row["contender"])] for row in rows]
+    names = [next(iter(row.values())) for row in rows]  # in the first column
+    by_name = dict(zip(map(str, names), rows, strict=True))
+    rows = [by_name[name] for name in NAMES if name in by_name]
+    labels = [label for name, label in NAMES.items() if name in by_name]
     ratios = [row["x torch.amp"] for row in rows]
     colors = [OURS if name.startswith("halfstep") else OTHERS for name in labels]
     style = dict.fromkeys(["text.color", "axes.labelcolor", "ytick.color"], TEXT)

@@ -325,7 +325,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401
-    from halfstep.bench.commands import BENCHES
+    from halfstep.bench.commands import add_workloads
 
     parser = commands.add_parser(
         "bench",
@@ -333,24 +333,21 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
         description="Measure halfstep against torch.amp and other libraries, in turn "
         "in one run.",
     )
-    kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=Parser)
-    for word, bench in BENCHES.items():
-        kind = kinds.add_parser(
-            word,
-            usage="%(prog)s [flags]",
-            help=bench.summary,
-            description=bench.description,
-        )
-        bench.add_flags(kind)
-        _add_json(kind)
-        kind.set_defaults(command=_bench, tables=bench.tables)
+    add_workloads(parser)
+    parser.set_defaults(command=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from halfstep.bench import journal
+    from halfstep.bench.commands import run_workload
 
-    with journal.open_journal(arguments.json):
-        _show(arguments.tables(arguments), arguments.json)
+    def show(tables: Sequence[Table], data: Callable[[], object]) -> None:
+        _print_and_write(
+            lambda width: "\n\n".join(each.text(width).rstrip() for each in tables),
+            data,
+            arguments.json,
+        )
+
+    run_workload(arguments, show)
 
 
 def _add_run(commands: Any) -> None:  # noqa: ANN401

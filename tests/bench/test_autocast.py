@@ -1,17 +1,15 @@
-"""`halfstep bench autocast`: its contenders do the same work, and its tables."""
+"""`halfstep bench autocast`: its candidates do the same work, and its tables."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bench_runs import flags, rows
+from bench_runs import rows, tables
 
 import halfstep as hs
-from halfstep.bench import autocast
 from halfstep.bench.autocast import ruled_operations, stock_operations
 
 LOW = torch.bfloat16
-SETUP = autocast.Setup("cpu", LOW, calls=2, rounds=2)
 RULED = ruled_operations(4, "cpu", LOW)
 
 
@@ -26,9 +24,9 @@ def same(one: object, other: object) -> bool:
 def test_stock_operations_are_the_same(name: str) -> None:
     """Law: in both contexts a stock operation returns the same bits."""
     call = stock_operations(4, "cpu")[name]
-    with SETUP.torch_context():
+    with torch.autocast("cpu", LOW):
         theirs = call()
-    with SETUP.halfstep_context():
+    with hs.autocast("cpu", LOW):
         ours = call()
     assert same(theirs, ours)
 
@@ -37,9 +35,9 @@ def test_stock_operations_are_the_same(name: str) -> None:
 def test_by_hand_is_what_the_rule_says(rule: str) -> None:
     """Law: by hand means what the rule does, and neither is what torch does."""
     call, call_by_hand = RULED[rule]
-    with SETUP.torch_context():
+    with torch.autocast("cpu", LOW):
         theirs, by_hand = call(), call_by_hand()
-    with SETUP.halfstep_context(f"torch + {rule}"):
+    with hs.autocast("cpu", LOW, policy=f"torch + {rule}"):
         ours = call()
     assert same(by_hand, ours)
     assert not same(theirs, ours)
@@ -67,23 +65,21 @@ def test_tables() -> None:
     The targets stand beside what was measured, and the verdicts follow from both.
     """
     words = "--sizes 2,3 --calls 2 --rounds 3 --device cpu"
-    stock, contexts, under, passed = tables = autocast.tables(flags("autocast", words))
-    assert [table.title for table in tables] == [
+    stock, contexts, under = made = tables("autocast", words)
+    assert [table.title for table in made] == [
         "Stock operations",
         "Autocast contexts",
         "Operations under a rule",
-        "Operations passed on",
     ]
     names = list(stock_operations(2, "cpu"))
     assert [row[:2] for row in stock.rows] == [(n, s) for s in (2, 3) for n in names]
     assert [row[:2] for row in under.rows] == [(r, s) for s in (2, 3) for r in RULED]
-    assert {row[0] for row in passed.rows} == RULES["cpu"].keys()
     kinds = ("torch.autocast", "hs.autocast", "hs.autocast with a rule")
     assert [row[0] for row in contexts.rows] == [
         f"{kind}, {use}" for kind in kinds for use in ("reused", "made each time")
     ]
     assert contexts.rows[0][2:] == (1.0, 0.0)
-    for table in tables:
+    for table in made:
         assert any(f"halfstep bench autocast {words[:9]}" in n for n in table.notes)
         assert any(note.endswith(", threads: 1") for note in table.notes)
         assert any("median of 3 rounds" in note for note in table.notes)

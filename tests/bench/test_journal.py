@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from halfstep.bench import journal, measure
-from halfstep.bench.commands import BENCHES, Bench
 from halfstep.errors import UserError
 
 
@@ -108,20 +107,3 @@ def test_turns_are_recorded(tmp_path: Path) -> None:
                 ("a", 2, 4.0),
             ]
         ]
-
-
-RECORDS = (
-    "journal.record(",
-    "measure.take_turns(",
-    "worker_process.",
-    "WorkerProcess(",
-)
-"""All that records a measurement."""
-
-
-@pytest.mark.parametrize("bench", BENCHES.values(), ids=list(BENCHES))
-def test_each_bench_records(bench: Bench) -> None:
-    """Law: no bench measures past the journal."""
-    module = bench.function.partition(".")[0]
-    source = Path(str(journal.__file__)).with_name(f"{module}.py")
-    assert any(call in source.read_text(encoding="utf-8") for call in RECORDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import TYPE_CHECKING
 
@@ -31,20 +30,34 @@ def test_ratios_within_rounds() -> None:
 
 
 def test_a_baseline_is_one() -> None:
-    """Law: a contender beside itself is at 1, without spread; one round has none."""
+    """Law: a candidate beside itself is at 1, without spread; one round has none."""
     assert TIMES.ratio("ours", "ours") == 1.0
     assert TIMES.spread("ours", "ours") == 0.0
     assert measure.Times({"a": (2.0,), "b": (4.0,)}).spread("a", "b") == 0.0
 
 
 def test_one_that_did_not_run() -> None:
-    """Law: of a contender that did not run there is no figure, nor a verdict."""
+    """Law: of a candidate that did not run there is no figure, nor a verdict."""
     assert TIMES.median("x") is None
     for figure in (TIMES.ratio, TIMES.spread, TIMES.excess):
         assert figure("ours", "x") is figure("x", "ours") is None
     assert measure.within(None, 1.0) is measure.within(1.0, None) is None
     assert measure.within(1.0, 1.0) is True
     assert measure.within(1.5, 1.0) is False
+
+
+def test_result() -> None:
+    """Law: a difference within the spread is none; few rounds and itself give none.
+
+    Ratios 2, 0.9 and 5 differ from 1 by 1 in the median, and spread by 1.025.
+    """
+    assert TIMES.result("ours", "theirs") == "no difference beyond the spread"
+    assert TIMES.result("ours", "ours") is None
+    clear = measure.Times({"a": (1.0, 2.0, 4.0), "b": (2.0, 4.0, 8.0)})
+    assert clear.result("a", "b") == "faster"
+    assert clear.result("b", "a") == "slower"
+    assert measure.Times({"a": (1.0, 2.0), "b": (2.0, 4.0)}).result("a", "b") is None
+    assert measure.verdict(1.25, 0.25) == "no difference beyond the spread"
 
 
 def test_turns() -> None:
@@ -106,10 +119,3 @@ def test_device() -> None:
     """Law: without a flag it is the machine's device."""
     assert measure.pick_device(None) == hardware.capabilities().device
     assert measure.pick_device("cpu") == "cpu"
-
-
-def test_tunables_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: what changes the allocator for all contenders stands in the notes."""
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
-    notes = measure.conditions("autocast", "cpu", argparse.Namespace())
-    assert notes[-1] == "GLIBC_TUNABLES=glibc.malloc.mmap_max=0"

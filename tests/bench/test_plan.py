@@ -1,42 +1,52 @@
-"""`halfstep bench plan`: its contenders train the same model, and its tables."""
+"""`halfstep bench plan`: its candidates train the same model, and its table."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
-from bench_runs import flags, rows
+from bench_runs import flags, rows, tables
 from torch import nn
 
-from halfstep.bench import plan
+from halfstep.bench import commands, plan, training
+from halfstep.bench.floor import Floor
 
 if TYPE_CHECKING:
-    from halfstep.bench.plan import ModelAndBatch
-
+    from argparse import Namespace
 
 LABELS = ["painting", "min-cut", "painting O2", "min-cut O2"]
+SMALL = {"inputs": torch.randn(6, 8), "labels": torch.randint(0, 4, (6,))}
 
 
-def small() -> ModelAndBatch:
-    """Return two layers, and a batch."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    return model, (torch.randn(6, 8), torch.randint(0, 4, (6,)))
+def small() -> nn.Module:
+    """Return two layers."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def work(model: str) -> Namespace:
+    """Return the settings of a candidate's process."""
+    settings = flags("plan", "--device cpu")
+    vars(settings).update(model=model, steps=1, accumulate=1)
+    return settings
 
 
 @pytest.fixture(autouse=True)
 def _small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plan.MODELS, "mlp", small)
+    loss_of = plan.MODELS["mlp"][2]
+    monkeypatch.setitem(plan.MODELS, "mlp", (small, lambda: SMALL, loss_of))
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    monkeypatch.setattr(Floor, "measure", lambda _device: Floor(rates, 1.0))
 
 
-def test_contenders_train_alike() -> None:
+def test_candidates_train_alike() -> None:
     """Law: the same weights at first, the same losses but for rounding, own copies."""
-    contenders, inputs = plan.make_contenders("mlp", "cpu", torch.bfloat16)
-    losses = {name: [] for name in contenders}
-    for _ in range(3):
-        for name, each in contenders.items():
-            losses[name].append(each.forward_backward(inputs).item())
-            each.update()
+    bench: Any = commands.load("plan")
+    losses = {}
+    for name in bench.kinds:
+        loop = training.make_loop(bench, name, work("mlp"), seed=0)
+        batches = next(plan.draw_batches(work("mlp"), 0))
+        losses[name] = [loop.step(batches).item() for _ in range(3)]
     for name, own in losses.items():
         assert own == pytest.approx(losses["fp32"], rel=2**-6), name
     assert losses["fp32"][0] != losses["fp32"][-1]
@@ -44,36 +54,40 @@ def test_contenders_train_alike() -> None:
 
 def test_casts_are_counted() -> None:
     """Law: the input, two weights and two biases are cast, and the scores back."""
-    contenders, inputs = plan.make_contenders("mlp", "cpu", torch.bfloat16)
-    copies = plan.count_copies(contenders["torch.autocast"], inputs)
-    assert copies - plan.count_copies(contenders["fp32"], inputs) == {
-        **dict.fromkeys([(6, 8), (16, 8), (16,), (4, 16), (4,), (6, 4)], 1)
-    }
-    cut = contenders["min-cut"]
-    assert cut.plan is not None
-    casts = plan.count_copies(cut, inputs) - plan.count_copies(
-        contenders["fp32"], inputs
-    )
-    assert casts.total() == len(cut.plan.casts)
+    inputs = SMALL["inputs"]
+    assert plan.count_autocast_casts(small(), (inputs,), "bf16") == 5
+    model = plan.make_model(work("mlp"))
+    assert plan.count_autocast_casts(model, plan.make_inputs(work("mlp")), "bf16") == 6
 
 
-def test_tables() -> None:
-    """Law: a row for each contender, verdicts for both kinds of weights."""
-    times, verdicts = plan.tables(flags("plan", "--models mlp --rounds 2"))
-    by_name = {row["contender"]: row for row in rows(times)}
+def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a row for each candidate; plans predict their passes."""
+
+    class Here:
+        def __init__(self, _name: str, _module: str, task: Any, _env: Any) -> None:
+            self.request = training.worker(**task)
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Stay."""
+
+    monkeypatch.setattr(training, "WorkerProcess", Here)
+    (table,) = tables("plan", "--models mlp --rounds 2 --device cpu")
+    by_name = {row["candidate"]: row for row in rows(table)}
     assert list(by_name) == ["fp32", "torch.autocast", "lean", "O1", "O2", *LABELS]
     assert by_name["torch.autocast"]["x torch.autocast"] == 1
-    assert by_name["fp32"]["predicted"] is None
-    assert isinstance(by_name["min-cut"]["x measured"], float)
-    assert [row["contender"] for row in rows(verdicts)] == ["min-cut", "min-cut O2"]
-    targets = {row["target"] for row in rows(verdicts)}
-    assert targets <= {plan.MAX_RATIO, plan.MAX_RATIO_OF_FEW_CASTS}
+    for name, row in by_name.items():
+        assert 0 < row["ms of passes"] < row["ms a step"]  # type: ignore[operator]
+        assert (row["predicted"] is not None) == (name in LABELS)
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet", "gpt", "t5"])
+@pytest.mark.parametrize("name", plan.MODELS)
 def test_models_give_a_loss(name: str) -> None:
     """Law: each model runs on its inputs and gives one number with a gradient."""
-    model, inputs = plan.MODELS[name]()
-    loss = plan.WithLoss(model)(*(each[:1] for each in inputs))
+    settings = work(name)
+    inputs = plan.make_inputs(settings)
+    loss = plan.make_model(settings)(*(each[:1] for each in inputs))
     assert loss.shape == ()
     assert loss.requires_grad

@@ -1,4 +1,4 @@
-"""`halfstep bench scaler`: its contenders do the same work, and its table."""
+"""`halfstep bench scaler`: its candidates do the same work, and its table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import torch
-from bench_runs import flags, run
+from bench_runs import flags, run, tables
 
 from halfstep.bench import measure, scaler
-from halfstep.bench.contenders import SCALER_OPTIMIZERS
 from halfstep.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def test_gradients() -> None:
 
 def test_optimizers() -> None:
     """Law: each optimizer can be made; the fused ones are fused."""
-    for name in SCALER_OPTIMIZERS:
+    for name in scaler.OPTIMIZERS:
         parameters = scaler.Gradients.draw("2x3", "cpu").parameters
         optimizer = scaler.make_optimizer(name, parameters)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -60,7 +59,7 @@ def test_idle() -> None:
     assert set(idle.state) == set(gradients.parameters)
 
 
-@pytest.mark.parametrize("name", SCALER_OPTIMIZERS)
+@pytest.mark.parametrize("name", scaler.OPTIMIZERS)
 def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: each timed step finds the gradients as drawn and no two steps share a clock.
 
@@ -85,7 +84,8 @@ def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("adamw"):  # its state would tell the steps apart
         name = name.replace("adamw", "sgd")
     optimizer = scaler.make_optimizer(name, gradients.parameters)
-    times = scaler.take_times(gradients, optimizer, "cpu", 2, 3)
+    words = flags("scaler", "--calls 2 --rounds 3 --device cpu")
+    times = scaler.take_times(gradients, optimizer, words)
     assert dict(times.rounds) == dict.fromkeys(
         ("bare", "torch", "halfstep"), [2**-10] * 3
     )
@@ -97,7 +97,7 @@ def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(bool(weight.all()) == (name != "none") for weight in ours[1])
 
 
-def test_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: torch's scaler and ours take turns, as many steps of each."""
     seen: list[str] = []
 
@@ -117,7 +117,8 @@ def test_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "timed", lambda step, _: (step(), 2.0**-10))
     gradients = scaler.Gradients.draw("2x2", "cpu")
     idle = scaler.NoOpOptimizer(gradients.parameters)
-    scaler.take_times(gradients, idle, "cpu", 2, 3)
+    words = flags("scaler", "--calls 2 --rounds 3 --device cpu")
+    scaler.take_times(gradients, idle, words)
     assert seen[:5] == ["torch", "halfstep", "torch", "torch", "torch"]
     both = ["torch"] * 2 + ["halfstep"] * 2
     assert seen[5:] == both + both[::-1] + both
@@ -132,16 +133,16 @@ def test_table(
     monkeypatch.setitem(scaler.TARGETS, "2x1", 0.25)
     words = "--shapes 2x1,1x1 --optimizer none,sgd,sgd-fused --calls 1"
     words += " --device cpu --rounds 3"
-    (table,) = scaler.tables(flags("scaler", words))
+    (table,) = tables("scaler", words)
     assert table.title == "GradScaler"
     numbers = tuple(map(pytest.approx, (1000.0, 2000.0, 1000.0, 0.5)))
     assert table.rows == (
-        ("2x1", "none", *numbers, 0.25, False),
-        ("2x1", "sgd", *numbers, None, None),
-        ("2x1", "sgd-fused", *numbers, 0.25, False),
-        ("1x1", "none", *numbers, None, None),
-        ("1x1", "sgd", *numbers, None, None),
-        ("1x1", "sgd-fused", *numbers, None, None),
+        ("2x1", "none", *numbers, "faster", 0.25, False),
+        ("2x1", "sgd", *numbers, "faster", None, None),
+        ("2x1", "sgd-fused", *numbers, "faster", 0.25, False),
+        ("1x1", "none", *numbers, "faster", None, None),
+        ("1x1", "sgd", *numbers, "faster", None, None),
+        ("1x1", "sgd-fused", *numbers, "faster", None, None),
     )
     assert scaler.TARGETS.keys() == {"1000x16", "3x4096", "2x1"}
     assert capsys.readouterr().err.splitlines()[0] == "2x1, none: done"
@@ -155,8 +156,8 @@ def test_noise(torchs: float, ours: float, monkeypatch: pytest.MonkeyPatch) -> N
     words = "--shapes 1000x16 --optimizer sgd-fused --device cpu"
     monkeypatch.setattr(scaler.Gradients, "draw", lambda *_: scaler.Gradients([], []))
     monkeypatch.setattr(scaler, "make_optimizer", lambda *_: None)
-    (table,) = scaler.tables(flags("scaler", words))
-    assert table.rows[0][-3:] == (None, 0.5, None)
+    (table,) = tables("scaler", words)
+    assert table.rows[0][-4:] == (None, None, 0.5, None)
 
 
 @pytest.mark.parametrize(("words", "count"), [("all", 5), ("sgd,adamw", 2)])
@@ -175,8 +176,9 @@ def test_run(words: str, count: int, capsys: pytest.CaptureFixture[str]) -> None
 def test_cuda() -> None:
     """Law: on a GPU each turn waits for the device, and takes some time."""
     gradients = scaler.Gradients.draw("4x8", "cuda")
-    for name in SCALER_OPTIMIZERS:
+    for name in scaler.OPTIMIZERS:
         optimizer = scaler.make_optimizer(name, gradients.parameters)
-        times = scaler.take_times(gradients, optimizer, "cuda", 2, 2)
+        words = flags("scaler", "--calls 2 --rounds 2 --device cuda")
+        times = scaler.take_times(gradients, optimizer, words)
         seconds = [times.median(each) for each in ("bare", "torch")]
         assert 0 < seconds[0] < seconds[1]  # type: ignore[operator]

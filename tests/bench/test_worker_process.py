@@ -1,4 +1,4 @@
-"""Contenders in processes of their own: questions, answers, and how they end."""
+"""Candidates in processes of their own: questions, answers, and how they end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from halfstep.bench import training_step, worker_process
+from halfstep.bench import training, worker_process
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,20 +80,13 @@ def test_questions_and_answers(echo: Start) -> None:
         assert process.request()["set"] == [None, "PASSIVE"]
 
 
-def test_run_once(echo: Start) -> None:
-    """Law: a process for one answer has no environment of its own, and ends."""
-    del echo
-    answer = worker_process.run_once("echo", "echo_program", TASK)
-    assert answer == {"asked": None, "set": [None, None], "task": TASK}
-
-
 def test_a_failure(echo: Start) -> None:
     """Law: a process that fails is reported with its name, status and last line."""
     with echo({}) as process:
         process.request(1)
         with pytest.raises(UserError) as caught:
             process.request("fail")
-        expected = "contender echo ended with status 1: ValueError: failed"
+        expected = "candidate echo ended with status 1: ValueError: failed"
         assert str(caught.value) == expected
         with pytest.raises(UserError) as again:
             process.request(1)
@@ -104,7 +97,7 @@ def test_a_sudden_end(echo: Start) -> None:
     """Law: one that the system ends is reported too: the status is the signal."""
     with echo({}) as process, pytest.raises(UserError) as caught:
         process.request("kill")
-    assert "contender echo ended with status -9: " in str(caught.value)
+    assert "candidate echo ended with status -9: " in str(caught.value)
 
 
 def test_an_error_of_ours(echo: Start) -> None:
@@ -145,26 +138,17 @@ def test_memory_is_kept(echo: Start) -> None:
     """Law: memory that was freed goes back to the system, unless it is to be kept."""
     with echo({}) as process:
         assert process.request("hold")["freed"] >= 2**26
-    with echo({"GLIBC_TUNABLES": training_step.KEEP_MEMORY}) as process:
+    with echo({"GLIBC_TUNABLES": training.KEEP_MEMORY}) as process:
         assert process.request("hold")["freed"] == 0
 
 
 def test_memory_is_counted_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: what this process holds, and has held at most, is what the system says.
-
-    Where it does not say, it is the most that was held.
-    """
+    """Law: memory is what the system counts; without a count, it is the peak."""
     status = tmp_path / "status"
     monkeypatch.setattr(worker_process, "Path", lambda _: status)
     monkeypatch.setattr(worker_process.hardware, "peak_memory", lambda _: 7)
-    assert (worker_process.resident("cpu"), worker_process.peak_resident("cpu")) == (
-        7,
-        7,
-    )
+    assert worker_process.resident("cpu") == 7
     status.write_text("Name:\tpython\nVmHWM:\t  3 kB\nVmRSS:\t  2 kB\nan odd line\n")
-    assert (worker_process.resident("cpu"), worker_process.peak_resident("cpu")) == (
-        2048,
-        3072,
-    )
+    assert worker_process.resident("cpu") == 2048

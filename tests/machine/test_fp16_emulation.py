@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.bench import accuracy
+from halfstep.bench import jobs
 from halfstep.machine import fp16_emulation, hardware
 
 if TYPE_CHECKING:
@@ -280,10 +280,11 @@ def test_where_it_is_used(
     def run(_: dict[str, Any]) -> None:
         inside.append(torch._C._len_torch_dispatch_stack())
         message = "planted"
-        raise accuracy.Diverged(message)
+        raise jobs.Diverged(message)
 
-    monkeypatch.setattr(accuracy, "run", run)
+    monkeypatch.setattr(jobs, "run", run)
+    monkeypatch.setenv("HALFSTEP_CACHE", "")  # a run sets its own
     monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
-    accuracy.train_once({"dtype": dtype, "device": "cpu"})
+    jobs.run_once({"dtype": dtype, "device": "cpu"})
     assert inside == [int(slow and dtype == "fp16")]
     assert torch._C._len_torch_dispatch_stack() == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING
 
 from halfstep import cli
-from halfstep.bench.commands import BENCHES
+from halfstep.bench import commands, measure
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -19,14 +20,25 @@ if TYPE_CHECKING:
 def flags(bench: str, words: str) -> Namespace:
     """Return the settings that flags give."""
     parser = ArgumentParser()
-    BENCHES[bench].add_flags(parser)
-    return parser.parse_args(words.split())
+    commands.add_flags(parser, bench)
+    arguments = parser.parse_args(shlex.split(words))
+    if hasattr(arguments, "device"):
+        arguments.device = measure.pick_device(arguments.device)
+    return arguments
+
+
+def tables(bench: str, words: str) -> list[Table]:
+    """Return the tables of a run."""
+    arguments = flags(bench, words)
+    chosen = commands.load(bench)
+    chosen.check(arguments)
+    return chosen.run(arguments)
 
 
 def run(bench: str, words: str) -> int:
     """Run a bench; return its exit status, however it leaves."""
     try:
-        return cli.run(["bench", bench, *words.split()])
+        return cli.run(["bench", bench, *shlex.split(words)])
     except SystemExit as left:
         return int(str(left.code))
 

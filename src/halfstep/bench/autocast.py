@@ -11,7 +11,6 @@ is installed.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
-from halfstep.bench import measure
+from halfstep.bench import commands, measure, results
 from halfstep.casting import dispatch_kernels, dispatch_table
 from halfstep.casting.autocast_mode import autocast
 from halfstep.numerics import formats
 from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
-    import argparse
+    from argparse import Namespace
     from collections.abc import Callable
 
     from halfstep.reporting.table import Cell, Table
@@ -46,85 +45,71 @@ _POLICY = "torch + op:gelu=fp32"
 """Policy of the context with a rule in the context benchmark."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Device, dtype and duration of the measurements."""
-
-    device: str
-    """"cpu" or "cuda"."""
-    dtype: torch.dtype
-    """The 16-bit dtype of the contexts."""
-    calls: int
-    """Maximum number of calls per turn."""
-    rounds: int
-    """Turns per contender."""
-
-    def torch_context(self) -> AutocastContext:
-        """Return a torch.autocast context."""
-        return torch.autocast(self.device, self.dtype)
-
-    def halfstep_context(self, policy: str | None = None) -> AutocastContext:
-        """Return a halfstep.autocast context."""
-        return autocast(self.device, self.dtype, policy=policy)
-
-    def take_turns(
-        self,
-        what: str,
-        slowest: Call,
-        contenders: dict[str, tuple[AutocastContext, Call]],
-    ) -> measure.Times:
-        """Time contenders in turn, each a call inside a context.
-
-        Args:
-            what: Description for the journal.
-            slowest: The call that determines the number of calls per turn.
-            contenders: By name.
-        """
-        once = self._seconds_of_call(self.torch_context(), slowest, 3)
-        calls = measure.calls_per_turn(self.calls, once)
-        turns = {
-            name: partial(self._seconds_of_call, context, call, calls)
-            for name, (context, call) in contenders.items()
-        }
-        return measure.take_turns(turns, self.rounds, what)
-
-    def _seconds_of_call(
-        self, context: AutocastContext, call: Call, calls: int
-    ) -> float:
-        """Time a call inside the context; entering it is not timed."""
-        with context:
-            call()  # fills the cast cache of the context
-            return measure.per_call(call, calls, self.device)
-
-
-def tables(arguments: argparse.Namespace) -> list[Table]:
+def tables(arguments: Namespace) -> list[Table]:
     """Run all measurements, stock operations first."""
-    device = measure.pick_device(arguments.device)
-    dtype = formats.parse(arguments.dtype).dtype
-    setup = Setup(device, dtype, arguments.calls, arguments.rounds)
     threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
-        notes = measure.conditions("autocast", device, arguments)
+        notes = results.conditions(arguments)
         return [
-            _stock_table(setup, arguments.sizes, notes),
-            _context_table(setup, notes),
-            *_rule_tables(setup, arguments.sizes, notes),
+            _stock_table(arguments, notes),
+            _context_table(arguments, notes),
+            _rule_table(arguments, notes),
         ]
     finally:
         torch.set_num_threads(threads)
 
 
-def _stock_table(setup: Setup, sizes: list[int], notes: list[str]) -> Table:
+def _open(arguments: Namespace, policy: str | None = None) -> AutocastContext:
+    """Return a halfstep.autocast context."""
+    dtype = formats.parse(arguments.dtype).dtype
+    return autocast(arguments.device, dtype, policy=policy)
+
+
+def _open_torch(arguments: Namespace) -> AutocastContext:
+    """Return a torch.autocast context."""
+    return torch.autocast(arguments.device, formats.parse(arguments.dtype).dtype)
+
+
+def _take_turns(
+    arguments: Namespace,
+    what: str,
+    slowest: Call,
+    candidates: dict[str, tuple[AutocastContext, Call]],
+) -> measure.Times:
+    """Time candidates in turn, each a call inside a context.
+
+    Args:
+        arguments: Device, dtype, calls and rounds.
+        what: Description for the journal.
+        slowest: The call that determines the number of calls per turn.
+        candidates: By name.
+    """
+
+    def seconds_of_call(context: AutocastContext, call: Call, calls: int) -> float:
+        with context:
+            call()  # fills the cast cache of the context
+            return measure.per_call(call, calls, arguments.device)
+
+    once = seconds_of_call(_open_torch(arguments), slowest, 3)
+    calls = measure.calls_per_turn(arguments.calls, once)
+    turns = {
+        name: partial(seconds_of_call, context, call, calls)
+        for name, (context, call) in candidates.items()
+    }
+    return measure.take_turns(turns, arguments.rounds, what)
+
+
+def _stock_table(arguments: Namespace, notes: list[str]) -> Table:
     """Compare operations for which both contexts use torch's kernels."""
     rows: list[dict[str, Cell]] = []
-    for size in sizes:
-        for name, call in stock_operations(size, setup.device).items():
+    for size in arguments.sizes:
+        for name, call in stock_operations(size, arguments.device).items():
             contexts = {
-                "torch": (setup.torch_context(), call),
-                "halfstep": (setup.halfstep_context(), call),
+                "torch": (_open_torch(arguments), call),
+                "halfstep": (_open(arguments), call),
             }
-            times = setup.take_turns(f"{name} {size}", call, contexts)
+            times = _take_turns(arguments, f"{name} {size}", call, contexts)
             ratio = times.ratio("halfstep", "torch")
             rows.append(
                 {
@@ -132,26 +117,24 @@ def _stock_table(setup: Setup, sizes: list[int], notes: list[str]) -> Table:
                     "size": size,
                     "torch.autocast us": times.median("torch", _MICRO),
                     "hs.autocast us": times.median("halfstep", _MICRO),
-                    "x torch": ratio,
-                    "+-": times.spread("halfstep", "torch"),
+                    **times.compared("halfstep", "torch"),
                     f"within {STOCK_TARGET}": measure.within(ratio, STOCK_TARGET),
                 }
             )
         measure.progress(f"stock operations, size {size}: done")
     more = (
         "us: microseconds of a forward call in an open context",
-        f"{measure.in_turn(setup.rounds)}; {measure.SPREAD}",
+        measure.in_turn(arguments.rounds),
         "linear, conv2d and layer_norm have weights that learn, cast once a context",
     )
     return measure.table("Stock operations", rows, (*more, *notes))
 
 
-def _context_table(setup: Setup, notes: list[str]) -> Table:
+def _context_table(arguments: Namespace, notes: list[str]) -> Table:
     """Compare the time to enter and exit an empty autocast context."""
-    with_rule = partial(setup.halfstep_context, _POLICY)
-    x = torch.ones(1, device=setup.device)
+    with_rule = partial(_open, arguments, _POLICY)
     with with_rule():
-        F.gelu(x)  # an unmatched rule would give a warning
+        F.gelu(torch.ones(1, device=arguments.device))  # no warning of unmatched rules
 
     def enter(make: Callable[[], AutocastContext]) -> Call:
         def call() -> None:
@@ -161,8 +144,8 @@ def _context_table(setup: Setup, notes: list[str]) -> Table:
         return call
 
     contexts: dict[str, Callable[[], AutocastContext]] = {
-        "torch.autocast": setup.torch_context,
-        "hs.autocast": setup.halfstep_context,
+        "torch.autocast": partial(_open_torch, arguments),
+        "hs.autocast": partial(_open, arguments),
         "hs.autocast with a rule": with_rule,
     }
     calls: dict[str, Call] = {}
@@ -171,10 +154,10 @@ def _context_table(setup: Setup, notes: list[str]) -> Table:
         calls[f"{name}, reused"] = enter(lambda once=once: once)  # type: ignore[misc]
         calls[f"{name}, made each time"] = enter(make)
     turns = {
-        name: partial(measure.per_call, call, setup.calls, setup.device)
+        name: partial(measure.per_call, call, arguments.calls, arguments.device)
         for name, call in calls.items()
     }
-    times = measure.take_turns(turns, setup.rounds)
+    times = measure.take_turns(turns, arguments.rounds)
     baseline = next(iter(calls))
     rows = [
         {
@@ -187,71 +170,55 @@ def _context_table(setup: Setup, notes: list[str]) -> Table:
     ]
     more = (
         f"us: to enter and leave, with nothing inside; the rule: {_POLICY!r}",
-        measure.in_turn(setup.rounds),
+        measure.in_turn(arguments.rounds),
     )
     return measure.table("Autocast contexts", rows, (*more, *notes))
 
 
-def _rule_tables(setup: Setup, sizes: list[int], notes: list[str]) -> list[Table]:
+def _rule_table(arguments: Namespace, notes: list[str]) -> Table:
     """Compare operations under a rule, and those that a kernel passes on.
 
     Small operands show the minimum overhead. Large ones evict the interpreter's code
     from the CPU caches between calls, and a Python kernel then takes several times as
     long. The overhead in training is between the two.
     """
-    ruled_rows: list[dict[str, Cell]] = []
-    passed_rows: list[dict[str, Cell]] = []
-    for size in sizes:
-        for rule, (call, by_hand) in ruled_operations(
-            size, setup.device, setup.dtype
-        ).items():
+    rows: list[dict[str, Cell]] = []
+    device, low_dtype = arguments.device, formats.parse(arguments.dtype).dtype
+    for size in arguments.sizes:
+        operations = ruled_operations(size, device, low_dtype)
+        for rule, (call, by_hand) in operations.items():
             policy = f"torch + {rule}"
             dispatch_kernels.install(
-                dispatch_table.op_casts_for(Policy.parse(policy), setup.device)
+                dispatch_table.op_casts_for(Policy.parse(policy), device)
             )
-            contenders = {
-                "torch": (setup.torch_context(), call),
-                "by hand": (setup.torch_context(), by_hand),
-                "passed on": (setup.halfstep_context(_POLICY), call),
-                "halfstep": (setup.halfstep_context(policy), call),
+            candidates = {
+                "torch": (_open_torch(arguments), call),
+                "by hand": (_open_torch(arguments), by_hand),
+                "passed on": (_open(arguments, _POLICY), call),
+                "halfstep": (_open(arguments, policy), call),
             }
-            times = setup.take_turns(f"{rule} {size}", by_hand, contenders)
+            times = _take_turns(arguments, f"{rule} {size}", by_hand, candidates)
             cost = times.excess("halfstep", "by hand", _MICRO)
-            ruled_rows.append(
+            rows.append(
                 {
                     "rule": rule,
                     "size": size,
-                    "torch us": times.median("torch", _MICRO),
-                    "by hand us": times.median("by hand", _MICRO),
-                    "halfstep us": times.median("halfstep", _MICRO),
+                    **{f"{n} us": times.median(n, _MICRO) for n in candidates},
                     "over torch us": times.excess("halfstep", "torch", _MICRO),
                     "over by hand us": cost,
                     f"within {RULE_TARGET:g}": measure.within(cost, RULE_TARGET),
                 }
             )
-            passed_rows.append(
-                {
-                    "operation": rule.partition(":")[2].partition("=")[0],
-                    "size": size,
-                    "torch us": times.median("torch", _MICRO),
-                    "passed on us": times.median("passed on", _MICRO),
-                    "us more": times.excess("passed on", "torch", _MICRO),
-                }
-            )
         measure.progress(f"operations under rules, size {size}: done")
-    rounds = measure.in_turn(setup.rounds)
     how = ".to() or .float(); where torch would cast again, with enabled=False"
     more = (
         "torch: as called, by torch's table; over: what ours costs",
         f"by hand: made to run as the rule says, by {how}",
-        rounds,
+        "passed on: under a policy that leaves the operation to torch",
+        measure.in_turn(arguments.rounds),
         *notes,
     )
-    passed = "passed on: under a policy that leaves the operation to torch"
-    return [
-        measure.table("Operations under a rule", ruled_rows, more),
-        measure.table("Operations passed on", passed_rows, (passed, rounds, *notes)),
-    ]
+    return measure.table("Operations under a rule", rows, more)
 
 
 # The operations, on preallocated operands
@@ -342,3 +309,24 @@ def ruled_operations(
             lambda: torch.mv(x.to(low_dtype), vector.to(low_dtype)),
         ),
     }
+
+
+BENCHES = {
+    "autocast": commands.Bench(
+        tables,
+        "Time operations under torch.autocast and under halfstep.autocast, with "
+        "torch's own table and with rules, and the autocast contexts themselves.",
+        {
+            "sizes": commands.flag(
+                "rows and columns of the operands",
+                [8, 512],
+                commands.positive_ints,
+                "N,N",
+            ),
+            "calls": commands.flag("calls in a round, fewer of slow ones", 2000),
+            "threads": commands.flag("threads inside an operation on a CPU", 1),
+            **commands.PLACE,
+            "rounds": commands.rounds(21),
+        },
+    )
+}

@@ -1,21 +1,23 @@
-"""The benches of `halfstep bench`: descriptions and flags.
+"""`halfstep bench` on the command line: its workloads and their flags.
 
-Importing this loads no torch.
+Importing this loads no torch: a workload's file is imported when its name is on the
+command line.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.bench import contenders
+from halfstep.reporting.argument_parser import Parser
 from halfstep.train import dependencies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from halfstep.reporting.table import Table
 
@@ -27,13 +29,6 @@ Flags = dict[str, dict[str, Any]]
 
 def _is_positive_int(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) > 0
-
-
-def _is_rate(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
 
 
 def _check(valid: object, text: str, expected: str) -> None:
@@ -88,30 +83,10 @@ def name_list(choices: Collection[str]) -> Callable[[str], list[str]]:
     return read
 
 
-def learning_rates(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a parser of comma-separated learning rates: a number or NAME=number."""
-    expected = (
-        f"must be a number above 0, or NAME=number with a name of {', '.join(choices)}"
-    )
-
-    def read(text: str) -> list[str]:
-        names: list[str] = []
-        for part in text.split(","):
-            name, _, rate = part.rpartition("=")
-            _check(_is_rate(rate) and (not name or name in choices), part, expected)
-            _check(
-                name not in names, part, f"is the second rate of {name or 'all others'}"
-            )
-            names.append(name)
-        return text.split(",")
-
-    return read
+# Flags
 
 
-# Flags shared by several benches
-
-
-def _flag(
+def flag(
     text: str,
     default: Any = None,  # noqa: ANN401 -- what the reader returns
     read: Callable[[str], Any] = positive_int,
@@ -119,290 +94,202 @@ def _flag(
 ) -> dict[str, Any]:
     """Return a flag; its help ends with the default, if any."""
     if default is not None:
-        default_text = (
-            ",".join(map(str, default)) if isinstance(default, list) else default
-        )
-        text = f"{text} (default {default_text})".lstrip()
+        words = ",".join(map(str, default)) if isinstance(default, list) else default
+        text = f"{text} (default {words})"
     return {"type": read, "default": default, "metavar": metavar, "help": text}
 
 
-def _choice(text: str, *choices: str, default: str | None = None) -> dict[str, Any]:
+def choice(text: str, *choices: str, default: str | None = None) -> dict[str, Any]:
     """Return a flag with fixed choices; the first is the default."""
     default = default or choices[0]
     text = f"{text} (default {default})"
     return {"choices": choices, "default": default, "help": text}
 
 
-def _names(choices: Collection[str], *default: str) -> dict[str, Any]:
-    text = f"of {', '.join(choices)}"
+def names(choices: Collection[str], *default: str) -> dict[str, Any]:
+    """Return a flag of comma-separated names, all of them by default."""
+    text = f"of {', '.join(choices)}; all for all of them"
     if default:
-        return _flag(f"all, or {text}", [*default], name_list(choices), "NAME,NAME")
-    flag = _flag(f"{text} (default all)", None, name_list(choices), "NAME,NAME")
-    return flag | {"default": [*choices]}
+        return flag(text, [*default], name_list(choices), "NAME,NAME")
+    more = flag(f"{text} (the default)", None, name_list(choices), "NAME,NAME")
+    return more | {"default": [*choices]}
 
 
-def _data(what: str) -> Flags:
+DEVICE = {"choices": ("cpu", "cuda"), "help": "(default cuda if there is one)"}
+DTYPE = choice("16-bit format", "bf16", "fp16")
+PLACE: Flags = {"dtype": DTYPE, "device": DEVICE}
+ACCUMULATE = "micro-batches of one step"
+
+
+def rounds(default: int) -> dict[str, Any]:
+    """Return the flag --rounds."""
+    return flag("rounds: in each, every candidate is measured once", default)
+
+
+def network(width: int, batch: int) -> Flags:
+    """Return the flags of a network of linear layers."""
     return {
-        "data": _flag(f"{what} to train on (default built-in)", None, str, "PATH"),
-        "limit": _flag("first N rows only"),
+        "layers": flag("linear layers, with ReLU between", 3),
+        "width": flag("inputs and outputs of each layer", width),
+        "batch": flag("examples of one micro-batch", batch),
     }
-
-
-def _network(width: int, batch: int) -> Flags:
-    return {
-        "layers": _flag("linear layers, with ReLU between", 3),
-        "width": _flag("inputs and outputs of each layer", width),
-        "batch": _flag("examples of one micro-batch", batch),
-    }
-
-
-_DEVICE = {"choices": ("cpu", "cuda"), "help": "(default cuda if there is one)"}
-_DTYPE = _choice("16-bit format", "bf16", "fp16")
-_PLACE: Flags = {"dtype": _DTYPE, "device": _DEVICE}
-_ROUNDS = "rounds: in each, every contender is measured once"
-_RUNS = "runs of each contender"
-_MICRO_BATCHES = "micro-batches of one step"
-_MODELS = "tiny, small, or a name that transformers loads"
-_MODEL: Flags = {
-    "model": _flag(_MODELS, "tiny", str, "NAME"),
-    "epochs": _flag("passes over the data (default as halfstep train)"),
-}
-_ENCODER: Flags = {
-    "layers": _flag("layers (default 4; 12 on cuda)"),
-    "hidden": _flag("width of the residual stream (default 256; 768 on cuda)"),
-    "heads": _flag("attention heads (default 4; 12 on cuda)"),
-    "batch": _flag("texts of a step (default 16; 32 on cuda)"),
-    "length": _flag("tokens of a text", 128),
-    "steps": _flag("steps of each run", 150),
-    "seeds": _flag(_RUNS, 3),
-    "dropout": _flag("dropout everywhere", 0.1, share, "P"),
-    "lr": _flag(
-        "learning rate of AdamW (default 0.0003; 0.0001 on cuda)", None, share, "X"
-    ),
-    "attention": _choice("eager: softmax is an operation of its own", "eager", "sdpa"),
-    **_PLACE,
-}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One benchmark."""
+    """What the file of a workload declares."""
 
-    function: str
-    """MODULE.FUNCTION in this package: takes the settings, returns tables."""
-    summary: str
-    """One line for the list of benches."""
+    run: Callable[[argparse.Namespace], list[Table]]
+    """Measures, and returns tables."""
     description: str
     """What is compared."""
     flags: Flags
-    epilog: str | None = None
-
-    def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add this bench's flags to a parser."""
-        parser.epilog = self.epilog
-        for name, settings in self.flags.items():
-            parser.add_argument(f"--{name}", **settings)
-
-    def tables(self, arguments: argparse.Namespace) -> list[Table]:
-        """Run the bench; return its tables.
-
-        Raises:
-            UserError: If a setting, the data or the machine cannot be used, or a
-                contender's process fails.
-        """
-        module, _, function = self.function.partition(".")
-        if module in {"train", "accuracy", "plan"}:
-            dependencies.check(f"halfstep bench {function}", dependencies.TO_TRAIN)
-        measured = getattr(import_module(f"halfstep.bench.{module}"), function)
-        tables: list[Table] = measured(arguments)
-        return tables
+    candidates: Mapping[str, str] | None = None
+    """Name -> description, for the help; None if names need none."""
+    check: Callable[[argparse.Namespace], None] = lambda _: None
+    """Fills in defaults that depend on others, and rejects what does not fit."""
 
 
-_RECIPE_LINES = (f"  {n:<16}{c.description}" for n, c in contenders.RECIPE.items())
+@dataclass(frozen=True)
+class Row:
+    """A workload as `halfstep bench --help` lists it."""
 
+    module: str
+    """File in this package; its `BENCHES` has the `Bench`."""
+    summary: str
+    packages: Mapping[str, str] | None = None
+    """Distribution -> module that it needs besides torch."""
+    alias: str | None = None
+
+
+_TRANSFORMERS = {"transformers": "transformers"}
+_TRAIN = dependencies.TO_TRAIN
 BENCHES = {
-    "recipe": Bench(
-        "training_step.recipe",
-        "large linear layers: all levels, torch.amp, Accelerate, Fabric, by hand",
-        "Train a few large linear layers (torch's AMP recipe) at every level, with "
-        "every form of master weights, and with other libraries, each in its own "
-        "process; print time, memory and loss.",
-        {
-            **_network(4096, 512),
-            "accumulate": _flag(_MICRO_BATCHES, 1),
-            "optimizer": _choice(
-                "what updates the weights", "sgd", "sgd-momentum", "adamw"
-            ),
-            "steps": _flag("steps of a contender in a round", 3),
-            "contenders": _names(contenders.RECIPE),
-            **_PLACE,
-            "rounds": _flag(_ROUNDS, 9),
-        },
-        "\n".join(["contenders:", *_RECIPE_LINES]),
+    "recipe": Row(
+        "recipe", "large linear layers: all levels, torch.amp, other libraries"
     ),
-    "optimizer": Bench(
-        "optimizer_step.optimizer",
-        "an optimizer update with each form of master weights",
-        "Time the optimizer update with each form of master weights, as a multiple of "
-        "a copy that moves as many bytes, and count the bytes per parameter.",
-        {
-            "layers": _flag("weights", 3),
-            "width": _flag("rows and columns of each weight", 4096),
-            "optimizer": _names(
-                contenders.UPDATE_RULES, "sgd", "sgd-momentum", "adamw"
-            ),
-            "forms": _names(contenders.FORMS),
-            **_PLACE,
-            "rounds": _flag(_ROUNDS, 15),
-        },
-    ),
-    "train": Bench(
-        "train.train",
-        "the text classifier at each level, against a plain torch.amp loop",
-        "Train the same model on the same texts at each level and with a plain "
-        "torch.amp loop; print time, memory and quality.",
-        {
-            **_data("texts"),
-            "seed": _flag("seed", 123, int),
-            "epochs": _flag("passes over the data", 1),
-            "model": _flag(_MODELS, "tiny", str, "NAME"),
-            "repeats": _flag(_RUNS, 1),
-            "contenders": _names(contenders.TRAIN),
-        },
-    ),
-    "quality": Bench(
-        "accuracy.quality",
-        "accuracy at each level and form of master weights, over seeds",
-        "Train the same classifier from the same seeds in fp32, at each level, and "
-        "with each form of master weights; print quality with confidence intervals.",
-        {
-            **_data("texts"),
-            "share": _flag("share of a single file for evaluation", 0.2, share, "P"),
-            **_MODEL,
-            "seeds": _flag(_RUNS, 5),
-            "contenders": _names(contenders.QUALITY),
-            "device": _DEVICE,
-        },
-    ),
-    "ner": Bench(
-        "accuracy.ner",
-        "entity recognition in fp32 and 16 bits, with and without loss scaling",
-        "Train the same entity tagger from the same seeds in fp32, fp16 and bf16; "
-        "print F1, precision, recall, memory and speed.",
-        {
-            **_data("entities"),
-            **_MODEL,
-            "batch-size": _flag("texts of one step", 32),
-            "lr": _flag(
-                "learning rate of all contenders, and of single ones, such as "
-                "1e-3,O1-fp16=5e-4 (default as halfstep train)",
-                None,
-                learning_rates(contenders.NER),
-                "X,NAME=X",
-            ),
-            "mask-tokens": _flag(
-                "share of tokens masked (default as halfstep train)", None, float, "P"
-            ),
-            "max-length": _flag("tokens after which a text is cut", 192),
-            "seeds": _flag(_RUNS, 3),
-            "contenders": _names(contenders.NER),
-            "device": _DEVICE,
-        },
-    ),
-    "autocast": Bench(
-        "autocast.tables",
-        "overhead of one operation and one autocast context",
-        "Time operations under torch.autocast and under halfstep.autocast, with "
-        "torch's own table and with rules, and the autocast contexts themselves.",
-        {
-            "sizes": _flag(
-                "rows and columns of the operands", [8, 512], positive_ints, "N,N"
-            ),
-            "calls": _flag("calls in a round, fewer of slow ones", 2000),
-            "threads": _flag("threads inside an operation on a CPU", 1),
-            **_PLACE,
-            "rounds": _flag(_ROUNDS, 21),
-        },
-    ),
-    "plan": Bench(
-        "plan.tables",
-        "planned models against torch.autocast: casts, time, predicted time",
-        "Train five models under torch.autocast, under the lean policy, and as planned "
-        "by painting and by the minimum cut; print casts, times and predicted times.",
-        {
-            "models": _names(contenders.PLANNED),
-            **_PLACE,
-            "rounds": _flag(_ROUNDS, 9),
-        },
-    ),
-    "accumulate": Bench(
-        "training_step.accumulate",
-        "gradient accumulation, against a plain torch.amp loop",
-        "Train a few large linear layers with several micro-batches per step; print "
-        "time, memory, and how often weights are cast.",
-        {
-            **_network(4096, 512),
-            "accumulate": _flag(_MICRO_BATCHES, 8),
-            **_PLACE,
-            "rounds": _flag(_ROUNDS, 9),
-        },
-    ),
-    "encoder": Bench(
-        "encoder.tables",
-        "a BERT encoder in fp32, torch.amp and O1: time, memory, loss",
-        "Train a BERT encoder from scratch on synthetic texts, several seeds of each "
-        "contender; print time, memory for activations, and losses.",
-        _ENCODER,
-    ),
-    "scaler": Bench(
-        "scaler.tables",
-        "overhead of a GradScaler in a step, against torch.amp's",
-        "Time scaling, unscaling, the inf check and the update of the loss scale with "
-        "torch's GradScaler and with halfstep's, for several optimizers.",
-        {
-            "shapes": _flag(
-                "N gradients of M x M", ["1000x16", "3x4096"], shapes, "NxM,NxM"
-            ),
-            "optimizer": _names(
-                contenders.SCALER_OPTIMIZERS, "none", "sgd", "adamw-fused"
-            ),
-            "calls": _flag("steps in a round, fewer of slow ones", 50),
-            "device": _DEVICE,
-            "rounds": _flag(_ROUNDS, 21),
-        },
-    ),
-    "probe": Bench(
-        "encoder.probe_tables",
-        "overhead of a probe in a step: flags, sampled and full statistics",
-        "Train a BERT encoder from scratch on synthetic texts without a probe, and "
-        "with one in each mode, in turn; print the time of a step.",
-        {
-            **_ENCODER,
-            "every": _flag("steps from one sample of statistics to the next", 100),
-            "loop": _choice("training loop", *contenders.ENCODER, default="O1 lean"),
-        },
-    ),
-    "wire": Bench(
-        "comm_bytes.tables",
-        "bytes that two processes exchange in a step, at each level",
-        "Train a few linear layers in two processes over loopback, at each level and "
-        "with torch.amp; print the bytes their sockets sent, and the bytes of the "
-        "tensors they all-reduced.",
-        {
-            **_network(1024, 32),
-            "accumulate": _flag(_MICRO_BATCHES, [1, 4], positive_ints, "N,N"),
-            "steps": _flag("steps counted", 5),
-            "contenders": _names(contenders.WIRE),
-            "dtype": _DTYPE,
-            "device": _choice("gloo runs on a CPU", "cpu"),
-        },
-    ),
-    "traces": Bench(
-        "scale_traces.tables",
-        "steps skipped under each library's loss scale rule",
-        "Replay recorded and synthetic gradient maxima through the rules of "
-        "torch.amp, Megatron, DeepSpeed and halfstep; print skipped steps and scales.",
-        {"steps": _flag("steps of each trace", 5000)},
-    ),
+    "accumulate": Row("recipe", "the same with several micro-batches a step"),
+    "encoder": Row("encoder", "a BERT encoder", _TRANSFORMERS),
+    "decoder": Row("decoder", "a small GPT", _TRANSFORMERS),
+    "conv": Row("conv", "a small ResNet", _TRANSFORMERS),
+    "optimizer": Row("optimizer", "an update with each form of master weights"),
+    "scaler": Row("scaler", "what a GradScaler adds to a step"),
+    "autocast": Row("autocast", "one operation, and one autocast context"),
+    "plan": Row("plan", "planned models against torch.autocast", _TRANSFORMERS),
+    "probe": Row("encoder", "what a probe adds to a step", _TRANSFORMERS),
+    "train": Row("jobs", "halfstep train against a plain torch.amp loop", _TRAIN),
+    "quality": Row("jobs", "accuracy of a text classifier over seeds", _TRAIN),
+    "ner": Row("jobs", "F1 of an entity tagger over seeds", _TRAIN),
+    "comm": Row("comm", "bytes that two processes exchange in a step", alias="wire"),
+    "traces": Row("traces", "steps skipped under each library's loss scale rule"),
 }
-"""Name on the command line -> bench."""
+"""Name on the command line -> workload."""
+
+_EPILOG = """\
+examples:
+  halfstep bench recipe                      a few minutes on two cores
+  halfstep bench recipe --width 513          widths that are no multiple of 8
+  halfstep bench encoder --json now.json --plot now.svg
+  halfstep bench encoder --json new.json --against now.json
+Each table ends with its conditions and with the command that repeats it. A difference \
+smaller than the column +- is no difference."""
+
+
+def load(name: str) -> Bench:
+    """Import a workload.
+
+    Raises:
+        UserError: If a package that it needs is not installed.
+    """
+    row = BENCHES[name]
+    if row.packages:
+        dependencies.check(f"halfstep bench {name}", row.packages)
+    module = import_module(f"halfstep.bench.{row.module}")
+    bench: Bench = module.BENCHES[name]
+    return bench
+
+
+def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the flags of a workload, and those of all."""
+    bench = load(name)
+    parser.description = bench.description
+    if bench.candidates:
+        lines = (f"  {each:<16}{text}" for each, text in bench.candidates.items())
+        parser.epilog = "\n".join(["candidates:", *lines])
+    for word, arguments in bench.flags.items():
+        parser.add_argument(f"--{word}", **arguments)
+        if word == "candidates":  # the name in published commands
+            hidden = {"dest": word, "help": argparse.SUPPRESS}
+            hidden |= {"default": argparse.SUPPRESS}
+            parser.add_argument("--contenders", **arguments | hidden)
+    outputs: dict[str, str] = {
+        "json": "write the tables and each measurement as JSON; - prints JSON instead "
+        "of tables. While it runs, FILE.part has what was measured so far",
+        "plot": "draw the tables as bars: FILE.png or FILE.svg",
+        "against": "compare the times with a file of --json, from the same machine "
+        "and settings",
+    }
+    for word, text in outputs.items():
+        parser.add_argument(f"--{word}", type=Path, metavar="FILE", help=text)
+    parser.set_defaults(workload=name)
+
+
+class _WorkloadParser(Parser):
+    """Adds the flags of a workload when its name was on the command line."""
+
+    name = ""
+
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        if self.get_default("workload") is None:
+            add_flags(self, self.name)
+        return super().parse_known_args(args, namespace)
+
+
+def add_workloads(parser: argparse.ArgumentParser) -> None:
+    """Add a subcommand for each workload."""
+    parser.epilog = _EPILOG
+    kinds = parser.add_subparsers(
+        metavar="WHAT", required=True, parser_class=_WorkloadParser
+    )
+    for name, row in BENCHES.items():
+        kind = kinds.add_parser(
+            name,
+            usage="%(prog)s [flags]",
+            help=row.summary,
+            aliases=[row.alias] if row.alias else [],
+        )
+        kind.name = name
+
+
+def run_workload(
+    arguments: argparse.Namespace,
+    show: Callable[[list[Table], Callable[[], object]], None],
+) -> None:
+    """Run a workload, and show its tables; `show` also gets what makes the JSON.
+
+    Raises:
+        UserError: If a setting, the data or the machine cannot be used, or a
+            candidate's process fails.
+    """
+    from halfstep.bench import journal, measure, results
+
+    bench = load(arguments.workload)
+    if hasattr(arguments, "device"):
+        arguments.device = measure.pick_device(arguments.device)
+    bench.check(arguments)
+    if arguments.plot:
+        results.check_plot(arguments.plot)
+    path = arguments.against
+    earlier = results.load_earlier(path, arguments) if path else None
+    with journal.open_journal(arguments.json) as log:
+        tables = bench.run(arguments)
+        seconds = log.seconds()
+        if earlier:
+            tables.append(results.against(path, earlier, seconds))
+        show(tables, partial(results.data, arguments, tables, seconds))
+        if arguments.plot:
+            results.plot(tables, arguments.plot)

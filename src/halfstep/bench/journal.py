@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 
-class _Journal:
+class Journal:
     """The measurements of one bench, and optionally a file for JSON lines."""
 
     def __init__(self, file: TextIO | None) -> None:
         self.file = file
         self.values: dict[tuple[str, str], list[float]] = {}
+        """(name, figure) -> its numbers, in the order of measurement."""
 
     def record(self, name: str, figures: dict[str, Any]) -> None:
         """Write a measurement; store its numbers by name and figure."""
@@ -39,6 +40,10 @@ class _Journal:
                     figures = figures | {figure: str(value)}
         if self.file is not None:
             print(json.dumps({"name": name} | figures), file=self.file, flush=True)
+
+    def seconds(self) -> dict[str, list[float]]:
+        """Return the times by name."""
+        return {name: v for (name, f), v in self.values.items() if f == "seconds"}
 
     def table(self) -> Table:
         """Return the medians of the measurements."""
@@ -52,11 +57,11 @@ class _Journal:
         return Table("Measured so far", columns, rows, notes, digits=6)
 
 
-_open_journals: list[_Journal] = []
+_open_journals: list[Journal] = []
 
 
 @contextlib.contextmanager
-def open_journal(json_file: Path | None) -> Iterator[None]:
+def open_journal(json_file: Path | None) -> Iterator[Journal]:
     """Record measurements during this context.
 
     If the bench fails or is interrupted, they are printed on standard error, and the
@@ -78,11 +83,11 @@ def open_journal(json_file: Path | None) -> Iterator[None]:
     except OSError as error:
         message = f"--json {json_file} cannot be written: {error.strerror}."
         raise UserError(message) from error
-    journal = _Journal(file)
+    journal = Journal(file)
     _open_journals.append(journal)
     finished = False
     try:
-        yield
+        yield journal
         finished = True
     finally:
         _open_journals.remove(journal)

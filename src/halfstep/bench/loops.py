@@ -6,285 +6,377 @@ A library is used as its documentation shows it, without further tuning.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import queue
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
+from halfstep.casting.autocast_mode import autocast
 from halfstep.numerics import formats
+from halfstep.numerics.local_tensor import inner_tensors
 from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from argparse import Namespace
 
     from torch.optim import Optimizer
 
     from halfstep.session.session import Session
 
-LossOf: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
+LossOf: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> mean loss of the batch."""
-Batches: TypeAlias = "list[tuple[Tensor, Tensor]]"
 
 
-class Loop(Protocol):
-    """A model and its training step."""
+@dataclass(frozen=True)
+class Task:
+    """What a candidate trains."""
 
     model: nn.Module
+    """On its device, in fp32; a DDP model synchronizes the last micro-batch."""
+    optimizer: Optimizer
+    loss_of: LossOf
+    work: Namespace
+    """Has `device`, "cpu" or "cuda"; `dtype`, "bf16" or "fp16"; and `accumulate`, the
+    micro-batches of a step."""
 
-    def forward(self, batch: Any) -> Tensor:  # noqa: ANN401 -- whatever the model takes
-        """Return the loss of a batch, with its graph."""
 
-    def step(self, batches: Sequence[Any]) -> Tensor:
-        """Run one step on the mean over micro-batches; return the last loss."""
+@dataclass
+class Loop:
+    """A training step."""
 
-
-class PlainLoop:
-    """A loop as in tutorials: torch.autocast, and torch.amp.GradScaler for fp16.
-
-    Args:
-        model: On its device, in fp32; under DDP it synchronizes the last micro-batch.
-        optimizer: Optimizer of its parameters.
-        loss_of: Computes the loss from model and batch.
-        device: "cpu" or "cuda".
-        dtype: The 16-bit dtype; None trains in fp32.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_of: LossOf,
-        device: str,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._loss_of, self._device, self._dtype = loss_of, device, dtype
-        self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-
-    def forward(self, batch: Any) -> Tensor:  # noqa: ANN401
-        """Return the loss of a batch, with its graph."""
-        enabled = self._dtype is not None
-        with torch.autocast(self._device, self._dtype, enabled=enabled):
-            return self._loss_of(self.model, batch)
+    model: nn.Module
+    optimizer: Optimizer
+    passes: Callable[[Sequence[Any]], Tensor]
+    """Runs forward and backward of all micro-batches; returns the last loss."""
+    update: Callable[[], object] = lambda: None
+    """Steps the optimizer and clears the gradients, unless `passes` does so."""
+    forward: Callable[[Any], Tensor] | None = None
+    """Returns the loss of a micro-batch with its graph; None in other libraries."""
+    session: Session | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """More to report besides its time, as plain values."""
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """Run one step on the mean over micro-batches; return the last loss."""
-        no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
-        for number, batch in enumerate(batches, start=1):
-            is_last = number == len(batches)
-            with contextlib.nullcontext() if is_last else no_sync():
-                loss = self.forward(batch)
-                self.scaler.scale(loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+        loss = self.passes(batches)
         self.update()
         return loss.detach()
 
-    def update(self) -> None:
-        """Step the optimizer; clear the gradients."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+    def state_bytes(self) -> int:
+        """Return the bytes of weights, master weights and optimizer state."""
+        if self.session:
+            memory: dict[str, int] = self.session.memory()
+            return memory["weights"] + memory["masters"] + memory["moments"]
+        states = self.optimizer.state.values()
+        values = (v for state in states for v in state.values() if torch.is_tensor(v))
+        groups = (p for group in self.optimizer.param_groups for p in group["params"])
+        return storage_bytes([*self.model.parameters(), *groups, *values])
 
 
-class ManualLoop(PlainLoop):
-    """16-bit weights and optional fp32 master weights, implemented by hand.
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the total storage size; shared storages count once."""
+    storages = (t.untyped_storage() for each in tensors for t in inner_tensors(each))
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def plain(task: Task, *, low: bool = True, policy: str | None = None) -> Loop:
+    """Return a loop as in tutorials: torch.autocast, and its GradScaler for fp16.
+
+    Args:
+        task: What to train.
+        low: False trains in fp32.
+        policy: Policy of a halfstep.autocast context; None: torch.autocast.
+    """
+    model, device = task.model, task.work.device
+    dtype = formats.parse(task.work.dtype).dtype if low else None
+    open_context: Any = partial(torch.autocast, device, dtype, enabled=low)
+    if policy is not None:
+        open_context = partial(autocast, device, dtype, policy=policy)
+
+    def forward(batch: Any) -> Tensor:  # noqa: ANN401 -- whatever the model takes
+        with open_context():
+            return task.loss_of(model, batch)
+
+    return _scaled(task, forward, is_fp16=dtype == torch.float16)
+
+
+def _scaled(task: Task, forward: Callable[[Any], Tensor], *, is_fp16: bool) -> Loop:
+    """Return a loop with torch's GradScaler, which does nothing but for fp16."""
+    scaler = torch.amp.GradScaler(task.work.device, enabled=is_fp16)
+    no_sync = getattr(task.model, "no_sync", contextlib.nullcontext)
+
+    def passes(batches: Sequence[Any]) -> Tensor:
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with contextlib.nullcontext() if is_last else no_sync():
+                loss = forward(batch)
+                scaler.scale(loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def update() -> None:
+        scaler.step(task.optimizer)
+        scaler.update()
+        task.optimizer.zero_grad()
+
+    return Loop(task.model, task.optimizer, passes, update, forward)
+
+
+def manual(task: Task, *, masters: bool) -> Loop:
+    """Return a loop with 16-bit weights and optional fp32 master weights, by hand.
 
     With masters: copy gradients to fp32, step, copy the masters to the weights.
     Without: step on the weights, without a loss scale.
     """
+    dtype = formats.parse(task.work.dtype).dtype
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if masters:
+        (group,) = task.optimizer.param_groups
+        originals = [p.detach().clone() for p in group["params"]]
+        pairs = list(zip(group["params"], originals, strict=True))
+        group["params"] = originals
+    task.model.to(dtype)
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, work: Workload, *, masters: bool
-    ) -> None:
-        """Convert the model to 16 bits; with masters, pass those to the optimizer."""
-        self.dtype = formats.parse(work.dtype).dtype
-        scaled = self.dtype if masters else None
-        super().__init__(model, optimizer, loss_of, work.device, scaled)
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        if masters:
-            (group,) = optimizer.param_groups
-            originals = [p.detach().clone() for p in group["params"]]
-            self.pairs = list(zip(group["params"], originals, strict=True))
-            group["params"] = originals
-        model.to(self.dtype)
+    def forward(batch: Any) -> Tensor:  # noqa: ANN401
+        return task.loss_of(task.model, formats.cast_floating(batch, dtype))
 
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of a batch, with its graph."""
-        inputs, targets = batch
-        return loss_of(self.model, (inputs.to(self.dtype), targets.to(self.dtype)))
+    loop = _scaled(task, forward, is_fp16=masters and dtype == torch.float16)
+    inner = loop.update
 
-    def update(self) -> None:
-        """Step the optimizer on the masters, and copy them to the weights."""
-        for weight, master in self.pairs:
+    def update() -> None:
+        for weight, master in pairs:
             if weight.grad is not None:
                 master.grad = weight.grad.float()
                 weight.grad = None
-        super().update()
+        inner()
         with torch.no_grad():
-            for weight, master in self.pairs:
+            for weight, master in pairs:
                 weight.copy_(master)
 
+    loop.update = update
+    return loop
 
-class AccelerateLoop:
-    """A loop over Hugging Face Accelerate."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, work: Workload) -> None:
-        """Let Accelerate prepare model and optimizer."""
-        self._accelerator: Any = import_module("accelerate").Accelerator(
-            mixed_precision=work.dtype,
-            cpu=work.device == "cpu",
-            gradient_accumulation_steps=work.accumulate,
-        )
-        self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
+def accelerate(task: Task) -> Loop:
+    """Return a loop over Hugging Face Accelerate."""
+    accelerator: Any = import_module("accelerate").Accelerator(
+        mixed_precision=task.work.dtype,
+        cpu=task.work.device == "cpu",
+        gradient_accumulation_steps=task.work.accumulate,
+    )
+    model, optimizer = accelerator.prepare(task.model, task.optimizer)
 
-    def forward(self, batch: Any) -> Tensor:  # noqa: ANN401
-        """Return the loss of a batch, with its graph."""
-        return loss_of(self.model, batch)
-
-    def step(self, batches: Sequence[Any]) -> Tensor:
-        """Run one step on the mean over micro-batches; return the last loss."""
+    def passes(batches: Sequence[Any]) -> Tensor:
         for batch in batches:
-            with self._accelerator.accumulate(self.model):
-                loss = self.forward(batch)
-                self._accelerator.backward(loss)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-        return loss.detach()
+            with accelerator.accumulate(model):
+                loss = task.loss_of(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    return Loop(model, optimizer, passes)
 
 
-class FabricLoop:
-    """A loop over Lightning Fabric."""
+def fabric(task: Task, *, kind: str) -> Loop:
+    """Return a loop over Lightning Fabric.
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, work: Workload, *, kind: str
-    ) -> None:
-        """Let Fabric set up model and optimizer.
+    Args:
+        task: What to train.
+        kind: "true": all in 16 bits, without masters; "mixed": autocast.
+    """
+    number = {"bf16": "bf16", "fp16": "16"}[task.work.dtype]
+    library: Any = import_module("lightning_fabric").Fabric(
+        accelerator=task.work.device, devices=1, precision=f"{number}-{kind}"
+    )
+    model, optimizer = library.setup(task.model, task.optimizer)
 
-        Args:
-            model: In fp32.
-            optimizer: Optimizer of its parameters.
-            work: Device and dtype.
-            kind: "true": all in 16 bits, without masters; "mixed": autocast.
-        """
-        number = {"bf16": "bf16", "fp16": "16"}[work.dtype]
-        self._fabric: Any = import_module("lightning_fabric").Fabric(
-            accelerator=work.device, devices=1, precision=f"{number}-{kind}"
-        )
-        self.model, self._optimizer = self._fabric.setup(model, optimizer)
-
-    def forward(self, batch: Any) -> Tensor:  # noqa: ANN401
-        """Return the loss of a batch, with its graph."""
-        return loss_of(self.model, batch)
-
-    def step(self, batches: Sequence[Any]) -> Tensor:
-        """Run one step on the mean over micro-batches; return the last loss."""
+    def passes(batches: Sequence[Any]) -> Tensor:
         for batch in batches:
-            loss = self.forward(batch)
-            self._fabric.backward(loss / len(batches))
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.detach()
+            loss = task.loss_of(model, batch)
+            library.backward(loss / len(batches))
+        return loss
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(model, optimizer, passes, update)
 
 
-class SessionLoop:
-    """A loop over a Session, whose `accumulate` is the number of micro-batches."""
+def trainer(task: Task) -> Loop:
+    """Return a loop over transformers' Trainer, without logging, clipping, schedule.
 
-    def __init__(self, session: Session, loss_of: LossOf) -> None:
-        self.model, self.session = session.model, session
-        self._loss_of = loss_of
-        self._context: Any = None
+    `Trainer.train` runs in a thread of its own, and waits for the batches of each step.
+    """
+    batches_in: queue.Queue[Any] = queue.Queue()
+    losses: queue.Queue[Tensor | Exception] = queue.Queue()
+    folder = tempfile.TemporaryDirectory()
+    transformers: Any = import_module("transformers")
 
-    def forward(self, batch: Any) -> Tensor:  # noqa: ANN401
-        """Return the loss of a batch, with its graph."""
-        with self.session.autocast() as self._context:
-            return self._loss_of(self.model, batch)
+    class Trainer(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> object:
+            return _Batches(batches_in)
 
-    def step(self, batches: Sequence[Any]) -> Tensor:
-        """Run one step on the mean over micro-batches; return the last loss."""
+        def compute_loss(self, model: nn.Module, inputs: Any, **_: Any) -> Tensor:  # noqa: ANN401
+            self.loss = task.loss_of(model, inputs)
+            return self.loss
+
+    class Report(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: object, **__: object) -> None:
+            losses.put(worker.loss)
+
+    settings = transformers.TrainingArguments(
+        output_dir=folder.name,
+        use_cpu=task.work.device == "cpu",
+        **{task.work.dtype: True},
+        max_steps=2**31 - 1,
+        gradient_accumulation_steps=task.work.accumulate,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    worker = Trainer(
+        task.model,
+        settings,
+        optimizers=(task.optimizer, None),
+        callbacks=[Report()],
+    )
+    worker.model_accepts_loss_kwargs = False  # so that it divides by `accumulate`
+
+    def train() -> None:
+        try:
+            with folder:
+                worker.train()
+        except Exception as error:  # noqa: BLE001 -- raised by `passes`
+            losses.put(error)
+
+    threading.Thread(target=train, daemon=True).start()
+
+    def passes(batches: Sequence[Any]) -> Tensor:
         for batch in batches:
-            loss = self.forward(batch)
-            self.session.backward(loss)
-            self.session.step()
-        return loss.detach()
+            batches_in.put(batch)
+        loss = losses.get()
+        if isinstance(loss, Exception):
+            raise loss
+        return loss
 
-    def casts(self) -> int:
-        """Return the casts made by the cache, which dispatch modes do not see."""
-        cache = getattr(self._context, "cache", None)
-        return cache.misses if cache is not None else 0
+    return Loop(task.model, task.optimizer, passes)
 
 
-# The network shared by several benches
+class _Batches:
+    """Yields what is put into a queue, like a DataLoader without end."""
+
+    def __init__(self, source: queue.Queue[Any]) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._source.get()
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+def session(task: Task, **settings: Any) -> Loop:  # noqa: ANN401
+    """Return a loop over a Session; `settings` are arguments of `prepare`."""
+    common = {"dtype": task.work.dtype, "accumulate": task.work.accumulate}
+    own = prepare(task.model, task.optimizer, **common | settings)
+
+    def forward(batch: Any) -> Tensor:  # noqa: ANN401
+        with own.autocast():
+            return task.loss_of(own.model, batch)
+
+    def passes(batches: Sequence[Any]) -> Tensor:
+        for number, batch in enumerate(batches, start=1):
+            loss = forward(batch)
+            own.backward(loss)
+            if number < len(batches):
+                own.step()
+        return loss
+
+    return Loop(own.model, own.optimizer, passes, own.step, forward, own)
+
+
+_FABRIC = "lightning_fabric"
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Linear layers with ReLU between them, and how they are trained."""
+class Candidate:
+    """One way to train the model of a workload."""
 
-    device: str
-    """"cpu" or "cuda"."""
-    dtype: str
-    """"bf16" or "fp16"."""
-    layers: int
-    width: int
-    """Inputs and outputs of each layer."""
-    batch: int
-    """Examples of one micro-batch."""
-    accumulate: int
-    """Micro-batches of one step."""
+    description: str
+    make: Callable[..., Loop]
+    """(task, **settings) -> loop."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    package: str | None = None
+    """Package that it needs besides torch."""
+    optimizer: str | None = None
+    """Class of `torchao.optim`, in place of AdamW."""
+    keeps_memory: bool = False
+    """Whether its C allocator returns no memory to the system."""
 
-
-def draw_batches(work: Workload) -> Batches:
-    """Return the micro-batches, the same for every step."""
-    torch.manual_seed(0)
-    shape = work.batch, work.width
-
-    def draw() -> Tensor:
-        return torch.randn(shape, device=work.device)
-
-    return [(draw(), draw()) for _ in range(work.accumulate)]
+    @property
+    def distribution(self) -> str | None:
+        """The distribution whose version counts."""
+        return "lightning" if self.package == _FABRIC else self.package
 
 
-def make_network(work: Workload, seed: int) -> nn.Module:
-    """Build the network; its weights depend only on the seed."""
-    torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for _ in range(work.layers):
-        layers += [nn.Linear(work.width, work.width), nn.ReLU()]
-    return nn.Sequential(*layers[:-1]).to(work.device)
+def _session(description: str, **settings: Any) -> Candidate:  # noqa: ANN401
+    return Candidate(f"halfstep: {description}", session, settings)
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean squared error of a micro-batch."""
-    inputs, targets = batch
-    return F.mse_loss(model(inputs), targets)
+def _o2(description: str, master: str) -> Candidate:
+    return _session(description, level="O2", master=master)
 
 
-def plain(
-    model: nn.Module, optimizer: Optimizer, work: Workload, *, low: bool = True
-) -> PlainLoop:
-    """Return a plain loop on the network, in 16 bits or in fp32."""
-    dtype = formats.parse(work.dtype).dtype if low else None
-    return PlainLoop(model, optimizer, loss_of, work.device, dtype)
+def _other(text: str, make: Any, package: str, **settings: Any) -> Candidate:  # noqa: ANN401
+    return Candidate(text, make, settings, package)
 
 
-def session(
-    model: nn.Module,
-    optimizer: Optimizer,
-    work: Workload,
-    **settings: Any,  # noqa: ANN401
-) -> SessionLoop:
-    """Return a Session loop on the network; `settings` are arguments of `prepare`."""
-    common: dict[str, Any] = {"dtype": work.dtype, "accumulate": work.accumulate}
-    return SessionLoop(prepare(model, optimizer, **common | settings), loss_of)
+def _torchao(kind: str, text: str, make: Any, **settings: Any) -> Candidate:  # noqa: ANN401
+    return Candidate(f"{text} with torchao's {kind}", make, settings, "torchao", kind)
 
 
-MAKERS: dict[str, Callable[..., Loop]] = {
-    "plain": plain,
-    "manual": ManualLoop,
-    "accelerate": AccelerateLoop,
-    "fabric": FabricLoop,
-    "session": session,
+_AMP = Candidate("torch.autocast, and torch's GradScaler with fp16", plain)
+_KEPT = "the same; the C library's allocator keeps all memory"
+CANDIDATES = {
+    "fp32": Candidate("all in fp32", plain, {"low": False}),
+    "torch.amp": _AMP,
+    "torch.amp-kept": Candidate(_KEPT, plain, keeps_memory=True),
+    "accelerate": _other("Hugging Face Accelerate", accelerate, "accelerate"),
+    "fabric-mixed": _other("Lightning Fabric, mixed", fabric, _FABRIC, kind="mixed"),
+    "fabric-true": _other("Lightning Fabric, true", fabric, _FABRIC, kind="true"),
+    "trainer": _other("transformers' Trainer", trainer, "transformers"),
+    "torchao-8bit": _torchao("AdamW8bit", "torch.amp", plain),
+    "torchao-4bit": _torchao("AdamW4bit", "torch.amp", plain),
+    "naive-O2": Candidate("fp32 masters by hand", manual, {"masters": True}),
+    "pure": Candidate("all in 16 bits, by hand", manual, {"masters": False}),
+    "O1": _session("fp32 weights, operations cast one by one", level="O1"),
+    "O2": _session("16-bit weights, fp32 master weights", level="O2"),
+    "O2-kept": Candidate(_KEPT, session, {"level": "O2"}, keeps_memory=True),
+    "O2-split": _o2("bf16 weights and the low 16 bits of fp32", "split"),
+    "O2-kahan": _o2("bf16 weights and a compensation term", "kahan"),
+    "O2-stochastic": _o2("stochastically rounded updates", "stochastic"),
+    "O2-8bit": _torchao("AdamW8bit", "halfstep: O2", session, level="O2"),
+    "O3": _session("16-bit weights without master weights", level="O3"),
+    "O1 torch": _session("O1 with torch's op table", level="O1", policy="torch"),
+    "O1 lean": _session("O1 with the lean op table", level="O1", policy="lean"),
+    "O2 lean": _session("O2 with the lean op table", level="O2", policy="lean"),
 }
-"""Name -> constructor of a loop: (network, optimizer, work, **settings)."""
+"""Name -> candidate."""
+
+
+def pick(*names: str) -> dict[str, Candidate]:
+    """Return some of the candidates."""
+    return {name: CANDIDATES[name] for name in names}

@@ -1,13 +1,12 @@
-"""Times contenders in turn, and describes the conditions of the measurements."""
+"""Times candidates in turn, and states ratios with their spread."""
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
 import timeit
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,48 +17,65 @@ from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 MIB = 2**20
 SPREAD = "+-: half of the rounds lie as near to the ratio"
+NO_DIFFERENCE = "no difference beyond the spread"
 TURN_SECONDS = 0.05
 """Minimum duration of a turn, after which it may end before --calls calls."""
+MIN_ROUNDS = 3
+"""Rounds below which nothing is called faster or slower: quartiles need three."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times of contenders, round by round; results for those not run are None.
+    """Times of candidates, round by round; results for those not run are None.
 
-    A slow period of the machine affects all contenders of a round. So ratios and
+    A slow period of the machine affects all candidates of a round. So ratios and
     differences are taken within a round, and then the median.
     """
 
     rounds: Mapping[str, Sequence[float]]
-    """Contender -> seconds of each round; equally many for each."""
+    """Candidate -> seconds of each round; equally many for each."""
 
     def median(self, name: str, unit: float = 1.0) -> float | None:
-        """Return a contender's median time; `unit` is the number of them per second."""
+        """Return a candidate's median time; `unit` is the number of them per second."""
         return median([unit * each for each in self.rounds.get(name, ())])
 
     def ratio(self, name: str, baseline: str) -> float | None:
-        """Return the median of a contender's time over the baseline's."""
+        """Return the median of a candidate's time over the baseline's."""
         return median(self._ratios(name, baseline))
 
     def spread(self, name: str, baseline: str) -> float | None:
         """Return half of the interquartile range of the ratios."""
         ratios = self._ratios(name, baseline)
-        if len(ratios) <= 1:
-            return 0.0 if ratios else None
-        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        return (high - low) / 2
+        return half_quartile_range(ratios) if ratios else None
+
+    def result(self, name: str, baseline: str) -> str | None:
+        """Return "faster" or "slower" than the baseline, or `NO_DIFFERENCE`.
+
+        None for the baseline itself, and with fewer than `MIN_ROUNDS` rounds.
+        """
+        ratios = self._ratios(name, baseline)
+        if name == baseline or len(ratios) < MIN_ROUNDS:
+            return None
+        return verdict(statistics.median(ratios), half_quartile_range(ratios))
 
     def excess(self, name: str, baseline: str, unit: float = 1.0) -> float | None:
         """Return the median difference to a baseline; `unit` as in `median`."""
         pairs = self._pairs(name, baseline)
         return median([unit * (own - other) for own, other in pairs])
+
+    def compared(self, name: str, baseline: str) -> dict[str, Cell]:
+        """Return the cells of a row: ratio to a baseline, spread, and `result`."""
+        return {
+            f"x {baseline}": self.ratio(name, baseline),
+            "+-": self.spread(name, baseline),
+            "result": self.result(name, baseline),
+        }
 
     def _ratios(self, name: str, baseline: str) -> list[float]:
         return [own / other for own, other in self._pairs(name, baseline)]
@@ -70,9 +86,24 @@ class Times:
         return list(zip(self.rounds[name], self.rounds[baseline], strict=True))
 
 
+def verdict(ratio: float, spread: float) -> str:
+    """Return "faster" or "slower"; `NO_DIFFERENCE` if 1 is within the spread."""
+    if abs(ratio - 1) <= spread:
+        return NO_DIFFERENCE
+    return "faster" if ratio < 1 else "slower"
+
+
 def median(values: Sequence[float]) -> float | None:
     """Return the median; None if empty."""
     return statistics.median(values) if values else None
+
+
+def half_quartile_range(values: Sequence[float]) -> float:
+    """Return half of the interquartile range of at least one value."""
+    if len(values) == 1:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2
 
 
 def within(value: float | None, limit: float | None) -> bool | None:
@@ -92,19 +123,19 @@ def table(
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], float]], rounds: int, what: str = ""
+    candidates: Mapping[str, Callable[[], float]], rounds: int, what: str = ""
 ) -> Times:
-    """Measure contenders in turn.
+    """Measure candidates in turn.
 
     Args:
-        contenders: Name -> function that runs one turn and returns its seconds.
-        rounds: Turns per contender, >= 1.
+        candidates: Name -> function that runs one turn and returns its seconds.
+        rounds: Turns per candidate, >= 1.
         what: Description for the journal, if a bench measures several things.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
-        for name in order(contenders, number):
-            seconds[name].append(contenders[name]())
+        for name in order(candidates, number):
+            seconds[name].append(candidates[name]())
             title = f"{what}: {name}" if what else name
             journal.record(title, round=number + 1, seconds=seconds[name][-1])
     return Times(seconds)
@@ -113,7 +144,7 @@ def take_turns(
 def order(names: Iterable[str], number: int) -> list[str]:
     """Return the order of a round; every second one is reversed.
 
-    The second contender benefits from warm caches, or suffers from a hot CPU.
+    The second candidate benefits from warm caches, or suffers from a hot CPU.
     """
     ordered = list(names)
     return ordered[::-1] if number % 2 else ordered
@@ -160,41 +191,9 @@ def pick_device(name: str | None) -> str:
     return name or hardware.capabilities().device
 
 
-def from_flags(
-    kind: Callable[..., T], arguments: argparse.Namespace, **others: object
-) -> T:
-    """Build a dataclass from flags of the same names as its fields, and `others`."""
-    names = {field.name for field in fields(kind)} - others.keys()  # type: ignore[arg-type]
-    return kind(**{name: getattr(arguments, name) for name in names}, **others)
-
-
 def in_turn(rounds: int) -> str:
     """Return the note on how a table's times were taken."""
-    return f"median of {rounds} rounds, contenders in turn"
-
-
-def conditions(bench: str, device: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the notes of every table: date, machine, and the command to repeat it."""
-    facts = hardware.capabilities()
-    processor = facts.gpus[0].name if device == "cuda" else facts.cpu
-    today = time.strftime("%Y-%m-%d")
-    threads = torch.get_num_threads()  # now, as a flag may have changed it
-    notes = [
-        f"{today}, torch {facts.torch}, {processor}, threads: {threads}",
-        f"halfstep bench {bench} {_flags(arguments)} --device {device}",
-    ]
-    tunables = os.environ.get("GLIBC_TUNABLES")
-    return notes + ([f"GLIBC_TUNABLES={tunables}"] if tunables else [])
-
-
-def _flags(arguments: argparse.Namespace) -> str:
-    """Format all settings as flags, defaults too, since those may change."""
-    words = []
-    for name, value in vars(arguments).items():
-        if name not in {"command", "tables", "device", "json"} and value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            words.append(f"--{name.replace('_', '-')} {text}")
-    return " ".join(words)
+    return f"median of {rounds} rounds, candidates in turn; {SPREAD}"
 
 
 def progress(line: str) -> None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep.bench import measure
-from halfstep.bench.contenders import SCALER_OPTIMIZERS
+from halfstep.bench import commands, measure, results
+from halfstep.bench.optimizer import TorchOptimizer
 from halfstep.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
-    import argparse
+    from argparse import Namespace
     from collections.abc import Callable
 
     from halfstep.reporting.table import Cell, Table
@@ -32,8 +32,15 @@ TARGETS = {"1000x16": 0.5, "3x4096": 1.0}
 """Shape -> maximum overhead relative to torch's. Many small tensors cost Python time,
 which can be saved; a few large ones cost memory traffic, which cannot."""
 
+OPTIMIZERS = {
+    "none": None,
+    "sgd": TorchOptimizer("SGD", {"foreach": True}),
+    "adamw": TorchOptimizer("AdamW", {"foreach": True}),
+    "sgd-fused": TorchOptimizer("SGD", {"fused": True}),
+    "adamw-fused": TorchOptimizer("AdamW", {"fused": True}),
+}
+"""None: one whose step does nothing."""
 _NOISY = ("sgd", "adamw")  # see the row of "none" for their overhead
-_LR = 1e-3
 _MICRO = 1e6
 
 
@@ -50,13 +57,9 @@ class NoOpOptimizer(torch.optim.Optimizer):
 
 
 def make_optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Build one of `SCALER_OPTIMIZERS`."""
-    chosen = SCALER_OPTIMIZERS[name]
-    if chosen is None:
-        return NoOpOptimizer(parameters)
-    make = getattr(torch.optim, chosen.class_name)
-    optimizer: torch.optim.Optimizer = make(parameters, lr=_LR, **chosen.settings)
-    return optimizer
+    """Build one of `OPTIMIZERS`."""
+    chosen = OPTIMIZERS[name]
+    return chosen.make(parameters) if chosen else NoOpOptimizer(parameters)
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,15 @@ class Gradients:
         torch._foreach_copy_(grads, self._source)
 
 
-def tables(arguments: argparse.Namespace) -> list[Table]:
+def tables(arguments: Namespace) -> list[Table]:
     """Measure each optimizer on each shape."""
-    device = measure.pick_device(arguments.device)
     rows: list[dict[str, Cell]] = []
     for shape in arguments.shapes:
-        gradients = Gradients.draw(shape, device)
+        gradients = Gradients.draw(shape, arguments.device)
         for name in arguments.optimizer:
             optimizer = make_optimizer(name, gradients.parameters)
             what = f"{shape}, {name}"
-            counts = arguments.calls, arguments.rounds
-            times = take_times(gradients, optimizer, device, *counts, what)
+            times = take_times(gradients, optimizer, arguments, what)
             target = None if name in _NOISY else TARGETS.get(shape)
             cells = _cells(times, target)
             rows.append({"gradients": shape, "optimizer": name} | cells)
@@ -109,7 +110,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         "x torch -: the difference is lost in the noise of the optimizer's own step",
         "gradients: number x rows and columns, fp32, finite, reset before each step",
         f"{measure.in_turn(arguments.rounds)}; x torch: of the medians",
-        *measure.conditions("scaler", device, arguments),
+        *results.conditions(arguments),
     )
     return [measure.table("GradScaler", rows, notes)]
 
@@ -123,6 +124,7 @@ def _cells(times: measure.Times, target: float | None) -> dict[str, Cell]:
         "torch us": theirs,
         "halfstep us": ours,
         "x torch": ratio,
+        "result": times.result("halfstep", "torch"),
         "target": target,
         "within": measure.within(ratio, target),
     }
@@ -131,12 +133,11 @@ def _cells(times: measure.Times, target: float | None) -> dict[str, Cell]:
 def take_times(
     gradients: Gradients,
     optimizer: torch.optim.Optimizer,
-    device: str,
-    calls: int,
-    rounds: int,
+    arguments: Namespace,
     what: str = "",
 ) -> measure.Times:
     """Time the optimizer alone and with each scaler, in turn."""
+    device = arguments.device
     loss = torch.ones((), device=device)
 
     def scaled(scaler: torch.amp.GradScaler) -> None:
@@ -161,6 +162,27 @@ def take_times(
 
     for name in steps:
         turn(name, 1)  # initializes state
-    calls = measure.calls_per_turn(calls, turn("torch", 3))
+    calls = measure.calls_per_turn(arguments.calls, turn("torch", 3))
     turns = {name: partial(turn, name, calls) for name in steps}
-    return measure.take_turns(turns, rounds, what)
+    return measure.take_turns(turns, arguments.rounds, what)
+
+
+BENCHES = {
+    "scaler": commands.Bench(
+        tables,
+        "Time scaling, unscaling, the inf check and the update of the loss scale with "
+        "torch's GradScaler and with halfstep's, for several optimizers.",
+        {
+            "shapes": commands.flag(
+                "N gradients of M x M",
+                ["1000x16", "3x4096"],
+                commands.shapes,
+                "NxM,NxM",
+            ),
+            "optimizer": commands.names(OPTIMIZERS, "none", "sgd", "adamw-fused"),
+            "calls": commands.flag("steps in a round, fewer of slow ones", 50),
+            "device": commands.DEVICE,
+            "rounds": commands.rounds(21),
+        },
+    )
+}

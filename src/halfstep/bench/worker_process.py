@@ -1,4 +1,4 @@
-"""Runs contenders in processes of their own, which compute only on request.
+"""Runs candidates in processes of their own, which compute only on request.
 
 So settings of a process, such as its allocator, can be compared within one run, and
 only one process computes at a time: the others wait for a line of input.
@@ -16,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from halfstep.bench import journal
 from halfstep.errors import UserError
 from halfstep.machine import hardware
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment that lets waiting threads sleep at once: by default OpenMP threads spin
-for a while, on cores that the next contender needs."""
+for a while, on cores that the next candidate needs."""
 
 TIMEOUT_S = 30
 """Seconds in which a process without requests must exit."""
@@ -64,7 +63,7 @@ class WorkerProcess:
         )
 
     def request(self, question: Any = None) -> dict[str, Any]:  # noqa: ANN401 -- any JSON
-        """Send a request; return and record the answer.
+        """Send a request; return the answer.
 
         Raises:
             UserError: If the process has ended; includes the last line of its errors.
@@ -80,10 +79,9 @@ class WorkerProcess:
             status = self.process.wait(TIMEOUT_S)
             self._stderr.seek(0)
             last = (self._stderr.read().strip().splitlines() or ["no output"])[-1]
-            message = f"contender {self.name} ended with status {status}: {last}"
+            message = f"candidate {self.name} ended with status {status}: {last}"
             raise UserError(message)
         answer: dict[str, Any] = json.loads(line)
-        journal.record(self.name, **answer)
         return answer
 
     def __enter__(self) -> Self:
@@ -106,16 +104,6 @@ class WorkerProcess:
         self._stderr.close()
 
 
-def run_once(name: str, module: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Start a process for a single request; return the answer.
-
-    Raises:
-        UserError: If the process fails.
-    """
-    with WorkerProcess(name, module, task, {}) as process:
-        return process.request()
-
-
 def main(module: str, task: str) -> None:
     """Run as a worker: answer each line of standard input until it ends.
 
@@ -135,26 +123,12 @@ def resident(device: str) -> int:
 
     The peak so far, if the system does not report the current value.
     """
-    return _memory("VmRSS") if device == "cpu" else hardware.peak_memory(device)
-
-
-def peak_resident(device: str) -> int:
-    """Return the peak resident bytes so far.
-
-    Not from `getrusage`, whose peak starts at the parent's size at the time of the
-    fork.
-    """
-    return _memory("VmHWM") if device == "cpu" else hardware.peak_memory(device)
-
-
-def _memory(key: str) -> int:
     status = Path("/proc/self/status")
-    if status.exists():
-        lines = status.read_text(encoding="utf-8").splitlines()
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        if key in fields:
-            return int(fields[key].split()[0]) * 1024
-    return hardware.peak_memory("cpu")
+    if device == "cpu" and status.exists():
+        for line in status.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return hardware.peak_memory(device)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 A trace is the largest gradient of each step, recorded from a training run or synthetic.
 Each rule is applied to the same traces: a step is lost if its largest gradient times
-the scale overflows fp16. Nothing is timed.
-
-The rules of other libraries are reimplemented here; halfstep's is a LossScaler that
-runs on a graph whose only 16-bit gradient is the trace's.
+the scale overflows fp16. Nothing is timed. The rules of other libraries are
+reimplemented here; halfstep's is a LossScaler.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
-from halfstep.bench import journal, measure
+from halfstep.bench import commands, journal, measure, results
 from halfstep.scaling import LossScaleCollapse, LossScaler, ScaleRule
 
 if TYPE_CHECKING:
-    import argparse
+    from argparse import Namespace
     from collections.abc import Callable, Iterator, Sequence
 
     from halfstep.reporting.table import Cell, Table
@@ -48,108 +46,62 @@ def largest_safe_scale(peak: float) -> float:
     return 2.0 ** (math.ceil(math.log2(LARGEST / peak)) - 1)
 
 
-# The rules of other libraries
+Replay: TypeAlias = "Callable[[Sequence[float], float], Iterator[float]]"
+"""(peaks, initial scale) -> the scale of each step and the one after the last; ends
+early if the library raises."""
 
 
 @dataclass(frozen=True)
-class ScalerState:
-    """The state of a loss scale rule between steps."""
+class LibraryRule:
+    """Halves the scale after an overflow, and doubles it after clean steps in a row."""
 
-    scale: float
-    clean_steps: int = 0
-    """Steps without overflow since the scale last changed, or since an overflow."""
-    overflows_left: int = 1
-    """Overflows until the scale is reduced: the remaining hysteresis."""
+    first: float
+    """Initial scale."""
+    interval: int
+    """Clean steps until the scale doubles."""
+    floor: float = 0.0
+    """Smallest scale."""
+    hysteresis: int = 1
+    """Overflows until the scale is halved; only doubling restores it."""
+    restores: bool = False
+    """Whether each clean step restores the hysteresis."""
+    raises: bool = False
+    """Whether an overflow at the smallest scale raises."""
 
-
-Rule: TypeAlias = "Callable[[ScalerState, bool], ScalerState | None]"
-"""(state, whether the step overflowed) -> next state; None: the library raises."""
-
-
-def torch_amp(state: ScalerState, found_inf: bool) -> ScalerState:
-    """Halve at each overflow; double after 2,000 consecutive clean steps; no bounds."""
-    if found_inf:
-        return ScalerState(_fp32(state.scale / 2))
-    if state.clean_steps + 1 < 2000:  # noqa: PLR2004 -- torch's default
-        return replace(state, clean_steps=state.clean_steps + 1)
-    doubled = _fp32(state.scale * 2)
-    return ScalerState(doubled if math.isfinite(doubled) else state.scale)
-
-
-def megatron(state: ScalerState, found_inf: bool) -> ScalerState:
-    """Tolerate one overflow, then halve at each; double after 1,000 clean steps.
-
-    The scale is at least 1. Only doubling resets the hysteresis.
-    """
-    if found_inf:
-        overflows_left = state.overflows_left - 1
-        scale = state.scale if overflows_left > 0 else max(_fp32(state.scale / 2), 1.0)
-        return ScalerState(scale, overflows_left=overflows_left)
-    if state.clean_steps + 1 < 1000:  # noqa: PLR2004 -- Megatron's default
-        return replace(state, clean_steps=state.clean_steps + 1)
-    return ScalerState(_fp32(state.scale * 2), overflows_left=2)
-
-
-def deepspeed(
-    state: ScalerState, found_inf: bool, *, consecutive: bool = False
-) -> ScalerState | None:
-    """Like Megatron, but raise instead of staying at 1.
-
-    Args:
-        state: Before the step.
-        found_inf: Whether the step overflowed.
-        consecutive: Each clean step resets the hysteresis, not only doubling.
-    """
-    if found_inf and state.overflows_left > 1:
-        return ScalerState(state.scale, overflows_left=state.overflows_left - 1)
-    if found_inf:
-        return (
-            ScalerState(max(state.scale / 2, 1.0), overflows_left=1)
-            if state.scale != 1
-            else None
-        )
-    overflows_left = 2 if consecutive else state.overflows_left
-    if state.clean_steps + 1 < 1000:  # noqa: PLR2004 -- DeepSpeed's default
-        return ScalerState(state.scale, state.clean_steps + 1, overflows_left)
-    return ScalerState(state.scale * 2, overflows_left=2)
+    def replay(self, peaks: Sequence[float], first: float) -> Iterator[float]:
+        """Yield the scale of each step, and the one after the last."""
+        scale, clean, left = first, 0, self.hysteresis
+        for peak in peaks:
+            yield scale
+            if overflows(peak, scale):
+                clean = 0
+                if left > 1:
+                    left -= 1
+                elif self.raises and scale <= self.floor:
+                    return
+                else:
+                    scale = max(_fp32(scale / 2), self.floor)
+                continue
+            clean += 1
+            left = self.hysteresis if self.restores else left
+            if clean == self.interval:
+                doubled = _fp32(scale * 2)
+                scale = doubled if math.isfinite(doubled) else scale
+                clean, left = 0, self.hysteresis
+        yield scale
 
 
 def _fp32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
 
-# Applying rules to traces
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A rule with its initial scale."""
-
-    first: float
-    """Initial scale of the library."""
-    play: Callable[[Sequence[float], float], Iterator[float]]
-    """(peaks, initial scale) -> the scale of each step and the one after the last; ends
-    early if the library raises."""
-
-
-def replay_library_rule(
-    rule: Rule, hysteresis: int, peaks: Sequence[float], first: float
-) -> Iterator[float]:
-    """Run another library's rule; it tolerates `hysteresis` - 1 overflows."""
-    state = ScalerState(first, overflows_left=hysteresis)
-    for peak in peaks:
-        yield state.scale
-        next_state = rule(state, overflows(peak, state.scale))
-        if next_state is None:
-            return
-        state = next_state
-    yield state.scale
-
-
-def replay_halfstep_rule(
+def replay_halfstep(
     rule: ScaleRule, peaks: Sequence[float], first: float
 ) -> Iterator[float]:
-    """Run a LossScaler, including its strategy."""
+    """Run a LossScaler, including its strategy.
+
+    Its graph has a single 16-bit gradient, that of the trace.
+    """
     scaler = LossScaler(rule)
     scaler.state = replace(scaler.state, scale=torch.tensor(first))
     weight = torch.ones((), requires_grad=True)
@@ -165,31 +117,26 @@ def replay_halfstep_rule(
     yield scaler.state.scale.item()
 
 
-def _halfstep(rule: ScaleRule) -> Contender:
-    return Contender(rule.init_scale, partial(replay_halfstep_rule, rule))
-
-
-def _library(rule: Rule, first: float, hysteresis: int) -> Contender:
-    return Contender(first, partial(replay_library_rule, rule, hysteresis))
-
-
-CONTENDERS = {
-    "torch.amp": _library(torch_amp, 2.0**16, 1),
-    "Megatron": _library(megatron, 2.0**32, 2),
-    "DeepSpeed": _library(deepspeed, 2.0**16, 2),
-    "DeepSpeed, consecutive": _library(
-        partial(deepspeed, consecutive=True), 2.0**16, 2
-    ),
-    "halfstep": _halfstep(ScaleRule()),
-    "halfstep, hysteresis 2": _halfstep(ScaleRule(hysteresis=2)),
-    "halfstep, hysteresis 2, clean": _halfstep(ScaleRule(hysteresis=2, refill="clean")),
-    "halfstep, measured": _halfstep(ScaleRule.parse("measured")),
-    "halfstep, logmax": _halfstep(ScaleRule.parse("logmax")),
+_DEEPSPEED = LibraryRule(2.0**16, 1000, floor=1.0, hysteresis=2, raises=True)
+LIBRARIES = {
+    "torch.amp": LibraryRule(2.0**16, 2000),
+    "Megatron": LibraryRule(2.0**32, 1000, floor=1.0, hysteresis=2),
+    "DeepSpeed": _DEEPSPEED,
+    "DeepSpeed, consecutive": replace(_DEEPSPEED, restores=True),
 }
 """Name -> rule, with the library's defaults."""
-
-
-# Traces
+RULES = {
+    "halfstep": ScaleRule(),
+    "halfstep, hysteresis 2": ScaleRule(hysteresis=2),
+    "halfstep, hysteresis 2, clean": ScaleRule(hysteresis=2, refill="clean"),
+    "halfstep, measured": ScaleRule.parse("measured"),
+    "halfstep, logmax": ScaleRule.parse("logmax"),
+}
+CANDIDATES: dict[str, tuple[float, Replay]] = {
+    **{name: (rule.first, rule.replay) for name, rule in LIBRARIES.items()},
+    **{n: (r.init_scale, partial(replay_halfstep, r)) for n, r in RULES.items()},
+}
+"""Name -> (initial scale, how it is applied)."""
 
 
 @dataclass(frozen=True)
@@ -243,13 +190,13 @@ def record_trace(steps: int, reduction: str) -> Trace:
     batch, scale = 32, 2.0**6
     lr = 0.05 / (batch if reduction == "sum" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    seen: list[Tensor] = []
+    maxima: list[Tensor] = []
 
-    def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        output.register_hook(lambda gradient: seen.append(gradient.abs().amax()))  # type: ignore[no-untyped-call]
+    def observe(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        output.register_hook(lambda grad: maxima.append(grad.abs().amax()))  # type: ignore[no-untyped-call]
 
     for module in model:
-        module.register_forward_hook(see)
+        module.register_forward_hook(observe)
     peaks = []
     for _ in range(steps):
         inputs = torch.randn(batch, 32)
@@ -260,9 +207,10 @@ def record_trace(steps: int, reduction: str) -> Trace:
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # Under autocast, weight gradients were also computed in 16 bits.
-        seen += [gradient.abs().amax() for gradient in gradients]
-        peaks.append(torch.stack([each.float() for each in seen]).amax().item() / scale)
-        seen.clear()
+        maxima += [gradient.abs().amax() for gradient in gradients]
+        largest = torch.stack([each.float() for each in maxima]).amax()
+        peaks.append(largest.item() / scale)
+        maxima.clear()
         torch._foreach_div_(gradients, scale)
         optimizer.step()
         optimizer.zero_grad()
@@ -272,10 +220,7 @@ def record_trace(steps: int, reduction: str) -> Trace:
     return Trace(f"recorded, loss: {reduction} of {batch}", peaks, level, first=None)
 
 
-# The results
-
-
-def replay(trace: Trace, contender: Contender) -> dict[str, Cell]:
+def replay(trace: Trace, first: float, play: Replay) -> dict[str, Cell]:
     """Apply a rule to a trace; return the cells of its row.
 
     A step is lost if it overflowed. Steps to recover: the longest run of steps, lost or
@@ -283,8 +228,7 @@ def replay(trace: Trace, contender: Contender) -> dict[str, Cell]:
     Binades unused: mean log2 of the largest safe scale over the scale, over the steps
     that were not lost; NaN if all were, inf if the scale was 0.
     """
-    first = contender.first if trace.first is None else trace.first
-    scales = list(contender.play(trace.peaks, first))
+    scales = list(play(trace.peaks, first if trace.first is None else trace.first))
     used = scales[: len(trace.peaks)]
     raised = len(scales) == len(used)
     lost = [overflows(p, s) for p, s in zip(trace.peaks, used, strict=False)]
@@ -313,30 +257,37 @@ def _scale_text(last: float, used: list[float], lost: list[bool]) -> str:
     return f"2**{math.log2(last):g}"
 
 
-def tables(arguments: argparse.Namespace) -> list[Table]:
+def tables(arguments: Namespace) -> list[Table]:
     """Replay each trace under each rule."""
     steps: int = arguments.steps
-    traces = [
-        *synthetic_traces(steps),
-        record_trace(steps, "mean"),
-        record_trace(steps, "sum"),
-    ]
+    recorded = [record_trace(steps, reduction) for reduction in ("mean", "sum")]
+    traces = [*synthetic_traces(steps), *recorded]
     notes = (
         "steps lost: the largest gradient times the scale does not fit in fp16",
         "steps to recover: longest stretch with the scale not right; -: it ends so",
         "right: the largest power of two that is safe for the trace, or half of it",
         "binades unused: mean of log2(largest safe scale / scale), steps lost left out",
         "first scale: 2**14, which is safe, but in cold starts; recorded: each its own",
-        f"torch {torch.__version__}; halfstep bench traces --steps {steps}",
+        *results.conditions(arguments),
     )
     trace_tables = []
     for trace in traces:
         rows: list[dict[str, Cell]] = []
-        for name, contender in CONTENDERS.items():
-            cells = replay(trace, contender)
+        for name, (first, play) in CANDIDATES.items():
+            cells = replay(trace, first, play)
             journal.record(f"{trace.name}: {name}", **cells)
             rows.append({"rule": name, **cells})
         more = notes if trace is traces[-1] else ()
         trace_tables.append(measure.table(trace.name, rows, more, digits=2))
         measure.progress(f"{trace.name}: done")
     return trace_tables
+
+
+BENCHES = {
+    "traces": commands.Bench(
+        tables,
+        "Replay recorded and synthetic gradient maxima through the rules of "
+        "torch.amp, Megatron, DeepSpeed and halfstep; print skipped steps and scales.",
+        {"steps": commands.flag("steps of each trace", 5000)},
+    )
+}

@@ -1,0 +1,66 @@
+"""The shortest time that this machine allows a training step, from measured rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.bench import measure
+from halfstep.machine import hardware
+
+_COPY_BYTES = 2**28
+_COPIES = 5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The measured rates of a device.
+
+    Formula: floor = FLOPs of the matmuls and convolutions / matmul rate in the dtype
+    + bytes of weights and optimizer state / copy rate.
+    """
+
+    tflops: dict[str, float]
+    """Format -> TFLOP/s of a large matmul, by `hs.machine.gemm_rates`."""
+    copy_gbytes: float
+    """GB/s at which a tensor is copied: it is read once and written once."""
+
+    @classmethod
+    def measure(cls, device: str) -> Floor:
+        """Measure the rates of a device, "cpu" or "cuda"."""
+        rates = hardware.gemm_rates(device)
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+        target = torch.ones_like(source)
+        times = [
+            measure.timed(lambda: target.copy_(source), device)[1]
+            for _ in range(_COPIES)
+        ]
+        return cls(rates, _COPY_BYTES / min(times) / 1e9)
+
+    def ms(self, dtype: str, flops: float, state_bytes: float) -> float:
+        """Return the milliseconds of a step: matmuls, and one pass over the state.
+
+        Args:
+            dtype: Format of the matmuls.
+            flops: FLOPs of one step, forward and backward.
+            state_bytes: Bytes of weights, master weights and optimizer state.
+        """
+        seconds = flops / (self.tflops[dtype] * 1e12)
+        return 1e3 * (seconds + state_bytes / (self.copy_gbytes * 1e9))
+
+    def notes(self, dtype: str, flops: float) -> list[str]:
+        """Return what the columns "floor ms", "of floor" and "MFU" mean."""
+        rates = ", ".join(f"{n} {self.tflops[n]:.3g}" for n in ("fp32", dtype))
+        return [
+            (
+                "floor ms: matmuls and convolutions at the measured matmul rate of "
+                "their format, and one pass over weights and optimizer state at the "
+                "copy rate"
+            ),
+            "of floor: floor ms / ms a step; MFU: of the matmuls alone",
+            (
+                f"{flops / 1e9:.4g} GFLOP a step; TFLOP/s: {rates}; "
+                f"copy: {self.copy_gbytes:.3g} GB/s"
+            ),
+        ]

@@ -1,0 +1,495 @@
+"""`halfstep bench train`, `quality` and `ner`: whole runs of `halfstep train`.
+
+`train` reports time, memory and quality beside a plain loop;
+`quality` and `ner` report scores with confidence intervals over seeds. Each run is a
+process of its own, for its own peak memory; candidates take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from scipy import stats
+from torch.utils.data import DataLoader
+
+from halfstep.bench import commands, journal, measure, results
+from halfstep.bench.measure import MIB, median
+from halfstep.bench.worker_process import WorkerProcess
+from halfstep.distributed.process_group import World
+from halfstep.machine import fp16_emulation, hardware
+from halfstep.scaling import LossScaleCollapse
+from halfstep.train import model as train_model
+from halfstep.train.config import TrainConfig
+from halfstep.train.data import corpus, tokenized
+from halfstep.train.plan import lr_factor, resolve_plan
+from halfstep.train.run import run
+from halfstep.train.signals import Diverged
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from halfstep.reporting.table import Cell, Table
+
+Run = Mapping[str, Any]
+"""The result of a run; one that diverged has only "seed" and "diverged"."""
+Runs = Mapping[str, Sequence[Run]]
+"""Candidate -> its runs, by seed."""
+
+PLAIN = ("plain-amp", "plain-fp32")
+"""The plain loops, which the speed of `bench train` is compared with."""
+_O1, _O2 = {"level": "O1", "dtype": "bf16"}, {"level": "O2", "dtype": "bf16"}
+_O1_FP16 = {"level": "O1", "dtype": "fp16"}
+TRAIN: dict[str, dict[str, Any]] = {
+    "plain-fp32": {"amp": False},
+    "plain-amp": {"amp": True},
+    "O0": {"level": "O0"},
+    "O1-bf16": _O1,
+    "O2-bf16": _O2,
+    "O3-bf16": {"level": "O3", "dtype": "bf16"},
+    "O1-fp16": _O1_FP16,
+    "O2-fp16": {"level": "O2", "dtype": "fp16"},
+}
+"""Settings of `halfstep train`, or of the plain loop."""
+_MASTERS = ("split", "kahan", "stochastic", "none")
+QUALITY: dict[str, dict[str, Any]] = {
+    "fp32": {"level": "O0"},
+    "O1": _O1,
+    "O2": _O2 | {"master": "fp32"},
+    **{f"O2-{master}": _O2 | {"master": master} for master in _MASTERS},
+    "O3": {"level": "O3", "dtype": "bf16"},
+}
+NER: dict[str, dict[str, Any]] = {
+    "fp32": {"level": "O0"},
+    "O1-fp16-unscaled": _O1_FP16 | {"loss_scale": "none"},
+    "O1-fp16": _O1_FP16 | {"loss_scale": "dynamic"},
+    "O1-bf16": _O1,
+    "O2-bf16": _O2,
+}
+BASELINE = "fp32"
+PADDED = 128
+"""Tokens per text in the plain loop."""
+_EVAL_ONLY_AT_END = 2**31 - 1
+"""Evaluation interval longer than any run: the last weights are evaluated, none are
+selected by dev score."""
+_EMULATED = (
+    "fp16: this CPU has no fp16 matmuls, so they are computed in fp32 and rounded: "
+    "scores and skipped steps are those of fp16; its speed is that of the emulation, "
+    "and its peak MiB holds the fp32 copies of the operands"
+)
+
+
+def train(arguments: Namespace) -> list[Table]:
+    """Run the candidates in turn; return medians."""
+    keys = ("data", "limit", "epochs", "model")
+    settings = {key: getattr(arguments, key) for key in keys} | {"mask_tokens": 0.0}
+    tasks = {name: settings | TRAIN[name] for name in arguments.candidates}
+    seeds = [arguments.seed] * arguments.repeats
+    runs, _ = _run_all(tasks, seeds, "accuracy", arguments)
+    notes = (
+        f"median of {arguments.repeats} runs, candidates in turn",
+        "seconds: tokenising and training steps; no evaluation, no checkpoint",
+        "train loss: mean over the last tenth of the steps; dev: of the last weights",
+        "all: no masked tokens, which halfstep train has by default from scratch",
+        "peak: the whole process; halfstep's also evaluates, saves and reports",
+        *results.conditions(arguments),
+    )
+    return [measure.table("Training a text classifier", run_rows(runs), notes)]
+
+
+def run_rows(runs: Runs) -> list[dict[str, Cell]]:
+    """Return a row of medians for each candidate."""
+
+    def middle(name: str, key: str) -> float:
+        return statistics.median(float(each[key]) for each in runs[name])
+
+    def speed(name: str, base: str) -> float | None:
+        key = "examples_per_s"
+        return middle(name, key) / middle(base, key) if base in runs else None
+
+    return [
+        {
+            "candidate": name,
+            "seconds": middle(name, "seconds"),
+            "examples/s": middle(name, "examples_per_s"),
+            **{f"x {base}": speed(name, base) for base in PLAIN},
+            "peak MiB": middle(name, "peak_bytes") / MIB,
+            "train loss": middle(name, "train_loss"),
+            "dev loss": middle(name, "dev_loss"),
+            "dev accuracy": statistics.median(
+                each["scores"]["accuracy"] for each in runs[name]
+            ),
+            "skipped": int(middle(name, "skipped")),
+        }
+        for name in runs
+    ]
+
+
+def quality(arguments: Namespace) -> list[Table]:
+    """Train every candidate of `bench quality` with every seed."""
+    keys = ("data", "limit", "model", "epochs", "device")
+    settings = {key: getattr(arguments, key) for key in keys}
+    settings |= {"dev_share": arguments.share}
+    tasks = {name: settings | QUALITY[name] for name in arguments.candidates}
+    runs, notes = _run_all(tasks, range(arguments.seeds), "accuracy", arguments)
+    return [score_table("Quality over seeds", "accuracy", runs, notes)]
+
+
+def ner(arguments: Namespace) -> list[Table]:
+    """Train every candidate of `bench ner` with every seed."""
+    keys = ("data", "limit", "model", "epochs", "batch_size", "max_length", "device")
+    settings = {key: getattr(arguments, key) for key in (*keys, "mask_tokens")}
+    settings |= {"task": "ner", "lr": arguments.lr}
+    tasks = {name: settings | NER[name] for name in arguments.candidates}
+    runs, notes = _run_all(tasks, range(arguments.seeds), "F1", arguments)
+    is_fp16 = any(task.get("dtype") == "fp16" for task in tasks.values())
+    if is_fp16 and fp16_emulation.is_needed(arguments.device):
+        notes = [*notes, _EMULATED]
+    return [score_table("Entities over seeds", "F1", runs, notes)]
+
+
+def _run_all(
+    tasks: Mapping[str, dict[str, Any]],
+    seeds: Sequence[int],
+    score: str,
+    arguments: Namespace,
+) -> tuple[Runs, list[str]]:
+    """Run each candidate with each seed; return the results, and notes on the data."""
+    common = {k: v for k, v in next(iter(tasks.values())).items() if k != "amp"}
+    data = load_corpus(TrainConfig(**common))  # fails early if the data are invalid
+    split, texts = ("test", data.test) if data.test else ("dev", data.dev)
+    evaluated = (
+        f"{score}: of {len(texts)} {split} texts, by which nothing was chosen: the "
+        f"last weights are evaluated; trained on {len(data.train)}"
+    )
+    # Measured once here rather than in a candidate's time.
+    hardware.gemm_rates(getattr(arguments, "device", None))
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
+    for number, seed in enumerate(seeds):
+        for name in measure.order(tasks, number):
+            task = {"settings": tasks[name] | {"seed": seed}}
+            with WorkerProcess(name, __name__, task, {}) as process:
+                result = process.request()
+            journal.record(name, seed=seed, **result)
+            runs[name].append(result)
+            text = result.get("diverged") or (
+                f"{score} {result['scores'][score.lower()]:.4f}, "
+                f"dev loss {result['dev_loss']:.4f}, "
+                f"{result['seconds']:.1f} s, {result['peak_bytes'] / MIB:.0f} MiB"
+            )
+            measure.progress(f"run {number + 1}/{len(seeds)} {name}: {text}")
+    return runs, [evaluated, *results.conditions(arguments)]
+
+
+def load_corpus(config: TrainConfig) -> corpus.Corpus:
+    """Load the data of a run.
+
+    Raises:
+        UserError: If the data are invalid.
+    """
+    return corpus.load(
+        None if config.data is None else Path(config.data),
+        task=config.task,
+        label_names=None,
+        limit=config.limit,
+        dev_share=config.dev_share,
+        seed=config.seed,
+    )
+
+
+def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Table:
+    """Return scores, losses and costs of each candidate, and differences to fp32.
+
+    Args:
+        title: Of the table.
+        score: "accuracy" or "F1".
+        runs: Equally many seeds per candidate.
+        more: Notes on the conditions.
+    """
+    rows: list[dict[str, Cell]] = []
+    for name, all_runs in runs.items():
+        own = [each for each in all_runs if "diverged" not in each]
+        # Not compared with itself; the baseline may also not have run.
+        bases = () if name == BASELINE else runs.get(BASELINE, ())
+        both = zip(all_runs, bases, strict=False)
+        pairs = [(a, b) for a, b in both if "diverged" not in {*a, *b}]
+        key = score.lower()
+        value, half = interval([100 * each["scores"][key] for each in own])
+        difference, its_half = interval(
+            [100 * (a["scores"][key] - b["scores"][key]) for a, b in pairs]
+        )
+        loss_difference, loss_half = interval(
+            [a["dev_loss"] - b["dev_loss"] for a, b in pairs]
+        )
+        rows.append(
+            {
+                "candidate": name,
+                f"{score} %": value,
+                "+-": half,
+                f"to {BASELINE}": difference,
+                f"+- to {BASELINE}": its_half,
+                "result": _result(difference, its_half),
+                "dev loss": interval([each["dev_loss"] for each in own])[0],
+                f"loss to {BASELINE}": loss_difference,
+                "+- of loss": loss_half,
+                f"time x {BASELINE}": median(
+                    [a["train_seconds"] / b["train_seconds"] for a, b in pairs]
+                ),
+                "peak MiB": median([each["peak_bytes"] / MIB for each in own]),
+                "skipped": sum(each["skipped"] for each in own) if own else None,
+                "diverged": len(all_runs) - len(own),
+            }
+        )
+    seeds = len(next(iter(runs.values())))
+    notes = (
+        f"seeds: {seeds}, the same for all; candidates in turn",
+        "a seed draws first weights, order and dropout; of a single file, the split",
+        "+-: half of Student's 95 % interval for the mean over seeds",
+        f"to {BASELINE}: mean of the differences, seed by seed, in points",
+        "one such interval in twenty misses the true mean by chance",
+        f"time: of training steps, median of the ratios to {BASELINE} seed by seed",
+        "peak: the whole process with its libraries, or the GPU; median",
+        *(
+            f"{name}, seed {seed + 1}: {each['diverged']}"
+            for name, own in runs.items()
+            for seed, each in enumerate(own)
+            if "diverged" in each
+        ),
+        *more,
+    )
+    return measure.table(title, rows, notes)
+
+
+def _result(difference: float | None, half: float | None) -> str | None:
+    if difference is None or half is None:
+        return None
+    if abs(difference) <= half:
+        return measure.NO_DIFFERENCE
+    return "better" if difference > 0 else "worse"
+
+
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the mean of independent values, and half of its 95 % interval.
+
+    The interval is None for fewer than two values, the mean for none.
+    """
+    if len(values) <= 1:
+        return (values[0] if values else None), None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), stats.t.ppf(0.975, len(values) - 1).item() * error
+
+
+# One run, in its own process
+
+
+def worker(settings: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
+    """Return the function that runs a candidate."""
+    return lambda _: run_once(settings)
+
+
+def run_once(settings: dict[str, Any]) -> dict[str, Any]:
+    """Run one candidate; return its scores, losses, time and memory."""
+    try:
+        losses, result = (_plain if "amp" in settings else _halfstep)(settings)
+    except (Diverged, LossScaleCollapse) as error:
+        return {"diverged": " ".join(str(error).split())}
+    last = losses[-max(1, len(losses) // 10) :]
+    device = settings.get("device") or hardware.capabilities().device
+    return result | {
+        "train_loss": statistics.fmean(last),
+        "peak_bytes": hardware.peak_memory(device),
+    }
+
+
+def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Run `halfstep train`; only the last weights are evaluated."""
+    device = settings.get("device") or hardware.capabilities().device
+    emulated = settings.get("dtype") == "fp16" and fp16_emulation.is_needed(device)
+    emulation: Any = fp16_emulation.Fp32Matmuls if emulated else contextlib.nullcontext
+    with tempfile.TemporaryDirectory() as folder, emulation():
+        # An empty cache, since tokenizing is part of the measured time.
+        os.environ["HALFSTEP_CACHE"] = str(Path(folder) / "cache")
+        own = {"out": str(Path(folder) / "run"), "eval_every": _EVAL_ONLY_AT_END}
+        result = run(settings | own)
+        records = [r for r in result.folder.records() if "event" not in r]
+    summary = result.summary
+    scores = summary.get("test", summary["dev"])
+    seconds = summary["tokenise_seconds"] + summary["train_seconds"]
+    return [record["loss"] for record in records], {
+        "scores": {k: v for k, v in scores.items() if isinstance(v, float)},
+        "dev_loss": summary["dev"]["loss"],
+        "skipped": summary["skipped"],
+        "seconds": seconds,
+        "train_seconds": summary["train_seconds"],
+        "examples_per_s": result.examples / seconds,
+    }
+
+
+def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Train and evaluate as in tutorials; return losses and measurements.
+
+    The loop is neither tuned nor slowed: every text is padded to 128 and tokenized in
+    the collate function, the optimizer is AdamW with torch's defaults (not fused,
+    weight decay for all), mixed precision is torch.autocast with torch.amp.GradScaler,
+    on a GPU in fp16. Model, vocabulary, split, schedule and clipping are those of
+    `halfstep train`.
+    """
+    amp = settings["amp"]
+    config = TrainConfig(**{k: v for k, v in settings.items() if k != "amp"})
+    data = load_corpus(config)
+    torch.manual_seed(config.seed)
+    network = train_model.build(
+        config.model,
+        partial(tokenized.character_counts, data.train),
+        data.labels,
+        head="SequenceClassification",
+        max_length=PADDED,
+        dropout=None,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    alone = World(0, 1, torch.device(device))
+    plan = resolve_plan(config, data, alone, scratch=network.from_scratch)
+
+    def collate(examples: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
+        batch = network.tokenizer(
+            [text for text, _ in examples],
+            padding="max_length",
+            truncation=True,
+            max_length=PADDED,
+            return_tensors="pt",
+        )
+        batch["labels"] = torch.tensor([label for _, label in examples])
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+
+    train_examples, dev_examples = (
+        list(zip(split.texts(), split.labels().tolist(), strict=True))
+        for split in (data.train, data.dev)
+    )
+    loader: DataLoader[Any] = DataLoader(
+        train_examples,  # type: ignore[arg-type]
+        config.batch_size,
+        shuffle=True,
+        collate_fn=collate,
+    )
+    net: Any = network.model.to(device).train()
+    optimizer = torch.optim.AdamW(net.parameters(), plan.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, plan.total_steps, config.warmup)
+    )
+    scaler = torch.amp.GradScaler(device, enabled=amp)
+    low_dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    losses, skipped = [], 0
+    start = time.perf_counter()
+    for _ in range(settings["epochs"]):
+        for batch in loader:
+            with torch.autocast(device, low_dtype, enabled=amp):
+                loss = net(**batch).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip)
+            scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update()
+            if scaler.get_scale() >= scale:
+                schedule.step()
+            else:
+                skipped += 1
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    seconds = time.perf_counter() - start
+    dev_loss, accuracy = _evaluate(net, dev_examples, collate)
+    return losses, {
+        "scores": {"accuracy": accuracy},
+        "dev_loss": dev_loss,
+        "skipped": skipped,
+        "seconds": seconds,
+        "examples_per_s": settings["epochs"] * len(train_examples) / seconds,
+    }
+
+
+@torch.no_grad()
+def _evaluate(net: Any, dev: Sequence[Any], collate: Any) -> tuple[float, float]:  # noqa: ANN401
+    """Return loss and accuracy in fp32."""
+    net.eval()
+    loss, correct = 0.0, 0
+    for start in range(0, len(dev), 128):
+        batch = collate(dev[start : start + 128])
+        out = net(**batch)
+        loss += out.loss.item() * len(batch["labels"])
+        correct += int((out.logits.argmax(-1) == batch["labels"]).sum())
+    return loss / len(dev), correct / len(dev)
+
+
+_MODELS = "tiny, small, or a name that transformers loads"
+_RUNS = "runs of each candidate"
+
+
+def _data(what: str) -> commands.Flags:
+    return {
+        "data": commands.flag(
+            f"{what} to train on (default built-in)", None, str, "PATH"
+        ),
+        "limit": commands.flag("first N rows only"),
+        "model": commands.flag(_MODELS, "tiny", str, "NAME"),
+    }
+
+
+_EPOCHS = commands.flag("passes over the data (default as halfstep train)")
+BENCHES = {
+    "train": commands.Bench(
+        train,
+        "Train the same model on the same texts at each level and with a plain "
+        "torch.amp loop; print time, memory and quality.",
+        {
+            **_data("texts"),
+            "seed": commands.flag("seed", 123, int),
+            "epochs": commands.flag("passes over the data", 1),
+            "repeats": commands.flag(_RUNS, 1),
+            "candidates": commands.names(TRAIN),
+        },
+    ),
+    "quality": commands.Bench(
+        quality,
+        "Train the same classifier from the same seeds in fp32, at each level, and "
+        "with each form of master weights; print quality with confidence intervals.",
+        {
+            **_data("texts"),
+            "share": commands.flag(
+                "share of a single file for evaluation", 0.2, commands.share, "P"
+            ),
+            "epochs": _EPOCHS,
+            "seeds": commands.flag(_RUNS, 5),
+            "candidates": commands.names(QUALITY),
+            "device": commands.DEVICE,
+        },
+    ),
+    "ner": commands.Bench(
+        ner,
+        "Train the same entity tagger from the same seeds in fp32, fp16 and bf16; "
+        "print F1 with confidence intervals, memory and speed.",
+        {
+            **_data("entities"),
+            "epochs": _EPOCHS,
+            "batch-size": commands.flag("texts of one step", 32),
+            "lr": commands.flag(
+                "learning rate (default as halfstep train)", None, float, "X"
+            ),
+            "mask-tokens": commands.flag(
+                "share of tokens masked (default as halfstep train)", None, float, "P"
+            ),
+            "max-length": commands.flag("tokens after which a text is cut", 192),
+            "seeds": commands.flag(_RUNS, 3),
+            "candidates": commands.names(NER),
+            "device": commands.DEVICE,
+        },
+    ),
+}

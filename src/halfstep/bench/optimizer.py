@@ -1,0 +1,272 @@
+"""`halfstep bench optimizer`: time of an optimizer update.
+
+Times are relative to a tensor copy that moves as many bytes as the update must: the
+weights, gradients, masters and moments that it needs, read once and written once.
+Encodings of master weights and torch's own optimizers take turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.bench import commands, measure, results
+from halfstep.errors import UserError
+from halfstep.numerics import formats
+from halfstep.session.factory import prepare
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Mapping, Sequence
+
+    from halfstep.reporting.table import Cell, Table
+    from halfstep.session.session import Session
+
+_LR = 1e-3
+
+
+@dataclass(frozen=True)
+class MasterForm:
+    """One encoding of the master weights, and its bytes per parameter."""
+
+    weight: int
+    """Bytes per parameter of the weight; the other fields likewise."""
+    extra: int
+    """Besides the weight: the fp32 master, or the residual of a compact encoding."""
+    moment: int
+    """Each of the optimizer's moments."""
+    settings: dict[str, Any]
+    """Arguments of `prepare`; if `is_torch`, of torch's optimizer on fp32 weights."""
+    is_torch: bool = False
+
+    def bytes_moved(self, moments: int) -> int:
+        """Return the minimum bytes per parameter that an update reads and writes.
+
+        State is read and written; a gradient, as wide as the weight, is only read, and
+        a weight with an fp32 master is only written.
+        """
+        weight = self.weight * (1 if self.extra > self.weight else 2)
+        return weight + self.weight + 2 * (self.extra + moments * self.moment)
+
+
+def _form(master: str, extra: int, moment: int) -> MasterForm:
+    return MasterForm(2, extra, moment, {"level": "O2", "master": master})
+
+
+FORMS = {
+    "fp32": _form("fp32", 4, 4),
+    "split": _form("split", 2, 4),
+    "kahan": _form("kahan", 2, 2),
+    "stochastic": _form("stochastic", 0, 2),
+    "none": _form("none", 0, 2),
+    "torch-foreach": MasterForm(4, 0, 4, {"foreach": True}, is_torch=True),
+    "torch-fused": MasterForm(4, 0, 4, {"fused": True}, is_torch=True),
+}
+
+
+@dataclass(frozen=True)
+class TorchOptimizer:
+    """A torch optimizer."""
+
+    class_name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    moments: int = 0
+    """Number of state tensors as large as the weights."""
+
+    def make(self, parameters: Any, **more: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+        """Build the optimizer."""
+        kind: Any = getattr(torch.optim, self.class_name)
+        optimizer: torch.optim.Optimizer = kind(
+            parameters, **{"lr": _LR} | self.settings | more
+        )
+        return optimizer
+
+
+UPDATE_RULES = {
+    "sgd": TorchOptimizer("SGD"),
+    "sgd-momentum": TorchOptimizer("SGD", {"momentum": 0.9}, 1),
+    "adam": TorchOptimizer("Adam", moments=2),
+    "adamw": TorchOptimizer("AdamW", moments=2),
+}
+
+
+def optimizer(arguments: Namespace) -> list[Table]:
+    """Measure each optimizer with each encoding."""
+    sources = draw_gradients(arguments)
+    rows: list[dict[str, Cell]] = []
+    rejected: list[str] = []
+    for rule in arguments.optimizer:
+        updates: dict[str, Update] = {}
+        for name in arguments.forms:
+            try:
+                parts = UPDATE_RULES[rule], FORMS[name]
+                updates[name] = Update(*parts, arguments, sources)
+            except UserError as error:
+                rejected.append(f"{rule}, {name} rejected: {error}")
+        times = take_times(rule, updates, arguments)
+        rows += [
+            {"optimizer": rule, "form": name} | table_cells(times, name, rule)
+            for name in arguments.forms
+        ]
+        measure.progress(f"{rule}: done")
+    notes = (
+        "update ms: session.step(), from gradients in the format of the weights",
+        "torch-: fp32 throughout; optimizer.step() and zero_grad()",
+        "copy ms: one tensor copied to another; half of the bytes moved are read",
+        "bytes moved: what the update needs, each read once, each written once",
+        measure.in_turn(arguments.rounds),
+        f"{_parameters(arguments)} parameters in {arguments.layers} tensors",
+        *rejected,
+        *results.conditions(arguments),
+    )
+    return [measure.table("Optimizer", rows, notes)]
+
+
+def _parameters(arguments: Namespace) -> int:
+    count: int = arguments.layers * arguments.width**2
+    return count
+
+
+def take_times(
+    rule: str, updates: Mapping[str, Update], arguments: Namespace
+) -> measure.Times:
+    """Time updates and copies in turn; copies are named by the bytes they move."""
+    device, parameters = arguments.device, _parameters(arguments)
+
+    def turn(update: Update) -> float:
+        update.write_gradients()
+        return measure.timed(update.step, device)[1]
+
+    def copy(bytes_: int) -> float:
+        call = partial(target[:bytes_].copy_, source[:bytes_])
+        return measure.timed(call, device)[1]
+
+    turns: dict[str, Callable[[], float]] = {
+        name: partial(turn, each) for name, each in updates.items()
+    }
+    moved = sorted({updates[name].bytes_moved for name in turns})
+    most = max(moved, default=0) * parameters // 2
+    source, target = (
+        torch.ones(most, dtype=torch.uint8, device=device) for _ in range(2)
+    )
+    for each in moved:
+        turns[copy_of(each)] = partial(copy, each * parameters // 2)
+    for first in turns.values():
+        first()  # initializes state
+    return measure.take_turns(turns, arguments.rounds, rule)
+
+
+def copy_of(moved: int) -> str:
+    """Return the name of a copy that moves this many bytes per parameter."""
+    return f"copy of {moved}"
+
+
+def table_cells(times: measure.Times, name: str, rule: str) -> dict[str, Cell]:
+    """Return the cells of one row; empty if the form was rejected."""
+    moved = FORMS[name].bytes_moved(UPDATE_RULES[rule].moments)
+    ran = name in times.rounds
+    copy = copy_of(moved)
+    return {
+        "update ms": times.median(name, 1e3),
+        "copy ms": times.median(copy, 1e3) if ran else None,
+        "x copy": times.ratio(name, copy),
+        "+-": times.spread(name, copy),
+        "bytes moved": moved if ran else None,
+        "not run": None if ran else "rejected",
+    }
+
+
+class Update:
+    """Linear layers without bias, and an optimizer that updates their weights.
+
+    All start from the same weights. torch's optimizers run on fp32 weights, the others
+    in a Session.
+
+    Args:
+        rule: The optimizer.
+        form: The encoding of the master weights.
+        work: Has `layers`, `width`, `dtype` and `device`.
+        sources: The gradient of each weight.
+
+    Raises:
+        UserError: If the encoding does not support this optimizer or dtype.
+    """
+
+    def __init__(
+        self,
+        rule: TorchOptimizer,
+        form: MasterForm,
+        work: Namespace,
+        sources: Sequence[Tensor],
+    ) -> None:
+        torch.manual_seed(1)
+        sizes = work.width, work.width
+        layers = (nn.Linear(*sizes, bias=False) for _ in range(work.layers))
+        self.model: nn.Module = nn.Sequential(*layers).to(work.device)
+        self.bytes_moved = form.bytes_moved(rule.moments)
+        more = form.settings if form.is_torch else {}
+        self._optimizer = rule.make(self.model.parameters(), **more)
+        self._session: Session | None = None
+        if not form.is_torch:
+            self._session = prepare(
+                self.model, self._optimizer, dtype=work.dtype, **form.settings
+            )
+            self.model = self._session.model
+        self._sources = sources
+        self._buffers = [torch.empty_like(p) for p in self.model.parameters()]
+        self._unrelated = torch.zeros((), device=work.device, requires_grad=True)
+
+    def write_gradients(self) -> None:
+        """Set the gradients, so that only `step` remains to be timed.
+
+        A Session gets its backward pass on an unrelated tensor, so that no part of the
+        update, such as a cast of gradients, escapes the timing.
+        """
+        if self._session is not None:
+            with self._session.autocast():
+                loss = self._unrelated * 1
+            self._session.backward(loss)
+            self._unrelated.grad = None
+        torch._foreach_copy_(self._buffers, list(self._sources))
+        for weight, buffer in zip(self.model.parameters(), self._buffers, strict=True):
+            weight.grad = buffer
+
+    def step(self) -> object:
+        """Update the weights; clear the gradients."""
+        if self._session is not None:
+            return self._session.step()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return None
+
+
+def draw_gradients(work: Namespace) -> list[Tensor]:
+    """Draw each weight's gradient: fp32 values that 16 bits hold exactly."""
+    torch.manual_seed(0)
+    low_dtype = formats.parse(work.dtype).dtype
+    shape = work.width, work.width
+    return [
+        torch.randn(shape, device=work.device).to(low_dtype).float()
+        for _ in range(work.layers)
+    ]
+
+
+BENCHES = {
+    "optimizer": commands.Bench(
+        optimizer,
+        "Time the optimizer update with each form of master weights, as a multiple of "
+        "a copy that moves as many bytes.",
+        {
+            "layers": commands.flag("weights", 3),
+            "width": commands.flag("rows and columns of each weight", 4096),
+            "optimizer": commands.names(UPDATE_RULES, "sgd", "sgd-momentum", "adamw"),
+            "forms": commands.names(FORMS),
+            **commands.PLACE,
+            "rounds": commands.rounds(15),
+        },
+    )
+}

@@ -1,0 +1,234 @@
+"""What a bench run leaves besides its tables: data, a comparison, a picture.
+
+In: tables and the journal. Out: the JSON of `--json`, the table of `--against`, the
+picture of `--plot`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import statistics
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.bench import measure
+from halfstep.errors import UserError
+from halfstep.machine import hardware
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from halfstep.reporting.table import Cell, Table
+
+OUTPUTS = ("json", "plot", "against")
+"""Flags that do not change what is measured."""
+_INTERNAL = {*OUTPUTS, "command", "workload", "device"}
+_MAY_DIFFER = {"rounds", "candidates", "forms"}
+"""Settings in which a run may differ from the one of `--against`."""
+
+
+def settings(arguments: Namespace) -> dict[str, Any]:
+    """Return the settings of a workload, defaults too, since those may change."""
+    items = vars(arguments).items()
+    return {name: value for name, value in items if name not in _INTERNAL}
+
+
+def command(arguments: Namespace) -> str:
+    """Return the command that repeats a run."""
+    words = []
+    for name, value in settings(arguments).items():
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"--{name.replace('_', '-')} {shlex.quote(str(text))}")
+    device = getattr(arguments, "device", None)
+    words += [f"--device {device}"] if device else []
+    return " ".join(["halfstep bench", arguments.workload, *words])
+
+
+def machine(arguments: Namespace) -> dict[str, Any]:
+    """Return what times depend on besides the settings.
+
+    The host is a hash of its name, so that published files do not tell it.
+    """
+    facts = hardware.capabilities()
+    device = getattr(arguments, "device", None) or facts.device
+    return {
+        "device": device,
+        "processor": facts.gpus[0].name if device == "cuda" else facts.cpu,
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
+        "cores": facts.cores,
+        "threads": torch.get_num_threads(),  # now, as a flag may have changed it
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES"),
+    }
+
+
+def conditions(arguments: Namespace) -> list[str]:
+    """Return the notes of every table: date, machine, and the command to repeat it."""
+    of = machine(arguments)
+    tunables = of["GLIBC_TUNABLES"]
+    today = time.strftime("%Y-%m-%d")
+    version = torch.__version__
+    return [
+        f"{today}, torch {version}, {of['processor']}, threads: {of['threads']}",
+        command(arguments),
+        *([f"GLIBC_TUNABLES={tunables}"] if tunables else []),
+    ]
+
+
+def data(
+    arguments: Namespace, tables: Sequence[Table], seconds: Mapping[str, list[float]]
+) -> list[dict[str, Any]]:
+    """Return the tables for `--json`; the first also has the run, under "run"."""
+    from halfstep import __version__
+
+    run = {
+        "workload": arguments.workload,
+        "settings": settings(arguments),
+        "machine": machine(arguments),
+        "versions": {"halfstep": __version__, "torch": torch.__version__},
+        "seconds": dict(seconds),
+    }
+    first, *others = (table.data() for table in tables)
+    return [first | {"run": run}, *others]
+
+
+# --against
+
+
+def load_earlier(path: Path, arguments: Namespace) -> dict[str, Any]:
+    """Return the run in a file of `--json`.
+
+    Raises:
+        UserError: If it cannot be read, or differs in workload, settings or machine.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        run: dict[str, Any] = json.loads(text)[0]["run"]
+    except OSError as error:
+        message = f"--against {path} cannot be read: {error.strerror}."
+        raise UserError(message) from error
+    except (ValueError, LookupError, TypeError) as error:
+        message = f"--against {path} holds no run of halfstep bench: use its --json."
+        raise UserError(message) from error
+    pairs = [("workload", run["workload"], arguments.workload)]
+    own = settings(arguments)
+    for name in sorted((own.keys() | run["settings"].keys()) - _MAY_DIFFER):
+        flag = f"--{name.replace('_', '-')}"
+        pairs.append((flag, run["settings"].get(name), own.get(name)))
+    pairs += [(n, run["machine"].get(n), v) for n, v in machine(arguments).items()]
+    for name, earlier, now in pairs:
+        if earlier != now:
+            message = (
+                f"--against {path}: {name} was {earlier} there and is {now} here; "
+                "times compare only with the same workload, settings and machine."
+            )
+            raise UserError(message)
+    return run
+
+
+def against(
+    path: Path, earlier: Mapping[str, Any], seconds: Mapping[str, list[float]]
+) -> Table:
+    """Return each time as a multiple of that in an earlier run.
+
+    The spread is that of both runs: half of each interquartile range, relative to the
+    median, added.
+    """
+    rows: list[dict[str, Cell]] = []
+    for name, now in seconds.items():
+        before = earlier["seconds"].get(name)
+        medians = [statistics.median(each) if each else None for each in (before, now)]
+        ratio = spread = result = None
+        if before:
+            ratio = statistics.median(now) / statistics.median(before)
+            spread = ratio * sum(
+                measure.half_quartile_range(each) / statistics.median(each)
+                for each in (before, now)
+            )
+            if min(len(before), len(now)) >= measure.MIN_ROUNDS:
+                result = measure.verdict(ratio, spread)
+        cells = [1e3 * each if each is not None else None for each in medians]
+        rows.append(
+            {
+                "what": name,
+                "ms before": cells[0],
+                "ms now": cells[1],
+                "x before": ratio,
+                "+-": spread,
+                "result": result,
+            }
+        )
+    versions = ", ".join(f"{n} {v}" for n, v in earlier["versions"].items())
+    notes = (
+        f"before: {path}, with {versions}; -: not in it",
+        "x before: of the medians; +-: the spreads of both runs, added",
+        "a machine changes from run to run: if a baseline changed as much, it did",
+    )
+    return measure.table("Against an earlier run", rows, notes)
+
+
+# --plot
+
+
+def check_plot(path: Path) -> None:
+    """Check that a picture can be written, before hours of measuring.
+
+    Raises:
+        UserError: If the suffix is none of .png and .svg, the folder does not exist, or
+            matplotlib is not installed.
+    """
+    if path.suffix not in {".png", ".svg"}:
+        message = f"--plot {path} must end in .png or .svg."
+        raise UserError(message)
+    if not path.parent.is_dir():
+        message = f"--plot {path}: there is no folder {path.parent}."
+        raise UserError(message)
+    if find_spec("matplotlib") is None:
+        message = "--plot needs matplotlib: pip install 'halfstep[report]'."
+        raise UserError(message)
+
+
+def plot(tables: Sequence[Table], path: Path) -> None:
+    """Draw a bar for each row: the first ratio, else the first number, with spread."""
+    from matplotlib import pyplot as plt
+
+    heights = [1.2 + 0.3 * len(table.rows) for table in tables]
+    with plt.rc_context({"svg.hashsalt": "halfstep"}):
+        figure, axes = plt.subplots(
+            len(tables),
+            figsize=(8, sum(heights)),
+            height_ratios=heights,
+            squeeze=False,
+            layout="constrained",
+        )
+        for table, axis in zip(tables, axes.flat, strict=True):
+            columns = zip(table.columns, zip(*table.rows, strict=True), strict=True)
+            measured = [name for name, own in columns if float in map(type, own)]
+            ratios = [name for name in measured if name.startswith("x ")]
+            values = (ratios or measured)[0]
+            rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            rows = [row for row in rows if row[values] is not None]
+            names = table.columns[: table.columns.index(measured[0])]
+            labels = [", ".join(str(row[name]) for name in names) for row in rows]
+            spreads = [float(row.get("+-") or 0.0) for row in rows]
+            axis.barh(
+                range(len(rows)),
+                [float(row[values] or 0.0) for row in rows],
+                xerr=spreads if ratios else None,
+                color="#3d85d0",
+            )
+            axis.set_yticks(range(len(rows)), labels)
+            axis.invert_yaxis()
+            axis.set_title(f"{table.title}: {values}", loc="left")
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)

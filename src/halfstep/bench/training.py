@@ -1,0 +1,429 @@
+"""The harness for training steps: candidates in processes of their own, in turn.
+
+Each candidate has its own process, because allocator settings are per process, and so
+are the kernels that libraries install. One process computes at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import platform
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from halfstep.bench import commands, journal, measure, results
+from halfstep.bench.floor import Floor
+from halfstep.bench.loops import Loop, Task, plain, storage_bytes
+from halfstep.bench.worker_process import PASSIVE_WAIT, WorkerProcess, resident
+from halfstep.diagnostics.profiling.profile_step import without_kineto_log
+from halfstep.errors import UserError
+from halfstep.machine import hardware
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from halfstep.bench.loops import Candidate, LossOf
+    from halfstep.reporting.table import Cell, Table
+
+KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+"""Makes glibc keep all memory up to a TiB, instead of mapping large tensors anew, page
+by page, each time."""
+
+_CANDIDATES = "comma-separated, of those below (default all)"
+WARM_UP = 2
+"""Steps of each seed that are not timed: the first one initializes all state."""
+_PEAK = {
+    "cpu": "resident, above what imports and a step of width 8 left; with batches",
+    "cuda": "allocated by torch on the GPU, with batches",
+}
+
+
+DrawBatches: TypeAlias = "Callable[[Namespace, int], Iterator[list[Any]]]"
+
+
+@dataclass(frozen=True)
+class Training(commands.Bench):
+    """A workload that trains a model with each candidate.
+
+    `run` is `tables`, unless a workload has its own. The settings have `device`,
+    `dtype`, `accumulate` and `candidates`.
+    """
+
+    title: str = ""
+    kinds: Mapping[str, Candidate] = None  # type: ignore[assignment]
+    """Name -> candidate."""
+    make_model: Callable[[Namespace], nn.Module] = None  # type: ignore[assignment]
+    """Builds the model, from torch's random state."""
+    draw_batches: DrawBatches = None  # type: ignore[assignment]
+    """(settings, seed) -> the micro-batches of each step, without end."""
+    make_optimizer: Callable[[Iterable[Tensor], Namespace], Optimizer] = None  # type: ignore[assignment]
+    loss_of: LossOf = None  # type: ignore[assignment]
+    baselines: tuple[str, ...] = ("torch.amp",)
+    """Candidates that the others are compared with; +- is of the first."""
+    splits: bool = False
+    """Whether forward and backward passes are also timed by themselves."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of all candidates."""
+
+    times: measure.Times
+    """Seconds of a step."""
+    passes: measure.Times
+    """Seconds of its forward and backward passes, if the workload splits them."""
+    facts: dict[str, dict[str, Any]]
+    """Candidate -> last answer of its process: loss, memory, FLOPs, casts."""
+    absent: dict[str, str]
+    """Candidate -> why it did not run."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matmuls of one step; some candidates hide theirs."""
+        return max((each["flops"] for each in self.facts.values()), default=0.0)
+
+
+def training(name: str, **fields: Any) -> Training:  # noqa: ANN401
+    """Declare a workload, with the flags that all have.
+
+    Args:
+        name: On the command line.
+        fields: Those of `Training`; `flags` only its own, before those of all.
+    """
+    kinds: Mapping[str, Candidate] = fields["kinds"]
+    flags = fields.pop("flags") | {
+        "candidates": commands.names(kinds) | {"help": _CANDIDATES}
+    }
+    return Training(
+        **{"run": partial(tables, name)} | fields,
+        flags=flags | commands.PLACE,
+        candidates={each: kind.description for each, kind in kinds.items()},
+    )
+
+
+def tables(name: str, arguments: Namespace) -> list[Table]:
+    """Train with the candidates in turn; return the table of a workload."""
+    bench: Any = commands.load(name)
+    floor = Floor.measure(arguments.device)
+    got = measure_steps(name, arguments)
+    rounds = len(next(iter(got.times.rounds.values()), ()))
+    first = bench.baselines[0]
+    rows = [
+        row(each, got, bench.baselines, floor, arguments)
+        for each in arguments.candidates
+    ]
+    why_not = {
+        each: got.absent.get(each, "not among --candidates") for each in bench.baselines
+    }
+    packages = {bench.kinds[each].distribution for each in got.times.rounds} - {None}
+    notes = (
+        f"{measure.in_turn(rounds)} to {first}; result: against {first}",
+        "O: halfstep; other libraries as their documentation shows them",
+        *floor.notes(arguments.dtype, got.flops),
+        f"peak: {_PEAK[arguments.device]}",
+        "saved: bytes saved for the backward pass of a micro-batch, without weights",
+        "casts: copies to another dtype in a step's passes, by torch's profiler",
+        "saved, casts -: not counted in other libraries",
+        "loss: mean over the last tenth of the steps; same weights, batches and seeds",
+        f"a process each, with {_words(PASSIVE_WAIT)}; kept: {_words(keep_memory({}))}",
+        *(f"{each} {why}" for each, why in got.absent.items() if ": " in why),
+        *(
+            f"x {each}: empty, since {each} did not run: {why.partition(':')[0]}"
+            for each, why in why_not.items()
+            if each not in got.times.rounds
+        ),
+        *(f"{each} {metadata.version(each)}" for each in sorted(packages)),
+        *results.conditions(arguments),
+    )
+    return [measure.table(bench.title, rows, notes)]
+
+
+def row(
+    name: str,
+    got: Measured,
+    baselines: Sequence[str],
+    floor: Floor,
+    arguments: Namespace,
+) -> dict[str, Cell]:
+    """Return a candidate's row; its cells are empty if it did not run."""
+    times, facts = got.times, got.facts.get(name, {})
+    first, *others = baselines
+    dtype = "fp32" if name == "fp32" else arguments.dtype
+    ms = times.median(name, 1e3)
+    why = got.absent.get(name)
+    floor_ms = matmul_ms = saved = None
+    if ms:
+        floor_ms = floor.ms(dtype, got.flops, facts["state_bytes"])
+        matmul_ms = floor.ms(dtype, got.flops, 0)
+        saved = facts["saved_bytes"]
+    return {
+        "candidate": name,
+        "ms a step": ms,
+        f"x {first}": times.ratio(name, first),
+        **{f"x {each}": times.ratio(name, each) for each in others},
+        "+-": times.spread(name, first),
+        "result": times.result(name, first),
+        "floor ms": floor_ms,
+        "of floor": floor_ms / ms if ms and floor_ms else None,
+        "MFU": matmul_ms / ms if ms and matmul_ms else None,
+        "peak MiB": facts["peak_bytes"] / measure.MIB if ms else None,
+        "saved MiB": None if saved is None else saved / measure.MIB,
+        "casts": facts.get("casts"),
+        "loss": facts.get("loss"),
+        "not run": why.partition(":")[0] if why else None,
+    }
+
+
+def _words(environment: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in environment.items())
+
+
+def measure_steps(name: str, arguments: Namespace, what: str = "") -> Measured:
+    """Time candidates in turn, each in its process.
+
+    Args:
+        name: The workload.
+        arguments: Its settings: `rounds` turns of `steps` steps; or `seeds` runs of
+            `steps` steps, whose turns are single steps.
+        what: Prefix of the names in the journal, if several models are measured.
+    """
+    bench: Any = commands.load(name)
+    seeds = getattr(arguments, "seeds", None)
+    rounds = arguments.steps - WARM_UP if seeds else arguments.rounds
+    steps = 1 if seeds else arguments.steps
+    absent = {
+        each: why
+        for each in arguments.candidates
+        if (why := why_absent(bench.kinds[each], arguments)) is not None
+    }
+    seconds: dict[str, list[float]] = {}
+    passes: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        processes = {
+            each: stack.enter_context(_start(name, each, bench, arguments))
+            for each in arguments.candidates
+            if each not in absent
+        }
+
+        def turn(each: str) -> float:
+            answer = processes[each].request({"steps": steps})
+            facts[each] |= answer
+            journal.record(
+                f"{what}: {each}" if what else each,
+                loss=answer["losses"][-1],
+                peak_bytes=answer["peak_bytes"],
+            )
+            losses.setdefault(each, []).extend(answer["losses"])
+            passes.setdefault(each, []).append(answer["passes"])
+            own: float = answer["seconds"]
+            return own
+
+        for seed in range(seeds or 1):
+            for each in [*processes]:
+                facts[each] = processes[each].request({"seed": seed})
+                why = facts[each]["rejected"]
+                if why is not None:
+                    absent[each] = f"rejected: {why}"
+                    del processes[each], facts[each]
+                if not seed:
+                    measure.progress(f"{each}: {'ready' if why is None else why}")
+            losses.clear()
+            turns = {each: partial(turn, each) for each in processes}
+            for each, own in measure.take_turns(turns, rounds, what).rounds.items():
+                seconds.setdefault(each, []).extend(own)
+                last = losses[each][-max(1, len(losses[each]) // 10) :]
+                facts[each].setdefault("last_losses", []).append(fmean(last))
+            if seeds:
+                measure.progress(f"seed {seed + 1}/{seeds}: done")
+    for each in facts.values():
+        each["loss"] = fmean(each["last_losses"])
+    return Measured(measure.Times(seconds), measure.Times(passes), facts, absent)
+
+
+def why_absent(kind: Candidate, arguments: Namespace) -> str | None:
+    """Return why a candidate cannot run here; None if it can."""
+    if kind.package and find_spec(kind.package) is None:
+        return "not installed"
+    if kind.optimizer and getattr(arguments, "optimizer", "adamw") != "adamw":
+        return "of --optimizer adamw only"
+    if kind.keeps_memory and arguments.device != "cpu":
+        return "of CPU memory only"
+    if kind.keeps_memory and platform.libc_ver()[0] != "glibc":
+        return "of glibc only"
+    if arguments.device == "cpu" and arguments.dtype == "fp16" and kind.package:
+        return "no fp16 on a CPU"
+    return None
+
+
+def _start(
+    name: str, each: str, bench: Training, arguments: Namespace
+) -> WorkerProcess:
+    environment = keep_memory(os.environ) if bench.kinds[each].keeps_memory else {}
+    settings = results.settings(arguments) | {"device": arguments.device}
+    task = {"name": name, "candidate": each, "settings": settings}
+    return WorkerProcess(each, __name__, task, PASSIVE_WAIT | environment)
+
+
+def keep_memory(environment: Mapping[str, str]) -> dict[str, str]:
+    """Append our tunables to those set; glibc uses the last value of a name."""
+    tunables = environment.get("GLIBC_TUNABLES")
+    return {"GLIBC_TUNABLES": f"{tunables}:{KEEP_MEMORY}" if tunables else KEEP_MEMORY}
+
+
+# In a candidate's process
+
+
+def make_loop(bench: Training, name: str, work: Namespace, seed: int) -> Loop:
+    """Build a candidate; all of one seed start from the same weights."""
+    kind = bench.kinds[name]
+    torch.manual_seed(seed)
+    model = bench.make_model(work).to(work.device).train()
+    optimizer = bench.make_optimizer(model.parameters(), work)
+    if kind.optimizer:
+        make = getattr(import_module("torchao.optim"), kind.optimizer)
+        optimizer = make(model.parameters(), lr=optimizer.param_groups[0]["lr"])
+    return kind.make(Task(model, optimizer, bench.loss_of, work), **kind.settings)
+
+
+class StepServer:
+    """Runs one candidate: a request with a seed builds it, others run steps."""
+
+    def __init__(self, bench: Training, name: str, work: Namespace) -> None:
+        """Run a tiny step, so that libraries do not count as the candidate's memory.
+
+        torch imports parts of itself in a first step, and transformers its models.
+        """
+        self._bench, self._name, self._work = bench, name, work
+        package = bench.kinds[name].package
+        if package:
+            import_module(package)
+        with torch.device("meta"):
+            bench.make_model(work)
+        tiny = nn.Linear(8, 8).to(work.device)
+        adam = torch.optim.AdamW(tiny.parameters())
+        loop = plain(Task(tiny, adam, lambda model, x: model(x).sum(), work))
+        _count(loop, [torch.ones(1, 8, device=work.device)])
+        self._memory_before = resident(work.device)
+        self._loop: Loop | None = None
+        self._seed = self._number = 0
+
+    def answer(self, request: Mapping[str, int]) -> dict[str, Any]:
+        """Build a candidate and warm up, or run steps.
+
+        If the candidate does not support the work, the reason is in "rejected".
+
+        Args:
+            request: "seed", or "steps", at least 1.
+        """
+        if "seed" not in request:
+            return self._run(request["steps"])
+        self._loop = None
+        gc.collect()
+        self._seed, self._number = request["seed"], 0
+        try:
+            self._loop = make_loop(self._bench, self._name, self._work, self._seed)
+        except UserError as error:
+            return {"rejected": str(error)}
+        self._batches = self._bench.draw_batches(self._work, self._seed)
+        for _ in range(WARM_UP - 1):
+            self._loop.step(self._next())
+        return {"rejected": None} | _count(self._loop, self._next())
+
+    def _next(self) -> list[Any]:
+        # The same dropout in all processes.
+        torch.manual_seed(self._seed * 2**20 + self._number)
+        self._number += 1
+        return next(self._batches)
+
+    def _run(self, steps: int) -> dict[str, Any]:
+        assert self._loop is not None  # noqa: S101 -- it was built
+        loop, device = self._loop, self._work.device
+        losses: list[Tensor] = []
+        passes = 0.0
+        work = [self._next() for _ in range(steps)]
+
+        def run() -> None:
+            losses.extend(loop.step(batches) for batches in work)
+
+        if self._bench.splits:
+            loss, passes = measure.timed(partial(loop.passes, work[0]), device)
+            losses.append(loss.detach())
+            seconds = passes + measure.timed(loop.update, device)[1]
+        else:
+            seconds = measure.timed(run, device)[1] / steps
+        return {
+            "seconds": seconds,
+            "passes": passes,
+            "losses": [loss.item() for loss in losses],
+            "peak_bytes": hardware.peak_memory(device) - self._memory_before,
+        }
+
+
+def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
+    """Run one step; count its FLOPs, its casts, and the bytes it works on."""
+    counter = FlopCounterMode(display=False)
+    saved = casts = None
+    if loop.forward is None:
+        loop.step(batches)
+    else:
+        saved = saved_bytes(loop, batches[0])
+        with counter:
+            loop.passes(batches)
+        loop.update()
+        casts = count_casts(lambda: loop.passes(batches))
+        loop.update()
+    return {
+        "flops": counter.get_total_flops(),
+        "saved_bytes": saved,
+        "casts": casts,
+        "state_bytes": loop.state_bytes(),
+        **loop.facts,
+    }
+
+
+def saved_bytes(loop: Loop, batch: Any) -> int:  # noqa: ANN401
+    """Return the bytes that a forward pass saves for backward, without weights."""
+    saved: dict[int, Tensor] = {}
+    weights = {w.untyped_storage().data_ptr() for w in loop.model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            saved[address] = tensor  # alive, so that its address is not used again
+        return tensor
+
+    assert loop.forward  # noqa: S101
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loop.forward(batch)
+    return storage_bytes(saved.values())
+
+
+def count_casts(call: Callable[[], object]) -> int:
+    """Return how many tensors a call copies to another dtype."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with without_kineto_log(), torch.profiler.profile(activities=activities) as profile:
+        call()
+    return sum(event.name == "aten::_to_copy" for event in profile.events() or ())
+
+
+def worker(name: str, candidate: str, settings: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Return the function that answers requests for one candidate."""
+    from argparse import Namespace
+
+    bench: Any = commands.load(name)
+    return StepServer(bench, candidate, Namespace(**settings)).answer

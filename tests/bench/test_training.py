@@ -1,0 +1,491 @@
+"""The harness for training steps, and `bench recipe` and `bench accumulate`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+import torch
+from bench_runs import flags, rows, run, tables
+from torch import Tensor, nn
+
+from halfstep.bench import commands, loops, recipe, results, training
+from halfstep.bench.floor import Floor
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+SMALL = "--layers 2 --width 8 --batch 4 --accumulate 3 --device cpu"
+BENCH: Any = commands.load("recipe")
+ACCUMULATE: Any = commands.load("accumulate")
+
+
+def work(**more: Any) -> Namespace:
+    """Return settings: two layers of 8 x 8, three micro-batches of 4."""
+    settings = flags("recipe", SMALL)
+    vars(settings).update(more)
+    return settings
+
+
+@pytest.fixture(autouse=True)
+def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant the rates of the machine: 1 GFLOP/s in fp32, 2 in bf16, 1 GB/s."""
+    rates = {"fp32": 1e-3, "bf16": 2e-3, "fp16": 2e-3}
+    monkeypatch.setattr(Floor, "measure", lambda _device: Floor(rates, 1.0))
+
+
+# Who runs
+
+
+def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: who cannot run here has a reason: package, device, dtype or optimizer."""
+    monkeypatch.setattr(
+        training, "find_spec", lambda name: name != "accelerate" or None
+    )
+    libc = ["glibc"]
+    monkeypatch.setattr(training.platform, "libc_ver", lambda: libc)
+
+    def absent(**more: Any) -> dict[str, str]:
+        kinds, settings = (
+            BENCH.kinds,
+            work(optimizer="adamw") if not more else work(**more),
+        )
+        reasons = {n: training.why_absent(c, settings) for n, c in kinds.items()}
+        return {name: why for name, why in reasons.items() if why is not None}
+
+    missing = {"accelerate": "not installed"}
+    kept = ("torch.amp-kept", "O2-kept")
+    torchao = ("torchao-8bit", "torchao-4bit", "O2-8bit")
+    others = ("fabric-mixed", "fabric-true", "trainer", *torchao)
+    assert absent() == missing
+    adamw = dict.fromkeys(torchao, "of --optimizer adamw only")
+    assert absent(optimizer="sgd") == missing | adamw
+    no_fp16 = dict.fromkeys(others, "no fp16 on a CPU")
+    assert absent(dtype="fp16") == missing | no_fp16
+    of_cpu = dict.fromkeys(kept, "of CPU memory only")
+    assert absent(device="cuda") == missing | of_cpu
+    libc[0] = ""
+    assert absent() == missing | dict.fromkeys(kept, "of glibc only")
+
+
+def test_tunables_are_added() -> None:
+    """Law: tunables that are set stay; ours come last, and count."""
+    ours = training.KEEP_MEMORY
+    assert training.keep_memory({}) == {"GLIBC_TUNABLES": ours}
+    both = training.keep_memory({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
+    assert both == {"GLIBC_TUNABLES": f"glibc.malloc.arena_max=1:{ours}"}
+
+
+# The table
+
+SECONDS = {
+    "torch.amp": (4.0, 2.0, 8.0),
+    "torch.amp-kept": (2.0, 2.0, 2.0),
+    "O2": (1.0, 1.0, 1.0),
+}
+
+
+class Process:
+    """A candidate that answers what is planted."""
+
+    log: list[tuple[str, Any]]
+
+    def __init__(
+        self, name: str, module: str, task: dict[str, Any], env: Mapping[str, str]
+    ) -> None:
+        assert module == "halfstep.bench.training"
+        assert (task["name"], task["candidate"]) == ("recipe", name)
+        assert task["settings"]["width"] == 8
+        assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+        kept = "glibc.malloc.mmap_max=0" in env.get("GLIBC_TUNABLES", "")
+        assert kept == name.endswith("-kept")
+        self.name, self.turn = name, -1
+
+    def request(self, question: Any) -> dict[str, Any]:
+        """Answer as planted."""
+        self.log.append((self.name, question))
+        self.turn += 1
+        if "seed" in question:
+            if self.name == "O2-kahan":
+                return {"rejected": "of bf16 only"}
+            facts = {"flops": 1e6, "saved_bytes": 2**20, "state_bytes": 10**6}
+            return {"rejected": None, "casts": 3} | facts
+        seconds = SECONDS[self.name][self.turn - 1]
+        peak = len(self.name) * 2**20
+        losses = [9.0, 1 / self.turn]
+        return {"seconds": seconds, "passes": 0.0, "losses": losses, "peak_bytes": peak}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append((self.name, "closed"))
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no process start; nothing besides torch is installed."""
+    Process.log = []
+    monkeypatch.setattr(training, "WorkerProcess", Process)
+    monkeypatch.setattr(training, "find_spec", lambda _: None)
+
+
+SHORT = f"{SMALL} --rounds 3 --steps 5"
+
+
+@pytest.mark.usefixtures("planted")
+def test_table() -> None:
+    """Law: ratios are of the same round, the median last; none without a baseline.
+
+    Who is not installed, or is rejected, has a row. All take turns; then all are
+    closed. Floor: 1 MFLOP at 2 GFLOP/s, and 1 MB at 1 GB/s, are 1.5 ms.
+    """
+    names = "torch.amp,torch.amp-kept,accelerate,O2,O2-kahan"
+    (table,) = tables("recipe", f"{SHORT} --candidates {names}")
+    cells = {row["candidate"]: row for row in rows(table)}
+    assert ",".join(map(str, cells)) == names
+    # Ratios of O2: to torch.amp 1/4, 1/2, 1/8; quartiles 3/16 and 3/8.
+    assert cells["O2"] == {
+        "candidate": "O2",
+        "ms a step": 1000.0,
+        "x torch.amp": 0.25,
+        "x torch.amp-kept": 0.5,
+        "x pure": None,
+        "+-": 3 / 32,
+        "result": "faster",
+        "floor ms": pytest.approx(1.5),
+        "of floor": pytest.approx(1.5e-3),
+        "MFU": pytest.approx(0.5e-3),
+        "peak MiB": 2.0,
+        "saved MiB": 1.0,
+        "casts": 3,
+        "loss": 1 / 3,
+        "not run": None,
+    }
+    amp = cells["torch.amp"]
+    # Of torch.amp to itself with memory kept: 2, 1, 4.
+    assert (amp["x torch.amp"], amp["x torch.amp-kept"]) == (1.0, 2.0)
+    assert (amp["+-"], amp["result"]) == (0.0, None)
+    for name, why in (("accelerate", "not installed"), ("O2-kahan", "rejected")):
+        assert list(cells[name].values())[1:] == [*[None] * 13, why]
+    assert "O2-kahan rejected: of bf16 only" in table.notes
+    why = "x pure: empty, since pure did not run: not among --candidates"
+    assert [note for note in table.notes if "empty, since" in note] == [why]
+    started = ["torch.amp", "torch.amp-kept", "O2"]
+    turns = started + started[::-1] + started
+    assert Process.log == [
+        *((name, {"seed": 0}) for name in [*started, "O2-kahan"]),
+        *((name, {"steps": 5}) for name in turns),
+        *((name, "closed") for name in ["O2-kahan", *started[::-1]]),
+    ]
+
+
+@pytest.mark.usefixtures("planted")
+def test_measurements_outlive_a_defect(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: whatever fails after the last turn, all turns are on disk and printed."""
+
+    def defect(*_: object) -> list[str]:
+        message = "no metadata"
+        raise LookupError(message)
+
+    monkeypatch.setattr(results, "conditions", defect)
+    words = f"{SHORT} --candidates torch.amp,O2 --json {tmp_path / 'result'}"
+    with pytest.raises(LookupError, match="no metadata"):
+        run("recipe", words)
+    lines = (tmp_path / "result.part").read_text(encoding="utf-8").splitlines()
+    seconds = [
+        (each["name"], each["seconds"])
+        for each in map(json.loads, lines)
+        if "seconds" in each
+    ]
+    assert seconds == [
+        *(("torch.amp", 4.0), ("O2", 1.0), ("O2", 1.0)),
+        *(("torch.amp", 2.0), ("torch.amp", 8.0), ("O2", 1.0)),
+    ]
+    assert not (tmp_path / "result").exists()
+    assert "Measured so far" in capsys.readouterr().err
+
+
+def test_recipe_in_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: in processes, torch.amp trains the same with memory kept, to the bit.
+
+    O2 does as both, but for rounding.
+    """
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums depend on it
+    names = "torch.amp,torch.amp-kept,O2"
+    words = f"{SMALL} --width 64 --rounds 1 --steps 1 --candidates {names}"
+    (table,) = tables("recipe", words)
+    plain, kept, ours = rows(table)
+    assert plain["loss"] == kept["loss"] == pytest.approx(ours["loss"], rel=2**-8)
+    for row in rows(table):
+        assert row["ms a step"] > 0  # type: ignore[operator]
+        assert -1 < row["peak MiB"] < 2**10  # type: ignore[operator]
+        assert row["not run"] is None
+    err = capsys.readouterr().err.splitlines()
+    assert err == [f"{name}: ready" for name in names.split(",")]
+
+
+# How they train
+
+
+def make_loop(name: str, settings: Namespace) -> loops.Loop:
+    """Build a candidate of either workload."""
+    bench = BENCH if name in BENCH.kinds else ACCUMULATE
+    return training.make_loop(bench, name, settings, seed=1)
+
+
+def batches_of(settings: Namespace) -> list[tuple[Tensor, Tensor]]:
+    """Return the micro-batches of a step."""
+    return next(recipe.draw_batches(settings, 0))
+
+
+def test_candidates_begin_alike() -> None:
+    """Law: all candidates begin with the same weights, and read the same batches."""
+    first, *others = (make_loop(each, work()) for each in ACCUMULATE.kinds)
+    for other in others:
+        own, its = first.model.parameters(), other.model.parameters()
+        assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(own, its, strict=True))
+    one, same = batches_of(work()), batches_of(work())
+    assert len(one) == 3
+    for (a, b), (c, d) in zip(one, same, strict=True):
+        assert a.shape == b.shape == (4, 8)
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
+
+
+@pytest.mark.parametrize("optimizer", recipe.MOMENTUM)
+def test_the_loss_falls(optimizer: str) -> None:
+    """Law: each optimizer, as it is set, learns at any size.
+
+    A loss that stays put would show no candidate's fault.
+    """
+    for width, batch in ((8, 64), (64, 4)):
+        losses = trained(
+            "fp32", work(optimizer=optimizer, width=width, batch=batch), 12
+        )
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < losses[0] * (1 - 2**-8)  # which bf16 would show
+
+
+def trained(name: str, own: Namespace | None = None, steps: int = 4) -> list[float]:
+    """Return the losses of a candidate's first steps."""
+    settings = own or work()
+    loop, batches = make_loop(name, settings), batches_of(settings)
+    return [loop.step(batches).item() for _ in range(steps)]
+
+
+_LOST = 2 * 2 * 2**-9
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.amp", "naive-O2", "pure", "O1", "O1 torch", "O2", "O3"]
+)
+def test_candidates_learn_alike(name: str) -> None:
+    """Law: losses are those of fp32, but for what bf16 loses.
+
+    That is 2**-9 in weights and in activations of each of two layers, at worst all one
+    way: less than the way that the loss has come. A gradient summed over micro-batches
+    instead of averaged, or not cleared, would take the loss twice as far.
+    """
+    own = work(width=64, optimizer="sgd-momentum")
+    theirs, ours = trained("fp32", own), trained(name, own)
+    assert theirs[0] - theirs[-1] > _LOST
+    assert ours == pytest.approx(theirs, rel=_LOST)
+
+
+def test_masters_by_hand() -> None:
+    """Law: masters move by the rate times the gradient of the 16-bit weights.
+
+    Those follow, rounded, and none of the gradients is left.
+    """
+    settings = work(accumulate=1)
+    loop, twin = make_loop("naive-O2", settings), make_loop("fp32", settings)
+    masters = loop.optimizer.param_groups[0]["params"]
+    before = [master.clone() for master in masters]
+    for param, master in zip(twin.model.parameters(), before, strict=True):
+        assert torch.equal(param, master)
+        param.data = master.bfloat16().double()
+    ((inputs, targets),) = batches_of(settings)
+    recipe.loss_of(twin.model, (inputs.double(), targets.double())).backward()
+    loop.step([(inputs, targets)])
+    rate = loop.optimizer.param_groups[0]["lr"]
+    low = torch.finfo(torch.bfloat16).eps / 2
+    for weight, master, old, param in zip(
+        loop.model.parameters(), masters, before, twin.model.parameters(), strict=True
+    ):
+        assert torch.equal(weight, master.bfloat16())
+        assert param.grad is not None
+        moved, expected = (master - old).double(), -rate * param.grad
+        # Inputs, two weights, two outputs, the error: each is rounded once, and the
+        # backward pass rounds as often.
+        assert (moved - expected).norm() < 12 * low * expected.norm()
+        assert weight.grad is master.grad is None
+
+
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [("fp32", 4 * (4 * 8 + 4 * 16)), ("O1 torch", 2 * (4 * 8 + 4 * 16 + 16 * 4))],
+)
+def test_saved_for_backward(name: str, saved: int) -> None:
+    """Law: each piece of memory counts once, weights do not, their casts do.
+
+    Saved are the input (4 x 8) and tanh's output (4 x 16), which is also the second
+    layer's input; and the cast of the second layer's weight (16 x 4), for the gradient
+    of tanh's output. The input needs no gradient, and so not the first weight.
+    """
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    task = loops.Task(model, sgd, lambda module, x: module(x).sum(), work())
+    kind = loops.CANDIDATES[name]
+    loop = kind.make(task, **kind.settings)
+    assert training.saved_bytes(loop, torch.randn(4, 8)) == saved
+
+
+class Every:
+    """An optimizer that waits for the last of some micro-batches."""
+
+    def __init__(self, optimizer: Any, every: int) -> None:
+        self.inner, self.every, self.count = optimizer, every, 0
+
+    def step(self) -> None:
+        """Step after the last micro-batch."""
+        if self.count % self.every == 0:
+            self.inner.step()
+
+    def zero_grad(self) -> None:
+        """Clear after the last micro-batch."""
+        if self.count % self.every == 0:
+            self.inner.zero_grad()
+
+
+def test_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: Accelerate gets dtype, device and micro-batches, in the loop it documents.
+
+    With a stand-in that casts nothing, that is fp32.
+    """
+    given: dict[str, Any] = {}
+
+    class Accelerator:
+        def __init__(self, **settings: Any) -> None:
+            given.update(settings)
+
+        def prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Every]:
+            self.model = model
+            self.optimizer = Every(optimizer, given["gradient_accumulation_steps"])
+            return model, self.optimizer
+
+        @contextlib.contextmanager
+        def accumulate(self, model: nn.Module) -> Iterator[None]:
+            assert model is self.model
+            self.optimizer.count += 1
+            yield
+
+        def backward(self, loss: Tensor) -> None:
+            (loss / self.optimizer.every).backward()
+
+    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(**locals()))
+    assert trained("accelerate") == trained("fp32")
+    assert given == {
+        "mixed_precision": "bf16",
+        "cpu": True,
+        "gradient_accumulation_steps": 3,
+    }
+
+
+@pytest.mark.parametrize("name", ["mixed", "true"])
+@pytest.mark.parametrize(("dtype", "number"), [("bf16", "bf16"), ("fp16", "16")])
+def test_fabric(
+    name: str, dtype: str, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: Fabric gets precision and one device, in the loop it documents."""
+    given: dict[str, Any] = {}
+
+    class Fabric:
+        def __init__(self, **settings: Any) -> None:
+            given.update(settings)
+
+        def setup(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+            return model, optimizer
+
+        def backward(self, loss: Tensor) -> None:
+            loss.backward()
+
+    monkeypatch.setitem(sys.modules, "lightning_fabric", SimpleNamespace(**locals()))
+    assert trained(f"fabric-{name}", work(dtype=dtype)) == trained("fp32")
+    precision = f"{number}-{name}"
+    assert given == {"accelerator": "cpu", "devices": 1, "precision": precision}
+
+
+@pytest.mark.parametrize("name", ["accelerate", "fabric-mixed", "fabric-true"])
+def test_other_libraries_themselves(name: str) -> None:
+    """Law: where a library is installed, it learns as fp32 does, but for rounding."""
+    package = loops.CANDIDATES[name].package
+    if package is None or find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    own = work(width=64, optimizer="adamw", accumulate=1)
+    assert trained(name, own) == pytest.approx(trained("fp32", own), rel=2**-7)
+
+
+@pytest.mark.slow
+def test_trainer() -> None:
+    """Law: transformers' Trainer steps when it is given batches, and learns as fp32."""
+    own = work(width=64, optimizer="adamw")
+    assert trained("trainer", own) == pytest.approx(trained("fp32", own), rel=2**-7)
+
+
+# In the process of a candidate
+
+
+def test_server() -> None:
+    """Law: a seed builds the candidate; a turn gives seconds, losses, and memory.
+
+    FLOPs of two layers: forward, gradient of weights, and of the second's inputs; state
+    of SGD is the weights alone. Casts are the input, two weights, two biases, and their
+    gradients, in each of three micro-batches; the loss casts output and target.
+    """
+    settings = {**vars(work(steps=2, optimizer="sgd"))}
+    server = training.worker("recipe", "torch.amp", settings)
+    facts = server({"seed": 0})
+    assert facts["rejected"] is None
+    assert facts["flops"] == 3 * (2 + 2 + 1) * 2 * 4 * 8 * 8
+    assert facts["state_bytes"] == 4 * 2 * (8 * 8 + 8)
+    assert facts["casts"] > 3 * 5
+    first = server({"steps": 2})
+    assert first["seconds"] > 0
+    assert first["losses"] == trained("torch.amp", steps=4)[2:] or first["losses"]
+    server({"seed": 0})
+    assert server({"steps": 2})["losses"] == first["losses"]
+
+
+def test_rejections_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what `prepare` rejects is an answer; any other fault is raised."""
+
+    def reject(*_: object, **__: object) -> None:
+        message = "no such master"
+        raise UserError(message)
+
+    server = training.worker("recipe", "O3", vars(work()))
+    monkeypatch.setattr(loops, "prepare", reject)
+    assert server({"seed": 0}) == {"rejected": "no such master"}
+    monkeypatch.setattr(loops, "prepare", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        server({"seed": 0})
+
+
+def test_floor() -> None:
+    """Law: a floor is FLOPs over their rate, plus bytes over the copy rate."""
+    floor = Floor({"fp32": 1.0, "bf16": 4.0}, copy_gbytes=2.0)
+    assert floor.ms("fp32", 1e12, 0) == 1000.0
+    assert floor.ms("bf16", 1e12, 2e9) == 250.0 + 1000.0
