@@ -127,10 +127,8 @@ def _low_weights(
     Raises:
         UserError: If the model has no such parameter.
     """
-    content_names = content.get("low_weights", [])
-    names: list[Any] = (
-        content_names if isinstance(content_names, list) else [content_names]
-    )
+    value = content.get("low_weights", [])
+    names: list[Any] = value if isinstance(value, list) else [value]
     own = dict(graph_module.named_parameters(remove_duplicate=False))
     for name in names:
         if not isinstance(name, str) or name not in own:
