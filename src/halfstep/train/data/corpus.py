@@ -90,17 +90,17 @@ class Split:
 
     def words(self) -> set[str]:
         """Return the label words or entity types that occur in the examples."""
-        rows, words = self.store.uses()
-        is_used = np.zeros(len(self.store), bool)
-        is_used[self.rows] = True
-        return {self.store.words[word] for word in np.unique(words[is_used[rows]])}
+        return {self.store.words[word] for word in np.unique(self._used_words())}
 
     def label_counts(self, num_labels: int) -> Int64:
         """Return the examples of each class, or entities of each type; shape (K,)."""
+        return np.bincount(self.ids[self._used_words()], minlength=num_labels)
+
+    def _used_words(self) -> Int64:
         rows, words = self.store.uses()
         is_used = np.zeros(len(self.store), bool)
         is_used[self.rows] = True
-        return np.bincount(self.ids[words[is_used[rows]]], minlength=num_labels)
+        return np.asarray(words[is_used[rows]], np.int64)
 
     def labels(self) -> Int64:
         """Return each example's class, an index into `Corpus.labels`; shape (N,)."""
