@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import pytest
-import torch.distributed as dist
 from tests.field.report import REPORTS, Halfstep, Report, Torch, load
-
-from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 load()
 
@@ -24,16 +17,6 @@ UNEXPLAINED: dict[str, str] = {
 """Reports that halfstep does not answer, and why: at most 5 of 100."""
 
 ALL = [pytest.param(each, id=each.name) for each in REPORTS.values()]
-
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plant rates, and end what processes a program has joined."""
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("report", ALL)

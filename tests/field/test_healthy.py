@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.field.healthy import HEALTHY, load
 from tests.field.report import SPEED_RULES, Halfstep, Torch
 
 import halfstep as hs
-from halfstep.machine import hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from tests.field.report import Amp, Program
 
@@ -42,16 +40,6 @@ def programs(accused: dict[str, str]) -> list[Any]:
         )
         for name in HEALTHY
     ]
-
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plant rates, and end what processes a program has joined."""
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def program(name: str, amp: Amp) -> Program:
