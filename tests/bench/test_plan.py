@@ -37,6 +37,7 @@ def _small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(plan.MODELS, "mlp", (small, lambda: SMALL, loss_of))
     rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
     monkeypatch.setattr(Floor, "measure", lambda _device: Floor(rates, 1.0))
+    monkeypatch.setattr(training.hardware, "gemm_rates", lambda *_: rates)
 
 
 def test_candidates_train_alike() -> None:

@@ -40,6 +40,7 @@ def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the rates of the machine: 1 GFLOP/s in fp32, 2 in bf16, 1 GB/s."""
     rates = {"fp32": 1e-3, "bf16": 2e-3, "fp16": 2e-3}
     monkeypatch.setattr(Floor, "measure", lambda _device: Floor(rates, 1.0))
+    monkeypatch.setattr(training.hardware, "gemm_rates", lambda *_: rates)
 
 
 # Who runs
@@ -54,11 +55,8 @@ def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.platform, "libc_ver", lambda: libc)
 
     def absent(**more: Any) -> dict[str, str]:
-        kinds, settings = (
-            BENCH.kinds,
-            work(optimizer="adamw") if not more else work(**more),
-        )
-        reasons = {n: training.why_absent(c, settings) for n, c in kinds.items()}
+        settings = work(**{"optimizer": "adamw"} | more)
+        reasons = {n: training.why_absent(c, settings) for n, c in BENCH.kinds.items()}
         return {name: why for name, why in reasons.items() if why is not None}
 
     missing = {"accelerate": "not installed"}
@@ -102,7 +100,7 @@ class Process:
         self, name: str, module: str, task: dict[str, Any], env: Mapping[str, str]
     ) -> None:
         assert module == "halfstep.bench.training"
-        assert (task["name"], task["candidate"]) == ("recipe", name)
+        assert (task["bench"], task["candidate"]) == ("recipe", name)
         assert task["settings"]["width"] == 8
         assert env["OMP_WAIT_POLICY"] == "PASSIVE"
         kept = "glibc.malloc.mmap_max=0" in env.get("GLIBC_TUNABLES", "")
@@ -235,6 +233,24 @@ def test_recipe_in_processes(
         assert row["not run"] is None
     err = capsys.readouterr().err.splitlines()
     assert err == [f"{name}: ready" for name in names.split(",")]
+
+
+def test_a_library_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: another library that fails has a row and a note; halfstep's own ends it."""
+
+    class Broken(Process):
+        def request(self, _: Any) -> dict[str, Any]:
+            message = f"candidate {self.name} ended with status 1"
+            raise UserError(message)
+
+    Process.log = []
+    monkeypatch.setattr(training, "WorkerProcess", Broken)
+    (table,) = tables("recipe", f"{SHORT} --candidates accelerate")
+    assert table.rows[0][-1] == "rejected"
+    why = "accelerate rejected: candidate accelerate ended with status 1"
+    assert why in table.notes
+    with pytest.raises(UserError, match="candidate O2 ended with status 1"):
+        tables("recipe", f"{SHORT} --candidates O2")
 
 
 # How they train

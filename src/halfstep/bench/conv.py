@@ -59,7 +59,6 @@ def draw_batches(work: Namespace, seed: int) -> Iterator[list[dict[str, Tensor]]
 
 BENCHES = {
     "conv": training(
-        "conv",
         title="Training a convolutional network",
         description="Train a small ResNet from scratch on synthetic images, several "
         "seeds of each candidate; print time, memory and losses.",

@@ -58,7 +58,6 @@ def draw_batches(work: Namespace, seed: int) -> Iterator[list[dict[str, Tensor]]
 
 BENCHES = {
     "decoder": training(
-        "decoder",
         title="Training a decoder",
         description="Train a small GPT from scratch on synthetic texts, several seeds "
         "of each candidate; print time, memory and losses. Its largest matmul is the "

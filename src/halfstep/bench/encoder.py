@@ -177,7 +177,7 @@ def _probed(description: str, **probe: Any) -> loops.Candidate:  # noqa: ANN401
 
 def probe_tables(arguments: Namespace) -> list[Table]:
     """Train with a probe in each mode and without, in turn."""
-    seconds = dict(training.measure_steps("probe", arguments).times.rounds)
+    seconds = dict(training.measure_steps(arguments).times.rounds)
     every = arguments.every
     if STATISTICS in seconds and BETWEEN in seconds:
         pairs = zip(seconds[STATISTICS], seconds[BETWEEN], strict=True)
@@ -213,7 +213,6 @@ _ENCODER: Any = {
 }
 BENCHES = {
     "encoder": training.training(
-        "encoder",
         title="Training an encoder",
         description="Train a BERT encoder from scratch on synthetic texts, several "
         "seeds of each candidate; print time, memory and losses.",
@@ -222,7 +221,6 @@ BENCHES = {
         **_ENCODER,
     ),
     "probe": training.training(
-        "probe",
         run=probe_tables,
         title="A probe on an encoder",
         description="Train a BERT encoder from scratch on synthetic texts without a "

@@ -159,7 +159,7 @@ def tables(arguments: Namespace) -> list[Table]:
         model = make_model(work).to(arguments.device).train()
         make_plan(model, make_inputs(work), dtype=arguments.dtype, refresh=True)
         del model
-        got = measure_steps("plan", work, name)
+        got = measure_steps(work, name)
         flops = got.flops
         for each in arguments.candidates:
             passes = got.passes.median(each, 1e3)
@@ -195,7 +195,6 @@ _PLANS = {
 }
 BENCHES = {
     "plan": training(
-        "plan",
         run=tables,
         title="Planned models",
         description="Train four models under torch.autocast, under the lean policy, "

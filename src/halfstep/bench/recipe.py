@@ -67,7 +67,6 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _bench(
-    name: str,
     title: str,
     description: str,
     kinds: dict[str, loops.Candidate],
@@ -75,7 +74,6 @@ def _bench(
     steps: int,
 ) -> commands.Bench:
     return training(
-        name,
         title=title,
         description=description,
         kinds=kinds,
@@ -97,7 +95,6 @@ def _bench(
 _ACCUMULATE = ("torch.amp", "O1 torch", "O1 lean", "O2 lean")
 BENCHES = {
     "recipe": _bench(
-        "recipe",
         "Mixed precision recipe",
         "Train a few large linear layers (torch's AMP recipe) at every level, with "
         "every form of master weights, and with other libraries, each in its own "
@@ -108,7 +105,6 @@ BENCHES = {
         3,
     ),
     "accumulate": _bench(
-        "accumulate",
         "Gradient accumulation",
         "Train a few large linear layers with several micro-batches per step; print "
         "time, memory, and how often tensors are cast.",

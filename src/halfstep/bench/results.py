@@ -202,6 +202,7 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     """Draw a bar for each row: the first ratio, else the first number, with spread."""
     from matplotlib import pyplot as plt
 
+    tables = [table for table in tables if _measured(table)]
     heights = [1.2 + 0.3 * len(table.rows) for table in tables]
     with plt.rc_context({"svg.hashsalt": "halfstep"}):
         figure, axes = plt.subplots(
@@ -212,8 +213,7 @@ def plot(tables: Sequence[Table], path: Path) -> None:
             layout="constrained",
         )
         for table, axis in zip(tables, axes.flat, strict=True):
-            columns = zip(table.columns, zip(*table.rows, strict=True), strict=True)
-            measured = [name for name, own in columns if float in map(type, own)]
+            measured = _measured(table)
             ratios = [name for name in measured if name.startswith("x ")]
             values = (ratios or measured)[0]
             rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
@@ -232,3 +232,9 @@ def plot(tables: Sequence[Table], path: Path) -> None:
             axis.set_title(f"{table.title}: {values}", loc="left")
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
+
+
+def _measured(table: Table) -> list[str]:
+    """Return the columns with a float."""
+    columns = zip(table.columns, zip(*table.rows, strict=True), strict=True)
+    return [name for name, own in columns if float in map(type, own)]

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import platform
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
@@ -23,14 +24,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench import commands, journal, measure, results
 from halfstep.bench.floor import Floor
-from halfstep.bench.loops import Loop, Task, plain, storage_bytes
+from halfstep.bench.loops import CANDIDATES, Loop, Task, storage_bytes
 from halfstep.bench.worker_process import PASSIVE_WAIT, WorkerProcess, resident
 from halfstep.diagnostics.profiling.profile_step import without_kineto_log
 from halfstep.errors import UserError
 from halfstep.machine import hardware
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.optim import Optimizer
@@ -43,10 +43,11 @@ KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776
 by page, each time."""
 
 _CANDIDATES = "comma-separated, of those below (default all)"
+_TINY = 64  # torchao quantizes states of 4,096 numbers or more
 WARM_UP = 2
 """Steps of each seed that are not timed: the first one initializes all state."""
 _PEAK = {
-    "cpu": "resident, above what imports and a step of width 8 left; with batches",
+    "cpu": "resident, above what imports and a tiny step left; with batches",
     "cuda": "allocated by torch on the GPU, with batches",
 }
 
@@ -54,7 +55,7 @@ _PEAK = {
 DrawBatches: TypeAlias = "Callable[[Namespace, int], Iterator[list[Any]]]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Training(commands.Bench):
     """A workload that trains a model with each candidate.
 
@@ -62,15 +63,15 @@ class Training(commands.Bench):
     `dtype`, `accumulate` and `candidates`.
     """
 
-    title: str = ""
-    kinds: Mapping[str, Candidate] = None  # type: ignore[assignment]
+    title: str
+    kinds: Mapping[str, Candidate]
     """Name -> candidate."""
-    make_model: Callable[[Namespace], nn.Module] = None  # type: ignore[assignment]
+    make_model: Callable[[Namespace], nn.Module]
     """Builds the model, from torch's random state."""
-    draw_batches: DrawBatches = None  # type: ignore[assignment]
+    draw_batches: DrawBatches
     """(settings, seed) -> the micro-batches of each step, without end."""
-    make_optimizer: Callable[[Iterable[Tensor], Namespace], Optimizer] = None  # type: ignore[assignment]
-    loss_of: LossOf = None  # type: ignore[assignment]
+    make_optimizer: Callable[[Iterable[Tensor], Namespace], Optimizer]
+    loss_of: LossOf
     baselines: tuple[str, ...] = ("torch.amp",)
     """Candidates that the others are compared with; +- is of the first."""
     splits: bool = False
@@ -96,29 +97,24 @@ class Measured:
         return max((each["flops"] for each in self.facts.values()), default=0.0)
 
 
-def training(name: str, **fields: Any) -> Training:  # noqa: ANN401
-    """Declare a workload, with the flags that all have.
-
-    Args:
-        name: On the command line.
-        fields: Those of `Training`; `flags` only its own, before those of all.
-    """
+def training(**fields: Any) -> Training:  # noqa: ANN401
+    """Declare a workload; `flags` are its own, before those that all have."""
     kinds: Mapping[str, Candidate] = fields["kinds"]
     flags = fields.pop("flags") | {
         "candidates": commands.names(kinds) | {"help": _CANDIDATES}
     }
     return Training(
-        **{"run": partial(tables, name)} | fields,
+        **{"run": tables} | fields,
         flags=flags | commands.PLACE,
         candidates={each: kind.description for each, kind in kinds.items()},
     )
 
 
-def tables(name: str, arguments: Namespace) -> list[Table]:
+def tables(arguments: Namespace) -> list[Table]:
     """Train with the candidates in turn; return the table of a workload."""
-    bench: Any = commands.load(name)
+    bench: Any = commands.load(arguments.workload)
     floor = Floor.measure(arguments.device)
-    got = measure_steps(name, arguments)
+    got = measure_steps(arguments)
     rounds = len(next(iter(got.times.rounds.values()), ()))
     first = bench.baselines[0]
     rows = [
@@ -191,16 +187,16 @@ def _words(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in environment.items())
 
 
-def measure_steps(name: str, arguments: Namespace, what: str = "") -> Measured:
+def measure_steps(arguments: Namespace, what: str = "") -> Measured:
     """Time candidates in turn, each in its process.
 
     Args:
-        name: The workload.
-        arguments: Its settings: `rounds` turns of `steps` steps; or `seeds` runs of
-            `steps` steps, whose turns are single steps.
+        arguments: Settings of a workload: `rounds` turns of `steps` steps; or `seeds`
+            runs of `steps` steps, whose turns are single steps.
         what: Prefix of the names in the journal, if several models are measured.
     """
-    bench: Any = commands.load(name)
+    bench: Any = commands.load(arguments.workload)
+    hardware.gemm_rates(arguments.device)  # once here, not in a candidate's time
     seeds = getattr(arguments, "seeds", None)
     rounds = arguments.steps - WARM_UP if seeds else arguments.rounds
     steps = 1 if seeds else arguments.steps
@@ -215,7 +211,7 @@ def measure_steps(name: str, arguments: Namespace, what: str = "") -> Measured:
     facts: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         processes = {
-            each: stack.enter_context(_start(name, each, bench, arguments))
+            each: stack.enter_context(_start(each, bench.kinds[each], arguments))
             for each in arguments.candidates
             if each not in absent
         }
@@ -235,7 +231,7 @@ def measure_steps(name: str, arguments: Namespace, what: str = "") -> Measured:
 
         for seed in range(seeds or 1):
             for each in [*processes]:
-                facts[each] = processes[each].request({"seed": seed})
+                facts[each] = _build(processes[each], seed, bench.kinds[each])
                 why = facts[each]["rejected"]
                 if why is not None:
                     absent[each] = f"rejected: {why}"
@@ -270,13 +266,21 @@ def why_absent(kind: Candidate, arguments: Namespace) -> str | None:
     return None
 
 
-def _start(
-    name: str, each: str, bench: Training, arguments: Namespace
-) -> WorkerProcess:
-    environment = keep_memory(os.environ) if bench.kinds[each].keeps_memory else {}
+def _start(name: str, kind: Candidate, arguments: Namespace) -> WorkerProcess:
+    environment = keep_memory(os.environ) if kind.keeps_memory else {}
     settings = results.settings(arguments) | {"device": arguments.device}
-    task = {"name": name, "candidate": each, "settings": settings}
-    return WorkerProcess(each, __name__, task, PASSIVE_WAIT | environment)
+    task = {"bench": arguments.workload, "candidate": name, "settings": settings}
+    return WorkerProcess(name, __name__, task, PASSIVE_WAIT | environment)
+
+
+def _build(process: WorkerProcess, seed: int, kind: Candidate) -> dict[str, Any]:
+    """Build a candidate; another library that fails does not end the bench."""
+    try:
+        return process.request({"seed": seed})
+    except UserError as error:
+        if not kind.package:
+            raise
+        return {"rejected": str(error)}
 
 
 def keep_memory(environment: Mapping[str, str]) -> dict[str, str]:
@@ -290,14 +294,23 @@ def keep_memory(environment: Mapping[str, str]) -> dict[str, str]:
 
 def make_loop(bench: Training, name: str, work: Namespace, seed: int) -> Loop:
     """Build a candidate; all of one seed start from the same weights."""
-    kind = bench.kinds[name]
     torch.manual_seed(seed)
     model = bench.make_model(work).to(work.device).train()
     optimizer = bench.make_optimizer(model.parameters(), work)
+    return _make_loop(bench.kinds[name], model, optimizer, bench.loss_of, work)
+
+
+def _make_loop(
+    kind: Candidate,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_of: LossOf,
+    work: Namespace,
+) -> Loop:
     if kind.optimizer:
         make = getattr(import_module("torchao.optim"), kind.optimizer)
         optimizer = make(model.parameters(), lr=optimizer.param_groups[0]["lr"])
-    return kind.make(Task(model, optimizer, bench.loss_of, work), **kind.settings)
+    return kind.make(Task(model, optimizer, loss_of, work), **kind.settings)
 
 
 class StepServer:
@@ -306,18 +319,18 @@ class StepServer:
     def __init__(self, bench: Training, name: str, work: Namespace) -> None:
         """Run a tiny step, so that libraries do not count as the candidate's memory.
 
-        torch imports parts of itself in a first step, and transformers its models.
+        torch imports parts of itself in a first step, transformers its models, and
+        torchao compiles.
         """
         self._bench, self._name, self._work = bench, name, work
-        package = bench.kinds[name].package
-        if package:
-            import_module(package)
         with torch.device("meta"):
             bench.make_model(work)
-        tiny = nn.Linear(8, 8).to(work.device)
+        tiny = nn.Linear(_TINY, _TINY).to(work.device)
+        kind = bench.kinds[name] if bench.kinds[name].package else CANDIDATES["fp32"]
         adam = torch.optim.AdamW(tiny.parameters())
-        loop = plain(Task(tiny, adam, lambda model, x: model(x).sum(), work))
-        _count(loop, [torch.ones(1, 8, device=work.device)])
+        loop = _make_loop(kind, tiny, adam, lambda model, x: model(x).sum(), work)
+        batch = torch.ones(1, _TINY, device=work.device)
+        _count(loop, [batch] * work.accumulate)
         self._memory_before = resident(work.device)
         self._loop: Loop | None = None
         self._seed = self._number = 0
@@ -421,9 +434,7 @@ def count_casts(call: Callable[[], object]) -> int:
     return sum(event.name == "aten::_to_copy" for event in profile.events() or ())
 
 
-def worker(name: str, candidate: str, settings: dict[str, Any]) -> Any:  # noqa: ANN401
+def worker(bench: str, candidate: str, settings: dict[str, Any]) -> Any:  # noqa: ANN401
     """Return the function that answers requests for one candidate."""
-    from argparse import Namespace
-
-    bench: Any = commands.load(name)
-    return StepServer(bench, candidate, Namespace(**settings)).answer
+    loaded: Any = commands.load(bench)
+    return StepServer(loaded, candidate, Namespace(**settings)).answer
