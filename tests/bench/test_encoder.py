@@ -121,7 +121,7 @@ def test_seeds_are_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["fp32", "O1 torch"]
     words = f"{SMALL['encoder']} {RUN} --candidates '{','.join(names)}'"
     (table,) = tables("encoder", words)
-    turns = [names, names[::-1], names]
+    turns = [names, names[::-1]]
     assert Here.log == [
         each
         for seed in (0, 1)
@@ -151,8 +151,8 @@ def test_what_no_flag_sets() -> None:
         ("decoder", "--heads 3", "--hidden 8 must be a multiple of --heads 3."),
         (
             "conv",
-            "--steps 2",
-            "--steps 2 must be at least 3; the first 2 are not timed.",
+            "--steps 3",
+            "--steps 3 must be at least 4; the first 3 are not timed.",
         ),
     ],
 )

@@ -69,7 +69,7 @@ BENCHES = {
             "batch": commands.flag("images of a micro-batch", 16),
             "accumulate": commands.flag(commands.ACCUMULATE, 1),
             "steps": commands.flag(
-                "steps of each run; the first two are not timed", 40
+                "steps of each run; the first three are not timed", 40
             ),
             "seeds": commands.flag("runs of each candidate", 3),
             "lr": commands.flag("learning rate of AdamW", 1e-3, commands.share, "X"),

@@ -43,7 +43,7 @@ def transformer_flags(tokens: str) -> commands.Flags:
         "batch": flag("texts of a micro-batch (default 16; 32 on cuda)"),
         "length": flag(tokens, 128),
         "accumulate": flag(commands.ACCUMULATE, 1),
-        "steps": flag("steps of each run; the first two are not timed", 150),
+        "steps": flag("steps of each run; the first three are not timed", 150),
         "seeds": flag("runs of each candidate", 3),
         "dropout": flag("dropout everywhere", 0.1, commands.share, "P"),
         "lr": flag(

@@ -44,8 +44,10 @@ by page, each time."""
 
 _CANDIDATES = "comma-separated, of those below (default all)"
 _TINY = 64  # torchao quantizes states of 4,096 numbers or more
-WARM_UP = 2
-"""Steps of each seed that are not timed: the first one initializes all state."""
+WARM_UP = 3
+"""Steps of each seed that are not timed: the first one initializes all state, and the
+next `_COUNTED` count what a step does."""
+_COUNTED = 2
 _PEAK = {
     "cpu": "resident, above what imports and a tiny step left; with batches",
     "cuda": "allocated by torch on the GPU, with batches",
@@ -232,12 +234,12 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
         for seed in range(seeds or 1):
             for each in [*processes]:
                 facts[each] = _build(processes[each], seed, bench.kinds[each])
-                why = facts[each]["rejected"]
+                why = facts[each]["absent"]
                 if why is not None:
-                    absent[each] = f"rejected: {why}"
+                    absent[each] = why
                     del processes[each], facts[each]
                 if not seed:
-                    measure.progress(f"{each}: {'ready' if why is None else why}")
+                    measure.progress(f"{each}: {why or 'ready'}")
             losses.clear()
             turns = {each: partial(turn, each) for each in processes}
             for each, own in measure.take_turns(turns, rounds, what).rounds.items():
@@ -280,7 +282,7 @@ def _build(process: WorkerProcess, seed: int, kind: Candidate) -> dict[str, Any]
     except UserError as error:
         if not kind.package:
             raise
-        return {"rejected": str(error)}
+        return {"absent": f"failed: {error}"}
 
 
 def keep_memory(environment: Mapping[str, str]) -> dict[str, str]:
@@ -328,8 +330,8 @@ class StepServer:
         tiny = nn.Linear(_TINY, _TINY).to(work.device)
         kind = bench.kinds[name] if bench.kinds[name].package else CANDIDATES["fp32"]
         adam = torch.optim.AdamW(tiny.parameters())
-        loop = _make_loop(kind, tiny, adam, lambda model, x: model(x).sum(), work)
-        batch = torch.ones(1, _TINY, device=work.device)
+        loop = _make_loop(kind, tiny, adam, lambda model, x: model(*x).sum(), work)
+        batch = (torch.ones(1, _TINY, device=work.device),)
         _count(loop, [batch] * work.accumulate)
         self._memory_before = resident(work.device)
         self._loop: Loop | None = None
@@ -338,7 +340,7 @@ class StepServer:
     def answer(self, request: Mapping[str, int]) -> dict[str, Any]:
         """Build a candidate and warm up, or run steps.
 
-        If the candidate does not support the work, the reason is in "rejected".
+        If the candidate does not support the work, the reason is in "absent".
 
         Args:
             request: "seed", or "steps", at least 1.
@@ -351,11 +353,10 @@ class StepServer:
         try:
             self._loop = make_loop(self._bench, self._name, self._work, self._seed)
         except UserError as error:
-            return {"rejected": str(error)}
+            return {"absent": f"rejected: {error}"}
         self._batches = self._bench.draw_batches(self._work, self._seed)
-        for _ in range(WARM_UP - 1):
-            self._loop.step(self._next())
-        return {"rejected": None} | _count(self._loop, self._next())
+        self._loop.step(self._next())
+        return {"absent": None} | _count(self._loop, self._next())
 
     def _next(self) -> list[Any]:
         # The same dropout in all processes.
@@ -388,11 +389,12 @@ class StepServer:
 
 
 def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
-    """Run one step; count its FLOPs, its casts, and the bytes it works on."""
+    """Run `_COUNTED` steps; count FLOPs, casts, and the bytes that one works on."""
     counter = FlopCounterMode(display=False)
     saved = casts = None
     if loop.forward is None:
-        loop.step(batches)
+        for _ in range(_COUNTED):
+            loop.step(batches)
     else:
         saved = saved_bytes(loop, batches[0])
         with counter:
