@@ -25,9 +25,10 @@ report = reports_of(SPEED)
 )
 def only_the_loss_in_autocast(amp: Amp, *, cured: bool) -> Program:
     """Open the context after the forward pass."""
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    # Products large enough to take most of a step, also on a busy machine.
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, dtypes = torch.randn(1024, 64), set()
+    x, dtypes = torch.randn(512, 256), set()
 
     def forward() -> Tensor:
         y = model(x)
