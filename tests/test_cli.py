@@ -28,7 +28,7 @@ from halfstep.train import run as room
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-COMMANDS = ("train", "predict", "doctor", "bench", "env", "levels")
+COMMANDS = ("train", "predict", "doctor", "bench", "compare", "env", "levels")
 BENCHES = tuple(commands.BENCHES)
 EVERY = [
     [],

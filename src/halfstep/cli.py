@@ -570,7 +570,7 @@ def _add_compare(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "compare",
         help="test over seeds whether levels train as well as fp32",
-        usage="%(prog)s [--train FILE] [--levels LEVEL ...] [--seeds N] [--out DIR]",
+        usage="%(prog)s [--train FILE] [--out DIR] [flags]",
         description="Train in fp32 and at other levels, in pairs that start alike, and "
         "say for each level whether it is as good as fp32, by how much it is worse, or "
         "how many seeds it takes to know. Finished runs are stored in --out: the same "
@@ -625,14 +625,18 @@ def _compare(arguments: argparse.Namespace) -> None:
     from halfstep.parity.train_workload import train_workload
 
     levels = parse_all(arguments.levels)
-    result = run_comparison(
-        train_workload(arguments.train),
-        levels,
-        arguments.seeds,
-        margin=arguments.margin,
-        out=arguments.out,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    try:
+        result = run_comparison(
+            train_workload(arguments.train),
+            levels,
+            arguments.seeds,
+            margin=arguments.margin,
+            out=arguments.out,
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except KeyboardInterrupt:
+        advice = "the same command continues after the last finished run"
+        sys.exit(print_error(f"interrupted; {advice}", 130))
     result.page(arguments.out / "report.html")
     _print_and_write(
         lambda width: "\n\n".join(

@@ -17,6 +17,28 @@ REPETITIONS = 20
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"steps": 100, "lr": 3e-4},
+            {"O2": "equivalent", "O2:split": "equivalent", "O2:none": "worse"},
+        ),
+        (
+            {"steps": 30, "lr": 0.5, "unit": 1e-7},
+            {"O1:fp16": "equivalent", "O1:fp16:loss_scale=none": "worse"},
+        ),
+    ],
+    ids=["bf16 weights", "tiny gradients"],
+)
+def test_rates(options: dict[str, Any], expected: dict[str, str]) -> None:
+    """Law: what must fail fails, what must pass passes, each in every repetition."""
+    levels = list(expected)
+    found = [kinds(number, levels, **options) for number in range(REPETITIONS)]
+    wrong = [one for one in found if one != {"O0:ulp": "equivalent", **expected}]
+    assert wrong == []
+
+
 def kinds(
     number: int, levels: list[str], *, steps: int, lr: float, unit: float = 1.0
 ) -> dict[str, str]:
@@ -37,34 +59,6 @@ def kinds(
         return nn.functional.cross_entropy(model(batch[0]), batch[1]) * unit
 
     seeds = range(3 * number, 3 * number + 3)
-    options: dict[str, Any] = {"steps": steps, "gradient_steps": ()}
-    result = hs.compare(make, batches, levels, seeds=seeds, **options)
+    plan: dict[str, Any] = {"steps": steps, "gradient_steps": ()}
+    result = hs.compare(make, batches, levels, seeds=seeds, **plan)
     return {level: verdict.kind for level, verdict in result.verdicts.items()}
-
-
-def rates(**kind_of: list[str]) -> dict[str, dict[str, int]]:
-    """Return level -> verdict -> how often."""
-    return {k: {kind: v.count(kind) for kind in set(v)} for k, v in kind_of.items()}
-
-
-def test_rates_of_bf16_weights() -> None:
-    """Law: bf16 weights without master weights fail; one ulp, O2 and split pass."""
-    levels = ["O2", "O2:split", "O2:none"]
-    found = [kinds(number, levels, steps=100, lr=3e-4) for number in range(REPETITIONS)]
-    counts = rates(**{level: [one[level] for one in found] for level in found[0]})
-    assert counts["O2:none"] == {"worse": REPETITIONS}, counts
-    for level in ("O0:ulp", "O2", "O2:split"):
-        assert counts[level] == {"equivalent": REPETITIONS}, counts
-
-
-def test_rates_of_fp16() -> None:
-    """Law: fp16 without a loss scale fails on tiny gradients; with it, it passes."""
-    levels = ["O1:fp16", "O1:fp16:loss_scale=none"]
-    found = [
-        kinds(number, levels, steps=30, lr=0.5, unit=1e-7)
-        for number in range(REPETITIONS)
-    ]
-    counts = rates(**{level: [one[level] for one in found] for level in found[0]})
-    assert counts["O1:fp16:loss_scale=none"] == {"worse": REPETITIONS}, counts
-    assert counts["O1:fp16"] == {"equivalent": REPETITIONS}, counts
-    assert counts["O0:ulp"] == {"equivalent": REPETITIONS}, counts

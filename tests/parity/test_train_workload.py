@@ -107,6 +107,34 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: Ctrl-C leaves the finished runs, says how to go on, and exits with 130."""
+    settings_file(tmp_path, "classify", max_steps=2)
+    real, calls = torch.optim.AdamW.__init__, []
+
+    def interrupting(*args: Any, **options: Any) -> None:
+        calls.append(1)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        real(*args, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", interrupting)
+    words = ("compare", "--train", "compare.toml", "--levels", "O1", "--seeds", "2")
+    with pytest.raises(SystemExit, match="130"):
+        cli.run(words)
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == (
+        "halfstep: error: interrupted; the same command continues after the last "
+        "finished run"
+    )
+    finished = err.count("seed ")
+    assert finished > 0
+    assert cli.run(words) == 0
+    assert capsys.readouterr().err.count("from an earlier call") == finished
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -13,6 +13,7 @@ from halfstep.diagnostics.preflight import CheckReport
 from halfstep.machine import Capabilities, Recommendation
 from halfstep.nonfinite.origin import BadOp
 from halfstep.numerics.formats import FloatFormat, cast_floating
+from halfstep.parity.comparison import Comparison
 from halfstep.policy.levels import Level
 from halfstep.reporting.finding import Finding
 from halfstep.reporting.table import Table
@@ -67,6 +68,22 @@ def before_training(model: nn.Module, batch: tuple[Tensor, Tensor]) -> str:
     assert_type(report.tables(), tuple[Table, ...])
     assert_type(report.data(), dict[str, Any])
     return report.verdict
+
+
+def as_good_as_fp32(model: nn.Module, batches: list[Tensor], out: Path) -> float | None:
+    """Compare levels with fp32."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean()
+
+    result = hs.compare(make, batches, ("O1", "O2:split"), seeds=3, out=out)
+    assert_type(result, Comparison)
+    assert_type(result.tables(), tuple[Table, ...])
+    assert_type(result.data(), dict[str, Any])
+    result.save(out / "result.json")
+    result.page(out / "report.html")
+    return result.verdicts["O1"].difference
 
 
 def every_word(model: nn.Module, group: torch.distributed.ProcessGroup) -> hs.Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep._torch.rng_state import RandomState
+from halfstep.diagnostics.preflight.model_check import default_context
 from halfstep.errors import (
     UserError,
-    format_value,
     require,
     require_int,
     require_positive,
@@ -50,6 +51,14 @@ _MARGIN_REASON = (
 _EMULATED = (
     "fp16: this CPU has no fp16 matmuls, so they are computed in fp32 and rounded: "
     "metrics and skipped steps are those of fp16, times are not"
+)
+_MASKS = (
+    "on a GPU, dropout draws other masks in 16 bits than in fp32: the pairs differ by "
+    "those, too"
+)
+_TF32 = (
+    "TF32 is on, so fp32 is not strict: set torch.backends.cudnn.allow_tf32 and "
+    "torch.backends.cuda.matmul.allow_tf32 to False"
 )
 _LAST_LOSSES = "loss of the last steps"
 
@@ -173,6 +182,7 @@ def run_comparison(
     if margin is not None:
         margin = require_positive("margin", margin, "above 0, in units of the metric")
     at = _gradient_steps(gradient_steps, workload.steps)
+    notes = (*workload.notes, *_conditions(candidates))
     settings = {
         "steps": workload.steps,
         "metric": workload.metric_name,
@@ -180,12 +190,15 @@ def run_comparison(
         "torch": str(torch.__version__),
         **workload.settings,
     }
-    cuda = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
-    state = RandomState(cuda)
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    count = torch.cuda.device_count() if on_gpu else 0
+    state = RandomState(torch.device("cuda", index) for index in range(count))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        settings |= check_repeatable(workload, numbers[0])
-        store = RunStore(out, settings)
-        runs = _run_all(workload, candidates, numbers, store, at, progress)
+        with default_context(device):
+            settings |= check_repeatable(workload, numbers[0])
+            store = RunStore(out, settings)
+            runs = _run_all(workload, candidates, numbers, store, at, progress)
     finally:
         state.restore()
     reason = "as given"
@@ -199,7 +212,7 @@ def run_comparison(
         margin,
         reason,
         tuple(runs),
-        (*workload.notes, *_conditions(candidates)),
+        notes,
     )
 
 
@@ -250,29 +263,22 @@ def _outcome(run: Run, workload: Workload) -> str:
 
 def _default_margin(runs: Sequence[Run]) -> float:
     """Return 1 % of fp32's mean metric; NaN if all diverged."""
-    values = [
-        run.metric for run in runs if run.level == REFERENCE.name and not run.diverged
-    ]
-    mean = statistics.fmean(values) if values else float("nan")
+    bases = [run for run in runs if run.level == REFERENCE.name and not run.diverged]
+    mean = statistics.fmean(run.metric for run in bases) if bases else float("nan")
     if mean == 0:
-        message = (
-            "margin must be given: fp32's mean metric is 0, so 1 % of it is no margin."
-        )
+        message = "margin must be given: fp32's mean metric is 0, and so is 1 % of it."
         raise UserError(message)
     return _MARGIN_SHARE * abs(mean)
 
 
-def _seeds(seeds: object) -> tuple[int, ...]:
-    if isinstance(seeds, Iterable) and not isinstance(seeds, str):
-        numbers = tuple(require_int("seeds", seed, 0) for seed in seeds)
-        repeated = len(set(numbers)) < len(numbers)
-    else:
-        numbers, repeated = tuple(range(require_int("seeds", seeds, 0))), False
-    if len(numbers) < FEWEST_PAIRS or repeated:
+def _seeds(seeds: Any) -> tuple[int, ...]:  # noqa: ANN401
+    is_list = isinstance(seeds, Iterable) and not isinstance(seeds, str)
+    numbers = tuple(seeds if is_list else range(require_int("seeds", seeds, 0)))
+    numbers = tuple(require_int("seeds", seed, 0) for seed in numbers)
+    if len(set(numbers)) < max(FEWEST_PAIRS, len(numbers)):
         message = (
-            f"seeds={format_value(seeds) if not numbers else list(numbers)} must be "
-            f"{FEWEST_PAIRS} or more different seeds, or their number: a verdict needs "
-            "the spread of the difference over seeds."
+            f"seeds={list(numbers)} must be {FEWEST_PAIRS} or more different seeds, or "
+            "their number: a verdict needs the spread of the difference over seeds."
         )
         raise UserError(message)
     require("seeds", max(numbers), max(numbers) < _SEED_LIMIT, "below 2**31 each")
@@ -292,18 +298,12 @@ def _gradient_steps(steps: Any, total: int) -> tuple[int, ...]:  # noqa: ANN401
 
 def _conditions(candidates: Sequence[Candidate]) -> list[str]:
     """Return notes on what makes the comparison less strict."""
-    notes = []
-    is_fp16 = any(each.arguments.get("dtype") == "fp16" for each in candidates)
-    if is_fp16 and fp16_emulation.is_needed("cpu") and not torch.cuda.is_available():
-        notes.append(_EMULATED)
     if torch.cuda.is_available():
-        notes.append(
-            "on a GPU, dropout draws other masks in 16 bits than in fp32: the pairs "
-            "differ by those, too"
-        )
-        if torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32:
-            notes.append(
-                "TF32 is on, so fp32 is not strict: set torch.backends.cudnn."
-                "allow_tf32 and torch.backends.cuda.matmul.allow_tf32 to False"
-            )
-    return notes
+        uses_tf32 = False
+        # A program that uses `fp32_precision` must not read the older names.
+        with contextlib.suppress(RuntimeError):
+            backends = torch.backends.cudnn, torch.backends.cuda.matmul
+            uses_tf32 = any(each.allow_tf32 for each in backends)
+        return [_MASKS, *([_TF32] if uses_tf32 else [])]
+    is_fp16 = any(each.arguments.get("dtype") == "fp16" for each in candidates)
+    return [_EMULATED] if is_fp16 and fp16_emulation.is_needed("cpu") else []

@@ -219,14 +219,15 @@ class Comparison:
 
     def _sections(self) -> list[Section]:
         cards = tuple(
-            Card(_CARD_KINDS.get(one.kind, "note"), level, (("verdict", str(one)),))
+            Card(_CARD_KINDS[one.kind], level, (("verdict", str(one)),))
             for level, one in self.verdicts.items()
+            if one.kind in _CARD_KINDS
         )
-        first, *others = self._tables(_MOST_MODULES)
+        first, cost, *gradients = self._tables(_MOST_MODULES)
         return [
             Section("Verdicts", cards=cards, tables=(first,)),
-            Section("Loss", charts=self._charts()),
-            *(Section(table.title, tables=(table,)) for table in others),
+            Section("Loss", charts=self._charts(), tables=(cost,)),
+            *(Section("Gradients", tables=(table,)) for table in gradients),
         ]
 
     def _charts(self) -> tuple[Chart, ...]:

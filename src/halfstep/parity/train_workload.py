@@ -73,16 +73,17 @@ class _TrainRuns:
             columns=config.columns,
         )
         self.split = "test" if self.corpus.test else "dev"
-        self._job: tuple[int, TrainJob] | None = None
+        self._jobs: dict[int, TrainJob] = {}
 
     def job(self, seed: int) -> TrainJob:
-        """Return the job of a seed; the last one is kept."""
-        if self._job is None or self._job[0] != seed:
+        """Return the job of a seed; the last one, and the one to evaluate, are kept."""
+        if seed not in self._jobs:
             config = replace(self.config, seed=seed)
             network = run.build_network(config, self.corpus)
             own = run.make_job(config, self.corpus, network, self.world)
-            self._job = seed, own[0]
-        return self._job[1]
+            kept = {k: v for k, v in self._jobs.items() if k == self.config.seed}
+            self._jobs = {**kept, seed: own[0]}
+        return self._jobs[seed]
 
     def make(self, seed: int) -> Made:
         """Return model, optimizer, loss function and arguments of `prepare`."""

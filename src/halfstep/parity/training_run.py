@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import random
 import sys
@@ -159,12 +160,9 @@ def train(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     session = _prepare(candidate, model, optimizer, arguments)
-    stream, losses, seconds = _batches(workload, seed), list[float](), list[float]()
+    losses, seconds = list[float](), list[float]()
     peak_bytes, nonfinite, diverged = 0, 0, ""
-    for step in range(1, workload.steps + 1):
-        micro_batches = [
-            _next(stream, workload, step) for _ in range(session.accumulate)
-        ]
+    for step, micro_batches in _iterate_steps(workload, seed, session.accumulate):
         batches_crc = _checksum(micro_batches, batches_crc)
         if on_step is not None:
             on_step(step, session, micro_batches)
@@ -172,9 +170,8 @@ def train(
         is_last = step == workload.steps
         try:
             with _errors_of(candidate):
-                loss, duration, peak_bytes = _train_step(
-                    session, loss_fn, micro_batches, counts_bytes=is_last
-                )
+                result = _train_step(session, loss_fn, micro_batches, is_last)
+                loss, duration, peak_bytes = result
         except LossScaleCollapse as error:
             diverged = f"step {step}: {_first_line(error)}"
             break
@@ -197,7 +194,7 @@ def train(
 
 
 def _train_step(
-    session: Session, loss_fn: LossFn, micro_batches: list[Any], *, counts_bytes: bool
+    session: Session, loss_fn: LossFn, micro_batches: list[Any], counts_bytes: bool
 ) -> tuple[float, float, int]:
     """Train one step; return mean loss, seconds, and bytes in use if counted."""
     device, saved = _device(session.model), SavedBytes(session.model)
@@ -266,20 +263,18 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
 
 def check_paired(run: Run, reference: Run) -> None:
     """Raise unless two runs of a seed had the same initial weights and batches."""
-    differing = ""
-    if run.weights_crc != reference.weights_crc:
-        differing = "initial weights"
-    elif run.batches_crc != reference.batches_crc and not (
-        run.diverged or reference.diverged
+    for what, ours, expected in (
+        ("initial weights", run.weights_crc, reference.weights_crc),
+        ("batches", run.batches_crc, reference.batches_crc),
     ):
-        differing = "batches"
-    if differing:
-        message = (
-            f"{differing} of {reference.level} and {run.level} differ for seed "
-            f"{run.seed}: make and batches must give all runs of a seed the same, also "
-            "those stored in out."
-        )
-        raise UserError(message)
+        complete = what != "batches" or not (run.diverged or reference.diverged)
+        if complete and ours != expected:
+            message = (
+                f"{what} of {reference.level} and {run.level} differ for seed "
+                f"{run.seed}: make and batches must give all runs of a seed the same, "
+                "also those stored in out."
+            )
+            raise UserError(message)
 
 
 def _prepare(
@@ -329,23 +324,22 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _batches(workload: Workload, seed: int) -> Iterator[Any]:
-    """Yield the batches of a run; a list is repeated."""
-    if callable(workload.batches):
-        yield from workload.batches(seed)
-        return
-    while True:
-        yield from workload.batches
-
-
-def _next(stream: Iterator[Any], workload: Workload, step: int) -> Any:  # noqa: ANN401
-    for batch in stream:
-        return batch
-    message = (
-        f"batches(seed) ended before step {step} of {workload.steps}: return an "
-        "iterable that is long enough and begins anew in each call, or lower steps."
-    )
-    raise UserError(message)
+def _iterate_steps(
+    workload: Workload, seed: int, accumulate: int
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the number of each step, from 1, and its micro-batches."""
+    source: Any = workload.batches
+    stream = iter(source(seed)) if callable(source) else itertools.cycle(source)
+    for step in range(1, workload.steps + 1):
+        micro_batches = list(itertools.islice(stream, accumulate))
+        if len(micro_batches) < accumulate:
+            message = (
+                f"batches(seed) ended before step {step} of {workload.steps}: return "
+                "an iterable that is long enough and begins anew in each call, or "
+                "lower steps."
+            )
+            raise UserError(message)
+        yield step, micro_batches
 
 
 def _metric(

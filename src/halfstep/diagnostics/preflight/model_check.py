@@ -139,7 +139,7 @@ def check(
     snapshot = ModelSnapshot(unwrapped)  # a rejected loss_fn may have changed it
     try:
         make = partial(ModelCopy, unwrapped, optimizer, master=master, state=state)
-        with _default_context(device):
+        with default_context(device):
             search = ScaleSearch(
                 make, unwrapped, loss_fn, [batch, *more], choice, margin
             )
@@ -168,7 +168,7 @@ def check(
 
 
 @contextlib.contextmanager
-def _default_context(device: torch.device) -> Iterator[None]:
+def default_context(device: torch.device) -> Iterator[None]:
     """Disable autocast, and enable gradients, of the caller's contexts.
 
     Under autocast the fp32 reference would not run in fp32.
