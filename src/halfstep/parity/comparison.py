@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from halfstep.parity.training_run import Run
 
 MIB = 2**20
-_SMOOTHED_SHARE = 20  # losses are averaged over one twentieth of the steps
+_MOST_SMOOTHED = 100
 _MOST_MODULES = 12  # of each level and step, on the page; `data` has all
 _CARD_KINDS = {"worse": "error", "unknown": "warning"}
 _CONSTANT = (
@@ -35,7 +35,7 @@ _COST_NOTES = (
     "ms a step: median; peak: median over seeds; skipped: steps of all seeds",
     (
         "loss off by: largest difference to the loss of fp32 with the same seed, "
-        f"of losses averaged over a {_SMOOTHED_SHARE}th of the steps"
+        f"of losses averaged over a 20th of the steps, at most {_MOST_SMOOTHED}"
     ),
     (
         "% in seeds: share of the steps where that is at most the largest difference "
@@ -201,7 +201,7 @@ class Comparison:
     def curve(self, level: str) -> list[float]:
         """Return the largest difference to fp32's loss over seeds, for each step.
 
-        Losses are averaged over a twentieth of the steps; diverged runs are left out.
+        Losses are `smoothed`; diverged runs are left out.
         """
         return _largest_gap(
             (smoothed(run.losses), smoothed(base.losses))
@@ -252,8 +252,8 @@ class Comparison:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the mean of each loss and of those before it, over a 20th of the steps."""
-    width = max(1, len(losses) // _SMOOTHED_SHARE)
+    """Return the means of the last losses: of a 20th of the steps, at most of 100."""
+    width = min(_MOST_SMOOTHED, max(1, len(losses) // 20))
     return [
         statistics.fmean(losses[max(0, end - width) : end])
         for end in range(1, len(losses) + 1)
