@@ -204,6 +204,9 @@ def test_metric() -> None:
 
     result = hs.compare(adam(), BATCHES, ["O1"], metric=metric, **QUICK)
     assert (result.metric, result.lower_is_better) == ("metric", False)
+    blind = hs.compare(adam(), BATCHES, ["O1"], metric=lambda _: 0.9, **QUICK)
+    verdict = blind.verdicts["O1"]
+    assert str(verdict) == "no verdict: the metric is the same in all runs"
     metrics = [run.metric for run in result.runs if run.seed == 0]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-3)
     assert metrics[0] != metrics[2]

@@ -79,7 +79,7 @@ def test_runs_are_those_of_train(
 
 def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: a line a run as it ends, then tables; a page and, on request, JSON."""
-    settings_file(tmp_path, "classify", level="O3", keep=1)
+    settings_file(tmp_path, "classify", level="O3", keep=1, best_by="loss")
     words = ("compare", "--train", "compare.toml", "--levels", "O2:split")
     more = ("--seeds", "2", "--margin", "0.5", "--json", "result.json")
     assert cli.run([*words, *more]) == 0
@@ -99,7 +99,7 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     assert err.count("from an earlier call") == 6
     assert json.loads(out) == data
-    settings_file(tmp_path, "classify", lr=0.1)
+    settings_file(tmp_path, "classify", lr=0.1, best_by="loss")
     assert cli.run(words) == 2
     assert capsys.readouterr().err == (
         "halfstep: error: runs/compare holds runs with lr=None, not 0.1; use that, or "

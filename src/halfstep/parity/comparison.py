@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ _MOST_SMOOTHED = 100
 _MOST_MODULES = 12  # of each level and step, on the page; `data` has all
 _CARD_KINDS = {"worse": "error", "unknown": "warning"}
 _CONSTANT = (
-    "{} is the same for every seed of fp32, and may not tell levels apart: train "
+    "{} is the same for every seed of fp32, so it cannot tell levels apart: train "
     "longer, or use a finer metric"
 )
 _COST_NOTES = (
@@ -72,13 +72,21 @@ class Comparison:
         verdicts = {}
         for level in self.levels:
             pairs = [pair for pair in self._pairs(level) if not pair[1].diverged]
-            verdicts[level] = judge(
+            verdict = judge(
                 [run.metric - base.metric for run, base in pairs if not run.diverged],
                 self.margin,
                 lower_is_better=self.lower_is_better,
                 num_diverged=sum(bool(run.diverged) for run, _ in pairs),
             )
+            if self._is_constant and verdict.difference == verdict.half_width == 0:
+                verdict = replace(verdict, kind="unknown")
+            verdicts[level] = verdict
         return verdicts
+
+    @property
+    def _is_constant(self) -> bool:
+        """Whether all seeds of fp32 have the same metric."""
+        return len({run.metric for run in self._of(REFERENCE.name)}) == 1
 
     def _of(self, level: str, *, with_diverged: bool = False) -> list[Run]:
         runs = [run for run in self.runs if run.level == level]
@@ -134,7 +142,6 @@ class Comparison:
         for level, verdict in self.verdicts.items():
             numbers = _mean(self._of(level)), verdict.difference, verdict.half_width
             rows.append((level, *map(_short, numbers), str(verdict)))
-        is_constant = len({run.metric for run in self._of(REFERENCE.name)}) == 1
         direction = "lower" if self.lower_is_better else "higher"
         seeds = ", ".join(map(str, self.seeds))
         notes = (
@@ -147,7 +154,7 @@ class Comparison:
                 for run in self.runs
                 if run.diverged
             ),
-            *([_CONSTANT.format(self.metric)] if is_constant else []),
+            *([_CONSTANT.format(self.metric)] if self._is_constant else []),
             *self.notes,
         )
         columns = ("level", self.metric, "to fp32", "+-", "verdict")

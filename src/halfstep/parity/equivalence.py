@@ -44,6 +44,8 @@ class Verdict:
             return "no verdict: fewer than 2 pairs of runs ended"
         if self.kind == "equivalent":
             return f"equivalent within {self.margin:.3g}"
+        if not self.half_width and self.kind == "unknown":
+            return "no verdict: the metric is the same in all runs"
         low, high = (self.difference + s * self.half_width for s in (-1, 1))
         interval = f"90 % CI {low:.3g} to {high:.3g}"
         if self.kind == "unknown":
