@@ -10,6 +10,7 @@ from bench_runs import flags, rejected, rows, tables
 from torch import nn
 
 from halfstep.bench import commands, conv, decoder, encoder, measure, training
+from halfstep.fast_dropout import FastDropout
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -96,6 +97,18 @@ def test_attention_is_as_asked() -> None:
                 nodes += [below for below, _ in node.next_functions]
         softmax = any(node.name() == "SoftmaxBackward0" for node in visited)
         assert softmax is (attention == "eager")
+
+
+@pytest.mark.parametrize("bench", ["encoder", "decoder"])
+@pytest.mark.parametrize("name", ["torch.amp", "O2"])
+def test_fast_dropout(bench: str, name: str) -> None:
+    """Law: the candidate with fast dropout has it, and the other does not."""
+    for candidate, expected in ((name, nn.Dropout), (f"{name}-fast", FastDropout)):
+        loop = training.make_loop(
+            MODULES[bench].BENCHES[bench], candidate, work(bench), 0
+        )
+        layers = {type(m) for m in loop.model.modules() if isinstance(m, nn.Dropout)}
+        assert layers == {expected}
 
 
 def test_seeds_are_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ BENCHES = {
         "one over the vocabulary.",
         flags=encoder.transformer_flags("tokens of a text")
         | {"vocabulary": commands.flag("tokens of the vocabulary", 4096)},
-        kinds=encoder.KINDS,
+        kinds=encoder.WITH_DROPOUT,
         check=encoder.check,
         make_model=make_model,
         draw_batches=draw_batches,

@@ -139,6 +139,8 @@ KINDS = loops.pick(
     *("torchao-8bit", "O1 torch", "O1 lean", "O2", "O2-split", "O3"),
 )
 """Candidates of `bench encoder`, `bench decoder` and `bench conv`."""
+WITH_DROPOUT = KINDS | loops.pick("torch.amp-fast", "O2-fast")
+"""Those of models with dropout."""
 
 # Probes
 
@@ -217,7 +219,7 @@ BENCHES = {
         description="Train a BERT encoder from scratch on synthetic texts, several "
         "seeds of each candidate; print time, memory and losses.",
         flags=transformer_flags("tokens of a text"),
-        kinds=KINDS,
+        kinds=WITH_DROPOUT,
         **_ENCODER,
     ),
     "probe": training.training(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting.autocast_mode import autocast
+from halfstep.fast_dropout import use_fast_dropout
 from halfstep.numerics import formats
 from halfstep.numerics.local_tensor import inner_tensors
 from halfstep.session.factory import prepare
@@ -308,6 +309,12 @@ def session(task: Task, **settings: Any) -> Loop:  # noqa: ANN401
     return Loop(own.model, own.optimizer, passes, own.step, forward, own)
 
 
+def fast_dropout(task: Task, *, of: Callable[..., Loop], **settings: Any) -> Loop:  # noqa: ANN401
+    """Return the loop `of`, for the model after `use_fast_dropout`."""
+    use_fast_dropout(task.model)
+    return of(task, **settings)
+
+
 _FABRIC = "lightning_fabric"
 
 
@@ -354,6 +361,9 @@ CANDIDATES = {
     "fp32": Candidate("all in fp32", plain, {"low": False}),
     "torch.amp": _AMP,
     "torch.amp-kept": Candidate(_KEPT, plain, keeps_memory=True),
+    "torch.amp-fast": Candidate(
+        "torch.amp after hs.use_fast_dropout", fast_dropout, {"of": plain}
+    ),
     "accelerate": _other("Hugging Face Accelerate", accelerate, "accelerate"),
     "fabric-mixed": _other("Lightning Fabric, mixed", fabric, _FABRIC, kind="mixed"),
     "fabric-true": _other("Lightning Fabric, true", fabric, _FABRIC, kind="true"),
@@ -365,6 +375,11 @@ CANDIDATES = {
     "O1": _session("fp32 weights, operations cast one by one", level="O1"),
     "O2": _session("16-bit weights, fp32 master weights", level="O2"),
     "O2-kept": Candidate(_KEPT, session, {"level": "O2"}, keeps_memory=True),
+    "O2-fast": Candidate(
+        "halfstep: O2 after hs.use_fast_dropout",
+        fast_dropout,
+        {"of": session, "level": "O2"},
+    ),
     "O2-split": _o2("bf16 weights and the low 16 bits of fp32", "split"),
     "O2-kahan": _o2("bf16 weights and a compensation term", "kahan"),
     "O2-stochastic": _o2("stochastically rounded updates", "stochastic"),
