@@ -409,6 +409,13 @@ def test_function_of_batches_needs_steps() -> None:
         hs.compare(adam(), lambda _: BATCHES)
 
 
+def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: under torchrun every process would train all runs, so none does."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="one of 2: start it without torchrun"):
+        hs.compare(adam(), BATCHES, ["O1"], **QUICK)
+
+
 def test_level_that_cannot_run() -> None:
     """Law: a level without kernels is named, before anything is trained; fp32 can."""
     lines: list[str] = []

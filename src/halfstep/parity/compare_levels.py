@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +35,6 @@ from halfstep.parity.training_run import (
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from torch import nn
@@ -112,8 +112,9 @@ def compare(
 
     Raises:
         UserError: If an argument is invalid; if a level cannot run; if `make` or
-            `batches` differ between calls, or the batches end too soon; or if `out`
-            holds runs of other settings, or cannot be written.
+            `batches` differ between calls, or the batches end too soon; under
+            torchrun with several processes; or if `out` holds runs of other settings,
+            or cannot be written.
 
     Example:
         >>> def make(seed):
@@ -178,6 +179,13 @@ def run_comparison(
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Run what `compare` describes, for any workload."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        message = (
+            f"compare trains in one process, and this is one of {processes}: start it "
+            "without torchrun."
+        )
+        raise UserError(message)
     numbers = _seeds(seeds)
     if margin is not None:
         margin = require_positive("margin", margin, "above 0, in units of the metric")
