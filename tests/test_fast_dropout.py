@@ -305,6 +305,43 @@ def test_causal_attention(queries: int) -> None:
     assert torch.equal(*outputs)
 
 
+def test_a_mask_of_causal_attention_is_torchs_error() -> None:
+    """Law: what torch rejects is rejected after use_fast_dropout, too."""
+    q = torch.ones(1, 1, 2, 2)
+
+    class Attention(nn.Module):
+        def forward(self) -> Tensor:
+            mask = torch.ones(2, 2, dtype=torch.bool)
+            return functional.scaled_dot_product_attention(
+                q, q, q, mask, 0.3, is_causal=True
+            )
+
+    module = Attention()
+    hs.use_fast_dropout(module)
+    with pytest.raises(RuntimeError, match="should not be set when is_causal=True"):
+        module()
+
+
+def test_a_hook_that_raises_leaves_attention_to_torch() -> None:
+    """Law: a module whose earlier pre-hook raised does not count as left."""
+    operands = _operands(torch.float32)
+
+    def plain() -> Tensor:
+        torch.manual_seed(7)
+        return functional.scaled_dot_product_attention(*operands, None, 0.3, scale=0.4)
+
+    def raises(*_: object) -> None:
+        raise ValueError
+
+    before, module = plain(), _Attention()
+    module.register_forward_pre_hook(raises)
+    hs.use_fast_dropout(module)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^$"):
+            module(*operands, mask=None, p=0.3)
+    assert torch.equal(plain(), before)
+
+
 def test_a_compiled_model_keeps_torchs_dropout() -> None:
     """Law: hooks and class leave one graph, with the masks of torch's own dropout."""
     operands = [each.detach() for each in _operands(torch.float32)]
@@ -334,7 +371,7 @@ def test_without_numpy() -> None:
     program = (
         "import sys; sys.modules['numpy'] = None\n"
         "import halfstep as hs\n"
-        "try: hs.use_fast_dropout\n"
+        "try: hs.use_fast_dropout(None)\n"
         "except hs.UserError as error: print(error)"
     )
     done = subprocess.run(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,15 +20,6 @@ from torch.library import Library
 from torch.nn import functional
 
 from halfstep.errors import UserError
-
-try:
-    import numpy as np
-except ModuleNotFoundError as error:
-    message = (
-        "hs.use_fast_dropout draws its random bits with numpy, which is not installed: "
-        "pip install numpy."
-    )
-    raise UserError(message) from error
 
 STEPS = 1 << 16
 """Keep probabilities are rounded to multiples of 1 / STEPS: 0.9 to 58982 / 65536."""
@@ -65,6 +57,12 @@ def use_fast_dropout(model: nn.Module) -> None:
         >>> model[1]
         FastDropout(p=0.1, inplace=False)
     """
+    if find_spec("numpy") is None:
+        message = (
+            "hs.use_fast_dropout draws its random bits with numpy, which is not "
+            "installed: pip install numpy."
+        )
+        raise UserError(message)
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout
@@ -120,6 +118,8 @@ def _mask(shape: torch.Size, dropped: int) -> Tensor:
     The seed comes from torch's generator, so saving and restoring its state reproduces
     the masks. numpy guarantees a stable bit stream per seed.
     """
+    import numpy as np  # torch works without it
+
     seed = int(torch.randint(_SEEDS, (), device="cpu"))
     count = shape.numel()
     words = np.random.SFC64(seed).random_raw(-(-count // 4))
@@ -148,7 +148,8 @@ def _enter_attention(module: nn.Module, args: object) -> None:
 def _leave_attention(module: nn.Module, args: object, output: object) -> None:
     del module, args, output
     if not torch.compiler.is_compiling():
-        _thread.depth -= 1
+        # Where an earlier pre-hook raised, this module was not entered.
+        _thread.depth = max(0, _thread.depth - 1)
 
 
 @functools.cache
@@ -181,6 +182,7 @@ def _attention_kernel(
         and 0 < dropped < STEPS
         and dropout_mask is None
         and not enable_gqa
+        and not (is_causal and attn_mask is not None)  # torch's error
         and query.dtype == key.dtype == value.dtype
         and (attn_mask is None or not attn_mask.requires_grad)
         and all(
