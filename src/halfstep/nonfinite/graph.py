@@ -197,7 +197,7 @@ _OWN_RESULT = re.compile(
     r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)"
 )
 """Names of saved values that are results of the operation."""
-_LOW_OPS = re.compile(r".*(mm|Convolution|Rnn.*)$|ScaledDot|Addm[mv]|Mv|Dot")
+_LOW_OPS = re.compile(r".*([Mm]m|Convolution|Rnn.*)$|ScaledDot|Addmv|Mv|Dot")
 """Autocast casts their inputs to 16 bits."""
 _SATURATING_OPS = re.compile(r"Tanh|Sigmoid|.*(Softmax|Norm$)")
 """Their results are small for any finite inputs."""
