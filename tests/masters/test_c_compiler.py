@@ -41,8 +41,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv(c_compiler.VARIABLE, raising=False)
-    fresh = cpu_kernels._kernels.__wrapped__
-    monkeypatch.setattr(cpu_kernels, "_kernels", fresh)
+    for name in ("_kernels", "_require_kernels"):
+        fresh = getattr(cpu_kernels, name).__wrapped__
+        monkeypatch.setattr(cpu_kernels, name, fresh)
     return tmp_path / "cache" / "halfstep" / "compiled"
 
 

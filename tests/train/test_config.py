@@ -346,6 +346,6 @@ def test_resumed_masters(
         run({"out": short["out"], "master": "fp32"}, resume=True)
     again = run({"out": short["out"]}, resume=True).folder
     one, two = newest(straight), newest(again)
-    assert one.notes["step"] == two.notes["step"] == 4
+    assert one.notes["step"] == two.notes["step"] == 6
     assert same(one.weights, two.weights)
     assert same(one.state, two.state)

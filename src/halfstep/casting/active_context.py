@@ -36,6 +36,10 @@ KEY = DispatchKey.__members__["AutocastPrivateUse1"]
 NO_BACKEND = "privateuseone"
 """torch's name for the backend of that key while none is registered."""
 
+num_planned = 0
+"""Modules that `graph.rewrite` has made in this process: they cast without a context.
+Sessions read it before they warn that no context was opened."""
+
 
 class Observer(Protocol):
     """Records how operations run; `recorder.Recorder` implements it."""

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from halfstep.casting import active_context
 from halfstep.errors import UserError, require_type
 from halfstep.graph import capture
 from halfstep.graph.capture import modules_of
@@ -275,6 +276,7 @@ def rewrite_graph(
         copies[source] for source in changing
     }
     verify(rewritten, graph_module, planned, dtype, device, shared)
+    active_context.num_planned += 1
     return rewritten
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.casting import dispatch_table
+from halfstep.casting import active_context, dispatch_table
 from halfstep.casting.autocast_mode import Autocast
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.casting.policy_autocast import PolicyAutocast
@@ -49,7 +49,7 @@ class AutocastContexts:
         self._keeps_casts = False
         self._reported_unmatched = False
         self._needs_context = choice.level.autocast
-        self._opened_before = AutocastContexts._opened
+        self._opened_before = AutocastContexts._opened + active_context.num_planned
         low = choice.format.dtype if choice.level.autocast else None
         context = Autocast(device, low, choice.level.autocast, None)
         self._context: Autocast | PolicyAutocast = context
@@ -93,9 +93,11 @@ class AutocastContexts:
     def is_missing(self) -> bool:
         """Whether the level needs a context, and none was opened since it was made.
 
-        Those of other sessions count: one may be open around several models.
+        Those of other sessions count: one may be open around several models. So do
+        modules that `rewrite` makes, which need none.
         """
-        return self._needs_context and self._opened_before == AutocastContexts._opened
+        opened = AutocastContexts._opened + active_context.num_planned
+        return self._needs_context and self._opened_before == opened
 
     def after_microbatch(self) -> None:
         """Keep the casts for the next micro-batch if this one opened one context."""
