@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -103,11 +104,18 @@ def test_clipping_by_hand_without_a_scale(kind: str) -> None:
 
 
 def test_a_plain_loop_at_o1_fp16() -> None:
-    """Law: a step without a loss scale says once what to call."""
+    """Law: a step without a loss scale says once what to call.
+
+    The search for the caller keeps no tensor of the caller's alive.
+    """
     session = build("O1 fp16")
     loss_of(session).backward()
+    tensor = torch.zeros(1)
+    reference = weakref.ref(tensor)
     with pytest.warns(UserWarning, match=r"^optimizer\.step\(\) .*session\.backward"):
         session.optimizer.step()
+    del tensor
+    assert reference() is None
     session.optimizer.step()  # said once
     session.zero_grad()
     session.backward(loss_of(session))

@@ -25,10 +25,12 @@ from halfstep.casting.convert_model import called_modules
 from halfstep.errors import UserError, warn_caller
 from halfstep.nonfinite.graph import saved_value
 from halfstep.numerics.formats import is_low
+from halfstep.scaling import grad_scaler
 from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
@@ -147,13 +149,12 @@ class ExternalStepCheck:
         if self._masters.stepping:
             return
         master_params = self._masters.master_params.values()
-        call = _name_of_step_call()
         if any(
             s.weight.grad is not None or s.master.grad is not None
             for s in master_params
         ):
             message = (
-                f"{call} was called while the session holds gradients of "
+                f"{_step_call()} was called while the session holds gradients of "
                 "16-bit weights: call session.step(), which unscales and clips them, "
                 "steps, and copies back to the model weights."
             )
@@ -164,7 +165,7 @@ class ExternalStepCheck:
             return
         if window.num_pending and self._rule.scales:
             message = (
-                f"{call} was called after session.backward(), whose gradients "
+                f"{_step_call()} was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
@@ -174,26 +175,31 @@ class ExternalStepCheck:
         self._warned = True
         if window.num_pending:
             warn_caller(
-                f"{call} was called after session.backward(): it neither "
+                f"{_step_call()} was called after session.backward(): it neither "
                 "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
                 "steps the schedule. Call session.step() instead."
             )
         else:
             warn_caller(
-                f"{call} was called in place of session.step(): unless "
+                f"{_step_call()} was called in place of session.step(): unless "
                 "another scaler scales the loss, small gradients become zero in fp16. "
                 "Call session.backward(loss), then session.step()."
             )
 
 
-def _name_of_step_call() -> str:
+def _step_call() -> str:
     """Return the call, in the user's program, that steps an optimizer."""
-    call, frame = "optimizer.step()", sys._getframe(1)  # noqa: SLF001
-    while frame.f_back is not None:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        # Not `f_locals`: before Python 3.13 it keeps the caller's tensors alive.
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "step" and module in _GRAD_SCALER_MODULES:
+            return "scaler.step(optimizer)"
         frame = frame.f_back
-        if isinstance(frame.f_locals.get("self"), GradScaler):
-            call = "scaler.step(optimizer)"
-    return call
+    return "optimizer.step()"
+
+
+_GRAD_SCALER_MODULES = {GradScaler.__module__, grad_scaler.__name__}
 
 
 def check_not_scaled(loss: Tensor) -> None:
