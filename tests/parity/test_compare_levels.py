@@ -268,6 +268,21 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
         assert all(mine == theirs for mine, theirs in pairs.values())
 
 
+OTHER = "out holds runs of seed 0 with other"
+
+
+def shared(gamma: float = 0.9, **arguments: Any) -> Make:
+    """Return a `make` with arguments of `prepare`."""
+
+    def make(seed: int) -> Any:
+        model, optimizer, loss = adam()(seed)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+        more = {"accumulate": 1, "scheduler": scheduler}
+        return model, optimizer, loss, more | arguments
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -275,18 +290,20 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
         ("metric", len, "runs with metric=loss of the last steps, not len; use that"),
         ("gradient_steps", (1,), "holds runs with gradient_steps=[], not [1]; use "),
         ("make", adam(lr=0.1), "holds runs with optimizer.lr=0.003, not 0.1; use "),
-        ("make", lambda n: adam()(n + 1), "initial weights of O0 and O2 differ for "),
-        ("batches", BATCHES[1:], "batches of O0 and O2 differ for seed 0: "),
+        ("make", lambda n: shared()(n + 1), f"{OTHER} initial weights than those of "),
+        ("batches", BATCHES[1:], f"{OTHER} batches than those of this call: use "),
+        ("make", shared(accumulate=2), "with accumulate=1, not 2; use that, or "),
+        ("make", shared(gamma=0.5), "with scheduler.gamma=0.9, not 0.5; use that"),
     ],
 )
 def test_stored_runs_of_other_settings(
     name: str, value: Any, message: str, tmp_path: Path
 ) -> None:
-    """Law: what would not compare with the stored runs is rejected, by name."""
-    given = {"make": adam(), "batches": BATCHES, "out": tmp_path, **QUICK}
+    """Law: what differs from the stored runs is rejected, though no run is new."""
+    given = {"make": shared(), "batches": BATCHES, "out": tmp_path, **QUICK}
     hs.compare(levels=["O1"], **given)
     with pytest.raises(UserError) as caught:
-        hs.compare(levels=["O2"], **given | {name: value})
+        hs.compare(levels=["O1"], **given | {name: value})
     assert message in str(caught.value)
 
 

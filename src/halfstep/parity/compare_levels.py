@@ -30,6 +30,7 @@ from halfstep.parity.training_run import (
     Workload,
     check_paired,
     check_repeatable,
+    check_stored,
     gradients_at_steps,
     train,
 )
@@ -233,23 +234,30 @@ def _run_all(
     progress: Callable[[str], None] | None,
 ) -> list[Run]:
     """Train each candidate with each seed, unless it is stored."""
-    # Gradients first: a level that cannot run is reported before hours of training.
-    new = [each for each in candidates if store.load(each, seeds[0]) is None]
-    gradients = gradients_at_steps(workload, new, seeds[0], gradient_steps)
     runs: list[Run] = []
     compared = (PERTURBED, *candidates)
     for index, seed in enumerate(seeds):
         # In turn, so that a slow hour of the machine does not fall on one level.
         order = compared[::-1] if index % 2 else compared
+        loaded = {each.name: store.load(each, seed) for each in (REFERENCE, *order)}
+        for earlier in filter(None, loaded.values()):
+            check_stored(workload, earlier)
+            break  # the others are compared with it
+        # Gradients first: a level that cannot run is reported before hours of training.
+        gradients = {}
+        if index == 0:
+            has = {name for name, run in loaded.items() if run and run.gradients}
+            new = [each for each in candidates if each.name not in has]
+            gradients = gradients_at_steps(workload, new, seed, gradient_steps)
         reference: Run | None = None
         for candidate in (REFERENCE, *order):
-            stored = store.load(candidate, seed)
+            stored = loaded[candidate.name]
             run = stored or train(workload, candidate, seed)
-            if seed == seeds[0] and candidate.name in gradients:
+            if candidate.name in gradients:
                 run = replace(run, gradients=gradients[candidate.name])
             reference = reference or run
             check_paired(run, reference)
-            if stored is None:
+            if run is not stored:
                 store.save(candidate, run)
             runs.append(run)
             if progress is not None:

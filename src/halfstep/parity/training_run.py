@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from halfstep.diagnostics.preflight.comparison import (
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
-from halfstep.numerics.formats import tensors_in
+from halfstep.numerics.formats import FloatFormat, tensors_in
 from halfstep.parity.candidate import PERTURBED, REFERENCE
 from halfstep.reporting import json_fields
 from halfstep.scaling import LossScaleCollapse
@@ -109,6 +110,8 @@ class Run:
     master weights, moments and activations saved for the backward pass."""
     weights_crc: int
     """Checksum of the initial weights, before a perturbation."""
+    first_batches_crc: int
+    """Checksum of all tensors of the first step's micro-batches."""
     batches_crc: int
     """Checksum of all tensors of all batches."""
     gradients: tuple[Gradients, ...] = ()
@@ -153,7 +156,7 @@ def train(
         UserError: If the candidate cannot run, or the batches end too soon.
     """
     model, optimizer, loss_fn, arguments = make(workload, seed)
-    weights_crc, batches_crc = _checksum(model.state_dict()), 0
+    weights_crc, first_crc, batches_crc = _checksum(model.state_dict()), 0, 0
     if candidate == PERTURBED:
         _perturb(model, seed)
     device = _device(model)
@@ -164,6 +167,7 @@ def train(
     peak_bytes, nonfinite, diverged = 0, 0, ""
     for step, micro_batches in _iterate_steps(workload, seed, session.accumulate):
         batches_crc = _checksum(micro_batches, batches_crc)
+        first_crc = batches_crc if step == 1 else first_crc
         if on_step is not None:
             on_step(step, session, micro_batches)
         _seed_all(_step_seed(seed, step), device)
@@ -190,7 +194,8 @@ def train(
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
     curves = tuple(losses), metric, diverged, session.steps_skipped, tuple(seconds)
-    return Run(candidate.name, seed, *curves, peak_bytes, weights_crc, batches_crc)
+    checksums = weights_crc, first_crc, batches_crc
+    return Run(candidate.name, seed, *curves, peak_bytes, *checksums)
 
 
 def _train_step(
@@ -239,10 +244,10 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
     """Raise unless two calls of `make` with one seed give the same initial weights.
 
     Returns:
-        The optimizer's settings, which stored runs must share.
+        Settings of the optimizer and `prepare`, which stored runs must share.
     """
-    made = [make(workload, seed)[:2] for _ in range(2)]
-    states = [model.state_dict() for model, _ in made]
+    made = [make(workload, seed) for _ in range(2)]
+    states = [model.state_dict() for model, *_ in made]
     names = dict.fromkeys(name for state in states for name in state)
     for name in names:
         first, second = (_checksum(state.get(name)) for state in states)
@@ -253,26 +258,55 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
                 "anew in each call."
             )
             raise UserError(message)
-    optimizer = made[0][1]
+    _, optimizer, _, arguments = made[0]
     settings = {"optimizer": type(optimizer).__name__}
     for key in optimizer.defaults:
         values = {str(group[key]): 1 for group in optimizer.param_groups}
         settings[f"optimizer.{key}"] = ", ".join(values)
+    for name, value in arguments.items():
+        settings[name] = _text(value)
+        state = value.state_dict() if hasattr(value, "state_dict") else {}
+        settings |= {f"{name}.{key}": _text(each) for key, each in state.items()}
     return settings
+
+
+def _text(value: object) -> str:
+    """Return plain values as text, and the type of any other."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_text(each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    is_plain = isinstance(value, str | Real | torch.dtype | FloatFormat | None)
+    return str(value) if is_plain else type(value).__name__
+
+
+def check_stored(workload: Workload, run: Run) -> None:
+    """Raise unless a stored run began with the weights and batches of this call."""
+    model, _, _, arguments = make(workload, run.seed)
+    steps = _iterate_steps(workload, run.seed, arguments.get("accumulate", 1))
+    for what, ours, stored in (
+        ("initial weights", _checksum(model.state_dict()), run.weights_crc),
+        ("batches", _checksum(next(steps)[1]), run.first_batches_crc),
+    ):
+        if ours != stored:
+            message = (
+                f"out holds runs of seed {run.seed} with other {what} than those of "
+                "this call: use the same make and batches, or choose another folder."
+            )
+            raise UserError(message)
 
 
 def check_paired(run: Run, reference: Run) -> None:
     """Raise unless two runs of a seed had the same initial weights and batches."""
-    for what, ours, expected in (
-        ("initial weights", run.weights_crc, reference.weights_crc),
-        ("batches", run.batches_crc, reference.batches_crc),
+    is_complete = not (run.diverged or reference.diverged)
+    for what, is_equal in (
+        ("initial weights", run.weights_crc == reference.weights_crc),
+        ("batches", run.batches_crc == reference.batches_crc or not is_complete),
     ):
-        complete = what != "batches" or not (run.diverged or reference.diverged)
-        if complete and ours != expected:
+        if not is_equal:
             message = (
                 f"{what} of {reference.level} and {run.level} differ for seed "
-                f"{run.seed}: make and batches must give all runs of a seed the same, "
-                "also those stored in out."
+                f"{run.seed}: make and batches must give all runs of a seed the same."
             )
             raise UserError(message)
 
