@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -308,17 +309,50 @@ def test_stored_runs_of_other_settings(
 
 
 def test_damaged_run(tmp_path: Path) -> None:
-    """Law: a damaged file is named, and what to do."""
-    hs.compare(adam(), BATCHES, [], out=tmp_path, **QUICK)
+    """Law: a damaged file, or one of another run, is named, and what to do."""
+    again: Any = partial(hs.compare, adam(), BATCHES, [], out=tmp_path, **QUICK)
+    again()
     path = tmp_path / "runs" / "O0-seed-1.json"
-    for text in ("{", "[]", '{"level": "O0"}', "\ufffe"):
-        path.write_text(text, encoding="utf-16")
+    good = json.loads(path.read_text("utf-8"))
+    changes = {
+        "losses": [[1.0], "1234", None, ["x"] * 4],
+        "seconds": [[1.0], ["nan"] * 4],
+        "metric": ["nan", "abc", None, True],
+        "skipped": ["abc", -1],
+        "level": ["O2", 3],
+        "seed": [0, None],
+        "diverged": [None, 1],
+        "gradients": [[1], {"step": 1}, [{"step": 1, "overall": [], "modules": []}]],
+    }
+    bad = [good | {name: each} for name, values in changes.items() for each in values]
+    texts = ["{", "[]", "\xff", '{"level": "O0"}', *map(json.dumps, bad)]
+    for text in texts:
+        path.write_text(text, encoding="latin-1")
         with pytest.raises(UserError) as caught:
-            hs.compare(adam(), BATCHES, [], out=tmp_path, **QUICK)
-        assert f"{path} is damaged (" in str(caught.value)
-        assert "); delete it, and it is made again." in str(caught.value)
+            again()
+        assert f"{path} is damaged (" in str(caught.value), text
+        assert "); delete it to train again." in str(caught.value)
     path.unlink()
-    hs.compare(adam(), BATCHES, [], out=tmp_path, **QUICK)
+    again()
+
+
+def test_unusable_folder(tmp_path: Path) -> None:
+    """Law: a folder that cannot be read, or lacks its settings, is refused."""
+    again: Any = partial(hs.compare, adam(), BATCHES, [], **QUICK)
+    again(out=tmp_path)
+    settings, file = tmp_path / "settings.json", tmp_path / "file"
+    settings.unlink()
+    with pytest.raises(UserError, match="holds runs without settings"):
+        again(out=tmp_path)
+    settings.write_text("{}", "utf-8")
+    with pytest.raises(UserError, match="holds runs with steps=None, not 4; use "):
+        again(out=tmp_path)
+    settings.unlink()
+    settings.mkdir()
+    file.touch()
+    for folder in (tmp_path, file):
+        with pytest.raises(UserError, match=f"{folder}/settings.json cannot be read: "):
+            again(out=folder)
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,9 +37,16 @@ class RunStore:
         self, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any]
     ) -> None:
         self._folder = None if folder is None else Path(folder)
-        stored = self._read(_SETTINGS, dict)
-        for name in {**settings, **(stored or settings)}:
-            if stored and stored.get(name) != settings.get(name):
+        self._steps = settings["steps"]
+        stored = self._read(_SETTINGS, dict, "choose another folder")
+        if stored is None and self._num_runs():
+            message = (
+                f"{folder} holds runs without {_SETTINGS}, so that their settings are "
+                "unknown; choose another folder."
+            )
+            raise UserError(message)
+        for name in {**settings, **(stored or {})}:
+            if stored is not None and stored.get(name) != settings.get(name):
                 message = (
                     f"{folder} holds runs with {name}={stored.get(name)}, not "
                     f"{settings.get(name)}; use that, or choose another folder."
@@ -51,9 +59,27 @@ class RunStore:
         """Return a stored run, or None.
 
         Raises:
-            UserError: If its file is damaged.
+            UserError: If its file is damaged, or of another run.
         """
-        return self._read(_name(candidate, seed), Run.from_data)
+
+        def convert(data: Mapping[str, Any]) -> Run:
+            run = Run.from_data(data)
+            count, total = len(run.losses), sum(run.seconds)
+            counts = range(0 if run.diverged else self._steps, self._steps + 1)
+            for name, value, is_valid in (
+                ("level", run.level, run.level == candidate.name),
+                ("seed", run.seed, run.seed == seed),
+                ("number of losses", count, count in counts),
+                ("number of seconds", len(run.seconds), len(run.seconds) == count),
+                ("total of seconds", total, math.isfinite(total)),
+                ("metric", run.metric, run.diverged or math.isfinite(run.metric)),
+            ):
+                if not is_valid:
+                    message = f"its {name} is {value}"
+                    raise ValueError(message)
+            return run
+
+        return self._read(_name(candidate, seed), convert, "delete it to train again")
 
     def save(self, candidate: Candidate, run: Run) -> None:
         """Store a finished run.
@@ -63,7 +89,9 @@ class RunStore:
         """
         self._write(_name(candidate, run.seed), run.data())
 
-    def _read(self, name: str, convert: Callable[[Mapping[str, Any]], T]) -> T | None:
+    def _read(
+        self, name: str, convert: Callable[[Mapping[str, Any]], T], remedy: str
+    ) -> T | None:
         if self._folder is None:
             return None
         path = self._folder / name
@@ -72,9 +100,15 @@ class RunStore:
             return convert(json_fields.mapping(json.loads(text), name))
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
-            message = f"{path} is damaged ({error}); delete it, and it is made again."
+        except OSError as error:
+            message = f"{path} cannot be read: {error.strerror or error}."
             raise UserError(message) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            message = f"{path} is damaged ({str(error).rstrip('.')}); {remedy}."
+            raise UserError(message) from error
+
+    def _num_runs(self) -> int:
+        return len([*self._folder.glob("runs/*.json")]) if self._folder else 0
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         if self._folder is None:
@@ -84,11 +118,10 @@ class RunStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
         except OSError as error:
-            count = len([*self._folder.glob("runs/*.json")])
             message = (
                 f"{path} cannot be written: {error.strerror or error}. "
-                f"{format_count(count, 'finished run')} stored there: call again with "
-                "the same folder to continue."
+                f"{format_count(self._num_runs(), 'finished run')} stored there: call "
+                "again with the same folder to continue."
             )
             raise UserError(message) from error
 

@@ -52,6 +52,12 @@ _NONFINITE_STEPS = 20
 """Consecutive non-finite losses that end a run: a loss scale of 65536 needs 16 steps
 to reach 1."""
 _BACKOFFS = 40  # fp16 has as many powers of two
+_TEXTS = ("level", "diverged")
+_INTEGERS = (
+    *("seed", "skipped", "peak_bytes"),
+    *("weights_crc", "first_batches_crc", "batches_crc"),
+)
+_REALS = ("cosine", "sqnr", "flushed", "norm")
 _MADE = "(model, optimizer, loss_fn), and perhaps a dict of arguments of prepare"
 
 
@@ -125,22 +131,27 @@ class Run:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Run:
         """Return the run that `data` describes; raise a built-in error if it cannot."""
-        reals = {name: tuple(map(float, data[name])) for name in ("losses", "seconds")}
+        values: dict[str, Any] = {k: json_fields.text(data, k) for k in _TEXTS}
+        values |= {k: json_fields.integer(data, k) for k in _INTEGERS}
+        for name in ("losses", "seconds"):
+            numbers = json_fields.items(data.get(name), name)
+            values[name] = tuple(json_fields.real(each, name) for each in numbers)
         gradients = tuple(
             Gradients(
-                int(each["step"]),
+                json_fields.integer(each, "step"),
                 _similarity(each["overall"]),
                 tuple(map(_similarity, each["modules"])),
             )
             for each in data["gradients"]
         )
-        own = {**reals, "metric": float(data["metric"]), "gradients": gradients}
-        return cls(**{**data, **own})
+        metric = json_fields.real(data["metric"], "metric")
+        return cls(**values, metric=metric, gradients=gradients)
 
 
 def _similarity(data: Mapping[str, Any]) -> GradientSimilarity:
-    reals = {k: float(data[k]) for k in ("cosine", "sqnr", "flushed", "norm")}
-    return GradientSimilarity(**{**data, **reals})
+    where, count = json_fields.text(data, "where"), json_fields.integer(data, "numbers")
+    reals = (json_fields.real(data[k], k) for k in _REALS)
+    return GradientSimilarity(where, count, *reals)
 
 
 def train(
