@@ -575,16 +575,27 @@ def test_a_context_in_a_helper(kind: str, run: Callable[[Session], Tensor]) -> N
 
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, hs.GradScaler])
-@pytest.mark.parametrize("divisor", [1, 4])
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda scaler, loss: scaler.scale(loss),
+        lambda scaler, loss: scaler.scale(loss) / 4,
+        lambda scaler, loss: torch.tensor(0.5) * scaler.scale(loss.reshape(1)).mean(),
+        lambda scaler, loss: 0.1 * loss - scaler.scale(-loss),
+        lambda scaler, loss: torch.stack([loss, scaler.scale(loss)]).sum(),
+        lambda scaler, loss: -scaler.scale(loss.reshape(1)).squeeze(),
+    ],
+)
 def test_a_loss_scaled_by_a_scaler(
-    make: Callable[[str], torch.amp.GradScaler], divisor: int
+    make: Callable[[str], torch.amp.GradScaler],
+    total: Callable[[torch.amp.GradScaler, Tensor], Tensor],
 ) -> None:
     """Law: `session.backward(scaler.scale(loss))` raises; the loss itself is right."""
     session, scaler = build("O1 bf16"), make("cpu")
     loss = loss_of(session)
     words = r"scale\(loss\).*call session\.backward\(loss\)"
     with pytest.raises(UserError, match=words):
-        session.backward(scaler.scale(loss) / divisor)
+        session.backward(total(scaler, loss))
     session.backward(loss)
     assert session.step().applied
 
@@ -652,20 +663,46 @@ def test_clipping_without_the_gradients(
     }
     with pytest.raises(UserError, match=r"^clip_grad_norm_\(\.\.\., 0\.5\) would miss"):
         clip_grad_norm_(params[of], 0.5)
+    with pytest.raises(UserError, match=r"^clip_grad_norm_\(\[\], 0\.5\) would miss"):
+        clip_grad_norm_([], 0.5)  # those of the parameters that have a gradient
     clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.5)  # another model
     session.step()
     session.zero_grad()
     clip_grad_norm_(params[of], 0.5)  # there is no gradient at all
+    clip_grad_norm_([], 0.5)
 
 
-@pytest.mark.parametrize("call", ["step", "flush"])
-def test_gradients_of_a_plain_backward(call: str) -> None:
-    """Law: `loss.backward()` is not `session.backward(loss)`, and the error says so."""
+def test_gradients_of_a_plain_backward() -> None:
+    """Law: gradients that others made make no step, and the error says whose could."""
     session = build("O2 bf16")
     loss_of(session).backward()
-    words = r"session\.backward\(loss\) in place of loss"
+    assert not session.flush().complete
+    words = r"session\.backward\(loss\) in place of loss\.backward\(\), or of another"
     with pytest.raises(RuntimeError, match=words):
-        getattr(session, call)()
+        session.step()
+
+
+@pytest.mark.parametrize("again", [hs.Session.step, hs.Session.flush])
+@pytest.mark.parametrize(("kind", "accumulate"), [("O1 bf16", 1), ("O2 bf16", 2)])
+def test_a_step_that_raised(
+    kind: str, accumulate: int, again: Callable[[Session], StepReport]
+) -> None:
+    """Law: no step uses its gradients, which may be unscaled already, again."""
+    session = build(kind, accumulate=accumulate)
+
+    def fail(*_: object) -> None:
+        handle.remove()
+        raise KeyError
+
+    handle = session.optimizer.register_step_pre_hook(fail)
+    session.backward(loss_of(session))
+    with pytest.raises(KeyError):
+        session.flush()
+    with pytest.raises(RuntimeError, match=r"a step ended with.*session\.zero_grad"):
+        again(session)
+    session.zero_grad()
+    session.backward(loss_of(session))
+    assert session.flush().applied
 
 
 def test_a_session_is_not_a_pair() -> None:
@@ -678,9 +715,9 @@ def test_a_session_is_not_a_pair() -> None:
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("clip_grad", r"did you mean clip_grad_norm\?"),
-        ("accumulation_steps", r"did you mean accumulate\?"),
-        ("colour", r"choose from model, optimizer, .*, process_group\?"),
+        ("grad_clip", r"did you mean clip_grad_norm\?"),
+        ("gradient_accumulation_steps", r"did you mean accumulate\?"),
+        ("colour", r"choose from model, optimizer, .*, process_group\.$"),
     ],
 )
 def test_an_argument_that_prepare_does_not_have(name: str, answer: str) -> None:

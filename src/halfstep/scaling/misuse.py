@@ -181,17 +181,18 @@ def released_twice() -> UserError:
     )
 
 
-def step_without_backward(steps: int, *, has_gradients: bool) -> RuntimeError:
-    """Session: `step` without `session.backward`, after so many steps."""
+def step_without_backward(steps: int, *, others: bool) -> RuntimeError:
+    """Session: `step` without its `backward`; `others` have left gradients."""
     message = (
         "session.step() was called without a backward pass since the last; "
         f"{steps} steps are done. Call session.backward(loss) first; "
         "to sum over 4 batches, set accumulate=4 in prepare()."
     )
-    if has_gradients:
+    if others:
         message = (
-            "session.step() has only gradients that session.backward() did not make: "
-            "call session.backward(loss) in place of loss.backward()."
+            "session.step() has only gradients that this session did not make: call "
+            "its session.backward(loss) in place of loss.backward(), or of another "
+            "session's."
         )
     return RuntimeError(message)
 
@@ -220,12 +221,15 @@ def updated_in_backward(*, excluded: str) -> UserError:
     )
 
 
-def clipped_outside(max_norm: float) -> UserError:
+def clipped_outside(max_norm: float, *, is_empty: bool) -> UserError:
     """Session: `clip_grad_norm_` while gradients are not in `.grad`."""
+    given, more = "...", ""
+    if is_empty:
+        given, more = "[]", " For another model, call it if the list is not empty."
     return UserError(
-        f"clip_grad_norm_(..., {max_norm}) would miss gradients: the session does not "
-        "store all of them in `.grad` of these parameters. Delete the call, and give "
-        f"halfstep.prepare(..., clip_grad_norm={max_norm})."
+        f"clip_grad_norm_({given}, {max_norm}) would miss gradients: the session does "
+        "not store all of them in `.grad` of these parameters. Delete the call, and "
+        f"give halfstep.prepare(..., clip_grad_norm={max_norm}).{more}"
     )
 
 
@@ -240,10 +244,10 @@ def no_autocast(choice: str, *, low_weights: bool) -> str:
 
 
 def pass_failed() -> RuntimeError:
-    """Session: `step` after a backward pass that raised an exception."""
+    """Session: `step` after a backward pass or a step that raised an exception."""
     return RuntimeError(
-        "a backward pass of this window ended with an exception, and left a part of "
-        "its gradients: call session.zero_grad(), then begin the window again."
+        "a backward pass or a step ended with an exception, so gradients are missing "
+        "or changed: call session.zero_grad(), then begin the window again."
     )
 
 

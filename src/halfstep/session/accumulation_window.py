@@ -22,7 +22,8 @@ class AccumulationWindow:
         loss: Loss of the current micro-batch; None between micro-batches.
         num_contexts: Training contexts opened since the last call of `session.step`.
         num_passes: Backward passes of unnamed losses since then.
-        has_failed: A backward pass raised after others had left gradients.
+        has_failed: A backward pass raised after others had left gradients, or a step
+            that had begun to change them raised.
         has_gradients: The last micro-batch left gradients that the caller can clear.
     """
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import weakref
+from difflib import SequenceMatcher
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,12 +34,22 @@ def check_unknown(unknown: Iterable[str], function: Callable[..., object]) -> No
     """
     for name in unknown:
         *names, _ = inspect.signature(function).parameters
-        near = difflib.get_close_matches(name, names, 1, 0.5)
-        message = (
-            f"{function.__name__}() has no argument {name!r}: "
-            f"{'did you mean' if near else 'choose from'} {', '.join(near or names)}?"
-        )
+        similarity, nearest = max((_similarity(name, each), each) for each in names)
+        answer = f"choose from {', '.join(names)}."
+        if similarity > 0.6:  # noqa: PLR2004 -- unrelated names reach 0.55
+            answer = f"did you mean {nearest}?"
+        message = f"{function.__name__}() has no argument {name!r}: {answer}"
         raise UserError(message)
+
+
+def _similarity(name: str, other: str) -> float:
+    """Return how well the words of `name`, in any order, cover those of `other`."""
+
+    def best(word: str) -> float:
+        pairs = (SequenceMatcher(None, word, each) for each in name.split("_"))
+        return max(pair.ratio() for pair in pairs)
+
+    return fmean(map(best, other.split("_")))
 
 
 def as_one(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import sys
 import weakref
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,7 +205,7 @@ _GRAD_SCALER_MODULES = {GradScaler.__module__, grad_scaler.__name__}
 
 
 def check_not_scaled(loss: Tensor) -> None:
-    """Raise if a `GradScaler` has scaled a loss, perhaps before a division.
+    """Raise if a `GradScaler` has scaled a loss or a term of it.
 
     The factor must be the tensor that some scaler holds, so that a loss weight is never
     mistaken for it.
@@ -211,16 +213,24 @@ def check_not_scaled(loss: Tensor) -> None:
     Raises:
         UserError: Naming the expression to write.
     """
-    node: Any = loss.grad_fn
-    while type(node).__name__ in {"MulBackward0", "DivBackward0", "ToCopyBackward0"}:
-        is_product = type(node).__name__ == "MulBackward0"
+    nodes: list[Any] = [loss.grad_fn]
+    for node in islice(nodes, 32):  # the list grows: breadth first
+        operation = _MAY_FOLLOW_SCALE.match(type(node).__name__)
+        if operation is None:
+            continue
+        is_product = operation[1] == "Mul"
         if is_product and _is_scale_of_grad_scaler(saved_value(node, "_saved_other")):
             message = (
                 "session.backward() was given scaler.scale(loss), and would scale it "
                 "again: call session.backward(loss), and delete the GradScaler."
             )
             raise UserError(message)
-        node = node.next_functions[0][0]
+        nodes.extend(following for following, _ in node.next_functions)
+
+
+_MAY_FOLLOW_SCALE = re.compile(
+    "(Add|Div|Mean|Mul|Neg|Squeeze|Stack|Sub|Sum|ToCopy|Unsqueeze|View)Backward"
+)
 
 
 def _is_scale_of_grad_scaler(factor: Tensor | None) -> bool:

@@ -475,13 +475,11 @@ class Session:
         For the end of an epoch. The step uses the mean of the micro-batches so far.
         Without any, nothing happens, and the report is not complete.
         """
-        if self._window.loss is not None:
+        if self._window.loss is not None or self._window.has_failed:
             report = self.step()
             if report.complete:
                 return report
         if not self._window.num_done:
-            if not self._num_attempted and self._reachable_grads():
-                raise misuse.step_without_backward(0, has_gradients=True)
             return StepReport(self._num_attempted, complete=False)
         return self._step_window()
 
@@ -505,10 +503,8 @@ class Session:
         if window.has_failed:
             raise misuse.pass_failed()
         if window.loss is None:
-            has_gradients = bool(self._reachable_grads())
-            raise misuse.step_without_backward(
-                self._num_attempted, has_gradients=has_gradients
-            )
+            others = not window.num_done and bool(self._reachable_grads())
+            raise misuse.step_without_backward(self._num_attempted, others=others)
         if self._checks_versions:
             self._warn_if_grads_changed()
         window.num_done += 1
@@ -527,6 +523,7 @@ class Session:
         """
         scaler = self.scaler if self._passes is None else self._passes
         params, grads = self._collect_grads(scaler)
+        self._window.has_failed = True  # unless the step reaches `reset`
         found_inf = self._optimizer_step.unscale(grads, scaler)
         found_inf = reduce_found_inf(found_inf, grads, scaler.group)
         report = self._clip_and_update(params, grads, found_inf, scaler)
@@ -638,8 +635,10 @@ class Session:
         missed |= {id(master) for weight, master in pairs if weight.grad is not None}
         if self._passes is not None and self._window.num_pending:
             missed |= {*map(id, self._params()), *map(id, self._unwrapped.parameters())}
-        if ids & missed:
-            raise misuse.clipped_outside(max_norm)
+        # The list of those with a gradient is empty if all are stored elsewhere.
+        is_empty = not ids and bool(missed) and self._window.num_pending > 0
+        if is_empty or ids & missed:
+            raise misuse.clipped_outside(max_norm, is_empty=is_empty)
 
     def _params(self) -> list[Tensor]:
         groups = self.optimizer.param_groups
