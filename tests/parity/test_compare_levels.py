@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import UserError
+from halfstep.machine import fp16_emulation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,7 +143,7 @@ def test_runs_of_a_seed_share_everything() -> None:
     assert losses["O0", 0][0] != pytest.approx(losses["O0", 1][0], rel=1e-2)
 
 
-def test_arguments_of_prepare() -> None:
+def test_arguments_of_prepare(caplog: pytest.LogCaptureFixture) -> None:
     """Law: fp32 is a plain loop, with micro-batches, schedule and clipping."""
 
     def make(seed: int) -> Any:
@@ -164,7 +166,43 @@ def test_arguments_of_prepare() -> None:
         expected.append(loss.item())
     run = next(each for each in result.runs if (each.level, each.seed) == ("O0", 1))
     assert list(run.losses) == pytest.approx(expected, rel=1e-5)
-    assert result.runs[2].gradients[0].overall.cosine > 0.999
+    overall = result.runs[2].gradients[0].overall
+    assert overall.cosine > 0.999
+    assert overall.norm > 0
+    gc.collect()
+    assert not caplog.records  # the sessions that give gradients end without a step
+
+
+def test_one_ulp() -> None:
+    """Law: only weights that are trained, in fp32, differ by one ulp."""
+    weights: list[list[Tensor]] = []
+
+    def make(seed: int) -> Any:
+        model, optimizer, _ = adam()(seed)
+        model[0].to(torch.bfloat16).requires_grad_(requires_grad=False)
+
+        def loss(model: nn.Module, _: Batch) -> Tensor:
+            weights.append([each.detach().clone() for each in model.parameters()])
+            return model[3].weight.square().mean()
+
+        return model, optimizer, loss
+
+    hs.compare(make, BATCHES, [], **QUICK | {"steps": 1})
+    base, perturbed = weights[:2]
+    for frozen, same in zip(base[:2], perturbed[:2], strict=True):
+        assert torch.equal(frozen, same)
+    for trained, other in zip(base[2:], perturbed[2:], strict=True):
+        torch.testing.assert_close(other, trained, rtol=2**-23, atol=0)
+        assert not torch.equal(other, trained)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the note is on CPUs")
+def test_note_on_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a note says that fp16 is emulated, also if `make` sets it."""
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
+    for dtype in ("fp16", torch.float16):
+        result = hs.compare(shared(dtype=dtype), BATCHES, ["O1"], **QUICK)
+        assert "fp16: this CPU has no fp16 matmuls" in str(result)
 
 
 def test_gradients() -> None:
@@ -259,6 +297,10 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
     assert sum("from an earlier call" in line for line in lines) == 6
     assert len(lines) == 12
     assert all(path.read_bytes() == content for path, content in stored.items())
+    other = hs.compare(
+        adam(), BATCHES, ["O1"], out=tmp_path, **options | {"seeds": [1, 0]}
+    )
+    assert [row[0] for row in other.tables()[2].rows] == ["O1", "O1"]
     whole = hs.compare(adam(), BATCHES, ["O1", "O2"], **options | {"seeds": 3})
     assert more.verdicts == whole.verdicts
     timed = {"seconds", "peak_bytes"}

@@ -55,10 +55,18 @@ def test_direction(lower_is_better: bool, words: str) -> None:
     assert str(verdict) == words
 
 
+def test_worse_below_the_margin() -> None:
+    """Law: a difference below the margin that may exceed it does not pass, and why."""
+    assert str(judge([-0.006, -0.010, -0.008], 0.01)) == (
+        "worse by 0.008, perhaps by more than 0.01 (90 % CI -0.0114 to -0.00463)"
+    )
+
+
 def test_diverged_runs_are_worse() -> None:
     """Law: a run that diverged makes a level worse, however close the others are."""
     assert str(judge([0.0, 0.0], 0.01, num_diverged=1)) == "worse: 1 run diverged"
     assert judge([], 0.01, num_diverged=2).kind == "worse"
+    assert str(judge([], 0.01)) == "no verdict: fp32 diverged"
     assert str(judge([0.0], 0.01)) == "no verdict: fewer than 2 pairs of runs ended"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +77,15 @@ def parse_all(words: Sequence[str]) -> tuple[Candidate, ...]:
     """Return the candidates of `levels` without fp32, which always runs.
 
     Raises:
-        UserError: If a word is invalid, or two are equal.
+        UserError: If a word is invalid, or two set the same.
     """
     is_list = not isinstance(words, str) and hasattr(words, "__iter__")
     require_type("levels", words, is_list, _TYPE)
     candidates = [parse(word) for word in words]
-    for candidate in candidates:
-        if candidates.count(candidate) > 1:
-            message = f"levels holds {candidate.name!r} twice; keep one."
+    for one, other in itertools.combinations(candidates, 2):
+        if (one.level, one.arguments) == (other.level, other.arguments):
+            message = f"levels holds {one.name!r} and {other.name!r}, which are equal; "
+            message += "keep one."
             raise UserError(message)
     return tuple(each for each in candidates if each != REFERENCE)
 

@@ -21,6 +21,7 @@ from halfstep.errors import (
     require_type,
 )
 from halfstep.machine import fp16_emulation
+from halfstep.numerics import formats
 from halfstep.parity.candidate import PERTURBED, REFERENCE, parse_all
 from halfstep.parity.comparison import MIB, Comparison
 from halfstep.parity.equivalence import FEWEST_PAIRS
@@ -94,7 +95,7 @@ def compare(
         levels: "O0" to "O3"; after a colon each, bf16 or fp16, an encoding of the
             master weights ("O2:split"), `loss_scale=` ("O1:fp16:loss_scale=none").
             fp32 always runs.
-        steps: Optimizer steps of a run, >= 1. None: once through a list of batches.
+        steps: Optimizer steps of a run, >= 1. None: the length of a list of batches.
         seeds: Their number, counted from 0, or the seeds, each below 2**31; two or
             more. 5 resolve a margin of about twice the spread of the differences.
         metric: `metric(model)` returns the final result, higher is better. It is called
@@ -191,7 +192,6 @@ def run_comparison(
     if margin is not None:
         margin = require_positive("margin", margin, "above 0, in units of the metric")
     at = _gradient_steps(gradient_steps, workload.steps)
-    notes = (*workload.notes, *_conditions(candidates))
     settings = {
         "steps": workload.steps,
         "metric": workload.metric_name,
@@ -221,7 +221,7 @@ def run_comparison(
         margin,
         reason,
         tuple(runs),
-        notes,
+        (*workload.notes, *_conditions(candidates, settings.get("dtype", "auto"))),
     )
 
 
@@ -312,8 +312,8 @@ def _gradient_steps(steps: Any, total: int) -> tuple[int, ...]:  # noqa: ANN401
     return numbers
 
 
-def _conditions(candidates: Sequence[Candidate]) -> list[str]:
-    """Return notes on what makes the comparison less strict."""
+def _conditions(candidates: Sequence[Candidate], dtype: str) -> list[str]:
+    """Return notes on what makes the comparison less strict; `dtype` is make's."""
     if torch.cuda.is_available():
         uses_tf32 = False
         # A program that uses `fp32_precision` must not read the older names.
@@ -321,5 +321,6 @@ def _conditions(candidates: Sequence[Candidate]) -> list[str]:
             backends = torch.backends.cudnn, torch.backends.cuda.matmul
             uses_tf32 = any(each.allow_tf32 for each in backends)
         return [_MASKS, *([_TF32] if uses_tf32 else [])]
-    is_fp16 = any(each.arguments.get("dtype") == "fp16" for each in candidates)
+    dtypes = {each.arguments.get("dtype", dtype) for each in candidates} - {"auto"}
+    is_fp16 = formats.FP16 in map(formats.parse, dtypes)
     return [_EMULATED] if is_fp16 and fp16_emulation.is_needed("cpu") else []

@@ -192,6 +192,7 @@ class Comparison:
                 *(f"{one.cosine:.6f}", f"{one.sqnr:.1f}", f"{one.flushed:.2%}"),
             )
             for run in self.runs
+            if run.seed == self.seeds[0]
             for each in run.gradients
             for one in (each.overall, *each.worst(num_modules))
         ]

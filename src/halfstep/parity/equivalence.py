@@ -41,7 +41,9 @@ class Verdict:
         if self.num_diverged:
             return f"worse: {format_count(self.num_diverged, 'run')} diverged"
         if self.difference is None or self.half_width is None:
-            return "no verdict: fewer than 2 pairs of runs ended"
+            has_pair = self.difference is not None
+            reason = "fewer than 2 pairs of runs ended" if has_pair else "fp32 diverged"
+            return f"no verdict: {reason}"
         if self.kind == "equivalent":
             return f"equivalent within {self.margin:.3g}"
         if not self.half_width and self.kind == "unknown":
@@ -52,7 +54,9 @@ class Verdict:
             number = f"more than {_MOST_SEEDS}"
             number = f"about {self.seeds_needed}" if self.seeds_needed else number
             return f"cannot tell ({interval}): needs {number} seeds"
-        return f"{self.kind} by {abs(self.difference):.3g} ({interval})"
+        size = abs(self.difference)
+        above = f", perhaps by more than {self.margin:.3g}"
+        return f"{self.kind} by {size:.3g}{above * (size < self.margin)} ({interval})"
 
 
 def judge(

@@ -330,6 +330,8 @@ def _prepare(
 ) -> Session:
     with _errors_of(candidate):
         every = {**arguments, **candidate.arguments}
+        if candidate.level == REFERENCE.level:
+            every.pop("dtype", None)  # it would warn that fp32 has no use for it
         return prepare(model, optimizer, candidate.level, **every)
 
 
@@ -425,10 +427,10 @@ def _step_seed(seed: int, step: int) -> int:
 
 @torch.no_grad()
 def _perturb(model: nn.Module, seed: int) -> None:
-    """Move each floating-point weight by one ulp, up or down at random."""
+    """Move each trained fp32 weight by one ulp, up or down at random."""
     draw = torch.Generator().manual_seed(seed)
     for param in model.parameters():
-        if param.is_floating_point():
+        if param.requires_grad and param.dtype == torch.float32:
             up = torch.rand(param.shape, generator=draw) < 0.5  # noqa: PLR2004
             target = torch.where(up, math.inf, -math.inf).to(param)
             param.copy_(torch.nextafter(param, target))
@@ -473,7 +475,9 @@ def gradients_at_steps(
             model.load_state_dict(weights, strict=False)
             own = _prepare(candidate, model, optimizer, arguments)
             with _errors_of(candidate), _emulation(own):
-                return _gradients(own, loss_fn, micro_batches, _step_seed(seed, step))
+                grads = _gradients(own, loss_fn, micro_batches, _step_seed(seed, step))
+            own.zero_grad()  # no step follows, which would be logged
+            return grads
 
         expected = gradients(REFERENCE)
         for each in candidates:
@@ -500,7 +504,7 @@ def _gradients(
             session.backward(loss)
             if index < len(micro_batches):
                 session.step()
-        gradients = {name: each.float() for name, each in session.grads()}
+        gradients = {k: each.float().clone() for k, each in session.grads()}
         finite = all(bool(each.isfinite().all()) for each in gradients.values())
         if finite or session.scaler.rule.backoff_factor == 1:
             break
