@@ -17,6 +17,7 @@ from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 WIDTH = 16
 
@@ -325,6 +326,26 @@ def by_scaler(
 def data() -> Tensor:
     """Return a batch of shape (8, 6, WIDTH)."""
     return torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_rule_is_added_to_the_policy_of_this_loss() -> None:
+    """Law: contexts that made other losses, before or after, do not change it."""
+    model = Ffn()
+
+    def loss_under(context: AbstractContextManager[object]) -> Tensor:
+        with context:
+            return entropy(model(data()))
+
+    def policy_of(loss: Tensor) -> str:
+        with pytest.warns(UserWarning, match="the loss is") as warned:
+            hs.GradScaler("cpu").scale(loss)
+        (base,) = re.findall(r"policy='([a-z]*) ", str(warned[0].message))
+        return str(base)
+
+    lean = loss_under(hs.autocast("cpu", torch.float16, policy="lean"))
+    plain = loss_under(torch.autocast("cpu", torch.float16))
+    loss_under(hs.autocast("cpu", torch.bfloat16, policy="torch + op:mul=low"))
+    assert (policy_of(lean), policy_of(plain)) == ("lean", "torch")
 
 
 LOOPS = {

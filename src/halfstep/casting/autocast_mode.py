@@ -24,7 +24,7 @@ from halfstep.casting.compile_region import traceable_autocast
 from halfstep.casting.entered_contexts import PerThreadStack
 from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.errors import UserError
-from halfstep.policy.rules import TORCH, Policy, last_entered
+from halfstep.policy.rules import TORCH, Policy
 
 if TYPE_CHECKING:
     import os
@@ -146,8 +146,6 @@ class Autocast(torch_autocast):
         entered = pushed = None
         if self._enabled:
             entered = torch_cache.on_enter(self.device, self.fast_dtype)
-            if active_context.active(self.device) is None:
-                last_entered.policy = TORCH
         if self.policy is not None and active_context.active(self.device) is not None:
             pushed = (
                 compile_guard.set_policy_guard(TORCH),

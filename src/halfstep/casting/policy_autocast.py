@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from functools import partial
@@ -24,7 +25,7 @@ from halfstep.casting.entered_contexts import PerThreadStack
 from halfstep.casting.recorder import Recorder
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
-from halfstep.policy.rules import TORCH, last_entered
+from halfstep.policy.rules import TORCH, entered_contexts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +46,8 @@ class _Entry(NamedTuple):
     guard: int
     pushed: active_context.Pushed
     backward_setting: Any
+    nodes: list[int]
+    """First sequence number of autograd, and end."""
 
 
 def _restore(guard: int, setting: Any) -> None:  # noqa: ANN401
@@ -128,14 +131,14 @@ class PolicyAutocast:
             matched_rules = dispatch_table.matched_rules(policy)
         context = CastContext(policy, op_casts, cache, matched_rules, self._recorder)
         self._torch_context.__enter__()  # type: ignore[no-untyped-call]
-        last_entered.policy = policy
+        nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
+        entered_contexts.last.append((policy, nodes))
         guard, pushed = (
             compile_guard.set_policy_guard(policy),
             recompute.push(self.device, context),
         )
-        self._entries.push(
-            _Entry(context, guard, pushed, compile_guard.disable_backward_autocast())
-        )
+        setting = compile_guard.disable_backward_autocast()
+        self._entries.push(_Entry(context, guard, pushed, setting, nodes))
         return self
 
     def __exit__(
@@ -157,7 +160,8 @@ class PolicyAutocast:
         traceback: TracebackType | None,
     ) -> str:
         """Leave the context entered last; return a warning, or ""."""
-        context, guard, pushed, setting = self._entries.pop()
+        context, guard, pushed, setting, nodes = self._entries.pop()
+        nodes[1] = torch._C._autograd._get_sequence_nr()  # noqa: SLF001
         for thread, leave in reversed(context.abandoned):
             if thread == threading.get_ident():
                 leave()

@@ -150,13 +150,18 @@ def is_unscaled(loss: Tensor, scale: float) -> bool:
     Division by the scale or its square, perhaps times a weight, is recognized as a
     factor of at least the square root of the scale. Synchronizes with the device.
     """
-    nodes = () if loss.grad_fn is None else _upstream(loss.grad_fn, lambda _: True)
+    nodes = nodes_of(loss)
     multiplied = [n for node in nodes for _, n in _numbers(node, "Mul")]
     divided = [n for node in nodes for _, n in _numbers(node, "Div")]
     root = math.sqrt(scale)
     return any(0 < abs(n) * root <= 1 for n in multiplied) or any(
         abs(n) >= root for n in divided
     )
+
+
+def nodes_of(loss: Tensor) -> set[Node]:
+    """Return the autograd nodes behind a loss."""
+    return _upstream(loss.grad_fn, lambda _: True) if loss.grad_fn else set()
 
 
 def _numbers(node: Node, kind: str) -> list[tuple[torch.dtype, float]]:

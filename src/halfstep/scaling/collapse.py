@@ -20,7 +20,8 @@ from halfstep._torch import async_read
 from halfstep._torch.async_read import DelayedScalars
 from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite import optimizer_eps
-from halfstep.nonfinite.graph import GraphCause, find_in_graph
+from halfstep.nonfinite.graph import GraphCause, find_in_graph, nodes_of
+from halfstep.policy.rules import entered_contexts
 from halfstep.scaling.skip_log import SkipLog, cause_text, second_opinion
 from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
 
@@ -223,7 +224,7 @@ class CollapseMonitor:
         self._steps_unread = 0
 
     def on_loss(
-        self, loss: Tensor, name_of: Callable[[Tensor], str], policy: Policy
+        self, loss: Tensor, name_of: Callable[[Tensor], str], policy: Policy | None
     ) -> None:
         """Record an unscaled loss before its backward pass.
 
@@ -247,6 +248,7 @@ class CollapseMonitor:
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
+                policy = policy or entered_contexts.policy_of(nodes_of(loss))
                 self._graph_cause = find_in_graph(loss, name_of, str(policy))
             except Exception as error:  # noqa: BLE001
                 # A graph may hold tensors of any class. Failing to find the cause must

@@ -11,7 +11,6 @@ from torch import Tensor
 from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError
 from halfstep.numerics.exponents import power_of_two
-from halfstep.policy.rules import TORCH, last_entered
 from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
 from halfstep.scaling.strategies import make_strategy
@@ -83,10 +82,9 @@ class LossScaler:
             loss: The unscaled loss.
             name_of: Returns the name of a parameter.
             policy: The policy of its forward pass, for the advice. None: that of the
-                autocast context which this thread entered last.
+                autocast context in which this thread made its graph, else torch's.
         """
-        entered: Policy = getattr(last_entered, "policy", TORCH)
-        self.monitor.on_loss(loss, name_of, policy or entered)
+        self.monitor.on_loss(loss, name_of, policy)
         if self.strategy is None:
             return
         first_scale = self.strategy.on_loss(loss, self.state)
