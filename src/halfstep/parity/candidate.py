@@ -84,8 +84,8 @@ def parse_all(words: Sequence[str]) -> tuple[Candidate, ...]:
     candidates = [parse(word) for word in words]
     for one, other in itertools.combinations(candidates, 2):
         if (one.level, one.arguments) == (other.level, other.arguments):
-            message = f"levels holds {one.name!r} and {other.name!r}, which are equal; "
-            message += "keep one."
+            names = f"{one.name!r} and {other.name!r}"
+            message = f"levels holds {names}, which are equal; keep one."
             raise UserError(message)
     return tuple(each for each in candidates if each != REFERENCE)
 

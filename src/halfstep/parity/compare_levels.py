@@ -148,13 +148,12 @@ def compare(
             "steps must be given if batches is a function: how many steps to train."
         )
         raise UserError(message)
-    if steps is None:
-        steps = len(batches)  # type: ignore[arg-type]
+    count: Any = len(batches) if steps is None else steps  # type: ignore[arg-type]
     name = getattr(metric, "__name__", type(metric).__name__)
     workload = Workload(
         make,
         batches,
-        require_int("steps", steps, 1),
+        require_int("steps", count, 1),
         metric,
         _LAST_LOSSES if metric is None else name,
         lower_is_better=metric is None,
@@ -240,9 +239,9 @@ def _run_all(
         # In turn, so that a slow hour of the machine does not fall on one level.
         order = compared[::-1] if index % 2 else compared
         loaded = {each.name: store.load(each, seed) for each in (REFERENCE, *order)}
-        for earlier in filter(None, loaded.values()):
+        earlier = next(filter(None, loaded.values()), None)
+        if earlier is not None:  # the others are compared with it
             check_stored(workload, earlier)
-            break  # the others are compared with it
         # Gradients first: a level that cannot run is reported before hours of training.
         gradients = {}
         if index == 0:
