@@ -1,4 +1,4 @@
-"""Reads values from untrusted JSON, with their types checked; writes non-finite ones."""
+"""Reads values from untrusted JSON, checking types; writes non-finite numbers."""
 
 from __future__ import annotations
 
