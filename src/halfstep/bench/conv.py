@@ -32,8 +32,8 @@ def make_model(work: Namespace) -> nn.Module:
         "num_labels": CLASSES,
     }
     model: Any = ResNetForImageClassification(ResNetConfig(**settings))
-    made: nn.Module = model.to(memory_format=_order(work))
-    return made
+    converted: nn.Module = model.to(memory_format=_order(work))
+    return converted
 
 
 def _order(work: Namespace) -> torch.memory_format:

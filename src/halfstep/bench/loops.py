@@ -356,11 +356,11 @@ def _torchao(kind: str, text: str, make: Any, **settings: Any) -> Candidate:  # 
 
 
 _AMP = Candidate("torch.autocast, and torch's GradScaler with fp16", plain)
-_KEPT = "the same; the C library's allocator keeps all memory"
+_KEEPS_MEMORY = "the same; the C library's allocator keeps all memory"
 CANDIDATES = {
     "fp32": Candidate("all in fp32", plain, {"low": False}),
     "torch.amp": _AMP,
-    "torch.amp-kept": Candidate(_KEPT, plain, keeps_memory=True),
+    "torch.amp-kept": Candidate(_KEEPS_MEMORY, plain, keeps_memory=True),
     "torch.amp-fast": Candidate(
         "torch.amp after hs.use_fast_dropout", fast_dropout, {"of": plain}
     ),
@@ -374,7 +374,7 @@ CANDIDATES = {
     "pure": Candidate("all in 16 bits, by hand", manual, {"masters": False}),
     "O1": _session("fp32 weights, operations cast one by one", level="O1"),
     "O2": _session("16-bit weights, fp32 master weights", level="O2"),
-    "O2-kept": Candidate(_KEPT, session, {"level": "O2"}, keeps_memory=True),
+    "O2-kept": Candidate(_KEEPS_MEMORY, session, {"level": "O2"}, keeps_memory=True),
     "O2-fast": Candidate(
         "halfstep: O2 after hs.use_fast_dropout",
         fast_dropout,

@@ -52,7 +52,7 @@ Parts: TypeAlias = "tuple[Callable[[], nn.Module], Callable[[], Any], loops.Loss
 """(returns a model, returns a batch, loss of both)."""
 
 
-def _known(module: Any, **settings: Any) -> Parts:  # noqa: ANN401
+def _bench_parts(module: Any, **settings: Any) -> Parts:  # noqa: ANN401
     """Return the parts of a workload's model, without dropout: losses are the same."""
     work = Namespace(
         **{"layers": 4, "length": 128, "dropout": 0.0, "attention": "sdpa"} | settings,
@@ -81,11 +81,11 @@ def _mlp_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 MODELS: dict[str, Parts] = {
-    "bert": _known(encoder, hidden=512, heads=8, batch=32),
-    "resnet": _known(
+    "bert": _bench_parts(encoder, hidden=512, heads=8, batch=32),
+    "resnet": _bench_parts(
         conv, channels=32, layers=2, pixels=96, batch=16, format="channels-first"
     ),
-    "gpt": _known(decoder, hidden=256, heads=8, batch=8, vocabulary=4096),
+    "gpt": _bench_parts(decoder, hidden=256, heads=8, batch=8, vocabulary=4096),
     "mlp": (_mlp, _mlp_batch, _mlp_loss),
 }
 _KEYS = {"resnet": "pixel_values", "mlp": "inputs"}

@@ -56,7 +56,7 @@ equally fast formats differ by a few percent between measurements."""
 _BF16_CAPABILITY = (8, 0)
 _FP16_CAPABILITY = (7, 0)
 
-_KNOWN = ("cpu", "cuda")
+_PROBED = ("cpu", "cuda")
 """Devices of which `native` knows what they lack."""
 
 
@@ -318,7 +318,7 @@ def recommend(device: str | None = None) -> Recommendation:
             reason += f" on this {where}{by}{_load_caveat(where, rates)}"
             return Recommendation("O2", dtype, reason)
     means = _hardware("bf16", where) or "no bf16 instructions"
-    cause = f" ({means})" if where in _KNOWN else ""
+    cause = f" ({means})" if where in _PROBED else ""
     reason = (
         f"bf16 matmuls run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
         f"rate on this {where}{cause}; {WORTH_IT} is the least that pays for the "
@@ -335,7 +335,7 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     rates = gemm_rates(where)
     means = _hardware(dtype, where)
     cause = f"although it has {means}" if means else "it has no instructions for it"
-    because = f" ({cause})" if where in _KNOWN else ""
+    because = f" ({cause})" if where in _PROBED else ""
     better = recommend(where)
     advice = "level O0" if better.level == "O0" else f"dtype={better.dtype!r}"
     return (

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfstep.parity.candidate import Candidate
-    from halfstep.parity.training_run import Batches, Made
+    from halfstep.parity.training_run import Batches, TrainingParts
 
 _SEED_LIMIT = 2**31  # of torch's 64 bits, the other half is the step
 _MARGIN_SHARE = 0.01
@@ -66,7 +66,7 @@ _LAST_LOSSES = "loss of the last steps"
 
 
 def compare(
-    make: Callable[[int], Made],
+    make: Callable[[int], TrainingParts],
     batches: Batches,
     levels: Sequence[str] = ("O0", "O1", "O2"),
     *,

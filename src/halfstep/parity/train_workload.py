@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from halfstep.parity.training_run import Made
+    from halfstep.parity.training_run import TrainingParts
     from halfstep.session.session import Session
     from halfstep.train.train_state import TrainJob
 
@@ -81,11 +81,11 @@ class _TrainRuns:
             config = replace(self.config, seed=seed)
             network = run.build_network(config, self.corpus)
             own = run.make_job(config, self.corpus, network, self.world)
-            kept = {k: v for k, v in self._jobs.items() if k == self.config.seed}
-            self._jobs = {**kept, seed: own[0]}
+            evaluated = {k: v for k, v in self._jobs.items() if k == self.config.seed}
+            self._jobs = {**evaluated, seed: own[0]}
         return self._jobs[seed]
 
-    def make(self, seed: int) -> Made:
+    def make(self, seed: int) -> TrainingParts:
         """Return model, optimizer, loss function and arguments of `prepare`."""
         config, world, job = self.config, self.world, self.job(seed)
         torch.manual_seed(seed)  # the job has drawn numbers, if it was not there

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from halfstep.session.session import Session
 
     LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
-    Made: TypeAlias = (
+    TrainingParts: TypeAlias = (
         tuple[nn.Module, Optimizer, LossFn]
         | tuple[nn.Module, Optimizer, LossFn, Mapping[str, Any]]
     )
@@ -58,14 +58,16 @@ _INTEGERS = (
     *("weights_crc", "first_batches_crc", "batches_crc"),
 )
 _REALS = ("cosine", "sqnr", "flushed", "norm")
-_MADE = "(model, optimizer, loss_fn), and perhaps a dict of arguments of prepare"
+_EXPECTED_PARTS = (
+    "(model, optimizer, loss_fn), and perhaps a dict of arguments of prepare"
+)
 
 
 @dataclass(frozen=True)
 class Workload:
     """What all runs of a comparison train."""
 
-    make: Callable[[int], Made]
+    make: Callable[[int], TrainingParts]
     batches: Batches
     steps: int
     metric: Callable[[nn.Module], float] | None
@@ -238,15 +240,15 @@ def make(
 ) -> tuple[nn.Module, Optimizer, LossFn, Mapping[str, Any]]:
     """Call the workload's `make` with all generators seeded, and check its result."""
     _seed_all(seed, None)
-    made: Any = workload.make(seed)
+    result: Any = workload.make(seed)
     types = (nn.Module, torch.optim.Optimizer, object, Mapping)
-    parts = (*made, {})[:4] if isinstance(made, tuple | list) else ()
+    parts = (*result, {})[:4] if isinstance(result, tuple | list) else ()
     are_valid = len(parts) == len(types) and all(map(isinstance, parts, types))
     if not (are_valid and callable(parts[2])):
-        kinds = ", ".join(type(each).__name__ for each in parts[: len(made)] if parts)
+        kinds = ", ".join(type(each).__name__ for each in parts[: len(result)] if parts)
         message = f"make({seed}) returned "
-        message += f"({kinds})" if parts else f"a {type(made).__name__}"
-        message += f"; it must return {_MADE}."
+        message += f"({kinds})" if parts else f"a {type(result).__name__}"
+        message += f"; it must return {_EXPECTED_PARTS}."
         raise UserError(message)
     return parts[0], parts[1], parts[2], parts[3]
 
@@ -257,8 +259,8 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
     Returns:
         Settings of the optimizer and `prepare`, which stored runs must share.
     """
-    made = [make(workload, seed) for _ in range(2)]
-    states = [model.state_dict() for model, *_ in made]
+    pair = [make(workload, seed) for _ in range(2)]
+    states = [model.state_dict() for model, *_ in pair]
     names = dict.fromkeys(name for state in states for name in state)
     for name in names:
         first, second = (_checksum(state.get(name)) for state in states)
@@ -269,7 +271,7 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
                 "anew in each call."
             )
             raise UserError(message)
-    _, optimizer, _, arguments = made[0]
+    _, optimizer, _, arguments = pair[0]
     settings = {"optimizer": type(optimizer).__name__}
     for key in optimizer.defaults:
         values = {str(group[key]): 1 for group in optimizer.param_groups}

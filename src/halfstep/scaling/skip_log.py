@@ -140,8 +140,9 @@ def cause_text(finding: GraphCause) -> str:
 
 def second_opinion(finding: GraphCause) -> str:
     """Return what names the module of an overflow, which a graph does not hold."""
-    found = finding.cause == "range"
-    return " halfstep.find_nonfinite(model, step) names the module." if found else ""
+    if finding.cause != "range":
+        return ""
+    return " halfstep.find_nonfinite(model, step) names the module."
 
 
 def _names_text(culprits: Sequence[NonFiniteParam]) -> str:

@@ -163,8 +163,8 @@ def loss_does_not_fall(facts: RunFacts) -> Iterator[Observation]:
 )
 def overfitting(facts: RunFacts) -> Iterator[Observation]:
     """Last dev loss over the lowest one, while the training loss falls."""
-    known = [(one.step, one.loss) for one in facts.evaluations if one.loss is not None]
-    evals = [(step, loss) for step, loss in known if math.isfinite(loss)]
+    losses_of = [(one.step, one.loss) for one in facts.evaluations]
+    evals = [(s, x) for s, x in losses_of if x is not None and math.isfinite(x)]
     if len(evals) < 3:  # noqa: PLR2004 -- two points show no turn
         return
     steps, losses = zip(*evals, strict=True)

@@ -193,9 +193,9 @@ def bad_op(facts: RunFacts) -> Iterator[Observation]:
             yield Observation(module, measured, advice, severity="warning")
             continue
         kind = f"{first.get('kind')}, " if first.get("kind") else ""
-        made = first.get("nonfinite_kind") or "inf or NaN"
+        value = first.get("nonfinite_kind") or "inf or NaN"
         more = {1: "", 2: ", and once more"}.get(count, f", and {count - 1} times more")
-        measured = f"{op} ({kind}{phase}) made {made} at step {step}{more}; "
+        measured = f"{op} ({kind}{phase}) made {value} at step {step}{more}; "
         measured += f"cause: {cause}"
         evidence = str(first.get("evidence") or "").rstrip(".")
         measured += f" ({evidence})" if evidence else ""

@@ -163,8 +163,8 @@ def check(
         notes=notes,
         seconds=time.perf_counter() - began,
     )
-    found = findings(facts)
-    return CheckReport(verdict(facts, found), found, facts)
+    results = findings(facts)
+    return CheckReport(verdict(facts, results), results, facts)
 
 
 @contextlib.contextmanager
