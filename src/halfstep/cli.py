@@ -72,8 +72,10 @@ def run(words: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         return print_error(error, 2)
     except KeyboardInterrupt:
-        advice = "`train --resume` continues from the last checkpoint, if there is one"
-        return print_error(f"interrupted; {advice}", 130)
+        command = [*(sys.argv[1:] if words is None else words), ""][0]
+        advice = "; `train --resume` continues from the last checkpoint, if any"
+        advice = advice if command == "train" else ""
+        return print_error(f"interrupted{advice}", 130)
     except Exception as error:
         status = _outcome(error)
         if status is None:

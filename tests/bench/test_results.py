@@ -104,7 +104,11 @@ def test_no_run(tmp_path: Path) -> None:
     arguments = flags("scaler", SMALL)
     with pytest.raises(UserError, match="cannot be read: No such file or directory"):
         results.load_earlier(file, arguments)
-    for text in ("[]", "{", '[{"rows": []}]'):
+    run: Any = {"workload": "scaler", "settings": {}, "machine": {}, "seconds": {}}
+    broken = [{**run, key: [0]} for key in ("settings", "machine", "seconds")]
+    broken += [{}, run | {"seconds": {"torch": ["x"]}}]
+    texts = [json.dumps([{"run": each}]) for each in broken]
+    for text in ("[]", "{", '[{"rows": []}]', *texts):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match="holds no run of halfstep bench: use its"):
             results.load_earlier(file, arguments)

@@ -122,6 +122,28 @@ def test_a_file_is_cut_in_two(texts: list[int], dev_share: float, seed: int) -> 
     assert [*again["train"].rows, *again["dev"].rows] == drawn
 
 
+def test_a_frequent_text_is_drawn_like_others() -> None:
+    """Law: how often a text occurs does not decide on which side it is."""
+    path = write("posts.csv", "")
+    rows = ["spam,a\n"] * 300 + [f"{n},{'ab'[n % 2]}\n" for n in range(99)]
+    path.write_text("".join(rows), encoding="utf-8")
+    sides = [
+        "spam" in {*corpus(path, seed=seed, dev_share=0.2).dev.texts()}
+        for seed in range(40)
+    ]
+    # Binomial(40, 0.2): outside of these with a chance below 1e-3, were no seed fixed.
+    assert 1 <= sum(sides) <= 17
+
+
+def test_repeats_are_one_text_of_dev() -> None:
+    """Law: the texts that a score is measured on are counted once each."""
+    path = write("posts.csv", "")
+    path.write_text("x,a\ny,a\nz,b\nw,b\n" * 10, encoding="utf-8")
+    dev = corpus(path, dev_share=0.5).dev
+    assert len(dev) == 20
+    assert dev.distinct().label_counts(2).sum() == 2
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_text_with_two_labels(seed: int) -> None:
     """Law: train keeps a text of each label that a text of dev also has."""

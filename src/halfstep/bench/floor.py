@@ -49,8 +49,15 @@ class Floor:
         seconds = flops / (self.tflops[dtype] * 1e12)
         return 1e3 * (seconds + state_bytes / (self.copy_gbytes * 1e9))
 
-    def notes(self, dtype: str, flops: float) -> list[str]:
-        """Return what the columns "floor ms", "of floor" and "MFU" mean."""
+    def notes(self, dtype: str, gflop: str) -> list[str]:
+        """Return what the columns "floor ms", "of floor" and "MFU" mean.
+
+        Args:
+            dtype: Format of the matmuls.
+            gflop: GFLOP of a step; "0": none of the candidates shows its passes.
+        """
+        if gflop == "0":
+            return ["floor -: no candidate that ran shows the FLOPs of its passes"]
         rates = ", ".join(f"{n} {self.tflops[n]:.3g}" for n in ("fp32", dtype))
         return [
             (
@@ -60,7 +67,7 @@ class Floor:
             ),
             "of floor: floor ms / ms a step; MFU: of the matmuls alone",
             (
-                f"{flops / 1e9:.4g} GFLOP a step; TFLOP/s: {rates}; "
+                f"{gflop} GFLOP a step; TFLOP/s: {rates}; "
                 f"copy: {self.copy_gbytes:.3g} GB/s"
             ),
         ]

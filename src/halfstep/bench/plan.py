@@ -151,7 +151,7 @@ def tables(arguments: Namespace) -> list[Table]:
     """Train each model with every candidate, in turn."""
     floor = Floor.measure(arguments.device)
     rows: list[dict[str, Cell]] = []
-    flops = 0.0
+    gflop = []
     for name in arguments.models:
         more = {"model": name, "steps": 1, "accumulate": 1}
         work = Namespace(**vars(arguments) | more)
@@ -160,7 +160,7 @@ def tables(arguments: Namespace) -> list[Table]:
         make_plan(model, make_inputs(work), dtype=arguments.dtype, refresh=True)
         del model
         got = measure_steps(work, name)
-        flops = got.flops
+        gflop.append(f"{name} {got.flops / 1e9:.4g}")
         for each in arguments.candidates:
             passes = got.passes.median(each, 1e3)
             predicted = got.facts.get(each, {}).get("predicted")
@@ -176,7 +176,7 @@ def tables(arguments: Namespace) -> list[Table]:
             )
     notes = (
         f"{measure.in_turn(arguments.rounds)} to {BASELINE}",
-        *floor.notes(arguments.dtype, flops),
+        *floor.notes(arguments.dtype, ", ".join(gflop)),
         "casts: copies to another dtype in a step, by torch's profiler",
         "ms of passes: forward and backward, no update; predicted: by the plan",
         *results.conditions(arguments),

@@ -114,18 +114,21 @@ def load_earlier(path: Path, arguments: Namespace) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         run: dict[str, Any] = json.loads(text)[0]["run"]
+        pairs = [("workload", run["workload"], arguments.workload)]
+        used, host = dict(run["settings"]), dict(run["machine"])
+        for rounds in dict(run["seconds"]).values():
+            list(map(float, rounds))  # fails before hours of measuring
     except OSError as error:
         message = f"--against {path} cannot be read: {error.strerror}."
         raise UserError(message) from error
     except (ValueError, LookupError, TypeError) as error:
         message = f"--against {path} holds no run of halfstep bench: use its --json."
         raise UserError(message) from error
-    pairs = [("workload", run["workload"], arguments.workload)]
     own = settings(arguments)
-    for name in sorted((own.keys() | run["settings"].keys()) - _MAY_DIFFER):
+    for name in sorted((own.keys() | used.keys()) - _MAY_DIFFER):
         flag = f"--{name.replace('_', '-')}"
-        pairs.append((flag, run["settings"].get(name), own.get(name)))
-    pairs += [(n, run["machine"].get(n), v) for n, v in machine(arguments).items()]
+        pairs.append((flag, used.get(name), own.get(name)))
+    pairs += [(n, host.get(n), v) for n, v in machine(arguments).items()]
     for name, earlier, now in pairs:
         if earlier != now:
             message = (

@@ -109,7 +109,8 @@ def tables(arguments: Namespace) -> list[Table]:
         "none: its step does nothing; this row counts for sgd and adamw, not fused",
         "x torch -: the difference is lost in the noise of the optimizer's own step",
         "gradients: number x rows and columns, fp32, finite, reset before each step",
-        f"{measure.in_turn(arguments.rounds)}; x torch: of the medians",
+        f"{measure.in_turn(arguments.rounds)}; x torch: of what they add, by medians",
+        "step x torch, +-, result: of whole steps, the optimizer's own part included",
         *results.conditions(arguments),
     )
     return [measure.table("GradScaler", rows, notes)]
@@ -124,6 +125,8 @@ def _cells(times: measure.Times, target: float | None) -> dict[str, Cell]:
         "torch us": theirs,
         "halfstep us": ours,
         "x torch": ratio,
+        "step x torch": times.ratio("halfstep", "torch"),
+        "+-": times.spread("halfstep", "torch"),
         "result": times.result("halfstep", "torch"),
         "target": target,
         "within": measure.within(ratio, target),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench import commands, journal, measure, results
@@ -130,7 +131,7 @@ def tables(arguments: Namespace) -> list[Table]:
     notes = (
         f"{measure.in_turn(rounds)} to {first}; result: against {first}",
         "O: halfstep; other libraries as their documentation shows them",
-        *floor.notes(arguments.dtype, got.flops),
+        *floor.notes(arguments.dtype, f"{got.flops / 1e9:.4g}"),
         f"peak: {_PEAK[arguments.device]}",
         "saved: bytes saved for the backward pass of a micro-batch, without weights",
         "casts: copies to another dtype in a step's passes, by torch's profiler",
@@ -163,9 +164,10 @@ def row(
     ms = times.median(name, 1e3)
     why = got.absent.get(name)
     floor_ms = matmul_ms = saved = None
-    if ms:
+    if ms and got.flops:
         floor_ms = floor.ms(dtype, got.flops, facts["state_bytes"])
         matmul_ms = floor.ms(dtype, got.flops, 0)
+    if ms:
         saved = facts["saved_bytes"]
     return {
         "candidate": name,
@@ -397,7 +399,8 @@ def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
             loop.step(batches)
     else:
         saved = saved_bytes(loop, batches[0])
-        with counter:
+        # FlopCounterMode knows no FLOPs of the CPU's flash attention.
+        with counter, sdpa_kernel(SDPBackend.MATH):
             loop.passes(batches)
         loop.update()
         casts = count_casts(lambda: loop.passes(batches))

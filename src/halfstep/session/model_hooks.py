@@ -233,9 +233,14 @@ _MAY_FOLLOW_SCALE = re.compile(
 )
 
 
-def _is_scale_of_grad_scaler(factor: Tensor | None) -> bool:
-    """Return whether a `GradScaler` refers to a tensor, directly or by `vars()`."""
-    if factor is None or factor.numel() != 1 or factor.dtype != torch.float32:
+def _is_scale_of_grad_scaler(factor: Tensor | float | None) -> bool:
+    """Return whether a `GradScaler` refers to a tensor, directly or by `vars()`.
+
+    Under dispatch modes, torch saves Python numbers as floats.
+    """
+    if not isinstance(factor, Tensor):
+        return False
+    if factor.numel() != 1 or factor.dtype != torch.float32:
         return False
     return any(
         isinstance(each, GradScaler)

@@ -77,7 +77,7 @@ def corpus_findings(corpus: Corpus) -> list[str]:
 
 def _small_dev_findings(corpus: Corpus) -> list[str]:
     """Return a finding with the confidence interval of a score on few examples."""
-    counts = corpus.dev.label_counts(len(corpus.labels))
+    counts = corpus.dev.distinct().label_counts(len(corpus.labels))
     rarest, total = int(counts.argmin()), int(counts.sum())
     count, what = total, ""
     score = "accuracy" if corpus.task == "classify" else "recall"
@@ -86,7 +86,9 @@ def _small_dev_findings(corpus: Corpus) -> list[str]:
         score = "its recall"
         if count >= _MIN_DEV_OF_LABEL:
             return []
-    nouns = ("text", "texts") if corpus.task == "classify" else ("entity", "entities")
+    nouns = "entity", "entities"
+    if corpus.task == "classify":
+        nouns = "distinct text", "distinct texts"
     # Wilson's interval, of a share of one half: of other shares it is narrower.
     width = _Z / math.sqrt(count + _Z**2)
     few = f"dev has {format_count(count, *nouns)}{what}"

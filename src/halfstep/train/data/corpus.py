@@ -84,6 +84,11 @@ class Split:
         hashes = (hash(text.strip()) for text in self.texts())
         return np.fromiter(hashes, np.int64, len(self))
 
+    def distinct(self) -> Split:
+        """Return the split with one row of each text."""
+        _, first = np.unique(self.text_hashes(), return_index=True)
+        return Split(self.store, self.rows[first], self.ids)
+
     def where(self, i: int) -> str:
         """Return the file and line of an example, for messages."""
         return self.store.where(int(self.rows[i]))
@@ -288,14 +293,15 @@ def random_splits(
 def _dev_rows(split: Split, rows: Int64, dev_share: float) -> tuple[BoolArray, int]:
     """Return which of `rows`, in their order, go to dev, and the number of texts.
 
-    The texts are decided on in the order in which they first occur in `rows`.
+    A text is drawn where its first row in the file is in `rows`: in the order of any of
+    its rows, frequent texts would come first, and take most rows to dev.
     """
     store = split.store
-    _, first, text_at = np.unique(
-        split.text_hashes()[rows], return_index=True, return_inverse=True
+    _, first, text_of_row = np.unique(
+        split.text_hashes(), return_index=True, return_inverse=True
     )
-    text_of_row = np.empty_like(text_at)
-    text_of_row[rows] = text_at
+    place = np.empty_like(rows)
+    place[rows] = np.arange(len(rows))
     used_rows, used_words = store.uses()
     num_words = len(store.words) or 1
     # Each label or entity type once per text, sorted by text.
@@ -307,14 +313,14 @@ def _dev_rows(split: Split, rows: Int64, dev_share: float) -> tuple[BoolArray, i
     quota = dev_counts(counts, num_dev) if store.task == "classify" else counts - 1
     remaining, words_of_texts = quota.tolist(), words.tolist()
     is_dev = np.zeros(len(first), bool)
-    for text in np.argsort(first).tolist():
+    for text in np.argsort(place[first]).tolist():
         its_words = words_of_texts[starts[text] : starts[text + 1]]
         if num_dev and all(remaining[word] > 0 for word in its_words):
             is_dev[text] = True
             num_dev -= 1
             for word in its_words:
                 remaining[word] -= 1
-    return is_dev[text_at], len(first)
+    return is_dev[text_of_row[rows]], len(first)
 
 
 def dev_counts(counts: Int64, seats: int) -> Int64:
