@@ -17,7 +17,7 @@ import pytest
 import halfstep
 from halfstep.masters import cpu_kernels
 
-FILES, CALLS, CROSSINGS = 31, 150, 80
+FILES, CALLS, CROSSINGS = 30, 149, 74
 
 PROGRAM = """
 import json, sys

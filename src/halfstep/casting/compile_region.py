@@ -24,7 +24,6 @@ from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import (
     active_context,
     compile_guard,
-    dispatch_kernels,
     dispatch_table,
     recompute,
 )
@@ -92,7 +91,6 @@ def _open(device: str, policy_text: str) -> None:
     policy = Policy.parse(policy_text)
     dispatch_table.check_policy(policy, device, model=None)
     op_casts = dispatch_table.op_casts_for(policy, device)
-    dispatch_kernels.install(op_casts)
     context = CastContext(policy, op_casts, None, dispatch_table.matched_rules(policy))
     # Not while tracing: the guard must be that of the enclosing context.
     guard = (

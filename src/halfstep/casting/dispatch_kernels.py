@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from itertools import compress
 from operator import attrgetter
@@ -67,25 +66,18 @@ and 4). Casting the weights would cost time and digits of the result."""
 _lock = threading.Lock()
 _installed: dict[str, Library] = {}
 """Operation -> Library with its kernel."""
-_installed_tables: dict[int, Mapping[str, OpCast]] = {}
-"""id -> table whose operations all have kernels, since every context entry asks."""
 
 
 def install(names: Iterable[str]) -> None:
     """Register kernels for operations, once per process.
 
     Args:
-        names: Names of aten ("softmax.int") or of other libraries ("ns::name"); or a
-            table with such keys that never changes.
+        names: Names of aten ("softmax.int") or of other libraries ("ns::name").
     """
-    if _installed_tables.get(id(names)) is names:
-        return
     with _lock:
         for name in names:
             if name not in _installed:
                 _installed[name] = _register(name)
-        if isinstance(names, Mapping):
-            _installed_tables[id(names)] = names
 
 
 def overload_of(name: str) -> torch._ops.OpOverload:

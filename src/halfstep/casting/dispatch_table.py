@@ -10,6 +10,7 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING
 
+from halfstep.casting import dispatch_kernels
 from halfstep.casting.active_context import OpCast
 from halfstep.errors import UserError
 from halfstep.policy import op_tables, rules
@@ -36,6 +37,8 @@ def op_casts_for(
     record_all: bool = False,
 ) -> Mapping[str, OpCast]:
     """Return operation -> cast, for operations that torch's own kernels do not cover.
+
+    Their dispatch kernels are installed when a table is computed for the first time.
 
     Args:
         policy: The active policy.
@@ -89,6 +92,7 @@ def _op_casts(
         is_untouched = index is None and _is_same(torch_table, policy_table, name)
         is_torch_default = (same_as_torch or is_untouched) and name not in cached_ops
         op_casts[name] = OpCast(decision.category, index, is_torch_default)
+    dispatch_kernels.install(op_casts)
     return op_casts
 
 

@@ -275,7 +275,6 @@ class ModuleRuleHook:
             types=self.types,
             cache_weights=context.cache is not None,
         )
-        dispatch_kernels.install(op_casts)
         inner = CastContext(
             self.policy,
             op_casts,

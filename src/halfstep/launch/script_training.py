@@ -45,8 +45,7 @@ from halfstep.launch.scaled_backward import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from halfstep.casting.autocast_mode import Autocast
-    from halfstep.casting.policy_autocast import PolicyAutocast
+    from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.numerics.formats import FloatFormat
     from halfstep.scaling.loss_scaler import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam

@@ -8,8 +8,6 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-import threading
-from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Self
@@ -23,8 +21,6 @@ from halfstep.policy.policy_file import KINDS
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
-
-    from torch.autograd.graph import Node
 
 KEEP = "keep"
 """Category of operations that are not cast."""
@@ -231,25 +227,6 @@ TORCH = Policy()
 """torch's own table for the device, without rules."""
 LEAN = Policy(base="lean")
 """halfstep's table, the same on all devices, without rules."""
-
-
-class _EnteredContexts(threading.local):
-    """The autocast contexts with a policy that this thread entered last."""
-
-    def __init__(self) -> None:
-        self.last: deque[tuple[Policy, list[int]]] = deque(maxlen=16)
-        """Policy; autograd's sequence numbers on entry and on exit."""
-
-    def policy_of(self, nodes: Iterable[Node]) -> Policy:
-        """Return the policy under which one of these autograd nodes was made."""
-        numbers = [node._sequence_nr() for node in nodes]  # noqa: SLF001
-        for policy, (start, stop) in reversed(self.last):
-            if any(start <= number < stop for number in numbers):
-                return policy
-        return TORCH
-
-
-entered_contexts = _EnteredContexts()
 
 
 def _spellings(op: str) -> list[str]:

@@ -21,7 +21,7 @@ from halfstep._torch.async_read import DelayedScalars
 from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite import optimizer_eps
 from halfstep.nonfinite.graph import GraphCause, find_in_graph, nodes_of
-from halfstep.policy.rules import entered_contexts
+from halfstep.policy.context_history import context_history
 from halfstep.scaling.skip_log import SkipLog, cause_text, second_opinion
 from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
 
@@ -248,7 +248,7 @@ class CollapseMonitor:
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
-                policy = policy or entered_contexts.policy_of(nodes_of(loss))
+                policy = policy or context_history.policy_of(nodes_of(loss))
                 self._graph_cause = find_in_graph(loss, name_of, str(policy))
             except Exception as error:  # noqa: BLE001
                 # A graph may hold tensors of any class. Failing to find the cause must

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.casting import active_context, dispatch_table
-from halfstep.casting.autocast_mode import Autocast
+from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator
-from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
     from torch.optim.lr_scheduler import LRScheduler
 
-    from halfstep.casting.autocast_mode import Autocast
-    from halfstep.casting.policy_autocast import PolicyAutocast
+    from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.machine.recommendation import Choice
     from halfstep.masters.encoding import MasterEncoding
     from halfstep.masters.rounding_loss import RoundingLoss

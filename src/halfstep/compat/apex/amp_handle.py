@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfstep.casting.autocast_mode import Autocast, autocast
-from halfstep.casting.policy_autocast import PolicyAutocast
+from halfstep.casting.autocast_mode import Autocast, PolicyAutocast, autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.compat.apex.state import STATE, AmpError
 from halfstep.numerics.formats import cast_floating, is_low

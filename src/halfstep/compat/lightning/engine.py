@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from halfstep.casting.autocast_mode import Autocast
-    from halfstep.casting.policy_autocast import PolicyAutocast
+    from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
 
