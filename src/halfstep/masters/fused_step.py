@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
     from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
-_DTYPE, _LAYOUT, _STEP, _WEIGHT = map(attrgetter, ("dtype", "layout", "step", "weight"))
-_IS_SET = partial(is_not, None)
+_DTYPE, _LAYOUT, _WEIGHT = map(attrgetter, ("dtype", "layout", "weight"))
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -203,7 +201,7 @@ class FusedStep:
         for name, items in updates.items():
             if not items:
                 continue
-            steps = [*filter(_IS_SET, map(_STEP, items))]
+            steps = [item.step for item in items if item.step is not None]
             if steps:
                 torch._foreach_add_(steps, one)
             clock = rng.seed, rng.step

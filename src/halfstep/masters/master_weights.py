@@ -398,14 +398,10 @@ class MasterWeights:
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
                 master_param.check()
-        if [
-            *map(_VERSION, map(_WEIGHT, self.master_params.values()))
-        ] == self._versions:
+        written = self._externally_written()
+        if not written:
             return
-        changed = sum(
-            param.reset_from_weight(self.encoding, self.rng)
-            for param in self._externally_written()
-        )
+        changed = sum(p.reset_from_weight(self.encoding, self.rng) for p in written)
         self.mark_synced()
         if changed:
             message = (
