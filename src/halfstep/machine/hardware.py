@@ -337,7 +337,9 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     cause = f"although it has {means}" if means else "it has no instructions for it"
     because = f" ({cause})" if where in _PROBED else ""
     better = recommend(where)
-    advice = "level O0" if better.level == "O0" else f"dtype={better.dtype!r}"
+    advice = f"dtype={better.dtype!r}"
+    if better.dtype == "fp32":
+        advice = f"level {better.level}"
     return (
         f"dtype={dtype}: this {where} runs {dtype} matmuls at "
         f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f}{because}: expect "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,15 +14,16 @@ from halfstep.distributed.process_group import World
 from halfstep.fast_dropout import use_fast_dropout
 from halfstep.machine.recommendation import resolve
 from halfstep.parity.training_run import Workload
+from halfstep.policy.levels import O0
 from halfstep.train import parallelize, param_groups, run
 from halfstep.train.config import TrainConfig
 from halfstep.train.config_file import read_file
-from halfstep.train.data.corpus import load
 from halfstep.train.evaluate import collect_outputs
 from halfstep.train.plan import lr_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -63,15 +63,7 @@ class _TrainRuns:
         self.config = config
         device = torch.device(run.pick_device(config.device))
         self.world = World(0, 1, device)
-        self.corpus = load(
-            None if config.data is None else Path(config.data),
-            task=config.task,
-            label_names=config.label_names,
-            limit=config.limit,
-            dev_share=config.dev_share,
-            seed=config.seed,
-            columns=config.columns,
-        )
+        self.corpus = run.load_corpus(config)
         self.split = "test" if self.corpus.test else "dev"
         self._jobs: dict[int, TrainJob] = {}
 
@@ -94,7 +86,7 @@ class _TrainRuns:
         param_groups.freeze(model, config.frozen)
         if not config.compile:  # a compiler generates its own masks
             use_fast_dropout(model)
-        fp32 = resolve("O0", "auto", world.device.type)
+        fp32 = resolve(O0.name, "auto", world.device.type)
         parallelize.parallelize_model(model, config, fp32, world)
         optimizer = param_groups.make_optimizer(model, config, job.plan.lr)
 

@@ -27,6 +27,7 @@ from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.numerics.formats import FloatFormat, tensors_in
 from halfstep.parity.candidate import PERTURBED, REFERENCE
+from halfstep.policy.levels import LEVELS
 from halfstep.reporting import json_fields
 from halfstep.scaling import LossScaleCollapse
 from halfstep.session.factory import prepare
@@ -332,7 +333,7 @@ def _prepare(
 ) -> Session:
     with _errors_of(candidate):
         every = {**arguments, **candidate.arguments}
-        if candidate.level == REFERENCE.level:
+        if not LEVELS[candidate.level].low:
             every.pop("dtype", None)  # it would warn that fp32 has no use for it
         return prepare(model, optimizer, candidate.level, **every)
 
@@ -345,7 +346,7 @@ def _errors_of(candidate: Candidate) -> Iterator[None]:
     except LossScaleCollapse:
         raise
     except Exception as error:
-        if candidate.level == REFERENCE.level:
+        if not LEVELS[candidate.level].low:
             raise
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         message = f"{candidate.name} cannot run: {kind}{_first_line(error)}"

@@ -92,15 +92,7 @@ def run(
     if config.tensorboard:
         tensorboard.check_installed()
     device = pick_device(config.device)
-    corpus = load(
-        None if config.data is None else Path(config.data),
-        task=config.task,
-        label_names=config.label_names,
-        limit=config.limit,
-        dev_share=config.dev_share,
-        seed=config.seed,
-        columns=config.columns,
-    )
+    corpus = load_corpus(config)
     with (
         process_group.join(device) as world,
         _folder_locked(folder, world, check=check),
@@ -215,6 +207,19 @@ def _prepare_run(
         trainer.state = checkpointing.train_state_from_notes(notes)
         checkpointing.load(session, folder.checkpoint_path(trainer.state.step))
     return PreparedRun(trainer, network, originals, weights, tokenise_seconds)
+
+
+def load_corpus(config: TrainConfig) -> Corpus:
+    """Read the texts of a run, and draw its dev split if there is none."""
+    return load(
+        None if config.data is None else Path(config.data),
+        task=config.task,
+        label_names=config.label_names,
+        limit=config.limit,
+        dev_share=config.dev_share,
+        seed=config.seed,
+        columns=config.columns,
+    )
 
 
 def build_network(config: TrainConfig, corpus: Corpus) -> Network:
