@@ -155,8 +155,8 @@ REFUSALS = {
     "no command": ([], "the following arguments are required: COMMAND; see halfstep"),
     "no kind": (["bench"], "the following arguments are required: WHAT; see halfstep"),
     "contender": (
-        ["bench", "train", "--contenders", "O0,O9"],
-        "argument --contenders: 'O9' must be all or of plain-fp32, plain-amp, O0, O1-",
+        ["bench", "train", "--candidates", "O0,O9"],
+        "argument --candidates: 'O9' must be all or of plain-fp32, plain-amp, O0, O1-",
     ),
     "no float": (
         [*TRAIN, "--lr", "fast"],

@@ -1,4 +1,4 @@
-"""`halfstep bench wire`: bytes by hand, beside what collectives are called with."""
+"""`halfstep bench comm`: bytes by hand, beside what collectives are called with."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
 from halfstep.bench import commands, measure, results
-from halfstep.casting import dispatch_kernels, dispatch_table
+from halfstep.casting import dispatch_table
 from halfstep.casting.autocast_mode import autocast
 from halfstep.numerics import formats
 from halfstep.policy.rules import Policy
@@ -188,9 +188,8 @@ def _rule_table(arguments: Namespace, notes: list[str]) -> Table:
         operations = ruled_operations(size, device, low_dtype)
         for rule, (call, by_hand) in operations.items():
             policy = f"torch + {rule}"
-            dispatch_kernels.install(
-                dispatch_table.op_casts_for(Policy.parse(policy), device)
-            )
+            # Its kernel must be installed for "passed on", too.
+            dispatch_table.op_casts_for(Policy.parse(policy), device)
             candidates = {
                 "torch": (_open_torch(arguments), call),
                 "by hand": (_open_torch(arguments), by_hand),

@@ -159,7 +159,6 @@ class Row:
     summary: str
     packages: Mapping[str, str] | None = None
     """Distribution -> module that it needs besides torch."""
-    alias: str | None = None
 
 
 _TRANSFORMERS = {"transformers": "transformers"}
@@ -180,7 +179,7 @@ BENCHES = {
     "train": Row("jobs", "halfstep train against a plain torch.amp loop", _TRAIN),
     "quality": Row("jobs", "accuracy of a text classifier over seeds", _TRAIN),
     "ner": Row("jobs", "F1 of an entity tagger over seeds", _TRAIN),
-    "comm": Row("comm", "bytes that two processes exchange in a step", alias="wire"),
+    "comm": Row("comm", "bytes that two processes exchange in a step"),
     "traces": Row("traces", "steps skipped under each library's loss scale rule"),
 }
 """Name on the command line -> workload."""
@@ -218,10 +217,6 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
         parser.epilog = "\n".join(["candidates:", *lines])
     for word, arguments in bench.flags.items():
         parser.add_argument(f"--{word}", **arguments)
-        if word == "candidates":  # the name in published commands
-            hidden = {"dest": word, "help": argparse.SUPPRESS}
-            hidden |= {"default": argparse.SUPPRESS}
-            parser.add_argument("--contenders", **arguments | hidden)
     outputs: dict[str, str] = {
         "json": "write the tables and each measurement as JSON; - prints JSON instead "
         "of tables. While it runs, FILE.part has what was measured so far",
@@ -260,7 +255,6 @@ def add_workloads(parser: argparse.ArgumentParser) -> None:
             name,
             usage="%(prog)s [flags]",
             help=row.summary,
-            aliases=[row.alias] if row.alias else [],
         )
         kind.name = name
 
