@@ -64,7 +64,8 @@ def backward(session: Session, seed: int, names: tuple[str, ...] = ("",)) -> Non
 
 
 def read(session: Session) -> dict[str, Tensor]:
-    """Return the gradients, as dense copies."""
+    """Return the gradients, as dense copies, after reading their norm."""
+    session.grad_norm()
     return {name: grad.to_dense().clone() for name, grad in session.grads()}
 
 
@@ -105,6 +106,8 @@ def test_what_is_read_is_what_is_applied(kind: str, options: dict[str, Any]) -> 
     grads = read(session)
     assert {*grads} == {name for name in before if name != "unused"}
     assert all(grad.dtype == torch.float32 for grad in grads.values())
+    squares = sum(grad.to_dense().double().square().sum() for grad in grads.values())
+    torch.testing.assert_close(session.grad_norm(), squares.sqrt().float())
     assert session.step().applied
     after = session.weights()
     low = kind.startswith("O3")
@@ -139,6 +142,8 @@ def test_the_wrong_moment_is_named() -> None:
     session = build("O2 bf16", accumulate=2)
     with pytest.raises(UserError, match=r"^session\.grads\(\) was called without a ba"):
         session.grads()
+    with pytest.raises(UserError, match=r"^session\.grad_norm\(\) was called withou"):
+        session.grad_norm()
     backward(session, 0)
     with pytest.raises(
         UserError, match=r"^session\.grads\(\) was called in micro-batc"

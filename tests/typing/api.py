@@ -34,6 +34,7 @@ def two_lines(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
         assert_type(slope, Tensor)
         session.backward(loss + slope.square().mean())
         assert_type(dict(session.grads()), dict[str, Tensor])
+        assert_type(session.grad_norm(), Tensor)
         report = session.step()
         assert_type(report, hs.StepReport)
         assert_type(report.skipped, bool)

@@ -23,7 +23,6 @@ from accelerate.utils import DistributedType, convert_outputs_to_fp32
 from halfstep.casting.autocast_mode import autocast
 from halfstep.errors import UserError
 from halfstep.numerics import formats
-from halfstep.numerics.norms import total_norm
 from halfstep.scaling import ScaleRule
 from halfstep.session.factory import prepare
 
@@ -304,7 +303,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
             raise UserError(message)
         session.clip_grad_norm = max_norm
-        return total_norm(grad for _, grad in session.grads())
+        return session.grad_norm()
 
     def clip_grad_value_(self, parameters: object, clip_value: float) -> None:  # noqa: ARG002
         """Raise UserError: a session clips by the norm."""

@@ -21,10 +21,11 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     Args:
         gradients: Of any dtype, sparse or dense; of DTensors, all ranks' parts count.
     """
-    values = [g if hasattr(g, "full_tensor") else dense_values(g) for g in gradients]
-    # A 16-bit norm would overflow long before the gradients do.
-    wide = [v.float() if is_low(v.dtype) else v for v in values]
-    norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(wide)]
+    # A 16-bit norm would overflow long before the gradients do, and the parts of a
+    # sparse gradient would be added in 16 bits.
+    wide = [g.float() if is_low(g.dtype) else g for g in gradients]
+    values = [g if hasattr(g, "full_tensor") else dense_values(g) for g in wide]
+    norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(values)]
     full_norms = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
     return (
         full_norms[0] if len(full_norms) == 1 else nn.utils.get_total_norm(full_norms)

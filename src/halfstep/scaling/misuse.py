@@ -197,18 +197,18 @@ def step_without_backward(steps: int, *, others: bool) -> RuntimeError:
     return RuntimeError(message)
 
 
-def grads_without_backward() -> UserError:
+def grads_without_backward(call: str) -> UserError:
     """Session: `grads` without a backward pass."""
     return UserError(
-        "session.grads() was called without a backward pass since the last step; "
+        f"{call} was called without a backward pass since the last step; "
         "call it between session.backward(loss) and session.step()."
     )
 
 
-def grads_in_window(micro: int, accumulate: int) -> UserError:
+def grads_in_window(call: str, micro: int, accumulate: int) -> UserError:
     """Session: `grads` before the last micro-batch."""
     return UserError(
-        f"session.grads() was called in micro-batch {micro} of {accumulate}: the "
+        f"{call} was called in micro-batch {micro} of {accumulate}: the "
         "gradients of a step are complete after the backward pass of the last."
     )
 

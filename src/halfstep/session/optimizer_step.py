@@ -30,6 +30,10 @@ _IS_SPARSE = attrgetter("is_sparse")
 _PARAM, _GRAD = itemgetter(0), itemgetter(1)
 
 
+def _widened(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def check_clip_norm(clip: object) -> float | None:
     """Return a valid `clip_grad_norm`.
 
@@ -67,21 +71,34 @@ class OptimizerStep:
     def unscaled_grads(self, scaler: LossScaler) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (optimizer's parameter, copy of its unscaled gradient, >= fp32)."""
         inverse = inverse_scale(scaler.state.scale)
+        for param, gradient in self._scaled_grads():
+            wide = gradient.to(_widened(gradient))
+            yield param, wide * async_read.to_device_async(inverse, wide.device)
+
+    @torch.no_grad()
+    def unscaled_norm(self, scaler: LossScaler) -> Tensor:
+        """Return the norm of `unscaled_grads`, shape (), without their copies."""
+        grads = [gradient for _, gradient in self._scaled_grads()]
+        kernel, squares = self.masters.kernel, None
+        if kernel is not None and fused_step.can_read(grads):
+            _, squares = kernel.check_finite(grads, norm=True)
+        norm = total_norm(grads) if squares is None else squares.sqrt().float()
+        inverse = inverse_scale(scaler.state.scale)
+        return norm * async_read.to_device_async(inverse, norm.device)
+
+    def _scaled_grads(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (optimizer's parameter, its gradient as it is: scaled, any dtype)."""
         groups = self.masters.optimizer.param_groups
         for param in (param for group in groups for param in group["params"]):
             # A 16-bit gradient may not be accumulated in its fp32 sum yet.
             low = self.masters.model_param(param).grad
             parts = [param.grad, None if low is param.grad else low]
-            wide_parts = [
-                part.to(torch.promote_types(part.dtype, torch.float32))
-                for part in parts
-                if part is not None
-            ]
-            if wide_parts:
-                # torch supports dense + sparse, but not sparse + dense.
-                first, *rest = sorted(wide_parts, key=_IS_SPARSE)
-                total = sum(rest, first)
-                yield param, total * async_read.to_device_async(inverse, total.device)
+            # torch supports dense + sparse, but not sparse + dense.
+            present = sorted((p for p in parts if p is not None), key=_IS_SPARSE)
+            if len(present) > 1:
+                present = [part.to(_widened(part)) for part in present]
+            if present:
+                yield param, sum(present[1:], present[0])
 
     def collect(
         self,

@@ -22,6 +22,7 @@ from halfstep.distributed import ddp
 from halfstep.errors import require_type, warn_caller
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
+from halfstep.numerics.norms import total_norm
 from halfstep.scaling import misuse
 from halfstep.scaling.found_inf_reduction import reduce_found_inf
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry, free_graph
@@ -369,15 +370,53 @@ class Session:
             >>> session.step().applied
             True
         """
+        self._prepare_reading_grads("session.grads()")
+        if self._passes is not None:
+            pairs = self._passes.sums_in_fp32()
+        else:
+            pairs = self._optimizer_step.unscaled_grads(self.scaler)
+        return ((self._name(param), gradient) for param, gradient in pairs)
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients that `grads` would yield, shape ().
+
+        It makes no copies of them. `prepare(clip_grad_norm=math.inf)` puts the norm
+        into each report instead.
+
+        Raises:
+            UserError: As `grads`.
+
+        Example:
+            >>> import halfstep as hs
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+            >>> with session.autocast():
+            ...     loss = session.model(torch.tensor([3.0, 4.0])).sum()
+            >>> session.backward(loss)
+            >>> session.grad_norm().item()
+            5.0
+        """
+        self._prepare_reading_grads("session.grad_norm()")
+        if self._passes is not None:
+            return total_norm(gradient for _, gradient in self._passes.sums_in_fp32())
+        return self._optimizer_step.unscaled_norm(self.scaler)
+
+    def _prepare_reading_grads(self, call: str) -> None:
+        """Bring gradients into the state in which `step` takes them.
+
+        Raises:
+            UserError: If they are not there yet.
+        """
         window = self._window
         if self._in_backward is not None:
-            raise misuse.updated_in_backward(excluded="session.grads()")
+            raise misuse.updated_in_backward(excluded=call)
         if window.has_failed:
             raise misuse.pass_failed()
         if not window.num_pending:
-            raise misuse.grads_without_backward()
+            raise misuse.grads_without_backward(call)
         if window.loss is None or window.num_done + 1 < window.size:
-            raise misuse.grads_in_window(window.num_pending, window.size)
+            raise misuse.grads_in_window(call, window.num_pending, window.size)
         if self.model is not self._never_ddp and self._grad_sync.is_pending:
             # As in `step`: fp32 sums are averaged over ranks.
             if self._checks_versions:
@@ -385,11 +424,6 @@ class Session:
             self._masters.accumulate_grads()
             self._grad_sync.finish_step(self.model)
             self._grad_versions = self._read_grad_versions()
-        if self._passes is not None:
-            pairs = self._passes.sums_in_fp32()
-        else:
-            pairs = self._optimizer_step.unscaled_grads(self.scaler)
-        return ((self._name(param), gradient) for param, gradient in pairs)
 
     def grad(
         self,
