@@ -2,12 +2,12 @@
 
 Run it from the root of the repository, where the tests' requirements are installed:
 
-    python -m benchmarks.adapters [--width N] [--steps N] [--rounds N] [--write FILE]
+    python -m benchmarks.adapters [--width N] [--batch N] [--rounds N] [--write FILE]
 
-The first table times steps in bf16 of three linear layers of WIDTH x WIDTH, batch 512,
-AdamW: each library and form in a process of its own, in turn. The second trains four
-steps in fp16 with an inf in the gradients of the third, and asks each library whether
-that step was skipped.
+The first table times steps in bf16 of three linear layers of WIDTH x WIDTH with AdamW:
+each library and form in a process of its own, in turn. The second trains four steps in
+fp16 with an inf in the gradients of the third, and asks each library whether that step
+was skipped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS, BAD_STEP, SCALE = 4, 3, 1024.0
-WARM_UP, BATCH, LAYERS = 3, 512, 3
+WARM_UP, LAYERS = 3, 3
 FORMS = {False: "alone", True: "halfstep"}
 
 
@@ -266,14 +266,18 @@ def worker(
     return answer
 
 
-def step_times(level: str, width: int, steps: int, rounds: int) -> list[str]:
-    """Return the rows of the table of step times, measured in turn."""
+def step_times(task: dict[str, Any], rounds: int) -> list[str]:
+    """Return the rows of the table of step times, measured in turn.
+
+    Args:
+        task: Arguments of `worker` but `library` and `ours`.
+        rounds: Times that each library and form is measured.
+    """
     with contextlib.ExitStack() as stack:
         processes = {}
         for library, ours in itertools.product(RUNS, FORMS):
-            task = {"library": library, "ours": ours, "level": level}
-            task |= {"width": width, "batch": BATCH, "steps": steps}
-            process = WorkerProcess(library, "benchmarks.adapters", task)
+            mine = {"library": library, "ours": ours, **task}
+            process = WorkerProcess(library, "benchmarks.adapters", mine)
             processes[library, ours] = stack.enter_context(process)
         seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in processes}
         for _ in range(rounds):
@@ -328,6 +332,7 @@ def main() -> None:
     """Print the tables, or write them."""
     flags = page.parser(__doc__)
     flags.add_argument("--width", type=int, default=2048, help="of a linear layer")
+    flags.add_argument("--batch", type=int, default=512, help="rows of a step")
     flags.add_argument("--steps", type=int, default=20, help="timed in each round")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--level", default="O2", help="of halfstep's steps")
@@ -337,19 +342,20 @@ def main() -> None:
         f", {library.__name__} {library.__version__}"
         for library in (lightning, accelerate, transformers)
     )
-    times = step_times(given.level, given.width, given.steps, given.rounds)
+    keys = ("level", "width", "batch", "steps")
+    times = step_times({key: getattr(given, key) for key in keys}, given.rounds)
     skips = [skipped_row(name, ours) for name in RUNS for ours in FORMS]
     command = (
-        f"python -m benchmarks.adapters --width {given.width} --steps {given.steps} "
-        f"--rounds {given.rounds} --level {given.level}"
+        f"python -m benchmarks.adapters --width {given.width} --batch {given.batch} "
+        f"--steps {given.steps} --rounds {given.rounds} --level {given.level}"
     )
     conditions = (
-        f"bf16, {LAYERS} linear layers of {given.width} x {given.width}, batch "
-        f"{BATCH}, `AdamW(fused=True)`; halfstep at {given.level}. Milliseconds of a "
-        f"step, medians of {given.rounds} rounds of {given.steps} steps, a process "
-        "each, in turn. The ratio is taken within a round; +- is half of its "
-        "interquartile range. transformers clips gradients by default, the others do "
-        "not.\n"
+        f"bf16, {LAYERS} linear layers of {given.width} x {given.width}, "
+        f"batch {given.batch}, `AdamW(fused=True)`; halfstep at {given.level}. "
+        f"Milliseconds of a step, medians of {given.rounds} rounds of {given.steps} "
+        "steps, a process each, in turn. The ratio is taken within a round; +- is half "
+        "of its interquartile range. transformers clips gradients by default, the "
+        "others do not.\n"
     )
     lines = (
         f"{page.head('the adapters', command, versions)}.",
