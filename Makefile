@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test test-caps test-wheel lint types docs check clean
 
 train: $(VENV)/.train
-	$(BIN)/halfstep train --out $(OUT) --overwrite
+	$(BIN)/halfstep train --compare-fp32 20 --out $(OUT) --overwrite
 	@echo 'next: source $(BIN)/activate; halfstep predict $(OUT) "今天真开心"; open $(OUT)/report.html'
 
 # A file of tests at a time to each process, since the tests of a file share what they

@@ -74,6 +74,8 @@ REJECTED = {
     "encoder --device x": "'x' is not one of cpu, cuda",
     "encoder --dropout 1": f"'1' {SHARE}",
     "encoder --lr quick": f"'quick' {SHARE}",
+    "ner --lr 1e-3,0": "'0' must be a number above 0",
+    "ner --lr nan": "'nan' must be a number above 0",
     "recipe --candidates apex": "'apex' must be all or of fp32, torch.amp,",
     "recipe --candidates O2,O2": "'O2' must stand there once",
     "optimizer --forms apex": "'apex' must be all or of fp32, split,",

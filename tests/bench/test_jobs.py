@@ -70,7 +70,7 @@ def test_interval_of_few() -> None:
 
 def result(score: float, seconds: float, mib: int, **more: float) -> dict[str, Any]:
     """Return a run's result."""
-    scores = {"accuracy": score, "f1": score}
+    scores = dict.fromkeys(("accuracy", "f1", "precision", "recall"), score)
     figures = {"scores": scores, "train_seconds": seconds, "peak_bytes": mib * MIB}
     figures |= {"seconds": seconds, "train_loss": 2.0, "examples_per_s": 64 / seconds}
     return figures | {"dev_loss": 1.0, "skipped": 0} | more
@@ -106,6 +106,7 @@ def test_score_table() -> None:
         **dict.fromkeys(of_differences),
         "dev loss": 1.0,
         "time x fp32": None,
+        "texts/s": 3.2,
         "peak MiB": 20.0,
         "skipped": 0,
         "diverged": 0,
@@ -121,6 +122,7 @@ def test_score_table() -> None:
         "loss to fp32": -0.375,
         "+- of loss": pytest.approx(ONE / 8),
         "time x fp32": 0.375,
+        "texts/s": pytest.approx(9.6),
         "peak MiB": 7.0,
         "skipped": 0,
         "diverged": 1,
@@ -133,7 +135,7 @@ def test_a_difference_within_the_interval_is_none() -> None:
     """Law: of fp16, 25 and 12.5 points better, the interval is +- 79 points."""
     runs = {"fp32": FP32, "O1-fp16": FP16}
     _, fp16 = rows(jobs.score_table("Entities", "F1", runs, []))
-    assert fp16["F1 %"] == 56.25
+    assert fp16["F1 %"] == fp16["precision %"] == fp16["recall %"] == 56.25
     assert (fp16["to fp32"], fp16["skipped"]) == (18.75, 5)
     assert fp16["+- to fp32"] == pytest.approx(ONE * 6.25)
     assert fp16["result"] == "no difference beyond the spread"
@@ -143,9 +145,9 @@ def test_tables_without_a_baseline() -> None:
     """Law: without fp32 nothing is compared with it; of no run there is no figure."""
     runs = {"O2": O2, "O3": [DIVERGED] * 3}
     o2, o3 = jobs.score_table("Quality", "accuracy", runs, []).rows
-    half = pytest.approx(ONE * 12.5)
-    assert o2 == ("O2", 50.0, half, *[None] * 3, 0.875, *[None] * 3, 7.0, 0, 1)
-    assert o3 == ("O3", *[None] * 11, 3)
+    half, rate = pytest.approx(ONE * 12.5), pytest.approx(9.6)
+    assert o2 == ("O2", 50.0, half, *[None] * 3, 0.875, *[None] * 3, rate, 7.0, 0, 1)
+    assert o3 == ("O3", *[None] * 12, 3)
 
 
 def test_one_seed() -> None:
@@ -269,12 +271,18 @@ def test_ner_turns(
     That matmuls are emulated is noted where fp16 ran on a CPU without them, only there.
     """
     monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
-    words = f"--data {entities} --limit 30 --epochs 2 --seeds 1 --device cpu --lr 1e-3"
-    (table,) = tables("ner", f"{words} --candidates {low},fp32")
+    words = f"--data {entities} --limit 30 --epochs 2 --seeds 1 --device cpu"
+    words += f" --lr 1e-3,1e-4 --candidates {low},fp32"
+    table, other = tables("ner", words)
+    assert (table.title[-5:], other.title[-6:]) == ("0.001", "0.0001")
     shared: dict[str, Any] = {"mask_tokens": None, "task": "ner", "data": entities}
     shared |= {"limit": 30, "model": "tiny", "epochs": 2, "device": "cpu", "seed": 0}
-    shared |= {"batch_size": 32, "max_length": 192, "lr": 1e-3}
-    assert tasks == [shared | NER[name] | {"name": name} for name in (low, "fp32")]
+    shared |= {"batch_size": 32, "max_length": 192}
+    assert tasks == [
+        shared | NER[name] | {"name": f"{name}, lr {lr:g}", "lr": lr}
+        for lr in (1e-3, 1e-4)
+        for name in (low, "fp32")
+    ]
     (evaluated,) = [note for note in table.notes if note.startswith("F1:")]
     assert " dev texts, by which nothing was chosen: " in evaluated
     notes = [note for note in table.notes if "fp16 matmuls" in note]
@@ -348,7 +356,7 @@ def test_for_real(texts: str, entities: str, monkeypatch: pytest.MonkeyPatch) ->
             return json.loads(json.dumps(self.answer(None)))
 
     monkeypatch.setattr(jobs, "WorkerProcess", Here)
-    ner = f"--data {entities} --epochs 1 --seeds 1 --candidates fp32,O1-fp16"
+    ner = f"--data {entities} --epochs 1 --seeds 1 --candidates fp32,O1-fp16 --lr 1e-3"
     train = f"--data {texts} --limit 60 --candidates plain-fp32,plain-amp,O2-bf16"
     with one_thread():
         (scores,) = tables("ner", f"{ner} --model mini --device cpu")

@@ -53,6 +53,7 @@ OTHERS: dict[str, Any] = {
     "keep": 1,
     "tensorboard": True,
     "probe": "sampled",
+    "compare_fp32": 5,
 }
 
 

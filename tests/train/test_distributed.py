@@ -43,7 +43,7 @@ CASES = {
     "O2": ("--level", "O2", "--dtype", "bf16", "--batch-size", "7"),
     "O2, accumulating": (
         *("--level", "O2", "--dtype", "bf16"),
-        *("--batch-size", "8", "--accumulate", "2"),
+        *("--batch-size", "8", "--accumulate", "2", "--compare-fp32", "2"),
     ),
     "O0, entities": (
         *("--task", "ner", "--level", "O0"),
@@ -204,6 +204,17 @@ def test_dev(one: Path, two: Path, case: str) -> None:
     assert summary["processes"] == 2
     if "entities" not in case:
         assert sum(row[4] for row in summary["dev"]["per_class"]) == DEV
+
+
+def test_compared_with_fp32(one: Path, two: Path) -> None:
+    """Law: two processes compare the steps that one does."""
+    case = "O2, accumulating"
+    alone, shared = (
+        json.loads((runs / case / "summary.json").read_text())["fp32"]["loss"]
+        for runs in (one, two)
+    )
+    assert shared["fp32"] == pytest.approx(alone["fp32"], rel=bound("O0"))
+    assert shared["level"] == pytest.approx(alone["level"], rel=bound(case))
 
 
 @pytest.mark.parametrize("case", CASES)

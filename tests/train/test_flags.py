@@ -33,7 +33,7 @@ from halfstep.train.flags import HELP, epilog
 
 TEXTS = {name: text for texts in HELP.values() for name, text in texts.items()}
 # One a setting, so that no setting is found in a file alone; --help, --config, modes.
-MOST = 46
+MOST = 47
 WIDTH = 80
 SWITCHES = ("compile", "recompute", "tensorboard")
 

@@ -92,6 +92,30 @@ def captions(section: ET.Element) -> list[str]:
     return [str(caption.text) for caption in section.iter("figcaption")]
 
 
+def test_headline() -> None:
+    """Law: score, cost against fp32 or else speed, level; the unknown is left out."""
+
+    def tiles(**summary: object) -> list[list[str]]:
+        html = page(told(summary=summary)).partition("<section>")[0]
+        return [re.findall(r"<(?:b|span)>([^<]*)<", div) for div in html.split("<div>")]
+
+    assert tiles() == [[]]
+    level = {"level": "O2", "dtype": "bf16", "applied": 8, "skipped": 1}
+    assert tiles(**level, best_by="macro_f1", examples_per_s=99.6)[1:] == [
+        ["macro F1 on test", "0.5625", "loss 0.5000"],
+        ["speed", "100 texts/s", ""],
+        ["level", "O2 bf16", "8 steps, 1 skipped"],
+    ]
+    two = {"fp32": 4 << 20, "level": 3 << 20}
+    facts = {"ms": {"fp32": 10.0, "level": 5.0}, "bytes": two}
+    facts |= {"time_ratio": 0.51, "time_spread": 0.02}
+    assert tiles(fp32=facts, examples_per_s=99.6)[1:] == [
+        ["time of a step", "0.51 x fp32", "5.0 ms against 10.0 ms; +- 0.02"],
+        ["memory of a step", "0.75 x fp32", "3 MiB against 4 MiB"],
+    ]
+    assert tiles(fp32={"note": "too short"}) == [[]]
+
+
 def test_order_of_the_sections() -> None:
     """Law: what is to be known first, how good it is, how it went, what it was."""
     assert list(sections(page(told()))) == [

@@ -7,6 +7,7 @@ command line.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -46,6 +47,18 @@ def positive_int(text: str) -> int:
 def positive_ints(text: str) -> list[int]:
     """Parse comma-separated whole numbers of at least 1."""
     return [positive_int(part) for part in text.split(",")]
+
+
+def positive_floats(text: str) -> list[float]:
+    """Parse comma-separated numbers above 0."""
+    parts = text.split(",")
+    for part in parts:
+        try:
+            is_valid = 0 < float(part) < math.inf
+        except ValueError:
+            is_valid = False
+        _check(is_valid, part, "must be a number above 0")
+    return [*map(float, parts)]
 
 
 def share(text: str) -> float:
@@ -178,7 +191,9 @@ BENCHES = {
     "probe": Row("encoder", "what a probe adds to a step", _TRANSFORMERS),
     "train": Row("jobs", "halfstep train against a plain torch.amp loop", _TRAIN),
     "quality": Row("jobs", "accuracy of a text classifier over seeds", _TRAIN),
-    "ner": Row("jobs", "F1 of an entity tagger over seeds", _TRAIN),
+    "ner": Row(
+        "jobs", "F1 of an entity tagger: formats, loss scales, learning rates", _TRAIN
+    ),
     "comm": Row("comm", "bytes that two processes exchange in a step"),
     "traces": Row("traces", "steps skipped under each library's loss scale rule"),
 }

@@ -71,6 +71,7 @@ QUALITY: dict[str, dict[str, Any]] = {
 NER: dict[str, dict[str, Any]] = {
     "fp32": {"level": "O0"},
     "O1-fp16-unscaled": _O1_FP16 | {"loss_scale": "none"},
+    "O1-fp16-fixed": _O1_FP16 | {"loss_scale": "1024"},
     "O1-fp16": _O1_FP16 | {"loss_scale": "dynamic"},
     "O1-bf16": _O1,
     "O2-bf16": _O2,
@@ -145,16 +146,28 @@ def quality(arguments: Namespace) -> list[Table]:
 
 
 def ner(arguments: Namespace) -> list[Table]:
-    """Train every candidate of `bench ner` with every seed."""
+    """Train every candidate of `bench ner` with every learning rate and seed."""
     keys = ("data", "limit", "model", "epochs", "batch_size", "max_length", "device")
     settings = {key: getattr(arguments, key) for key in (*keys, "mask_tokens")}
-    settings |= {"task": "ner", "lr": arguments.lr}
-    tasks = {name: settings | NER[name] for name in arguments.candidates}
+    settings |= {"task": "ner"}
+    tasks = {
+        f"{name}, lr {lr:g}": settings | NER[name] | {"lr": lr}
+        for lr in arguments.lr
+        for name in arguments.candidates
+    }
     runs, notes = _run_all(tasks, range(arguments.seeds), "F1", arguments)
     is_fp16 = any(task.get("dtype") == "fp16" for task in tasks.values())
     if is_fp16 and fp16_emulation.is_needed(arguments.device):
         notes = [*notes, _EMULATED]
-    return [score_table("Entities over seeds", "F1", runs, notes)]
+    return [
+        score_table(
+            f"Entities over seeds, learning rate {lr:g}",
+            "F1",
+            {name: runs[f"{name}, lr {lr:g}"] for name in arguments.candidates},
+            notes,
+        )
+        for lr in arguments.lr
+    ]
 
 
 def _run_all(
@@ -215,6 +228,7 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
         runs: Equally many seeds per candidate.
         more: Notes on the conditions.
     """
+    parts = ("precision", "recall") if score == "F1" else ()
     rows: list[dict[str, Cell]] = []
     for name, all_runs in runs.items():
         own = [each for each in all_runs if "diverged" not in each]
@@ -238,12 +252,19 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
                 f"to {BASELINE}": difference,
                 f"+- to {BASELINE}": its_half,
                 "result": _result(difference, its_half),
+                **{
+                    f"{part} %": interval([100 * each["scores"][part] for each in own])[
+                        0
+                    ]
+                    for part in parts
+                },
                 "dev loss": interval([each["dev_loss"] for each in own])[0],
                 f"loss to {BASELINE}": loss_difference,
                 "+- of loss": loss_half,
                 f"time x {BASELINE}": median(
                     [a["train_seconds"] / b["train_seconds"] for a, b in pairs]
                 ),
+                "texts/s": median([each["examples_per_s"] for each in own]),
                 "peak MiB": median([each["peak_bytes"] / MIB for each in own]),
                 "skipped": sum(each["skipped"] for each in own) if own else None,
                 "diverged": len(all_runs) - len(own),
@@ -474,14 +495,18 @@ BENCHES = {
     ),
     "ner": commands.Bench(
         ner,
-        "Train the same entity tagger from the same seeds in fp32, fp16 and bf16; "
-        "print F1 with confidence intervals, memory and speed.",
+        "Train the same entity tagger from the same seeds in fp32, in fp16 without, "
+        "with a fixed and with a dynamic loss scale, and in bf16; print F1 with "
+        "confidence intervals, precision, recall, memory and speed.",
         {
             **_data("entities"),
             "epochs": _EPOCHS,
             "batch-size": commands.flag("texts of one step", 32),
             "lr": commands.flag(
-                "learning rate (default as halfstep train)", None, float, "X"
+                "learning rates, a table each",
+                [3e-4, 1e-3, 3e-3],
+                commands.positive_floats,
+                "X,X",
             ),
             "mask-tokens": commands.flag(
                 "share of tokens masked (default as halfstep train)", None, float, "P"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _OF_LEVELS = ("level", "dtype", "loss_scale", "master")
 _UNUSED = (
     *("out", "keep", "tensorboard", "probe", "workers", "parallel"),
-    *("patience", "eval_every"),
+    *("patience", "eval_every", "compare_fp32"),
 )
 """Settings of files and processes, and of a choice among checkpoints: the weights of
 the last step are evaluated."""

@@ -33,6 +33,8 @@ _FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # short enough for a narrow page
 _LARGEST = 1e100  # far beyond float32; margins of an axis overflow at 1e308
 # A palette that color-blind readers can distinguish.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_BLUE = (0.0, 114 / 255, 178 / 255)
+_BLACK = "#000000"  # of matplotlib's texts and axes
 _PAGE = """\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -43,6 +45,11 @@ body { margin: 0 auto; max-width: 60rem; padding: 2rem 1rem 4rem;
   font: 1rem/1.55 system-ui, sans-serif; font-variant-numeric: tabular-nums;
   overflow-wrap: break-word; }
 h1 { font-size: 1.75rem; line-height: 1.25; margin: 0 0 .75rem; }
+.headline { display: grid; gap: .75rem; margin: 1.25rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); }
+.headline div { border: 1px solid #8886; border-radius: .375rem; padding: .6rem .9rem; }
+.headline b { display: block; font-size: 1.35rem; line-height: 1.3; white-space: nowrap; }
+.headline span { font-size: .8125rem; opacity: .7; display: block; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; padding-top: 1.25rem;
   border-top: 1px solid #8886; }
 p { margin: 0 0 .75rem; max-width: 42rem; white-space: pre-line; }
@@ -86,12 +93,15 @@ dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin
 .charts { display: grid; gap: 0 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
-  height: auto; padding: .5rem; background: #fff; border-radius: .375rem; }
+  height: auto; } svg text { fill: currentColor; }
 @media (max-width: 40rem) { table { font-size: .8125rem; }
   th, td { padding-right: .6rem; min-width: 7rem; }
   .heat th, .heat td { padding: .3rem .35rem; } }
 </style></head><body>
 <h1>{{ title }}</h1>{% if lead %}<p class="lead">{{ lead }}</p>{% endif %}
+{% if headline %}<div class="headline">{% for name, value, note in headline %}
+<div><span>{{ name }}</span><b>{{ value }}</b><span>{{ note }}</span></div>
+{% endfor %}</div>{% endif %}
 {% for section in sections %}<section><h2>{{ section.heading }}</h2>
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
 {% if section.points %}<ul>{% for point in section.points %}
@@ -203,7 +213,7 @@ class Chart:
 
         def draw(axes: Axes) -> None:
             axes.set(xlabel=self.x_label, ylabel=self.y_label)
-            axes.grid(color="#e4e6ea")
+            axes.grid(color="#88888855")
             if self.log_y:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter("{x:g}")
@@ -255,18 +265,17 @@ class Heatmap:
         powers = [power for _, histogram in self.histograms for power in histogram]
         powers += [power for power, _ in self.borders]
         low, high = min(powers, default=0) - 1, max(powers, default=0) + 2
-        shades = [[0.0] * (high - low) for _ in names]
+        shades = [[(*_BLUE, 0.0)] * (high - low) for _ in names]
         for row, (_, histogram) in zip(shades, self.histograms, strict=True):
             most = max(histogram.values(), default=0)
             for power, count in histogram.items():
                 if count:  # rare values must stay visible
-                    row[power - low] = 0.15 + 0.85 * math.sqrt(count / most)
+                    depth = 0.15 + 0.85 * math.sqrt(count / most)
+                    row[power - low] = (*_BLUE, depth)
 
         def draw(axes: Axes) -> None:
             extent = (low, high, len(names), 0)
-            axes.imshow(
-                shades, cmap="Blues", vmin=0, vmax=1, aspect="auto", extent=extent
-            )
+            axes.imshow(shades, aspect="auto", extent=extent)
             axes.set_yticks([at + 0.5 for at in range(len(names))], names)
             axes.set(xlabel="power of two")
             for power, label in self.borders:
@@ -287,6 +296,7 @@ def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) 
 
     rules = {
         "font.size": 10.5,
+        "savefig.transparent": True,
         "svg.fonttype": "none",
         "svg.hashsalt": hashlib.sha256(content.encode()).hexdigest(),
         "text.parse_math": False,  # show dollar signs in names as they are
@@ -302,6 +312,7 @@ def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) 
         figure.savefig(buffer, format="svg", metadata=nothing)
     # Remove group ids, which are unused and the same in every figure.
     element = re.sub('<g id="[^"]*"', "<g", buffer.getvalue().partition("<svg ")[2])
+    element = element.replace(_BLACK, "currentColor")  # follows a dark theme
     return f'<svg role="img" aria-label="{escape(single_line(title))}" {element}'
 
 
@@ -423,13 +434,19 @@ class Section:
     "Below the list, one below the other."
 
 
-def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
+def page(
+    title: str,
+    sections: Sequence[Section],
+    lead: str = "",
+    headline: Sequence[tuple[str, str, str]] = (),
+) -> str:
     """Return a complete HTML document without references to external files.
 
     Args:
         title: Heading of the page, and its name in the browser.
         sections: Parts of the page in order.
         lead: One or two sentences below the title.
+        headline: The main results: name, value and note of each.
 
     Returns:
         The document; all arguments are shown as text, never as HTML.
@@ -445,6 +462,7 @@ def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
         title=title,
         sections=sections,
         lead=lead,
+        headline=headline,
         kind=_kind,
         flagged=_with_unbroken_flags,
     )

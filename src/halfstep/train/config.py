@@ -36,7 +36,9 @@ BEST_BY = {
 }
 """Task -> scores that can select the best checkpoint, the default first."""
 BALANCED = "balanced"
-_CHANGEABLE_ON_RESUME = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
+_CHANGEABLE_ON_RESUME = (
+    *("out", "keep", "workers", "tensorboard", "probe", "parallel", "compare_fp32"),
+)
 """Settings that a resumed run may change, as none of them affects what is learned."""
 
 _Check = tuple[Callable[[Any], object], str]
@@ -67,6 +69,7 @@ def _is_name(text: str) -> bool:
 
 
 _COUNT: _Check = _in_range(1, _MAX_COUNT)
+_TIMED: _Check = _in_range(2, _MAX_COUNT)
 _WORKERS: _Check = _in_range(0, _MAX_WORKERS)
 _SHARE: _Check = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _PART: _Check = (lambda value: 0 < value < 1, "above 0 and below 1")
@@ -148,6 +151,7 @@ class TrainConfig:
     keep: int = _setting(2, _COUNT)
     tensorboard: bool = _setting(default=False)
     probe: str = _setting("off", _one_of(*PROBES))
+    compare_fp32: int | None = _setting(None, _TIMED)
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():

@@ -17,13 +17,13 @@ from halfstep.session import fsdp_checkpoint
 from halfstep.train import checkpointing
 from halfstep.train.data_checks import data_findings
 from halfstep.train.evaluate import baseline_accuracy
-from halfstep.train.metrics.result import score_title
+from halfstep.train.fp32_comparison import comparison_table
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder, finite
 from halfstep.train.plan import resolve_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from halfstep.reporting.finding import Finding
@@ -88,10 +88,17 @@ def finding_lines(findings: Sequence[Finding], run: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
+def finish_run(
+    ready: PreparedRun,
+    faults: Sequence[str],
+    compare_with_fp32: Callable[[], dict[str, Any] | None],
+) -> RunResult:
     """Evaluate the best checkpoint; write summary, report and final model.
 
-    `faults` are lines about damaged checkpoints that were not used.
+    Args:
+        ready: The run, at its end.
+        faults: Lines about damaged checkpoints that were not used.
+        compare_with_fp32: Measures steps of both, if asked for; see `fp32_comparison`.
     """
     trainer = ready.trainer
     session, plan = trainer.session, trainer.job.plan
@@ -106,8 +113,14 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
     outputs = {name: trainer.collect_outputs(encoded[name]) for name in splits}
     metrics = {name: trainer.compute_metrics(name, *outputs[name]) for name in splits}
     final = splits[-1]
+    masters = f", master weights {summary['master']}" if choice.level.masters else ""
     tables = [metrics[final].table(f"Quality on {final}")]
     summary |= {name: one.data() for name, one in metrics.items()}
+    summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
+    facts = compare_with_fp32()
+    if facts is not None:
+        summary["fp32"] = facts
+        tables.append(comparison_table(facts, choice))
     weights = ready.full_weights()
     findings: list[Finding] = []
 
@@ -118,7 +131,6 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
         if config.data is None and config.task == "classify":
             baseline = _baseline_table(trainer, metrics[final], summary)
             tables.append(baseline)
-        summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
         model = portable_model(ready.network, weights)
         if ready.network.tokenizer.is_fast:
             # Its last call left truncation on; with cached splits there was no call.
@@ -126,7 +138,7 @@ def finish_run(ready: PreparedRun, faults: Sequence[str]) -> RunResult:
         folder.save_model(model, ready.network.tokenizer)
         report = html_report.ReportData(
             title=f"halfstep run: {trainer.job.corpus.name}",
-            lead=_lead(trainer, metrics[final], final, summary),
+            lead=f"Level {choice}{masters}: {choice.reason}.",
             settings=config.data_dict(),
             chosen=_chosen(config, plan.config),
             metrics=metrics,
@@ -187,20 +199,6 @@ def _chosen(config: TrainConfig, requested: TrainConfig) -> frozenset[str]:
         name
         for name, value in config.data_dict().items()
         if value is not None and before[name] in {None, "auto"}
-    )
-
-
-def _lead(
-    trainer: Trainer, metrics: EvalMetrics, split: str, summary: Mapping[str, Any]
-) -> str:
-    choice = trainer.session.choice
-    masters = f", master weights {summary['master']}" if choice.level.masters else ""
-    name = trainer.job.plan.config.best_score
-    value = metrics.loss if name == "loss" else metrics.scores[name]
-    return (
-        f"Level {choice}{masters}: {choice.reason}. On {split}: {score_title(name)} "
-        f"{value:.4f}; {summary['applied']} steps applied, {summary['skipped']} "
-        "skipped."
     )
 
 

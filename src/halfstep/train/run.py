@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,13 @@ from halfstep.train import (
     signals,
     tasks,
 )
-from halfstep.train.config import TrainConfig, resume_config
+from halfstep.train.config import MASTERS, TrainConfig, resume_config
 from halfstep.train.config_file import read_file, write_resolved
 from halfstep.train.data import tokenized
 from halfstep.train.data.corpus import load
 from halfstep.train.data_checks import corpus_findings, count_repeats
 from halfstep.train.dry_run import dry_run
+from halfstep.train.fp32_comparison import compare_with_fp32
 from halfstep.train.loop import Trainer
 from halfstep.train.output import tensorboard
 from halfstep.train.output.progress import progress
@@ -176,7 +178,27 @@ def _train(
     finally:
         display.close()
         trainer.close()
-    return finish_run(ready, faults)
+    return finish_run(ready, faults, lambda: _compare_with_fp32(ready))
+
+
+def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
+    """Return the measurements of --compare-fp32, if given."""
+    trainer = ready.trainer
+    job, world, config = trainer.job, trainer.world, trainer.job.plan.config
+    if config.compare_fp32 is None:
+        return None
+
+    def new_trainer(choice: Choice) -> Trainer:
+        torch.manual_seed(config.seed)
+        network, plan = build_network(config, job.corpus), job.plan
+        if not choice.level.low:  # fp32 takes neither
+            own = replace(config, loss_scale="auto", master=MASTERS[0])
+            plan = replace(plan, config=own)
+        session, _ = _session(network, plan, choice, world)
+        return Trainer(session, job, world, trainer.folder)
+
+    steps, device = config.compare_fp32, world.device.type
+    return compare_with_fp32(new_trainer, trainer.session.choice, steps, device)
 
 
 def pick_device(word: str) -> str:
@@ -201,7 +223,8 @@ def _prepare_run(
     network = build_network(config, corpus)
     job, tokenise_seconds = make_job(config, corpus, network, world)
     weights = environment.weight_formats(network.model)
-    session, originals = _session(network, job.plan, notes, world)
+    choice = _choice(config, notes, world)
+    session, originals = _session(network, job.plan, choice, world)
     trainer = Trainer(session, job, world, folder)
     if notes is not None:
         trainer.state = checkpointing.train_state_from_notes(notes)
@@ -289,7 +312,7 @@ def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: 
 
 
 def _session(
-    network: Network, plan: Plan, notes: Mapping[str, Any] | None, world: World
+    network: Network, plan: Plan, choice: Choice, world: World
 ) -> tuple[Session, dict[str, Tensor]]:
     """Return the session, and the original values of frozen parameters by name.
 
@@ -300,7 +323,6 @@ def _session(
     param_groups.freeze(model, config.frozen)
     if not config.compile:  # a compiler generates its own masks
         use_fast_dropout(model)
-    choice = _choice(config, notes, world)
     originals = {}
     if choice.level.low_weights:
         originals = {

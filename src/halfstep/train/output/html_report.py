@@ -54,7 +54,7 @@ class ReportData:
 
     title: str
     lead: str
-    """One or two sentences: the result."""
+    """One or two sentences: the level, and why."""
     settings: Mapping[str, object]
     """The resolved settings."""
     chosen: frozenset[str]
@@ -100,7 +100,34 @@ def page(report: ReportData) -> str:
         Section("Machine", tables=(machine_table(),)),
     ]
     non_empty = [section for section in sections if section != Section(section.heading)]
-    return html.page(report.title, non_empty, report.lead)
+    return html.page(report.title, non_empty, report.lead, _headline(report))
+
+
+def _headline(report: ReportData) -> list[tuple[str, str, str]]:
+    """Return the main results; those that the summary lacks are left out."""
+    summary, tiles = report.summary, list[tuple[str, str, str]]()
+    score = summary.get("best_by")
+    if score is not None:
+        split, final = list(report.metrics.items())[-1]
+        scores = {**final.scores, "loss": final.loss}
+        note = f"loss {final.loss:.4f}" if score != "loss" else ""
+        tiles.append((f"{score_title(score)} on {split}", f"{scores[score]:.4f}", note))
+    if "ms" in summary.get("fp32", {}):
+        facts = summary["fp32"]
+        fp32_ms, ms = (facts["ms"][key] for key in ("fp32", "level"))
+        size, own = (facts["bytes"][key] / 2**20 for key in ("fp32", "level"))
+        times = f"{ms:.1f} ms against {fp32_ms:.1f} ms; +- {facts['time_spread']:.2f}"
+        sizes = f"{own:.0f} MiB against {size:.0f} MiB"
+        tiles += [
+            ("time of a step", f"{facts['time_ratio']:.2f} x fp32", times),
+            ("memory of a step", f"{own / size:.2f} x fp32", sizes),
+        ]
+    elif summary.get("examples_per_s"):
+        tiles.append(("speed", f"{summary['examples_per_s']:.0f} texts/s", ""))
+    if "level" in summary:
+        steps = f"{summary['applied']} steps, {summary['skipped']} skipped"
+        tiles.append(("level", f"{summary['level']} {summary['dtype']}", steps))
+    return tiles
 
 
 def _quality(metrics: Mapping[str, EvalMetrics]) -> list[Table]:

@@ -1,0 +1,82 @@
+"""`--compare-fp32`: the first steps of a run, in fp32 and at its level."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import load_file
+from small_training import same, small_settings, steps_of, write_letters
+
+from halfstep.errors import UserError
+from halfstep.train.run import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from halfstep.train.result import RunResult
+
+pytestmark = pytest.mark.usefixtures("small_runs")
+LOW = {"level": "O2", "dtype": "bf16"}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Return settings of a run of 12 steps, with dropout and masked tokens."""
+    return small_settings(tmp_path, write_letters(tmp_path, 100), lr=5e-3, epochs=2)
+
+
+def loss(result: RunResult, step: int) -> float:
+    """Return the training loss of a step."""
+    value: float = steps_of(result.folder.records())[step - 1]["loss"]
+    return value
+
+
+def weights(result: RunResult) -> dict[str, Any]:
+    """Return the weights of the final model."""
+    return load_file(result.folder.path / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"master": "split"}])
+def test_steps_are_those_of_runs(settings: dict[str, Any], more: Any) -> None:
+    """Law: to the bit the losses of runs at O0 and at the level; weights unaffected."""
+    result = run(settings | LOW | more | {"compare_fp32": 4})
+    final = weights(result)
+    facts = result.summary["fp32"]
+    assert facts["steps"] == 4
+    assert facts["loss"]["level"] == loss(result, 7)  # after three not timed
+    assert facts["bytes"]["level"] < facts["bytes"]["fp32"]
+    assert all(value > 0 for value in (*facts["ms"].values(), facts["time_ratio"]))
+    (table,) = (t for t in result.tables if t.title == "Against fp32")
+    assert [row[0] for row in table.rows] == ["fp32", "O2 bf16"]
+    assert same(weights(run(settings | LOW | more, overwrite=True)), final)
+    more.pop("master", None)
+    fp32 = run(settings | more | {"level": "O0"}, overwrite=True)
+    assert facts["loss"]["fp32"] == loss(fp32, 7)
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        ({"level": "O0"}, "the run is in fp32 itself"),
+        (LOW | {"max_steps": 4}, "a run of 4 steps is too short to time them"),
+    ],
+)
+def test_nothing_to_compare(settings: dict[str, Any], more: Any, note: str) -> None:
+    """Law: the table says why."""
+    result = run(settings | more | {"compare_fp32": 2})
+    assert result.summary["fp32"] == {"note": note}
+    (table,) = (t for t in result.tables if t.title == "Against fp32")
+    assert table.rows == ((note,),)
+
+
+def test_a_shorter_run(settings: dict[str, Any]) -> None:
+    """Law: no more steps than the run has."""
+    result = run(settings | LOW | {"max_steps": 6, "compare_fp32": 100})
+    assert result.summary["fp32"]["steps"] == 3
+
+
+def test_one_step_is_too_few(settings: dict[str, Any]) -> None:
+    """Law: a single ratio has no spread."""
+    with pytest.raises(UserError, match=r"--compare-fp32 1 must be from 2 to "):
+        run(settings | {"compare_fp32": 1})
