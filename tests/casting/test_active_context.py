@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import custom_bwd, custom_fwd
-from halfstep.casting import active_context, recompute
+from halfstep.casting import active_context
 from halfstep.casting.active_context import CastContext, OpCast
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
@@ -45,11 +45,11 @@ def name(found: CastContext | None) -> str:
 @contextmanager
 def region(opened: CastContext | None, device: str = "cpu") -> Iterator[None]:
     """Be in a region."""
-    pushed = recompute.push(device, opened)
+    pushed = active_context.push(device, opened)
     try:
         yield
     finally:
-        recompute.pop(pushed)
+        active_context.pop(pushed)
 
 
 class Ask(torch.autograd.Function):
@@ -204,11 +204,11 @@ def test_a_failed_recomputation() -> None:
 
 def test_closed_in_another_thread() -> None:
     """Law: the frame goes where it came from, and the closing thread keeps its own."""
-    pushed = recompute.push("cpu", A)
+    pushed = active_context.push("cpu", A)
 
     def close() -> str:
         with region(B):
-            recompute.pop(pushed)
+            active_context.pop(pushed)
             return name(active_context.active("cpu"))
 
     with ThreadPoolExecutor(1) as pool:
@@ -216,7 +216,7 @@ def test_closed_in_another_thread() -> None:
     assert active_context.active("cpu") is None
     # As the next context does, or the next operation under a policy.
     active_context.run_pending()
-    assert recompute._patches._users == 0
+    assert active_context.patches._users == 0
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep.casting import active_context, autocast_mode, recompute, torch_cache
+from halfstep.casting import active_context, autocast_mode, torch_cache
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 
@@ -209,7 +209,7 @@ def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
     assert not torch_cache.in_context()
     assert not torch_cache._entered
     assert not any(region._entries for region in shared)
-    assert autocast_mode._patches._users == recompute._patches._users == 0
+    assert autocast_mode._patches._users == active_context.patches._users == 0
 
 
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))
@@ -249,5 +249,5 @@ def test_a_broken_exit_is_seen() -> None:
             use(Nest(0, shared=True), regions)
     finally:
         for pushed in reversed(forgetful.pushed):
-            active_context.pop(pushed, on_popped=lambda: None)
+            active_context.pop(pushed)
     assert state() == FRESH

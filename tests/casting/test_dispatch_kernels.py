@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils._python_dispatch import TorchDispatchMode
 from versions import torch_has_lstm
 
-from halfstep.casting import active_context, dispatch_kernels, recompute
+from halfstep.casting import active_context, dispatch_kernels
 from halfstep.casting.active_context import CastContext, OpCast
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.dispatch_kernels import install, overload_of
@@ -50,11 +50,11 @@ def steered(
     install(plan)
     frame = CastContext(policy, plan, cache, set())
     with torch.autocast("cpu", low):
-        pushed = recompute.push("cpu", frame)
+        pushed = active_context.push("cpu", frame)
         try:
             yield frame
         finally:
-            recompute.pop(pushed)
+            active_context.pop(pushed)
 
 
 # Without a frame

@@ -7,8 +7,8 @@ All shared patches:
 - `casting.data_parallel`: `nn.DataParallel` runs its replicas under the caller's
   context;
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
-  the forward pass, and higher-order operators do not see the dispatch key of
-  `casting.dispatch_kernels`;
+  the forward pass;
+- `casting.active_context`: higher-order operators do not see its dispatch key;
 - `session.model_hooks`: while a session exists, `clip_grad_norm_` raises where it would
   miss gradients, and errors of an unused `GradScaler` name the call to delete;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
@@ -68,6 +68,10 @@ class SharedPatches:
         self._busy = False
         # Reentrant: garbage collection during `_update` may release a user.
         self._lock = threading.RLock()
+
+    def add(self, *changes: AttributePatch | Apply) -> None:
+        """Add patches, before the first user."""
+        self._changes += changes
 
     def acquire(self) -> None:
         """Add a user."""

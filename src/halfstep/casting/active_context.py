@@ -14,21 +14,31 @@ around `backward()` has no effect.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import torch
+import torch._ops
 from torch._C import DispatchKey
 from torch.library import Library, fallthrough_kernel
 
+from halfstep._torch.patches import AttributePatch, SharedPatches
+from halfstep.casting import compile_guard
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch._C import DispatchKeySet
+
     from halfstep.policy.rules import Policy
+
+    CompileState = tuple[int | None, Any]
+    """Return value of `compile_guard.enter`."""
+
+T = TypeVar("T")
 
 KEY = DispatchKey.__members__["AutocastPrivateUse1"]
 """Precedes the autocast keys of all devices, so that a policy casts before torch does;
@@ -117,17 +127,6 @@ class CastContext:
         return dataclasses.replace(self, cache=cache, recorder=None, outer=None)
 
 
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """A context pushed in one thread, on one device."""
-
-    context: CastContext | None
-    graph_task: int
-    """Id of the backward pass that was running when it was pushed; -1: none."""
-    outer: _Entry | None
-    popped: bool = False
-
-
 _lock = threading.Lock()
 _fallback: list[Library] = []
 """Registers a fallthrough at the key for operations without a kernel; at most one."""
@@ -153,20 +152,31 @@ def check_key() -> None:
             _fallback.append(library)
 
 
+def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def key_extractor(tensors: Any, key_mask: DispatchKeySet) -> Any:  # noqa: ANN401
+        return original(tensors, key_mask.remove(KEY))
+
+    return key_extractor
+
+
+# Higher-order operators require a kernel at each key that a thread includes.
+patches = SharedPatches(AttributePatch(torch._ops, "key_extractor", _without_key))  # noqa: SLF001
+"""Applied while any thread has a context; `recompute` adds its own."""
+
+
 class _ThreadState:
     """The contexts of one thread."""
 
     def __init__(self) -> None:
-        self.innermost: dict[str, _Entry | None] = {}
+        self.innermost: dict[str, Pushed | None] = {}
         """Device type -> the innermost context."""
-        self.pending_undo: list[Callable[[], object]] = []
-        """Calls that this thread must make, because another closed its context."""
-        self.on_popped: list[Callable[[], object]] = []
-        """Calls to make after those, or when the thread ends."""
+        self.popped: list[tuple[CompileState, Callable[[], object] | None]] = []
+        """What this thread must restore and call, since another popped its context."""
 
     def __del__(self) -> None:
-        while self.on_popped:
-            self.on_popped.pop(0)()
+        for _ in self.popped:
+            patches.release()
 
 
 class _Thread(threading.local):
@@ -177,17 +187,30 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class Pushed(NamedTuple):
-    """Return value of `push`, argument of `pop`."""
+@dataclass(eq=False, slots=True)
+class Pushed:
+    """A context pushed in one thread, on one device: returned by `push`."""
 
+    context: CastContext | None
     device: str
-    entry: _Entry
     state: _ThreadState
     """State of the thread that pushed: `pop` may run in another thread."""
+    graph_task: int
+    """Id of the backward pass that was running when it was pushed; -1: none."""
+    outer: Pushed | None
+    compile_state: CompileState
+    is_popped: bool = False
 
 
-def push(device: str, context: CastContext | None) -> Pushed:
-    """Make a context the active one of this thread; None: no policy.
+def push(
+    device: str, context: CastContext | None, guard: Policy | None = None
+) -> Pushed:
+    """Make a context the active one of this thread, and patch torch until `pop`.
+
+    Args:
+        device: Device type.
+        context: None: no policy.
+        guard: The policy for which torch.compile compiles. None: as before.
 
     Raises:
         UserError: If an out-of-tree backend uses the dispatch key.
@@ -196,92 +219,146 @@ def push(device: str, context: CastContext | None) -> Pushed:
         check_key()
     state = _thread.state
     run_pending()
-    graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
-    entry = _Entry(context, graph_task, state.innermost.get(device))
-    state.innermost[device] = entry
+    state.innermost[device] = pushed = Pushed(
+        context,
+        device,
+        state,
+        torch._C._current_graph_task_id(),  # noqa: SLF001
+        state.innermost.get(device),
+        compile_guard.enter(guard, casts=context is not None),
+    )
     if context is not None and context.cache is not None:
         context.cache.open()
     _update_dispatch_key()
-    return Pushed(device, entry, state)
+    patches.acquire()
+    return pushed
 
 
-def pop(
-    pushed: Pushed, *undo: Callable[[], object], on_popped: Callable[[], object]
-) -> None:
+def pop(pushed: Pushed, undo: Callable[[], object] | None = None) -> None:
     """Remove a pushed context; contexts may be popped in any order, by any thread.
 
     Args:
         pushed: Return value of `push`.
         undo: Called in the thread that pushed: now, or on its next call of this module
-            if this is another thread.
-        on_popped: Called once after that, or when that thread has ended.
+            if this is another thread. If that thread has ended, it is not called.
     """
-    device, entry, state = pushed
-    entry.popped = True
-    remaining = state.innermost.get(device)
-    while remaining is not None and remaining.popped:
+    state = pushed.state
+    pushed.is_popped = True
+    remaining = state.innermost.get(pushed.device)
+    while remaining is not None and remaining.is_popped:
         remaining = remaining.outer
-    state.innermost[device] = remaining
-    cache, remaining_cache = _cache_of(entry), _cache_of(remaining)
+    state.innermost[pushed.device] = remaining
+    cache, remaining_cache = _cache_of(pushed), _cache_of(remaining)
     if cache is not None and remaining_cache is not cache:
         cache.close()
-    state.pending_undo += undo
-    state.on_popped.append(on_popped)
+    state.popped.append((pushed.compile_state, undo))
     if state is _thread.state:
         run_pending()
 
 
-def _cache_of(entry: _Entry | None) -> CastCache | None:
-    return None if entry is None or entry.context is None else entry.context.cache
+def _cache_of(pushed: Pushed | None) -> CastCache | None:
+    return None if pushed is None or pushed.context is None else pushed.context.cache
 
 
 def run_pending() -> None:
-    """Make the calls that other threads have left to this one."""
+    """Restore this thread's state for contexts popped since, perhaps by others."""
     state = _thread.state
-    if not state.on_popped:
+    if not state.popped:
         return
-    while state.pending_undo:
-        state.pending_undo.pop(0)()
-    _update_dispatch_key()
-    while state.on_popped:
-        state.on_popped.pop(0)()
+    is_open = _update_dispatch_key()
+    while state.popped:
+        (number, setting), undo = state.popped.pop(0)
+        try:
+            compile_guard.restore(number if is_open else 0, setting)
+            if undo is not None:
+                undo()
+        finally:
+            patches.release()
 
 
-def _update_dispatch_key() -> None:
-    """Include the key in this thread's dispatcher state if it has a context."""
-    included = is_open()
+def _update_dispatch_key() -> bool:
+    """Include the key in this thread's state if it has a context; return whether."""
+    included = False
+    for pushed in _thread.state.innermost.values():
+        included |= pushed is not None and pushed.context is not None
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, included)  # noqa: SLF001
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not included)  # noqa: SLF001
-
-
-def is_open() -> bool:
-    """Return whether this thread has a context, active or not."""
-    for entry in _thread.state.innermost.values():
-        if entry is not None and entry.context is not None:
-            return True
-    return False
+    return included
 
 
 def active(device: str) -> CastContext | None:
     """Return the context that applies to operations of this thread now, or None."""
-    entry = _thread.state.innermost.get(device)
+    pushed = _thread.state.innermost.get(device)
     graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
-    return entry.context if entry and entry.graph_task == graph_task else None
+    return pushed.context if pushed and pushed.graph_task == graph_task else None
 
 
 def active_contexts() -> list[tuple[str, CastContext]]:
     """Return (device, active context) for each device on which a policy casts now."""
     state = _thread.state
-    if state.on_popped:
+    if state.popped:
         run_pending()
     graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
     contexts = []
-    for device, entry in state.innermost.items():
+    for device, pushed in state.innermost.items():
         if (
-            entry is not None
-            and entry.context is not None
-            and entry.graph_task == graph_task
+            pushed is not None
+            and pushed.context is not None
+            and pushed.graph_task == graph_task
             and torch.is_autocast_enabled(device)
         ):
-            contexts.append((device, entry.context))
+            contexts.append((device, pushed.context))
     return contexts
+
+
+class PerThreadStack(Generic[T]):
+    """A stack for each thread; a thread without entries pops from another thread's.
+
+    Why: a generator with an open context may be finished, or garbage-collected, in
+    another thread than it was started in.
+
+    Copies (`copy.deepcopy`, `pickle`) are empty.
+    """
+
+    def __init__(self) -> None:
+        # Keyed by the thread object: thread ids are reused after a thread ends.
+        self._stacks: dict[threading.Thread, list[T]] = {}
+
+    def __reduce__(self) -> tuple[type[PerThreadStack[T]], tuple[()]]:
+        return PerThreadStack, ()
+
+    def __bool__(self) -> bool:
+        return any(list(self._stacks.values()))
+
+    def push(self, entry: T) -> None:
+        """Push an entry of this thread."""
+        self._stacks.setdefault(threading.current_thread(), []).append(entry)
+
+    def pop_own(self) -> T | None:
+        """Pop the last entry of this thread; None if it has none."""
+        return self._pop_of(threading.current_thread())
+
+    def pop(self) -> T:
+        """Pop the last entry of this thread, else of another, ended threads first.
+
+        Raises:
+            IndexError: If there is none.
+        """
+        current = threading.current_thread()
+        others = sorted(self._stacks, key=threading.Thread.is_alive)
+        for thread in (current, *others):
+            entry = self._pop_of(thread)
+            if entry is not None:
+                return entry
+        message = "a context was closed more often than it was opened"
+        raise IndexError(message)
+
+    def _pop_of(self, thread: threading.Thread) -> T | None:
+        stack = self._stacks.get(thread)
+        if stack is None:
+            return None
+        # Another thread may pop concurrently, so no earlier check is relied on.
+        entry = stack.pop() if stack else None
+        if not stack:
+            self._stacks.pop(thread, None)
+        return entry

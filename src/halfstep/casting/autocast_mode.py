@@ -6,7 +6,6 @@ import functools
 import sys
 import threading
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
@@ -16,17 +15,14 @@ from halfstep._torch.dynamo import dynamo_disable
 from halfstep._torch.patches import SharedPatches
 from halfstep.casting import (
     active_context,
-    compile_guard,
     data_parallel,
     dispatch_table,
     dtype_mismatch,
     module_rules,
-    recompute,
     torch_cache,
 )
-from halfstep.casting.active_context import CastContext
+from halfstep.casting.active_context import CastContext, PerThreadStack
 from halfstep.casting.compile_region import traceable_autocast
-from halfstep.casting.entered_contexts import PerThreadStack
 from halfstep.casting.recorder import Recorder
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
@@ -124,7 +120,7 @@ class _Entry(NamedTuple):
     """One entry of a context, with the state to restore."""
 
     context: torch_autocast
-    pushed: tuple[int, active_context.Pushed] | None
+    pushed: active_context.Pushed | None
     entered: torch_cache.EnteredContext | None
 
 
@@ -148,12 +144,16 @@ class Autocast(torch_autocast):
     @dynamo_disable
     def __enter__(self) -> Self:
         """Enter the context; it may be entered several times."""
-        self.open()
+        active_context.run_pending()
+        self._entries.push(self.open())
         return self
 
-    def open(self) -> None:
-        """Enter the context, where torch.compile does not trace."""
-        active_context.run_pending()
+    def open(self) -> _Entry:
+        """Set torch's state, where torch.compile does not trace.
+
+        Returns:
+            The argument for `close`.
+        """
         # One torch context per entry: it stores the state to restore on itself.
         context = object.__new__(torch_autocast)
         vars(context).update(self._settings)
@@ -163,11 +163,8 @@ class Autocast(torch_autocast):
         if self._enabled:
             entered = torch_cache.on_enter(self.device, self.fast_dtype)
         if self.policy is not None and active_context.active(self.device) is not None:
-            pushed = (
-                compile_guard.set_policy_guard(TORCH),
-                recompute.push(self.device, None),
-            )
-        self._entries.push(_Entry(context, pushed, entered))
+            pushed = active_context.push(self.device, None, TORCH)
+        return _Entry(context, pushed, entered)
 
     @dynamo_disable
     def __exit__(
@@ -182,22 +179,20 @@ class Autocast(torch_autocast):
             DtypeMismatch: In place of torch's error, with the operation and the rule
                 that fixes it.
         """
-        self.close(exc_type, exc_value, traceback)
+        self.close(self._entries.pop(), exc_type, exc_value, traceback)
         return False
 
     def close(
         self,
+        entry: _Entry,
         exc_type: type[BaseException] | None,
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the context as `__exit__` does, where torch.compile does not trace."""
-        context, pushed, entered = self._entries.pop()
+        """Undo an `open`, and explain an error as `__exit__` does."""
+        context, pushed, entered = entry
         if pushed is not None:
-            guard, context_entry = pushed
-            recompute.pop(
-                context_entry, partial(compile_guard.restore_policy_guard, guard)
-            )
+            active_context.pop(pushed)
         if entered is not None:
             torch_cache.on_exit(entered)
         _patches.release()
@@ -228,18 +223,11 @@ def _not_recorded() -> UserError:
 class _PolicyEntry(NamedTuple):
     """One entry of a context, with the state to restore."""
 
+    torch_entry: _Entry
     context: CastContext
-    guard: int
     pushed: active_context.Pushed
-    backward_setting: Any
     nodes: list[int]
     """First sequence number of autograd, and end."""
-
-
-def _restore(guard: int, setting: Any) -> None:  # noqa: ANN401
-    """Restore the state that torch.compile reads; contexts may close in any order."""
-    compile_guard.restore_policy_guard(guard if active_context.is_open() else 0)
-    compile_guard.restore_backward_autocast(setting)
 
 
 class PolicyAutocast:
@@ -296,16 +284,16 @@ class PolicyAutocast:
     @dynamo_disable
     def __enter__(self) -> Self:
         """Enter the context; it may be entered several times."""
-        outer = active_context.active(self.device)
-        policy = self.policy or (outer.policy if outer else TORCH)
+        policy = self.policy
+        if policy is None:
+            outer = active_context.active(self.device)
+            policy = outer.policy if outer else TORCH
         op_casts = dispatch_table.op_casts_for(
             policy,
             self.device,
             cache_weights=self._cache_weights,
             record_all=self._recorder is not None,
         )
-        if self._recorder is not None:
-            self._recorder.start()
         cache = None
         if self._torch_context._cache_enabled:  # noqa: SLF001
             cache = self.cache = (
@@ -315,15 +303,13 @@ class PolicyAutocast:
         if matched_rules is None:
             matched_rules = dispatch_table.matched_rules(policy)
         context = CastContext(policy, op_casts, cache, matched_rules, self._recorder)
-        self._torch_context.open()
+        torch_entry = self._torch_context.open()
         nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
         context_history.last.append((policy, nodes))
-        guard, pushed = (
-            compile_guard.set_policy_guard(policy),
-            recompute.push(self.device, context),
-        )
-        setting = compile_guard.disable_backward_autocast()
-        self._entries.push(_PolicyEntry(context, guard, pushed, setting, nodes))
+        pushed = active_context.push(self.device, context, policy)
+        if self._recorder is not None:
+            self._recorder.start()
+        self._entries.push(_PolicyEntry(torch_entry, context, pushed, nodes))
         return self
 
     def __exit__(
@@ -345,20 +331,17 @@ class PolicyAutocast:
         traceback: TracebackType | None,
     ) -> str:
         """Leave the context entered last; return a warning, or ""."""
-        context, guard, pushed, setting, nodes = self._entries.pop()
+        torch_entry, context, pushed, nodes = self._entries.pop()
         nodes[1] = torch._C._autograd._get_sequence_nr()  # noqa: SLF001
         for thread, leave in reversed(context.abandoned):
             if thread == threading.get_ident():
                 leave()
         context.recorder = None
-        undo: list[Callable[[], object]]
-        undo = [partial(_restore, guard, setting)]
-        if self._recorder is not None:
-            undo.append(self._recorder.stop)
-        recompute.pop(pushed, *undo)
+        undo = None if self._recorder is None else self._recorder.stop
+        active_context.pop(pushed, undo)
         if self._user_cache is None:
             context.close()
-        self._torch_context.close(exc_type, exc_value, traceback)
+        self._torch_context.close(torch_entry, exc_type, exc_value, traceback)
         is_enabled = self._torch_context._enabled  # noqa: SLF001
         if is_enabled and exc_value is None and self._matched_rules is None:
             return dispatch_table.unmatched_rule_warning(context.policy)

@@ -44,7 +44,7 @@ _DEFAULT_DTYPES = {
 }
 _MAX_NUMBER = len(_DIGIT_DTYPES) ** len(_SPARE_DEVICES) - 1
 
-_numbers: dict[Policy, int] = {}
+_numbers = {TORCH: 0}
 
 
 class _Thread(threading.local):
@@ -57,35 +57,46 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def set_policy_guard(policy: Policy) -> int:
-    """Encode a policy; return the number for `restore_policy_guard`."""
-    before = _thread.number
-    if policy == TORCH:
-        restore_policy_guard(0)
-    else:
-        restore_policy_guard(_policy_number(policy))
-    return before
+def enter(policy: Policy | None, *, casts: bool) -> tuple[int | None, Any]:
+    """Encode a policy, and make torch.compile trace backward passes without autocast.
+
+    Why: by default it traces them under the autocast of the context around the compiled
+    function, which computes the gradients of fp32 operations in 16 bits.
+
+    Args:
+        policy: None: encode none.
+        casts: Whether a policy casts; backward passes are left alone otherwise.
+
+    Returns:
+        The number and the setting before, for `restore`; None: nothing to restore.
+    """
+    before = None if policy is None else _thread.number
+    if policy is not None:
+        if policy not in _numbers:
+            _numbers[policy] = _new_number(policy)
+        set_number(_numbers[policy])
+    config: Any = sys.modules.get("torch._functorch.config") if casts else None
+    setting = getattr(config, "backward_pass_autocast", None)
+    if setting != "same_as_forward":
+        return before, None
+    config.backward_pass_autocast = "off"  # noqa: S105 -- no password
+    return before, setting
 
 
-def current_policy_guard() -> int:
-    """Return the encoded number, for `restore_policy_guard`."""
+def restore(before: int | None, setting: Any) -> None:  # noqa: ANN401
+    """Undo an `enter`."""
+    if before is not None:
+        set_number(before)
+    if setting is not None:
+        sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]
+
+
+def number() -> int:
+    """Return the number that is encoded in this thread."""
     return _thread.number
 
 
-def _policy_number(policy: Policy) -> int:
-    """Return a policy's number, >= 1; the same in every process."""
-    if policy not in _numbers:
-        # The tables count too: another version of halfstep may have others.
-        text = f"{policy} {op_tables.NAMED[policy.base]}"
-        digest = hashlib.sha256(text.encode()).digest()
-        number = int.from_bytes(digest[:8], "big") % _MAX_NUMBER
-        while number in _numbers.values():
-            number = (number + 1) % _MAX_NUMBER
-        _numbers[policy] = number
-    return 1 + _numbers[policy]
-
-
-def restore_policy_guard(number: int) -> None:
+def set_number(number: int) -> None:
     """Encode a number in the autocast state of the spare device types."""
     if number == _thread.number:
         return
@@ -97,24 +108,12 @@ def restore_policy_guard(number: int) -> None:
         torch.set_autocast_dtype(device, dtype or _DEFAULT_DTYPES[device])
 
 
-def disable_backward_autocast() -> Any:  # noqa: ANN401 -- whatever torch has there
-    """Make torch.compile trace backward passes with autocast off, as in eager mode.
-
-    Why: by default it traces them under the autocast of the context around the compiled
-    function, which computes the gradients of fp32 operations in 16 bits.
-
-    Returns:
-        The argument for `restore_backward_autocast`.
-    """
-    config: Any = sys.modules.get("torch._functorch.config")
-    setting = getattr(config, "backward_pass_autocast", None)
-    if setting == "same_as_forward":
-        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
-        return setting
-    return None
-
-
-def restore_backward_autocast(setting: Any) -> None:  # noqa: ANN401
-    """Restore torch's setting for compiled backward passes."""
-    if setting is not None:
-        sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]
+def _new_number(policy: Policy) -> int:
+    """Return a number >= 1 for a policy; the same in every process."""
+    # The tables count too: another version of halfstep may have others.
+    text = f"{policy} {op_tables.NAMED[policy.base]}"
+    digest = hashlib.sha256(text.encode()).digest()
+    number: int = 1 + int.from_bytes(digest[:8], "big") % _MAX_NUMBER
+    while number in _numbers.values():
+        number = 1 + number % _MAX_NUMBER
+    return number

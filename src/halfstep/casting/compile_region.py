@@ -21,12 +21,7 @@ from torch.fx.node import has_side_effect
 from torch.library import Library
 
 from halfstep._torch.dynamo import dynamo_disable
-from halfstep.casting import (
-    active_context,
-    compile_guard,
-    dispatch_table,
-    recompute,
-)
+from halfstep.casting import active_context, dispatch_table
 from halfstep.casting.active_context import CastContext
 from halfstep.errors import UserError
 from halfstep.policy.rules import Policy
@@ -80,7 +75,7 @@ def _policy_context(settings: Settings, policy_text: str) -> Iterator[None]:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.entered: list[tuple[active_context.Pushed, int | None]] = []
+        self.entered: list[active_context.Pushed] = []
 
 
 _thread = _Thread()
@@ -93,19 +88,12 @@ def _open(device: str, policy_text: str) -> None:
     op_casts = dispatch_table.op_casts_for(policy, device)
     context = CastContext(policy, op_casts, None, dispatch_table.matched_rules(policy))
     # Not while tracing: the guard must be that of the enclosing context.
-    guard = (
-        compile_guard.set_policy_guard(policy)
-        if TracingContext.try_get() is None
-        else None
-    )
-    _thread.entered.append((recompute.push(device, context), guard))
+    guard = policy if TracingContext.try_get() is None else None
+    _thread.entered.append(active_context.push(device, context, guard))
 
 
 def _close(_: str) -> None:
-    pushed, guard = _thread.entered.pop()
-    recompute.pop(pushed)
-    if guard is not None:
-        compile_guard.restore_policy_guard(guard)
+    active_context.pop(_thread.entered.pop())
 
 
 def _define() -> None:

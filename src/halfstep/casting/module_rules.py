@@ -19,13 +19,10 @@ from torch.amp.autocast_mode import autocast as torch_autocast
 
 from halfstep.casting import (
     active_context,
-    compile_guard,
     dispatch_kernels,
     dispatch_table,
-    recompute,
 )
-from halfstep.casting.active_context import CastContext
-from halfstep.casting.entered_contexts import PerThreadStack
+from halfstep.casting.active_context import CastContext, PerThreadStack
 from halfstep.distributed import ddp
 from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating
@@ -285,14 +282,8 @@ class ModuleRuleHook:
             self.types,
             context,
         )
-        pushed = recompute.push(device, inner)
-        guard = compile_guard.set_policy_guard(self._inner_policy)
-
-        def leave() -> None:
-            compile_guard.restore_policy_guard(guard)
-            recompute.pop(pushed)
-
-        self._enter(leave, context)
+        pushed = active_context.push(device, inner, self._inner_policy)
+        self._enter(lambda: active_context.pop(pushed), context)
 
     def _enter(self, leave: Callable[[], object], context: CastContext | None) -> None:
         """Store `leave` for the forward hook, and for the context if no hook runs."""
