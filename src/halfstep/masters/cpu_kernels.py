@@ -10,7 +10,6 @@ import math
 from array import array
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,13 +37,11 @@ SOURCE = Path(__file__).with_name("kernels.c")
 # The same values as in kernels.c.
 ENCODINGS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
 DTYPES = {dtype: code for code, dtype in enumerate(FLOATS)}
-_WEIGHT_CODES = {dtype: code << 2 for dtype, code in DTYPES.items()}
 MAXIMIZE, NESTEROV, DECOUPLED, AMSGRAD, MOMENTUM, ADAM = (1 << bit for bit in range(6))
 STATES = 3
 
 _LONG = 0xFFFFFFFFFFFFFFFF
 _CPU = torch.device("cpu")
-_dtype = attrgetter("dtype")
 
 
 def available() -> bool:
@@ -158,10 +155,10 @@ class Kernels:
         # Keep these alive until the call returns: C only gets addresses.
         tensors = checked_tensors(items, rule, encoding, _CPU)
         is_sgd = isinstance(rule, Sgd)
-        codes = map(DTYPES.__getitem__, map(_dtype, tensors.gradients))
+        codes = [DTYPES[gradient.dtype] for gradient in tensors.gradients]
         if encoding == "fp32":
-            weight_codes = map(_WEIGHT_CODES.__getitem__, map(_dtype, tensors.weights))
-            codes = map(or_, codes, weight_codes)
+            pairs = zip(codes, tensors.weights, strict=True)
+            codes = [code | DTYPES[weight.dtype] << 2 for code, weight in pairs]
         columns = [tensors.weights, tensors.gradients, tensors.residuals]
         columns += [*tensors.states, *[()] * (STATES - len(tensors.states))]
         # One word per item in each column. Lists grow faster than arrays.
@@ -196,7 +193,7 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """Return found_inf and the sum of squares of gradients."""
         gradients = readable_gradients(gradients, _CPU)
-        codes = map(DTYPES.__getitem__, map(_dtype, gradients))
+        codes = [DTYPES[gradient.dtype] for gradient in gradients]
         pointers = map(Tensor.data_ptr, gradients)
         table = array("q", [*map(Tensor.numel, gradients), *pointers, *codes])
         found_inf = torch.zeros((), dtype=torch.float32, device="cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
-_DTYPE, _LAYOUT, _WEIGHT = map(attrgetter, ("dtype", "layout", "weight"))
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -216,7 +215,7 @@ class FusedStep:
             for item in items:
                 item.is_first_step = False
                 item.gradient = item.weight  # do not keep the gradient alive
-            torch.autograd.graph.increment_version([*map(_WEIGHT, items)])
+            torch.autograd.graph.increment_version([item.weight for item in items])
 
     def _update_for(
         self, rule: Rule, keys: tuple[str, ...], param: Tensor
@@ -309,7 +308,7 @@ def can_read(gradients: Sequence[Tensor]) -> bool:
     """Return whether kernels can read these gradients: dense, plain, 16 or 32 bits."""
     return (
         {*map(type, gradients)} <= {torch.Tensor, torch.nn.Parameter}
-        and {*map(_LAYOUT, gradients)} <= {torch.strided}
-        and {*map(_DTYPE, gradients)} <= {*FLOATS}
+        and {gradient.layout for gradient in gradients} <= {torch.strided}
+        and {gradient.dtype for gradient in gradients} <= {*FLOATS}
         and not any(map(torch.is_neg, gradients))
     )

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from functools import partial, wraps
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +34,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from halfstep.masters.fused_step import Kernel
-
-_PARAMS, _VERSION, _WEIGHT = (
-    itemgetter("params"),
-    attrgetter("_version"),
-    attrgetter("weight"),
-)
 
 
 class MasterWeights:
@@ -126,7 +120,7 @@ class MasterWeights:
     ) -> None:
         """Add master weights for 16-bit parameters that were added to the optimizer."""
         groups = self.optimizer.param_groups
-        params = chain.from_iterable(map(_PARAMS, groups))
+        params = chain.from_iterable(map(itemgetter("params"), groups))
         if all(map(self.param_index.__contains__, params)):
             return
         self.sync_external_writes()
@@ -236,15 +230,16 @@ class MasterWeights:
     def grads(self) -> list[tuple[Tensor, Tensor]]:
         """Return (optimizer's parameter, gradient) pairs, in fp32 or 16 bits."""
         grads = []
-        for param in chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)):
-            master_param = self.master_params.get(param)
-            if master_param is not None and master_param.master.grad is not None:
-                _accumulate_(master_param)  # later passes belong to the sum
-            gradient = param.grad if master_param is None else master_param.weight.grad
-            if gradient is None:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                master_param = self.master_params.get(param)
+                if master_param is not None and param.grad is not None:
+                    _accumulate_(master_param)  # later passes belong to the sum
                 gradient = param.grad
-            if gradient is not None:
-                grads.append((param, gradient))
+                if gradient is None and master_param is not None:
+                    gradient = master_param.weight.grad
+                if gradient is not None:
+                    grads.append((param, gradient))
         return grads
 
     @torch.no_grad()
@@ -385,7 +380,8 @@ class MasterWeights:
 
     def mark_synced(self) -> None:
         """Record that the model weights match the master weights now."""
-        self._versions = [*map(_VERSION, map(_WEIGHT, self.master_params.values()))]
+        params = self.master_params.values()
+        self._versions = [param.weight._version for param in params]  # noqa: SLF001
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:

@@ -6,10 +6,9 @@ Every fused kernel, compiled or not, takes an `Sgd` or `Adam` and `ParamUpdate`s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
-from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +27,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that kernels can read."""
 
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
-_weight, _gradient, _residual, _states, _step = map(
-    attrgetter, ("weight", "gradient", "residual", "states", "step")
-)
-_is_set = partial(is_not, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +114,24 @@ def checked_tensors(
     Raises:
         UserError: If one is missing, has gaps, or has another size, dtype or device.
     """
-    weights = [*map(_weight, items)]
+    weights = [item.weight for item in items]
     check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
-    gradients = readable_gradients([*map(_gradient, items)], device)
+    gradients = readable_gradients([item.gradient for item in items], device)
     numels = [*map(Tensor.numel, weights)]
     if [*map(Tensor.numel, gradients)] != numels:
         message = "A gradient has another size than its weight: give it its own."
         raise UserError(message)
     moment = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
-    columns = [("residual", [*map(_residual, items)], RESIDUAL_DTYPES.get(encoding))]
-    states: list[Sequence[Any]] = [*zip_longest(*map(_states, items))]
+    column = [item.residual for item in items]
+    columns = {"residual": (column, RESIDUAL_DTYPES.get(encoding))}
+    states = zip_longest(*[item.states for item in items])
     for number in range(len(rule.state_keys)):
-        column = states[number] if number < len(states) else ()
-        columns.append((f"state {number}", [*column], moment))
-    is_adam = isinstance(rule, Adam)
-    columns.append(("step", [*map(_step, items)], torch.float32 if is_adam else None))
+        columns[f"state {number}"] = [*next(states, ())], moment
+    column = [item.step for item in items]
+    columns["step"] = column, torch.float32 if isinstance(rule, Adam) else None
     complete = []
-    for what, tensors, dtype in columns:
-        present = [] if dtype is None else [*filter(_is_set, tensors)]
+    for what, (tensors, dtype) in columns.items():
+        present = [] if dtype is None else [t for t in tensors if t is not None]
         complete.append(present)
         if dtype is None:
             continue
