@@ -192,6 +192,7 @@ class Pushed:
     """A context pushed in one thread, on one device: returned by `push`."""
 
     context: CastContext | None
+    cache: CastCache | None
     device: str
     state: _ThreadState
     """State of the thread that pushed: `pop` may run in another thread."""
@@ -219,16 +220,18 @@ def push(
         check_key()
     state = _thread.state
     run_pending()
+    cache = None if context is None else context.cache
     state.innermost[device] = pushed = Pushed(
         context,
+        cache,
         device,
         state,
         torch._C._current_graph_task_id(),  # noqa: SLF001
         state.innermost.get(device),
         compile_guard.enter(guard, casts=context is not None),
     )
-    if context is not None and context.cache is not None:
-        context.cache.open()
+    if cache is not None:
+        cache.open()
     _update_dispatch_key()
     patches.acquire()
     return pushed
@@ -248,16 +251,12 @@ def pop(pushed: Pushed, undo: Callable[[], object] | None = None) -> None:
     while remaining is not None and remaining.is_popped:
         remaining = remaining.outer
     state.innermost[pushed.device] = remaining
-    cache, remaining_cache = _cache_of(pushed), _cache_of(remaining)
-    if cache is not None and remaining_cache is not cache:
+    cache = pushed.cache
+    if cache is not None and (remaining is None or remaining.cache is not cache):
         cache.close()
     state.popped.append((pushed.compile_state, undo))
     if state is _thread.state:
         run_pending()
-
-
-def _cache_of(pushed: Pushed | None) -> CastCache | None:
-    return None if pushed is None or pushed.context is None else pushed.context.cache
 
 
 def run_pending() -> None:

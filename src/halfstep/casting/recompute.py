@@ -1,9 +1,8 @@
 """Makes activation checkpointing recompute segments under their original policy.
 
-While a context is open, it patches `torch.utils.checkpoint`, reentrant and
-non-reentrant: when the backward pass
-recomputes a segment, exactly the contexts of its forward pass are active. torch itself
-restores only whether autocast is on, and its dtype.
+While a context is open, `torch.utils.checkpoint` is patched, reentrant and not: when
+the backward pass recomputes a segment, exactly the contexts of its forward pass are
+active. torch itself restores only whether autocast is on, and its dtype.
 
 Code with its own way of recomputing is not covered; there, `halfstep.custom_fwd` and
 `custom_bwd` restore the policy.
