@@ -253,6 +253,29 @@ def test_a_library_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         tables("recipe", f"{SHORT} --candidates O2")
 
 
+def test_a_library_that_fails_at_a_later_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: it has a row without figures, as the seeds before are too few."""
+
+    class Late(Process):
+        def __init__(self, name: str, *_: object) -> None:
+            self.name, self.turn = name, -1
+
+        def request(self, question: Any) -> dict[str, Any]:
+            if question.get("seed") == 1 and self.name == "accelerate":
+                message = "late"
+                raise UserError(message)
+            self.turn = 0  # of few planted seconds
+            return super().request(question)
+
+    Process.log = []
+    monkeypatch.setattr(training, "WorkerProcess", Late)
+    monkeypatch.setitem(SECONDS, "accelerate", SECONDS["O2"])
+    words = "--steps 5 --seeds 2 --candidates torch.amp,accelerate --device cpu"
+    (table,) = tables("conv", words)
+    assert table.rows[1][1] is None
+    assert table.rows[1][-1] == "failed"
+
+
 # How they train
 
 

@@ -700,6 +700,7 @@ def test_a_step_that_raised(
         session.flush()
     with pytest.raises(RuntimeError, match=r"a step ended with.*session\.zero_grad"):
         again(session)
+    assert (session.steps_applied, session.steps_skipped) == (0, 0)
     session.zero_grad()
     session.backward(loss_of(session))
     assert session.flush().applied
@@ -715,6 +716,7 @@ def test_a_session_is_not_a_pair() -> None:
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
+        ("grad_scaler", r"did you mean loss_scale\?"),
         ("grad_clip", r"did you mean clip_grad_norm\?"),
         ("gradient_accumulation_steps", r"did you mean accumulate\?"),
         ("colour", r"choose from model, optimizer, .*, process_group\.$"),

@@ -77,9 +77,11 @@ class WorkerProcess:
         line = stdout.readline()
         if not line:
             status = self.process.wait(TIMEOUT_S)
-            self._stderr.seek(0)
-            last = (self._stderr.read().strip().splitlines() or ["no output"])[-1]
-            message = f"candidate {self.name} ended with status {status}: {last}"
+            message = f"candidate {self.name} was killed by signal {-status}."
+            if status >= 0:  # otherwise the last line is no reason
+                self._stderr.seek(0)
+                last = (self._stderr.read().strip().splitlines() or ["no output"])[-1]
+                message = f"candidate {self.name} ended with status {status}: {last}"
             raise UserError(message)
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -48,7 +48,8 @@ h1 { font-size: 1.75rem; line-height: 1.25; margin: 0 0 .75rem; }
 .headline { display: grid; gap: .75rem; margin: 1.25rem 0;
   grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); }
 .headline div { border: 1px solid #8886; border-radius: .375rem; padding: .6rem .9rem; }
-.headline b { display: block; font-size: 1.35rem; line-height: 1.3; white-space: nowrap; }
+.headline b { display: block; font-size: 1.35rem; line-height: 1.3;
+  white-space: nowrap; }
 .headline span { font-size: .8125rem; opacity: .7; display: block; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; padding-top: 1.25rem;
   border-top: 1px solid #8886; }

@@ -35,6 +35,8 @@ def check_unknown(unknown: Iterable[str], function: Callable[..., object]) -> No
     for name in unknown:
         *names, _ = inspect.signature(function).parameters
         similarity, nearest = max((_similarity(name, each), each) for each in names)
+        if name.endswith("scaler"):  # it resembles `scheduler`
+            similarity, nearest = 1.0, "loss_scale"
         answer = f"choose from {', '.join(names)}."
         if similarity > 0.6:  # noqa: PLR2004 -- unrelated names reach 0.55
             answer = f"did you mean {nearest}?"

@@ -632,10 +632,8 @@ class Session:
                 if on_device
                 else Constant(find_nonfinite_params(named_grads))
             )
-        self._num_attempted += 1
-        self._num_skipped += found_inf
         report = StepReport(
-            self._num_attempted,
+            self._num_attempted + 1,
             complete=True,
             scale_used=scaler.state.scale,
             found_inf=found_inf,
@@ -645,6 +643,8 @@ class Session:
         )
         with self._around_update(report):
             step.update(found_inf, on_device=on_device)
+        self._num_attempted += 1
+        self._num_skipped += found_inf
         return report
 
     def _publish(
