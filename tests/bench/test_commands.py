@@ -75,6 +75,7 @@ REJECTED = {
     "encoder --dropout 1": f"'1' {SHARE}",
     "encoder --lr quick": f"'quick' {SHARE}",
     "ner --lr 1e-3,0": "'0' must be a number above 0",
+    "ner --lr 1e-3,0.001": "'1e-3' must stand there once, to six digits",
     "ner --lr nan": "'nan' must be a number above 0",
     "recipe --candidates apex": "'apex' must be all or of fp32, torch.amp,",
     "recipe --candidates O2,O2": "'O2' must stand there once",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from small_training import same, small_settings, steps_of, write_letters
 
 from halfstep.errors import UserError
+from halfstep.train import fp32_comparison
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -59,7 +61,10 @@ def test_steps_are_those_of_runs(settings: dict[str, Any], more: Any) -> None:
     ("more", "note"),
     [
         ({"level": "O0"}, "the run is in fp32 itself"),
-        (LOW | {"max_steps": 4}, "a run of 4 steps is too short to time them"),
+        (
+            LOW | {"max_steps": 4},
+            "too few steps to compare: 4 steps, 0 skipped, the first 3 not timed",
+        ),
     ],
 )
 def test_nothing_to_compare(settings: dict[str, Any], more: Any, note: str) -> None:
@@ -68,6 +73,30 @@ def test_nothing_to_compare(settings: dict[str, Any], more: Any, note: str) -> N
     assert result.summary["fp32"] == {"note": note}
     (table,) = (t for t in result.tables if t.title == "Against fp32")
     assert table.rows == ((note,),)
+
+
+def test_a_failure_costs_no_model(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where memory is short for more models, the run is whole, and says so."""
+
+    def fail(*_: object) -> int:
+        message = "3 GiB of memory\nhere and there"
+        raise torch.OutOfMemoryError(message)
+
+    monkeypatch.setattr(fp32_comparison, "SavedBytes", fail)
+    result = run(settings | LOW | {"compare_fp32": 2})
+    assert result.summary["fp32"] == {"note": "OutOfMemoryError: 3 GiB of memory"}
+    assert weights(result)
+    assert (result.folder.path / "summary.json").exists()
+
+
+def test_skipped_steps_are_not_timed(settings: dict[str, Any]) -> None:
+    """Law: a pair with a step without update counts as skipped."""
+    fp16 = {"level": "O1", "dtype": "fp16", "loss_scale": "1e30", "max_steps": 6}
+    result = run(settings | fp16 | {"compare_fp32": 3})
+    note = "too few steps to compare: 6 steps, 6 skipped, the first 3 not timed"
+    assert result.summary["fp32"] == {"note": note}
 
 
 def test_a_shorter_run(settings: dict[str, Any]) -> None:

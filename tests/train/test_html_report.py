@@ -64,6 +64,7 @@ def told(**changes: Any) -> ReportData:
         metrics={"dev": judged(0.125), "test": judged(0.0)},
         worst_examples=(Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),),
         baseline=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
+        against_fp32=Table("Against fp32", ("level",), (("O2",),)),
         precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
         records=[*(step(i) for i in range(1, 31)), evaluation(30)],
         summary={"train_seconds": 12.25, "peak_memory_bytes": 3 << 20},
@@ -108,10 +109,10 @@ def test_headline() -> None:
     ]
     two = {"fp32": 4 << 20, "level": 3 << 20}
     facts = {"ms": {"fp32": 10.0, "level": 5.0}, "bytes": two}
-    facts |= {"time_ratio": 0.51, "time_spread": 0.02}
+    facts |= {"time_ratio": 0.51}
     assert tiles(fp32=facts, examples_per_s=99.6)[1:] == [
-        ["time of a step", "0.51 x fp32", "5.0 ms against 10.0 ms; +- 0.02"],
-        ["memory of a step", "0.75 x fp32", "3 MiB against 4 MiB"],
+        ["time of a step", "0.51 x fp32", "5.0 ms against 10.0 ms"],
+        ["state and activations", "0.75 x fp32", "3 MiB against 4 MiB"],
     ]
     assert tiles(fp32={"note": "too short"}) == [[]]
 
@@ -245,7 +246,7 @@ def test_times_and_memory_on_a_gpu(device: str) -> None:
     notes = [str(p.text) for p in found["Where the time of a step went"].iter("p")]
     hosts = [note for note in notes if note.startswith("Times are taken on the host")]
     assert len(hosts) == (device == "cuda")
-    _, held = grids(found["Cost"])
+    _, _, held = grids(found["Cost"])
     peaks = {"cpu": "peak of the process", "cuda": "peak allocated by torch on the GPU"}
     assert held[1:] == [[peaks[device], "3.0"]]
 
@@ -254,14 +255,16 @@ def test_cost_and_memory() -> None:
     """Law: what the summary holds is shown in its unit; what it lacks is not."""
     memory = {"weights": 1 << 20, "moments": 1 << 19}
     summary = {"train_seconds": 1.25, "peak_memory_bytes": 3 << 20, "memory": memory}
-    time, held = grids(sections(page(told(summary=summary)))["Cost"])
+    fp32, time, held = grids(sections(page(told(summary=summary)))["Cost"])
     assert time[1:] == [["time in training steps, s", "1.25"]]
     assert held[1:] == [
         ["peak of the process", "3.0"],
         ["weights", "1.0"],
         ["optimizer's moments", "0.5"],
     ]
-    (held,) = grids(sections(page(told(summary={"memory": {"peak": 1 << 20}})))["Cost"])
+    assert fp32 == [["level"], ["O2"]]
+    memory = {"memory": {"peak": 1 << 20}}
+    (held,) = grids(sections(page(told(summary=memory, against_fp32=None)))["Cost"])
     assert held[1:] == [["peak of the process", "1.0"]]
 
 

@@ -58,6 +58,8 @@ def positive_floats(text: str) -> list[float]:
         except ValueError:
             is_valid = False
         _check(is_valid, part, "must be a number above 0")
+        is_unique = [f"{float(each):g}" for each in parts].count(f"{float(part):g}") < 2  # noqa: PLR2004
+        _check(is_unique, part, "must stand there once, to six digits")
     return [*map(float, parts)]
 
 

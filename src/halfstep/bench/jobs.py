@@ -503,7 +503,7 @@ BENCHES = {
             "epochs": _EPOCHS,
             "batch-size": commands.flag("texts of one step", 32),
             "lr": commands.flag(
-                "learning rates, a table each",
+                "learning rates, a table each; a pretrained model needs lower ones",
                 [3e-4, 1e-3, 3e-3],
                 commands.positive_floats,
                 "X,X",

@@ -247,7 +247,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Histograms one below the other; darker cells count more of their values."""
+    """Histograms one below the other; stronger cells count more of their values."""
 
     title: str
     "Description for screen readers."
@@ -368,7 +368,7 @@ class ConfusionMatrix:
     def legend(self) -> str:
         """Return how to read the shades."""
         names = f"{self.table.columns[0]} and {self.across}"
-        return f"Darker: a greater share of its row. Blue: {names} agree."
+        return f"Stronger: a greater share of its row. Blue: {names} agree."
 
     def shaded_rows(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Return each row's name, and (text, color) of its cells."""

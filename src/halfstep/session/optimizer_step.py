@@ -17,6 +17,7 @@ from halfstep.errors import require_positive
 from halfstep.masters import cpu_kernels, fused_step
 from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import group_by_mesh, total_norm
+from halfstep.scaling import misuse
 from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class OptimizerStep:
     def unscaled_norm(self, scaler: LossScaler) -> Tensor:
         """Return the norm of `unscaled_grads`, shape (), without their copies."""
         grads = [gradient for _, gradient in self._scaled_grads()]
+        if not grads:
+            raise misuse.no_gradient()
         kernel, squares = self.masters.kernel, None
         if kernel is not None and fused_step.can_read(grads):
             _, squares = kernel.check_finite(grads, norm=True)

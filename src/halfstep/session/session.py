@@ -380,11 +380,13 @@ class Session:
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients that `grads` would yield, shape ().
 
-        It makes no copies of them. `prepare(clip_grad_norm=math.inf)` puts the norm
-        into each report instead.
+        It makes no copies where a kernel updates the weights (SGD, Adam and AdamW, with
+        dense gradients). `prepare(clip_grad_norm=math.inf)` puts the norm into each
+        report instead.
 
         Raises:
             UserError: As `grads`.
+            RuntimeError: If there is no gradient.
 
         Example:
             >>> import halfstep as hs

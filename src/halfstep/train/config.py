@@ -37,7 +37,13 @@ BEST_BY = {
 """Task -> scores that can select the best checkpoint, the default first."""
 BALANCED = "balanced"
 _CHANGEABLE_ON_RESUME = (
-    *("out", "keep", "workers", "tensorboard", "probe", "parallel", "compare_fp32"),
+    "out",
+    "keep",
+    "workers",
+    "tensorboard",
+    "probe",
+    "parallel",
+    "compare_fp32",
 )
 """Settings that a resumed run may change, as none of them affects what is learned."""
 

@@ -110,9 +110,9 @@ HELP: dict[str, dict[str, str]] = {
         "probe": "record each module's output and gradients, for `halfstep doctor`: "
         "flags (finite or not), sampled (statistics of every 100th step) or full "
         "(statistics of every step) (default off: it takes time)",
-        "compare_fp32": "at the end, train the first N steps again in fp32 and at the "
-        "level, in turn, and report time and memory of both (default: not; 20 are "
-        "enough to see a difference)",
+        "compare_fp32": "at the end, train N steps again in fp32 and at the level, in "
+        "turn, after 3 that are not timed; report time and memory of both (default: "
+        "off)",
     },
 }
 """Group -> setting -> its help."""

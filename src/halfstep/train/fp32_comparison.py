@@ -9,7 +9,6 @@ from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.machine.recommendation import Choice, resolve
 from halfstep.policy.levels import O0
 from halfstep.reporting.table import Table
-from halfstep.scaling import LossScaleCollapse
 from halfstep.train.train_state import Timers
 
 if TYPE_CHECKING:
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
     from halfstep.train.step_dataset import StepBatch
 
 _WARM_UP = 3
-"""Steps that are not timed: they also allocate, compile and fill caches."""
+"""Steps that are not timed: they also allocate, and fill caches."""
+_FEWEST = 2  # ratios, for a spread
+_SIDES = ("fp32", "level")
 
 
 def compare_with_fp32(
@@ -33,8 +34,8 @@ def compare_with_fp32(
     Args:
         new_trainer: Returns a trainer at the start of the run, at a level.
         choice: The run's level and format.
-        steps: Timed steps of each, >= 2, after a few that are not timed. They are
-            fewer if the run is shorter.
+        steps: Timed steps of each, >= 2, after three that are not timed. Skipped
+            steps do not count, and the run may be shorter.
         device: "cpu" or "cuda".
 
     Returns:
@@ -44,48 +45,64 @@ def compare_with_fp32(
         return {"note": "the run is in fp32 itself"}
     fp32 = resolve(O0.name, "auto", device)
     trainers = [new_trainer(each) for each in (fp32, choice)]
-    job = trainers[0].job
-    last = min(_WARM_UP + steps, job.plan.total_steps)
-    if last < _WARM_UP + 2:
-        return {"note": f"a run of {last} steps is too short to time them"}
+    steps_of_run = trainers[0].job.steps
+    last = min(_WARM_UP + steps, trainers[0].job.plan.total_steps)
     seconds: tuple[list[float], list[float]] = ([], [])
     losses = [0.0, 0.0]
+    num_skipped = 0
     try:
         for number in range(1, last + 1):
-            batch = job.steps[number]
+            batch = steps_of_run[number]
+            for each in trainers:  # the run has compiled for this length, fp32 has not
+                _passes(each, batch)
+            records: list[dict[str, Any]] = [{}, {}]
+            times = [0.0, 0.0]
             # The second of a pair has warm caches.
             for index in (0, 1) if number % 2 else (1, 0):
                 clock = Timers({"input": 0.0})
-                record = trainers[index].train_step(batch, clock)
-                losses[index] = record["loss"]
-                if number > _WARM_UP:
-                    seconds[index].append(sum(clock.seconds.values()))
-        memory = [_bytes_of_step(each, job.steps[1]) for each in trainers]
-    except LossScaleCollapse as error:
-        return {"note": str(error).splitlines()[0]}
+                records[index] = trainers[index].train_step(batch, clock)
+                times[index] = sum(clock.seconds.values())
+            losses = [record["loss"] for record in records]
+            skipped = any(record["skipped"] for record in records)
+            if number > _WARM_UP and not skipped:
+                for own, spent in zip(seconds, times, strict=True):
+                    own.append(spent)
+            num_skipped += skipped
+        sizes = [_passes(each, steps_of_run[1]) for each in trainers]
+    except RuntimeError as error:  # a collapse, or no memory for two more models
+        return {"note": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    if len(seconds[0]) < _FEWEST:
+        timed = f"{last} steps, {num_skipped} skipped, the first {_WARM_UP} not timed"
+        return {"note": f"too few steps to compare: {timed}"}
     ratios = [low / full for full, low in zip(*seconds, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive")
     milliseconds = [1000 * statistics.median(each) for each in seconds]
     return {
-        "steps": last - _WARM_UP,
-        "ms": dict(zip(("fp32", "level"), milliseconds, strict=True)),
+        "steps": len(ratios),
+        "skipped": num_skipped,
+        "ms": dict(zip(_SIDES, milliseconds, strict=True)),
         "time_ratio": statistics.median(ratios),
         "time_spread": (quartiles[2] - quartiles[0]) / 2,
-        "bytes": dict(zip(("fp32", "level"), memory, strict=True)),
-        "loss": dict(zip(("fp32", "level"), losses, strict=True)),
+        "bytes": dict(zip(_SIDES, sizes, strict=True)),
+        "loss": dict(zip(_SIDES, losses, strict=True)),
     }
 
 
-def _bytes_of_step(trainer: Trainer, batch: StepBatch) -> int:
-    """Return the bytes of all state and of what one micro-batch saves for backward."""
-    session = trainer.session
-    saved = SavedBytes(session.model)
-    with saved.counting():
-        loss = trainer.micro_batch_loss(batch.parts[0])
-    session.backward(loss)
-    used = sum(session.memory().values()) + saved.bytes  # while gradients exist
-    session.zero_grad()
-    return used
+def _passes(trainer: Trainer, batch: StepBatch) -> int:
+    """Run forward and backward passes without an update.
+
+    Returns:
+        Bytes of all state, and of what one micro-batch saves for the backward pass.
+    """
+    session, size = trainer.session, 0
+    for part in batch.parts:
+        saved = SavedBytes(session.model)
+        with saved.counting():
+            loss = trainer.micro_batch_loss(part)
+        session.backward(loss)
+        size = sum(session.memory().values()) + saved.bytes  # while gradients exist
+        session.zero_grad()
+    return size
 
 
 def comparison_table(facts: Mapping[str, Any], choice: Choice) -> Table:
@@ -95,19 +112,20 @@ def comparison_table(facts: Mapping[str, Any], choice: Choice) -> Table:
         return Table(title, ("not compared",), ((facts["note"],),))
     rows = tuple(
         (
-            "fp32" if key == "fp32" else str(choice),
-            facts["ms"][key],
-            facts["time_ratio"] if key == "level" else None,
-            facts["time_spread"] if key == "level" else None,
-            facts["bytes"][key] / 2**20,
-            facts["loss"][key],
+            "fp32" if side == "fp32" else str(choice),
+            facts["ms"][side],
+            facts["time_ratio"] if side == "level" else None,
+            facts["time_spread"] if side == "level" else None,
+            facts["bytes"][side] / 2**20,
+            facts["loss"][side],
         )
-        for key in ("fp32", "level")
+        for side in _SIDES
     )
     columns = ("level", "ms a step", "x fp32", "+-", "MiB", "loss")
-    how = "medians; +-: half of the ratios lie as near to their median"
+    steps = f"{facts['steps']} steps from step {_WARM_UP + 1} of the run"
     notes = (
-        f"the first {facts['steps']} timed steps of this run, in turn; {how}",
+        f"{steps}, in turn, without preparing batches; {facts['skipped']} skipped",
+        "medians; +-: half of the interquartile range of the ratios",
         "MiB: weights, gradients, master weights, moments, and saved activations",
         "loss: of the last of these steps",
     )

@@ -116,12 +116,15 @@ def finish_run(
     masters = f", master weights {summary['master']}" if choice.level.masters else ""
     tables = [metrics[final].table(f"Quality on {final}")]
     summary |= {name: one.data() for name, one in metrics.items()}
+    weights = ready.full_weights()
+    checkpointing.run_on_first_rank(trainer.world, lambda: _save_model(ready, weights))
     summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
     facts = compare_with_fp32()
+    against_fp32 = None
     if facts is not None:
         summary["fp32"] = facts
-        tables.append(comparison_table(facts, choice))
-    weights = ready.full_weights()
+        against_fp32 = comparison_table(facts, choice)
+        tables.append(against_fp32)
     findings: list[Finding] = []
 
     def write() -> None:
@@ -131,11 +134,6 @@ def finish_run(
         if config.data is None and config.task == "classify":
             baseline = _baseline_table(trainer, metrics[final], summary)
             tables.append(baseline)
-        model = portable_model(ready.network, weights)
-        if ready.network.tokenizer.is_fast:
-            # Its last call left truncation on; with cached splits there was no call.
-            ready.network.tokenizer.backend_tokenizer.no_truncation()
-        folder.save_model(model, ready.network.tokenizer)
         report = html_report.ReportData(
             title=f"halfstep run: {trainer.job.corpus.name}",
             lead=f"Level {choice}{masters}: {choice.reason}.",
@@ -144,6 +142,7 @@ def finish_run(
             metrics=metrics,
             worst_examples=(trainer.worst_examples(final, outputs[final][0]),),
             baseline=baseline,
+            against_fp32=against_fp32,
             precision=precision,
             records=folder.records(),
             summary=summary,
@@ -157,6 +156,16 @@ def finish_run(
     checkpointing.run_on_first_rank(trainer.world, write)
     lines = finding_lines(findings, trainer.folder.path)
     return RunResult(summary, tuple(tables), trainer.folder, trainer.examples, lines)
+
+
+def _save_model(ready: PreparedRun, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write the final model, in fp32, with its tokenizer."""
+    tokenizer = ready.network.tokenizer
+    if tokenizer.is_fast:
+        # Its last call left truncation on; with cached splits there was no call.
+        tokenizer.backend_tokenizer.no_truncation()
+    model = portable_model(ready.network, weights)
+    ready.trainer.folder.save_model(model, tokenizer)
 
 
 def _summary(

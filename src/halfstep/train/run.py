@@ -187,6 +187,8 @@ def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
     job, world, config = trainer.job, trainer.world, trainer.job.plan.config
     if config.compare_fp32 is None:
         return None
+    if world.is_first:
+        print(f"comparing {config.compare_fp32} steps with fp32", flush=True)  # noqa: T201
 
     def new_trainer(choice: Choice) -> Trainer:
         torch.manual_seed(config.seed)

@@ -64,6 +64,8 @@ class ReportData:
     worst_examples: tuple[Table, ...]
     baseline: Table | None
     """Comparison of the model with a baseline."""
+    against_fp32: Table | None
+    """Time and memory of a step, in fp32 and at the level."""
     precision: Table
     records: Sequence[Mapping[str, Any]]
     """Steps and evaluations, as in metrics.jsonl."""
@@ -80,6 +82,7 @@ def page(report: ReportData) -> str:
     steps = [record for record in report.records if "event" not in record]
     evals = [record for record in report.records if record.get("event") == "eval"]
     baseline_tables = () if report.baseline is None else (report.baseline,)
+    against_fp32 = () if report.against_fp32 is None else (report.against_fp32,)
     charts, on_gpu = _charts(steps, evals), report.settings.get("device") == "cuda"
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
     memory = _memory(report.summary, on_gpu=on_gpu)
@@ -93,7 +96,7 @@ def page(report: ReportData) -> str:
         ),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
-        Section("Cost", tables=(*_cost(report.summary), *memory)),
+        Section("Cost", tables=(*against_fp32, *_cost(report.summary), *memory)),
         _skips(steps),
         Section("Precision", tables=(replace(report.precision, title=""),)),
         Section("Configuration", tables=(_settings(report.settings, report.chosen),)),
@@ -105,7 +108,8 @@ def page(report: ReportData) -> str:
 
 def _headline(report: ReportData) -> list[tuple[str, str, str]]:
     """Return the main results; those that the summary lacks are left out."""
-    summary, tiles = report.summary, list[tuple[str, str, str]]()
+    summary = report.summary
+    tiles: list[tuple[str, str, str]] = []
     score = summary.get("best_by")
     if score is not None:
         split, final = list(report.metrics.items())[-1]
@@ -115,12 +119,12 @@ def _headline(report: ReportData) -> list[tuple[str, str, str]]:
     if "ms" in summary.get("fp32", {}):
         facts = summary["fp32"]
         fp32_ms, ms = (facts["ms"][key] for key in ("fp32", "level"))
-        size, own = (facts["bytes"][key] / 2**20 for key in ("fp32", "level"))
-        times = f"{ms:.1f} ms against {fp32_ms:.1f} ms; +- {facts['time_spread']:.2f}"
-        sizes = f"{own:.0f} MiB against {size:.0f} MiB"
+        fp32_mib, mib = (facts["bytes"][key] / 2**20 for key in ("fp32", "level"))
+        times = f"{ms:.1f} ms against {fp32_ms:.1f} ms"
+        sizes = f"{mib:.0f} MiB against {fp32_mib:.0f} MiB"
         tiles += [
             ("time of a step", f"{facts['time_ratio']:.2f} x fp32", times),
-            ("memory of a step", f"{own / size:.2f} x fp32", sizes),
+            ("state and activations", f"{mib / fp32_mib:.2f} x fp32", sizes),
         ]
     elif summary.get("examples_per_s"):
         tiles.append(("speed", f"{summary['examples_per_s']:.0f} texts/s", ""))
