@@ -42,6 +42,9 @@ _SPARE_DEVICES = tuple(islice(filter(_is_spare, _CANDIDATE_DEVICES), _NUM_DEVICE
 _DEFAULT_DTYPES = {
     device: torch.get_autocast_dtype(device) for device in _SPARE_DEVICES
 }
+_CACHE_IGNORES_DTYPES = torch.__version__ < "2.13"
+"""The key of torch's cache of traced graphs on disk, `enable_autograd_cache`, lacks the
+dtypes of autocast; with 2.9.1 a policy got what another had compiled."""
 _MAX_NUMBER = len(_DIGIT_DTYPES) ** len(_SPARE_DEVICES) - 1
 
 _numbers = {TORCH: 0}
@@ -57,7 +60,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def enter(policy: Policy | None, *, casts: bool) -> tuple[int | None, Any]:
+def enter(policy: Policy | None, *, casts: bool) -> tuple[int | None, dict[str, Any]]:
     """Encode a policy, and make torch.compile trace backward passes without autocast.
 
     Why: by default it traces them under the autocast of the context around the compiled
@@ -68,27 +71,30 @@ def enter(policy: Policy | None, *, casts: bool) -> tuple[int | None, Any]:
         casts: Whether a policy casts; backward passes are left alone otherwise.
 
     Returns:
-        The number and the setting before, for `restore`; None: nothing to restore.
+        The number and torch's settings before, for `restore`; None: nothing to restore.
     """
     before = None if policy is None else _thread.number
     if policy is not None:
         if policy not in _numbers:
             _numbers[policy] = _new_number(policy)
         set_number(_numbers[policy])
+    settings: dict[str, Any] = {}
     config: Any = sys.modules.get("torch._functorch.config") if casts else None
-    setting = getattr(config, "backward_pass_autocast", None)
-    if setting != "same_as_forward":
-        return before, None
-    config.backward_pass_autocast = "off"  # noqa: S105 -- no password
-    return before, setting
+    if getattr(config, "backward_pass_autocast", None) == "same_as_forward":
+        settings["backward_pass_autocast"] = config.backward_pass_autocast
+        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
+    if _CACHE_IGNORES_DTYPES and getattr(config, "enable_autograd_cache", False):
+        settings["enable_autograd_cache"] = config.enable_autograd_cache
+        config.enable_autograd_cache = False
+    return before, settings
 
 
-def restore(before: int | None, setting: Any) -> None:  # noqa: ANN401
+def restore(before: int | None, settings: dict[str, Any]) -> None:
     """Undo an `enter`."""
     if before is not None:
         set_number(before)
-    if setting is not None:
-        sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]
+    for name, value in settings.items():
+        setattr(sys.modules["torch._functorch.config"], name, value)
 
 
 def number() -> int:

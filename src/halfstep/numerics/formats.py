@@ -190,6 +190,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
         yield from tensors_in(item)
 
 
+_TRACES_NO_IDENTITY = torch.__version__ < "2.13"
+
+
 class _NestedMap:
     """Applies a function to each tensor of a nested value, once per object."""
 
@@ -208,8 +211,9 @@ class _NestedMap:
         if not torch.compiler.is_compiling():
             return id(value)
         # Code that depends on the id of a model's output is recompiled at each call.
-        # torch.compile does not support `is` for tuples: each counts as a new one.
-        if not isinstance(value, tuple):
+        # torch.compile does not support `is` for tuples: each counts as a new one. That
+        # of 2.9 supports it for no container.
+        if not (isinstance(value, tuple) or _TRACES_NO_IDENTITY):
             for place, other in enumerate(self._traced):
                 if other is value:
                     return -1 - place
