@@ -512,7 +512,7 @@ BENCHES = {
                 "share of tokens masked (default as halfstep train)", None, float, "P"
             ),
             "max-length": commands.flag("tokens after which a text is cut", 192),
-            "seeds": commands.flag(_RUNS, 3),
+            "seeds": commands.flag(_RUNS, 2),
             "candidates": commands.names(NER),
             "device": commands.DEVICE,
         },
