@@ -145,7 +145,7 @@ def test_every_default_is_filled_in(split: Split) -> None:
     # None has a meaning of its own for these: all, the data's own, none.
     assert left == {
         *("data", "text_column", "label_column", "labels", "limit", "freeze"),
-        *("max_steps", "class_weights", "patience"),
+        *("max_steps", "class_weights", "patience", "compare_fp32"),
     }
 
 
