@@ -239,8 +239,8 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
                 why = facts[each]["absent"]
                 if why is not None:
                     absent[each] = why
-                    for kept in (processes, facts, seconds, passes):
-                        kept.pop(each, None)
+                    for by_name in (processes, facts, seconds, passes):
+                        by_name.pop(each, None)
                 if not seed:
                     measure.progress(f"{each}: {why or 'ready'}")
             losses.clear()
