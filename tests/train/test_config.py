@@ -203,7 +203,13 @@ def test_round_trip(others: dict[str, Any]) -> None:
 
 
 MAY_CHANGE = (
-    *("out", "keep", "workers", "tensorboard", "probe", "parallel", "compare_fp32"),
+    "out",
+    "keep",
+    "workers",
+    "tensorboard",
+    "probe",
+    "parallel",
+    "compare_fp32",
 )
 
 

@@ -11,6 +11,8 @@ from small_training import same, small_settings, steps_of, write_letters
 
 from halfstep.errors import UserError
 from halfstep.train import fp32_comparison
+from halfstep.train import run as run_module
+from halfstep.train.fp32_comparison import compare_with_fp32
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -75,8 +77,9 @@ def test_nothing_to_compare(settings: dict[str, Any], more: Any, note: str) -> N
     assert table.rows == ((note,),)
 
 
+@pytest.mark.parametrize("to_build", [False, True])
 def test_a_failure_costs_no_model(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, to_build: bool
 ) -> None:
     """Law: where memory is short for more models, the run is whole, and says so."""
 
@@ -84,7 +87,13 @@ def test_a_failure_costs_no_model(
         message = "3 GiB of memory\nhere and there"
         raise torch.OutOfMemoryError(message)
 
-    monkeypatch.setattr(fp32_comparison, "SavedBytes", fail)
+    def measured(_: object, *rest: Any) -> dict[str, Any]:
+        return compare_with_fp32(fail, *rest)
+
+    if to_build:
+        monkeypatch.setattr(run_module, "compare_with_fp32", measured)
+    else:
+        monkeypatch.setattr(fp32_comparison, "SavedBytes", fail)
     result = run(settings | LOW | {"compare_fp32": 2})
     assert result.summary["fp32"] == {"note": "OutOfMemoryError: 3 GiB of memory"}
     assert weights(result)

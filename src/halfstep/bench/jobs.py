@@ -236,6 +236,10 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
         bases = () if name == BASELINE else runs.get(BASELINE, ())
         both = zip(all_runs, bases, strict=False)
         pairs = [(a, b) for a, b in both if "diverged" not in {*a, *b}]
+        averages = {}
+        for part in parts:
+            shares = [100 * each["scores"][part] for each in own]
+            averages[f"{part} %"], _ = interval(shares)
         key = score.lower()
         value, half = interval([100 * each["scores"][key] for each in own])
         difference, its_half = interval(
@@ -252,12 +256,7 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
                 f"to {BASELINE}": difference,
                 f"+- to {BASELINE}": its_half,
                 "result": _result(difference, its_half),
-                **{
-                    f"{part} %": interval([100 * each["scores"][part] for each in own])[
-                        0
-                    ]
-                    for part in parts
-                },
+                **averages,
                 "dev loss": interval([each["dev_loss"] for each in own])[0],
                 f"loss to {BASELINE}": loss_difference,
                 "+- of loss": loss_half,

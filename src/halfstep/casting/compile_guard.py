@@ -44,7 +44,8 @@ _DEFAULT_DTYPES = {
 }
 _CACHE_IGNORES_DTYPES = torch.__version__ < "2.13"
 """The key of torch's cache of traced graphs on disk, `enable_autograd_cache`, lacks the
-dtypes of autocast; with 2.9.1 a policy got what another had compiled."""
+dtypes of autocast: with 2.9.1 a policy got what another had compiled. 2.10 to 2.12 were
+not tried."""
 _MAX_NUMBER = len(_DIGIT_DTYPES) ** len(_SPARE_DEVICES) - 1
 
 _numbers = {TORCH: 0}

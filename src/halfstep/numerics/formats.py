@@ -212,7 +212,7 @@ class _NestedMap:
             return id(value)
         # Code that depends on the id of a model's output is recompiled at each call.
         # torch.compile does not support `is` for tuples: each counts as a new one. That
-        # of 2.9 supports it for no container.
+        # of 2.9 supports it for no container; 2.10 to 2.12 were not tried.
         if not (isinstance(value, tuple) or _TRACES_NO_IDENTITY):
             for place, other in enumerate(self._traced):
                 if other is value:

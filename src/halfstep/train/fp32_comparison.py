@@ -9,11 +9,13 @@ from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.machine.recommendation import Choice, resolve
 from halfstep.policy.levels import O0
 from halfstep.reporting.table import Table
+from halfstep.scaling import LossScaleCollapse
 from halfstep.train.train_state import Timers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from halfstep.distributed.process_group import World
     from halfstep.train.loop import Trainer
     from halfstep.train.step_dataset import StepBatch
 
@@ -24,7 +26,7 @@ _SIDES = ("fp32", "level")
 
 
 def compare_with_fp32(
-    new_trainer: Callable[[Choice], Trainer], choice: Choice, steps: int, device: str
+    new_trainer: Callable[[Choice], Trainer], choice: Choice, steps: int, world: World
 ) -> dict[str, Any]:
     """Train the first steps of a run in fp32 and at its level, and measure them.
 
@@ -36,21 +38,24 @@ def compare_with_fp32(
         choice: The run's level and format.
         steps: Timed steps of each, >= 2, after three that are not timed. Skipped
             steps do not count, and the run may be shorter.
-        device: "cpu" or "cuda".
+        world: Ranks and device.
 
     Returns:
         Plain values for the summary; only "note" if there was nothing to compare.
+
+    Raises:
+        RuntimeError: With several ranks, as the others would wait for this one.
     """
     if not choice.level.low:
         return {"note": "the run is in fp32 itself"}
-    fp32 = resolve(O0.name, "auto", device)
-    trainers = [new_trainer(each) for each in (fp32, choice)]
-    steps_of_run = trainers[0].job.steps
-    last = min(_WARM_UP + steps, trainers[0].job.plan.total_steps)
-    seconds: tuple[list[float], list[float]] = ([], [])
+    fp32 = resolve(O0.name, "auto", world.device.type)
+    last = num_skipped = 0
+    pairs: list[list[float]] = []
     losses = [0.0, 0.0]
-    num_skipped = 0
     try:
+        trainers = [new_trainer(each) for each in (fp32, choice)]
+        steps_of_run = trainers[0].job.steps
+        last = min(_WARM_UP + steps, trainers[0].job.plan.total_steps)
         for number in range(1, last + 1):
             batch = steps_of_run[number]
             for each in trainers:  # the run has compiled for this length, fp32 has not
@@ -65,18 +70,19 @@ def compare_with_fp32(
             losses = [record["loss"] for record in records]
             skipped = any(record["skipped"] for record in records)
             if number > _WARM_UP and not skipped:
-                for own, spent in zip(seconds, times, strict=True):
-                    own.append(spent)
+                pairs.append(times)
             num_skipped += skipped
         sizes = [_passes(each, steps_of_run[1]) for each in trainers]
     except RuntimeError as error:  # a collapse, or no memory for two more models
-        return {"note": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    if len(seconds[0]) < _FEWEST:
+        if world.size > 1 and not isinstance(error, LossScaleCollapse):
+            raise
+        return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
+    if len(pairs) < _FEWEST:
         timed = f"{last} steps, {num_skipped} skipped, the first {_WARM_UP} not timed"
         return {"note": f"too few steps to compare: {timed}"}
-    ratios = [low / full for full, low in zip(*seconds, strict=True)]
+    ratios = [low / full for full, low in pairs]
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive")
-    milliseconds = [1000 * statistics.median(each) for each in seconds]
+    milliseconds = [1000 * statistics.median(each) for each in zip(*pairs, strict=True)]
     return {
         "steps": len(ratios),
         "skipped": num_skipped,

@@ -119,8 +119,7 @@ def finish_run(
     weights = ready.full_weights()
     checkpointing.run_on_first_rank(trainer.world, lambda: _save_model(ready, weights))
     summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
-    facts = compare_with_fp32()
-    against_fp32 = None
+    facts, against_fp32 = compare_with_fp32(), None
     if facts is not None:
         summary["fp32"] = facts
         against_fp32 = comparison_table(facts, choice)

@@ -199,8 +199,8 @@ def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
         session, _ = _session(network, plan, choice, world)
         return Trainer(session, job, world, trainer.folder)
 
-    steps, device = config.compare_fp32, world.device.type
-    return compare_with_fp32(new_trainer, trainer.session.choice, steps, device)
+    choice, steps = trainer.session.choice, config.compare_fp32
+    return compare_with_fp32(new_trainer, choice, steps, world)
 
 
 def pick_device(word: str) -> str:

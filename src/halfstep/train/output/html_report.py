@@ -108,9 +108,8 @@ def page(report: ReportData) -> str:
 
 def _headline(report: ReportData) -> list[tuple[str, str, str]]:
     """Return the main results; those that the summary lacks are left out."""
-    summary = report.summary
+    summary, score = report.summary, report.summary.get("best_by")
     tiles: list[tuple[str, str, str]] = []
-    score = summary.get("best_by")
     if score is not None:
         split, final = list(report.metrics.items())[-1]
         scores = {**final.scores, "loss": final.loss}
