@@ -94,8 +94,8 @@ def test_another_machine_is_rejected(earlier: Path) -> None:
     earlier.write_text(json.dumps(whole), encoding="utf-8")
     with pytest.raises(UserError, match="processor was Abacus there and is "):
         results.load_earlier(earlier, flags("scaler", SMALL))
-    with pytest.raises(UserError, match="workload was scaler there and is traces"):
-        results.load_earlier(earlier, flags("traces", ""))
+    with pytest.raises(UserError, match="workload was scaler there and is comm"):
+        results.load_earlier(earlier, flags("comm", ""))
 
 
 def test_no_run(tmp_path: Path) -> None:
@@ -140,9 +140,8 @@ def test_plots_that_cannot_be_drawn(
 
 REPEATED = {
     "autocast": "--sizes 3,5 --dtype fp16 --device cpu",
-    "accumulate": "--layers 2 --rounds 4 --candidates 'O1 lean,O1 torch' --device cpu",
-    "encoder": "--dropout 0.25 --heads 1 --device cpu",
     "recipe": "--candidates O2,pure --optimizer adamw --accumulate 4 --device cpu",
+    "encoder": "--candidates 'O1 lean,O1 torch' --dropout 0.25 --heads 1 --device cpu",
     "optimizer": "--forms split,torch-fused --optimizer adam --width 8 --device cpu",
     "quality": "--data x --share 0.5 --candidates O2-split,fp32 --device cpu",
     "ner": "--lr 1e-3 --mask-tokens 0.1 --batch-size 8 --device cpu",

@@ -182,7 +182,6 @@ BENCHES = {
     "recipe": Row(
         "recipe", "large linear layers: all levels, torch.amp, other libraries"
     ),
-    "accumulate": Row("recipe", "the same with several micro-batches a step"),
     "encoder": Row("encoder", "a BERT encoder", _TRANSFORMERS),
     "decoder": Row("decoder", "a small GPT", _TRANSFORMERS),
     "conv": Row("conv", "a small ResNet", _TRANSFORMERS),
@@ -197,7 +196,6 @@ BENCHES = {
         "jobs", "F1 of an entity tagger: formats, loss scales, learning rates", _TRAIN
     ),
     "comm": Row("comm", "bytes that two processes exchange in a step"),
-    "traces": Row("traces", "steps skipped under each library's loss scale rule"),
 }
 """Name on the command line -> workload."""
 
@@ -205,6 +203,7 @@ _EPILOG = """\
 examples:
   halfstep bench recipe                      a few minutes on two cores
   halfstep bench recipe --width 513          widths that are no multiple of 8
+  halfstep bench recipe --accumulate 8       eight micro-batches a step
   halfstep bench encoder --json now.json --plot now.svg
   halfstep bench encoder --json new.json --against now.json
 Each table ends with its conditions and with the command that repeats it. A difference \

@@ -387,7 +387,6 @@ CANDIDATES = {
     "O3": _session("16-bit weights without master weights", level="O3"),
     "O1 torch": _session("O1 with torch's op table", level="O1", policy="torch"),
     "O1 lean": _session("O1 with the lean op table", level="O1", policy="lean"),
-    "O2 lean": _session("O2 with the lean op table", level="O2", policy="lean"),
 }
 """Name -> candidate."""
 

@@ -1,4 +1,4 @@
-"""`halfstep bench recipe` and `bench accumulate`: torch's AMP recipe network.
+"""`halfstep bench recipe`: training steps of torch's AMP recipe network.
 
 A few large linear layers with ReLU and mean squared error, so that memory traffic
 matters as much as matmuls.
@@ -66,50 +66,25 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(inputs), targets)
 
 
-def _bench(
-    title: str,
-    description: str,
-    kinds: dict[str, loops.Candidate],
-    accumulate: int,
-    steps: int,
-) -> commands.Bench:
-    return training(
-        title=title,
-        description=description,
-        kinds=kinds,
+BENCHES = {
+    "recipe": training(
+        title="Mixed precision recipe",
+        description="Train a few large linear layers (torch's AMP recipe) at every "
+        "level, with every form of master weights, and with other libraries, each in "
+        "its own process; print time, memory and loss. Widths that are no multiple of "
+        "8, such as 513, show what alignment costs.",
+        kinds={n: c for n, c in loops.CANDIDATES.items() if " " not in n},
         flags={
             **commands.network(4096, 512),
-            "accumulate": commands.flag(commands.ACCUMULATE, accumulate),
+            "accumulate": commands.flag(commands.ACCUMULATE, 1),
             "optimizer": commands.choice("what updates the weights", *MOMENTUM),
-            "steps": commands.flag("steps of a candidate in a round", steps),
+            "steps": commands.flag("steps of a candidate in a round", 3),
             "rounds": commands.rounds(9),
         },
         make_model=make_network,
         draw_batches=draw_batches,
         make_optimizer=make_optimizer,
         loss_of=loss_of,
-        baselines=("torch.amp", "torch.amp-kept", "pure")[: 3 if steps > 1 else 1],
-    )
-
-
-_ACCUMULATE = ("torch.amp", "O1 torch", "O1 lean", "O2 lean")
-BENCHES = {
-    "recipe": _bench(
-        "Mixed precision recipe",
-        "Train a few large linear layers (torch's AMP recipe) at every level, with "
-        "every form of master weights, and with other libraries, each in its own "
-        "process; print time, memory and loss. Widths that are no multiple of 8, such "
-        "as 513, show what alignment costs.",
-        {n: c for n, c in loops.CANDIDATES.items() if " " not in n},
-        1,
-        3,
-    ),
-    "accumulate": _bench(
-        "Gradient accumulation",
-        "Train a few large linear layers with several micro-batches per step; print "
-        "time, memory, and how often tensors are cast.",
-        loops.pick(*_ACCUMULATE),
-        8,
-        1,
+        baselines=("torch.amp", "torch.amp-kept", "pure"),
     ),
 }

@@ -1,4 +1,6 @@
-"""`halfstep bench traces`: steps lost to overflow under each library's scale rule.
+"""Steps lost to overflow under each library's loss scale rule.
+
+    python benchmarks/loss_scale_rules.py [--steps N]
 
 A trace is the largest gradient of each step, recorded from a training run or synthetic.
 Each rule is applied to the same traces: a step is lost if its largest gradient times
@@ -8,7 +10,9 @@ reimplemented here; halfstep's is a LossScaler.
 
 from __future__ import annotations
 
+import argparse
 import math
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -18,14 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
-from halfstep.bench import commands, journal, measure, results
+from halfstep.bench import measure
 from halfstep.scaling import LossScaleCollapse, LossScaler, ScaleRule
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable, Iterator, Sequence
 
-    from halfstep.reporting.table import Cell, Table
+    from halfstep.reporting.table import Cell
 
 LARGEST = 65520.0
 """Half a unit above fp16's largest number, 65504: rounds to inf from here on."""
@@ -59,7 +62,7 @@ class LibraryRule:
     """Initial scale."""
     interval: int
     """Clean steps until the scale doubles."""
-    floor: float = 0.0
+    floor: float = 1.0
     """Smallest scale."""
     hysteresis: int = 1
     """Overflows until the scale is halved; only doubling restores it."""
@@ -80,19 +83,27 @@ class LibraryRule:
                 elif self.raises and scale <= self.floor:
                     return
                 else:
-                    scale = max(_fp32(scale / 2), self.floor)
+                    scale = max(scale / 2, self.floor)
                 continue
             clean += 1
             left = self.hysteresis if self.restores else left
             if clean == self.interval:
-                doubled = _fp32(scale * 2)
-                scale = doubled if math.isfinite(doubled) else scale
+                scale *= 2
                 clean, left = 0, self.hysteresis
         yield scale
 
 
-def _fp32(number: float) -> float:
-    return torch.tensor(number, dtype=torch.float32).item()
+def replay_torch(peaks: Sequence[float], first: float) -> Iterator[float]:
+    """Run the kernel of torch's GradScaler, with its defaults."""
+    scaler = torch.amp.GradScaler("cpu")
+    growth, backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    scale, tracker = torch.tensor(first), torch.tensor(0, dtype=torch.int32)
+    for peak in peaks:
+        yield scale.item()
+        found_inf = torch.tensor(float(overflows(peak, scale.item())))
+        interval = scaler.get_growth_interval()
+        torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+    yield scale.item()
 
 
 def replay_halfstep(
@@ -105,6 +116,7 @@ def replay_halfstep(
     scaler = LossScaler(rule)
     scaler.state = replace(scaler.state, scale=torch.tensor(first))
     weight = torch.ones((), requires_grad=True)
+    warnings.simplefilter("ignore")  # of traces with NaN
     for peak in peaks:
         loss = weight.half().float() * peak
         scaler.observe_loss(loss)
@@ -117,10 +129,9 @@ def replay_halfstep(
     yield scaler.state.scale.item()
 
 
-_DEEPSPEED = LibraryRule(2.0**16, 1000, floor=1.0, hysteresis=2, raises=True)
+_DEEPSPEED = LibraryRule(2.0**16, 1000, hysteresis=2, raises=True)
 LIBRARIES = {
-    "torch.amp": LibraryRule(2.0**16, 2000),
-    "Megatron": LibraryRule(2.0**32, 1000, floor=1.0, hysteresis=2),
+    "Megatron": LibraryRule(2.0**32, 1000, hysteresis=2),
     "DeepSpeed": _DEEPSPEED,
     "DeepSpeed, consecutive": replace(_DEEPSPEED, restores=True),
 }
@@ -133,6 +144,7 @@ RULES = {
     "halfstep, logmax": ScaleRule.parse("logmax"),
 }
 CANDIDATES: dict[str, tuple[float, Replay]] = {
+    "torch.amp": (2.0**16, replay_torch),
     **{name: (rule.first, rule.replay) for name, rule in LIBRARIES.items()},
     **{n: (r.init_scale, partial(replay_halfstep, r)) for n, r in RULES.items()},
 }
@@ -257,37 +269,27 @@ def _scale_text(last: float, used: list[float], lost: list[bool]) -> str:
     return f"2**{math.log2(last):g}"
 
 
-def tables(arguments: Namespace) -> list[Table]:
-    """Replay each trace under each rule."""
-    steps: int = arguments.steps
+def main() -> None:
+    """Replay each trace under each rule; print a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5000, help="of each trace")
+    steps: int = parser.parse_args().steps
     recorded = [record_trace(steps, reduction) for reduction in ("mean", "sum")]
-    traces = [*synthetic_traces(steps), *recorded]
-    notes = (
-        "steps lost: the largest gradient times the scale does not fit in fp16",
-        "steps to recover: longest stretch with the scale not right; -: it ends so",
-        "right: the largest power of two that is safe for the trace, or half of it",
-        "binades unused: mean of log2(largest safe scale / scale), steps lost left out",
-        "first scale: 2**14, which is safe, but in cold starts; recorded: each its own",
-        *results.conditions(arguments),
-    )
-    trace_tables = []
-    for trace in traces:
-        rows: list[dict[str, Cell]] = []
-        for name, (first, play) in CANDIDATES.items():
-            cells = replay(trace, first, play)
-            journal.record(f"{trace.name}: {name}", **cells)
-            rows.append({"rule": name, **cells})
-        more = notes if trace is traces[-1] else ()
-        trace_tables.append(measure.table(trace.name, rows, more, digits=2))
-        measure.progress(f"{trace.name}: done")
-    return trace_tables
+    for trace in [*synthetic_traces(steps), *recorded]:
+        rows = [
+            {"rule": name, **replay(trace, first, play)}
+            for name, (first, play) in CANDIDATES.items()
+        ]
+        print(measure.table(trace.name, rows, (), digits=2).text())  # noqa: T201
+    print(_NOTES)  # noqa: T201
 
 
-BENCHES = {
-    "traces": commands.Bench(
-        tables,
-        "Replay recorded and synthetic gradient maxima through the rules of "
-        "torch.amp, Megatron, DeepSpeed and halfstep; print skipped steps and scales.",
-        {"steps": commands.flag("steps of each trace", 5000)},
-    )
-}
+_NOTES = """
+steps lost: the largest gradient times the scale does not fit in fp16
+steps to recover: longest stretch with the scale not right; -: it ends so
+right: the largest power of two that is safe for the trace, or half of it
+binades unused: mean of log2(largest safe scale / scale), steps lost left out
+first scale: 2**14, which is safe, but in cold starts; recorded: each its own"""
+
+if __name__ == "__main__":
+    main()
