@@ -20,6 +20,8 @@ from halfstep.bench.jobs import NER, QUALITY, TRAIN
 from halfstep.machine import fp16_emulation, hardware
 from halfstep.masters import encoding
 from halfstep.scaling import LossScaleCollapse
+from halfstep.train.config import TrainConfig
+from halfstep.train.run import load_corpus
 from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
@@ -73,7 +75,8 @@ def result(score: float, seconds: float, mib: int, **more: float) -> dict[str, A
     scores = dict.fromkeys(("accuracy", "f1", "precision", "recall"), score)
     figures = {"scores": scores, "train_seconds": seconds, "peak_bytes": mib * MIB}
     figures |= {"seconds": seconds, "train_loss": 2.0, "examples_per_s": 64 / seconds}
-    return figures | {"dev_loss": 1.0, "skipped": 0} | more
+    figures |= {"steps": 10, "state_bytes": 10**8, "dtype": "fp32"}
+    return figures | {"dev_loss": 1.0, "skipped": 0, "floor_seconds": 2.5} | more
 
 
 DIVERGED = {"diverged": "the loss is nan"}
@@ -107,6 +110,7 @@ def test_score_table() -> None:
         "dev loss": 1.0,
         "time x fp32": None,
         "texts/s": 3.2,
+        "of floor": 0.125,
         "peak MiB": 20.0,
         "skipped": 0,
         "diverged": 0,
@@ -123,6 +127,7 @@ def test_score_table() -> None:
         "+- of loss": pytest.approx(ONE / 8),
         "time x fp32": 0.375,
         "texts/s": pytest.approx(9.6),
+        "of floor": 0.375,
         "peak MiB": 7.0,
         "skipped": 0,
         "diverged": 1,
@@ -146,8 +151,9 @@ def test_tables_without_a_baseline() -> None:
     runs = {"O2": O2, "O3": [DIVERGED] * 3}
     o2, o3 = jobs.score_table("Quality", "accuracy", runs, []).rows
     half, rate = pytest.approx(ONE * 12.5), pytest.approx(9.6)
-    assert o2 == ("O2", 50.0, half, *[None] * 3, 0.875, *[None] * 3, rate, 7.0, 0, 1)
-    assert o3 == ("O3", *[None] * 12, 3)
+    costs = (rate, 0.375, 7.0)
+    assert o2 == ("O2", 50.0, half, *[None] * 3, 0.875, *[None] * 3, *costs, 0, 1)
+    assert o3 == ("O3", *[None] * 13, 3)
 
 
 def test_one_seed() -> None:
@@ -165,10 +171,26 @@ def test_train_table() -> None:
     plain, ours = jobs.run_rows(runs)
     assert (plain["seconds"], plain["examples/s"], plain["x plain-amp"]) == (8, 8, 1)
     assert (ours["x plain-amp"], ours["x plain-fp32"]) == (4.0, None)
+    assert (ours["floor s"], ours["of floor"]) == (2.5, 1.25)
     assert (ours["peak MiB"], ours["dev accuracy"], ours["dev loss"]) == (1, 0.5, 1)
 
 
 # Runs
+
+
+def test_flops(texts: str) -> None:
+    """Law: a text has 6 FLOPs for each weight of a linear layer and token: by hand.
+
+    Texts of 3 to 9 letters and two special tokens have 8 tokens on average; "mini" has
+    four 32 x 32 and two 32 x 64 matrices, a pooler and a classifier of the first token,
+    and products of all tokens with all in attention: 2 x 32 FLOPs each, three times.
+    """
+    config = TrainConfig(data=texts, model="mini", epochs=2, dev_share=0.1)
+    data = load_corpus(config)
+    length, layer = 8, 4 * 32 * 32 + 2 * 32 * 64
+    first = 32 * 32 + 2 * 32
+    by_hand = 6 * (length * layer + first) + 3 * 2 * (2 * 32 * length**2)
+    assert jobs.matmul_flops(config, data) == by_hand * 2 * len(data.train)
 
 
 @pytest.fixture

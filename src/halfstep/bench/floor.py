@@ -49,25 +49,25 @@ class Floor:
         seconds = flops / (self.tflops[dtype] * 1e12)
         return 1e3 * (seconds + state_bytes / (self.copy_gbytes * 1e9))
 
-    def notes(self, dtype: str, gflop: str) -> list[str]:
-        """Return what the columns "floor ms", "of floor" and "MFU" mean.
+    def notes(self, gflop: str, of: str = "step") -> list[str]:
+        """Return what the columns "floor", "of floor" and "MFU" mean.
 
         Args:
-            dtype: Format of the matmuls.
             gflop: GFLOP of a step; "0": none of the candidates shows its passes.
+            of: What takes so many: "step" or "run".
         """
         if gflop == "0":
             return ["floor -: no candidate that ran shows the FLOPs of its passes"]
-        rates = ", ".join(f"{n} {self.tflops[n]:.3g}" for n in ("fp32", dtype))
+        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.tflops.items())
         return [
             (
-                "floor ms: matmuls and convolutions at the measured matmul rate of "
-                "their format, and one pass over weights and optimizer state at the "
-                "copy rate"
+                "floor: matmuls and convolutions at the measured matmul rate of their "
+                "format, and in each step one pass over weights and optimizer state "
+                "at the copy rate"
             ),
-            "of floor: floor ms / ms a step; MFU: of the matmuls alone",
+            "of floor: its share of the measured time; MFU: of the matmuls alone",
             (
-                f"{gflop} GFLOP a step; TFLOP/s: {rates}; "
+                f"{gflop} GFLOP a {of}; TFLOP/s: {rates}; "
                 f"copy: {self.copy_gbytes:.3g} GB/s"
             ),
         ]

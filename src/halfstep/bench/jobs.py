@@ -14,31 +14,34 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy import stats
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench import commands, journal, measure, results
+from halfstep.bench.floor import Floor
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
 from halfstep.distributed.process_group import World
 from halfstep.machine import fp16_emulation, hardware
+from halfstep.numerics import formats
 from halfstep.scaling import LossScaleCollapse
-from halfstep.train import model as train_model
 from halfstep.train.config import TrainConfig
-from halfstep.train.data import corpus, tokenized
+from halfstep.train.data import tokenized
 from halfstep.train.plan import lr_factor, resolve_plan
-from halfstep.train.run import run
+from halfstep.train.run import build_network, load_corpus, run
 from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from halfstep.reporting.table import Cell, Table
+    from halfstep.train.data.corpus import Corpus
 
 Run = Mapping[str, Any]
 """The result of a run; one that diverged has only "seed" and "diverged"."""
@@ -79,6 +82,7 @@ NER: dict[str, dict[str, Any]] = {
 BASELINE = "fp32"
 PADDED = 128
 """Tokens per text in the plain loop."""
+_STATE = ("weights", "masters", "moments")
 _EVAL_ONLY_AT_END = 2**31 - 1
 """Evaluation interval longer than any run: the last weights are evaluated, none are
 selected by dev score."""
@@ -121,6 +125,8 @@ def run_rows(runs: Runs) -> list[dict[str, Cell]]:
         {
             "candidate": name,
             "seconds": middle(name, "seconds"),
+            "floor s": middle(name, "floor_seconds"),
+            "of floor": middle(name, "floor_seconds") / middle(name, "seconds"),
             "examples/s": middle(name, "examples_per_s"),
             **{f"x {base}": speed(name, base) for base in PLAIN},
             "peak MiB": middle(name, "peak_bytes") / MIB,
@@ -178,20 +184,26 @@ def _run_all(
 ) -> tuple[Runs, list[str]]:
     """Run each candidate with each seed; return the results, and notes on the data."""
     common = {k: v for k, v in next(iter(tasks.values())).items() if k != "amp"}
-    data = load_corpus(TrainConfig(**common))  # fails early if the data are invalid
+    config = TrainConfig(**common)
+    data = load_corpus(config)  # fails early if the data are invalid
     split, texts = ("test", data.test) if data.test else ("dev", data.dev)
     evaluated = (
         f"{score}: of {len(texts)} {split} texts, by which nothing was chosen: the "
         f"last weights are evaluated; trained on {len(data.train)}"
     )
-    # Measured once here rather than in a candidate's time.
-    hardware.gemm_rates(getattr(arguments, "device", None))
+    # Rates are measured once here rather than in a candidate's time.
+    floor = Floor.measure(measure.pick_device(getattr(arguments, "device", None)))
+    flops = matmul_flops(config, data)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for number, seed in enumerate(seeds):
         for name in measure.order(tasks, number):
             task = {"settings": tasks[name] | {"seed": seed}}
             with WorkerProcess(name, __name__, task, {}) as process:
                 result = process.request()
+            if "diverged" not in result:
+                state, dtype = result["state_bytes"], result["dtype"]
+                ms = floor.ms(dtype, flops, result["steps"] * state)
+                result["floor_seconds"] = ms / 1e3
             journal.record(name, seed=seed, **result)
             runs[name].append(result)
             text = result.get("diverged") or (
@@ -200,23 +212,27 @@ def _run_all(
                 f"{result['seconds']:.1f} s, {result['peak_bytes'] / MIB:.0f} MiB"
             )
             measure.progress(f"run {number + 1}/{len(seeds)} {name}: {text}")
-    return runs, [evaluated, *results.conditions(arguments)]
-
-
-def load_corpus(config: TrainConfig) -> corpus.Corpus:
-    """Load the data of a run.
-
-    Raises:
-        UserError: If the data are invalid.
-    """
-    return corpus.load(
-        None if config.data is None else Path(config.data),
-        task=config.task,
-        label_names=None,
-        limit=config.limit,
-        dev_share=config.dev_share,
-        seed=config.seed,
+    notes = (
+        *floor.notes(f"{flops / 1e9:.4g}", "run"),
+        "GFLOP: without padding, whose cost is a part of what a run loses",
     )
+    return runs, [evaluated, *notes, *results.conditions(arguments)]
+
+
+def matmul_flops(config: TrainConfig, data: Corpus) -> float:
+    """Return the FLOPs of a run's matmuls, without those of padding.
+
+    One text of mean length, forward and backward, times the texts of all epochs. So
+    attention, which grows with the square of the length, is slightly underestimated.
+    """
+    network = build_network(config, data)
+    encoded = tokenized.encode_split(data.train, network.tokenizer, config.task)
+    plan = resolve_plan(config, data, _alone("cpu"), scratch=network.from_scratch)
+    length = min(round(encoded.lengths.mean()), network.tokenizer.model_max_length)
+    with FlopCounterMode(display=False) as counter:
+        output: Any = network.model(input_ids=torch.zeros(1, length, dtype=torch.long))
+        output.logits.sum().backward()
+    return float(counter.get_total_flops() * len(encoded) * plan.order.epochs)
 
 
 def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Table:
@@ -264,6 +280,9 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
                     [a["train_seconds"] / b["train_seconds"] for a, b in pairs]
                 ),
                 "texts/s": median([each["examples_per_s"] for each in own]),
+                "of floor": median(
+                    [each["floor_seconds"] / each["seconds"] for each in own]
+                ),
                 "peak MiB": median([each["peak_bytes"] / MIB for each in own]),
                 "skipped": sum(each["skipped"] for each in own) if own else None,
                 "diverged": len(all_runs) - len(own),
@@ -308,6 +327,10 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     return statistics.fmean(values), stats.t.ppf(0.975, len(values) - 1).item() * error
 
 
+def _alone(device: str) -> World:
+    return World(0, 1, torch.device(device))
+
+
 # One run, in its own process
 
 
@@ -348,6 +371,9 @@ def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         "scores": {k: v for k, v in scores.items() if isinstance(v, float)},
         "dev_loss": summary["dev"]["loss"],
         "skipped": summary["skipped"],
+        "steps": summary["steps"],
+        "state_bytes": sum(summary["memory"][part] for part in _STATE),
+        "dtype": "fp32" if emulated else summary["dtype"],
         "seconds": seconds,
         "train_seconds": summary["train_seconds"],
         "examples_per_s": result.examples / seconds,
@@ -367,17 +393,9 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     config = TrainConfig(**{k: v for k, v in settings.items() if k != "amp"})
     data = load_corpus(config)
     torch.manual_seed(config.seed)
-    network = train_model.build(
-        config.model,
-        partial(tokenized.character_counts, data.train),
-        data.labels,
-        head="SequenceClassification",
-        max_length=PADDED,
-        dropout=None,
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    alone = World(0, 1, torch.device(device))
-    plan = resolve_plan(config, data, alone, scratch=network.from_scratch)
+    network = build_network(replace(config, max_length=PADDED), data)
+    device = hardware.capabilities().device
+    plan = resolve_plan(config, data, _alone(device), scratch=network.from_scratch)
 
     def collate(examples: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
         batch = network.tokenizer(
@@ -431,6 +449,9 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         "scores": {"accuracy": accuracy},
         "dev_loss": dev_loss,
         "skipped": skipped,
+        "steps": len(losses),
+        "state_bytes": 3 * 4 * sum(param.numel() for param in net.parameters()),
+        "dtype": formats.parse(low_dtype).name if amp else "fp32",
         "seconds": seconds,
         "examples_per_s": settings["epochs"] * len(train_examples) / seconds,
     }
@@ -464,6 +485,7 @@ def _data(what: str) -> commands.Flags:
 
 
 _EPOCHS = commands.flag("passes over the data (default as halfstep train)")
+_NER_EPOCHS = 15  # so that the default table takes less than an hour on two cores
 BENCHES = {
     "train": commands.Bench(
         train,
@@ -499,7 +521,7 @@ BENCHES = {
         "confidence intervals, precision, recall, memory and speed.",
         {
             **_data("entities"),
-            "epochs": _EPOCHS,
+            "epochs": commands.flag("passes over the data", _NER_EPOCHS),
             "batch-size": commands.flag("texts of one step", 32),
             "lr": commands.flag(
                 "learning rates, a table each; a pretrained model needs lower ones",

@@ -176,7 +176,7 @@ def tables(arguments: Namespace) -> list[Table]:
             )
     notes = (
         f"{measure.in_turn(arguments.rounds)} to {BASELINE}",
-        *floor.notes(arguments.dtype, ", ".join(gflop)),
+        *floor.notes(", ".join(gflop)),
         "casts: copies to another dtype in a step, by torch's profiler",
         "ms of passes: forward and backward, no update; predicted: by the plan",
         *results.conditions(arguments),

@@ -131,7 +131,7 @@ def tables(arguments: Namespace) -> list[Table]:
     notes = (
         f"{measure.in_turn(rounds)} to {first}; result: against {first}",
         "O: halfstep; other libraries as their documentation shows them",
-        *floor.notes(arguments.dtype, f"{got.flops / 1e9:.4g}"),
+        *floor.notes(f"{got.flops / 1e9:.4g}"),
         f"peak: {_PEAK[arguments.device]}",
         "saved: bytes saved for the backward pass of a micro-batch, without weights",
         "casts: copies to another dtype in a step's passes, by torch's profiler",
