@@ -528,7 +528,6 @@ def test_data_and_tables() -> None:
         "Check before training",
         "Gradients against fp32, by module",
         "Loss scales",
-        "Ranges",
         "Time and memory",
         "Findings",
     ]

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.diagnostics.preflight.comparison import worst_first
 from halfstep.parity.candidate import PERTURBED, REFERENCE
 from halfstep.parity.equivalence import Verdict, judge
 from halfstep.reporting import html, json_fields
@@ -194,7 +195,7 @@ class Comparison:
             for run in self.runs
             if run.seed == self.seeds[0]
             for each in run.gradients
-            for one in (each.overall, *each.worst(num_modules))
+            for one in (each.overall, *worst_first(each.modules)[:num_modules])
         ]
         columns = ("level", "step", "module", "cosine", "SQNR dB", "lost")
         notes = (

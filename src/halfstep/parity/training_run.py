@@ -90,12 +90,6 @@ class Gradients:
     modules: tuple[GradientSimilarity, ...]
     """By the module that owns the parameters."""
 
-    def worst(self, count: int) -> list[GradientSimilarity]:
-        """Return the modules with the lowest cosines, NaN first."""
-        key = [(not math.isnan(one.cosine), one.cosine) for one in self.modules]
-        order = sorted(range(len(key)), key=key.__getitem__)
-        return [self.modules[index] for index in order[:count]]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy
 
@@ -68,6 +68,11 @@ def compare_gradients(
     layers = tuple(_similarity(name, sizes[name], row) for name, row in groups.items())
     rows = [*groups.values()] or [torch.zeros(6, dtype=torch.float64)]
     return _similarity("all", sum(sizes.values()), torch.stack(rows).sum(0)), layers
+
+
+def worst_first(rows: Iterable[GradientSimilarity]) -> list[GradientSimilarity]:
+    """Return the rows in the order of their cosines, NaN first."""
+    return sorted(rows, key=lambda row: (not math.isnan(row.cosine), row.cosine))
 
 
 def _sums(x: Tensor, q: Tensor) -> Tensor:
@@ -137,58 +142,36 @@ class OutputError:
     rule: str = ""
     """Rule that fixes it; "" if none does."""
 
-
-@dataclass
-class _Call:
-    """Samples of a module's inputs and outputs in one call."""
-
-    path: str
-    kind: str
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the output is wrong for correct inputs."""
+        return self.error > FAR and self.inputs <= _CLOSE
 
 
-def first_output_error(
+def output_errors(
     fp32_copy: ModelCopy, low_copy: ModelCopy, loss_fn: LossFn, batch: object
-) -> OutputError | None:
-    """Return the first module with a wrong output for correct inputs.
+) -> Iterator[OutputError]:
+    """Yield the errors of each module call, in the order in which modules return.
 
-    First in the order in which modules return.
+    None if the two passes ran different modules.
     """
     right, low = (_calls(each, loss_fn, batch) for each in (fp32_copy, low_copy))
-    if [each.path for each in right] != [each.path for each in low]:
-        return None  # the two passes ran different modules
-    for one, other in zip(right, low, strict=True):
-        inputs = _error(one.inputs, other.inputs)
-        error = _error(one.outputs, other.outputs)
-        if error > FAR and inputs <= _CLOSE:
-            return OutputError(one.path, one.kind, error, inputs)
-    return None
+    if [path for path, *_ in right] == [path for path, *_ in low]:
+        for (path, kind, *samples), (_, _, *others) in zip(right, low, strict=True):
+            inputs, error = map(_error, samples, others)
+            yield OutputError(path, kind, error, inputs)
 
 
-def error_of(
-    path: str,
-    fp32_copy: ModelCopy,
-    low_copy: ModelCopy,
-    loss_fn: LossFn,
-    batch: object,
-) -> float:
-    """Return the largest error of the outputs of one module."""
-    right, low = (_calls(each, loss_fn, batch) for each in (fp32_copy, low_copy))
-    pairs = zip(right, low, strict=False)
-    errors = (_error(a.outputs, b.outputs) for a, b in pairs if a.path == path)
-    return max(errors, default=0.0)
-
-
-def _calls(model_copy: ModelCopy, loss_fn: LossFn, batch: object) -> list[_Call]:
-    """Return the module calls of a forward pass, in the order they return."""
-    calls: list[_Call] = []
+def _calls(
+    model_copy: ModelCopy, loss_fn: LossFn, batch: object
+) -> list[tuple[str, str, list[Tensor], list[Tensor]]]:
+    """Return path, type and samples of inputs and outputs of each module call."""
+    calls: list[tuple[str, str, list[Tensor], list[Tensor]]] = []
     paths = {module: path for path, module in model_copy.model.named_modules()}
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ANN401
-        call = _Call(paths[module], type(module).__name__)
-        call.inputs, call.outputs = _sample((args, kwargs)), _sample(output)
-        calls.append(call)
+        samples = _sample((args, kwargs)), _sample(output)
+        calls.append((paths[module], type(module).__name__, *samples))
 
     model_copy.forward(loss_fn, batch, after)
     return calls

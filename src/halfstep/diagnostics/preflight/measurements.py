@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Range:
-    """The largest values of one module in fp32."""
-
-    path: str
-    kind: str
-    """Class name."""
-    output: float
-    """Largest absolute value of its outputs."""
-    gradient: float
-    """Largest absolute value of their gradients, unscaled; NaN without gradients."""
-
-
-@dataclass(frozen=True)
 class ScalePoint:
     """The predicted effect of one loss scale on the gradients measured in fp32."""
 
@@ -110,7 +97,6 @@ class Facts:
     """Similarity of fp32 gradients of two halves of the batch, or of two batches."""
     noise_layers: tuple[GradientSimilarity, ...] = ()
     noise_of: str = "two halves of the batch"
-    ranges: tuple[Range, ...] = ()
     cost_fp32: Cost | None = None
     cost: Cost | None = None
     ratios: tuple[float, ...] = ()

@@ -14,7 +14,7 @@ import torch
 
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.preflight.comparison import compare_gradients
-from halfstep.diagnostics.preflight.measurements import Cost, Facts, Range, ScalePoint
+from halfstep.diagnostics.preflight.measurements import Cost, Facts, ScalePoint
 from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
 from halfstep.diagnostics.preflight.rules import (
@@ -203,7 +203,6 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
         default_scale=search.default,
         scale=search.default,
         curve=_curve(seen, [search.default, *_CURVE]) if scaled else (),
-        ranges=_ranges(search),
         dropout_off=plain.device.type != "cpu",
     )
     if not (facts.finite_fp32 and facts.learns and choice.level.low):
@@ -302,20 +301,6 @@ def _curve(
             )
         )
     return tuple(points)
-
-
-def _ranges(search: ScaleSearch) -> tuple[Range, ...]:
-    """Return the largest outputs and gradients of each module in fp32."""
-    peaks: dict[str, float] = {}
-    for one in search.fp32_passes:
-        for name, peak in one.peaks.items():
-            peaks[name] = max(peaks.get(name, 0.0), peak)
-    named = [(path, kind, path or "model") for path, kind in search.kinds.items()]
-    return tuple(
-        Range(path, kind, peaks[f"{name}:output"], peaks.get(f"{name}:grad", math.nan))
-        for path, kind, name in named
-        if f"{name}:output" in peaks
-    )
 
 
 class StepError(Exception):

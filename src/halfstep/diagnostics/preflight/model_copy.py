@@ -21,7 +21,6 @@ from halfstep.diagnostics.preflight.validation import (
     check_loss,
     is_leaf,
 )
-from halfstep.diagnostics.probe.hooks import Hooks
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
 from halfstep.diagnostics.replay.search import find_nonfinite, find_overflow
 from halfstep.errors import UserError
@@ -60,8 +59,6 @@ class Pass:
     gradients: dict[str, Tensor]
     """Parameter name -> gradient: fp32, unscaled, dense."""
     gradients_finite: bool
-    peaks: dict[str, float]
-    """Name of a probe -> largest finite magnitude; empty if not `probed`."""
     histogram: Tensor
     """Exponents (`numerics.exponents`) of unscaled gradients in the copy's format, of
     activations and parameters; zeros if not counted. int64, shape (BINS,), CPU."""
@@ -146,7 +143,6 @@ class ModelCopy:
         *,
         others: frozenset[int] = frozenset(),
         counted: bool = True,
-        probed: bool = False,
     ) -> Pass:
         """Run a forward and backward pass; weights do not change.
 
@@ -156,13 +152,11 @@ class ModelCopy:
             scale: Loss scale, a power of two.
             others: id() of parameters that the loss must not depend on.
             counted: Count exponents, which takes about as long as the pass.
-            probed: Record the ranges of modules.
         """
         self.begin(scale)
         session, saved = self.session, SavedBytes(self.model)
         exponents = _GradientExponents(self._low if counted else None)
-        peaks: dict[str, float] = {}
-        with self._products(), _reading_peaks(self.model, peaks, on=probed):
+        with self._products():
             with session.autocast(), saved.counting():
                 loss = loss_fn(session.model, batch)
                 check_loss(loss, others)
@@ -177,7 +171,6 @@ class ModelCopy:
             scale,
             gradients,
             all(bool(torch.isfinite(one).all()) for one in gradients.values()),
-            peaks,
             unscale_histogram(exponents.total(), power),
             saved.bytes,
         )
@@ -339,24 +332,6 @@ def _disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             module.dropout = 0.0
-
-
-@contextlib.contextmanager
-def _reading_peaks(
-    model: nn.Module, peaks: dict[str, float], *, on: bool
-) -> Iterator[None]:
-    """Record the largest magnitudes of outputs and gradients, by names of a probe."""
-    if not on:
-        yield
-        return
-    hooks = Hooks(model, (), full=True)
-    try:
-        yield
-    finally:
-        hooks.detach()
-    for (number, _), counts in hooks.records.stats.items():
-        name = hooks.names[number]
-        peaks[name] = max(peaks.get(name, 0.0), counts.extremes[0].item())
 
 
 @contextlib.contextmanager

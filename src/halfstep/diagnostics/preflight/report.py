@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from halfstep.diagnostics.preflight.comparison import worst_first
 from halfstep.diagnostics.preflight.rules import NOTHING, power, spread
 from halfstep.reporting import json_fields
 from halfstep.reporting.finding import findings_table
@@ -48,10 +48,10 @@ class CheckReport:
         return "\n".join([f"{self.facts.words}: {self.verdict}", *lines])
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the verdict, gradients by layer, loss scales, ranges and costs."""
+        """Return the verdict, gradients by layer, loss scales and costs."""
         facts = self.facts
-        tables = [_summary(self), _layers(facts), _scales(facts), _ranges(facts)]
-        tables += [_costs(facts), findings_table(self.findings)]
+        tables = [_summary(self), _layers(facts), _scales(facts), _costs(facts)]
+        tables.append(findings_table(self.findings))
         return tuple(table for table in tables if table.rows)
 
     def data(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _summary(report: CheckReport) -> Table:
 
 def _layers(facts: Facts) -> Table:
     noise = {one.where: one.cosine for one in facts.noise_layers}
-    worst = sorted(facts.layers, key=lambda one: _with_nan(one.cosine, -math.inf))
+    worst = worst_first(facts.layers)
     total_norm = facts.gradients.norm if facts.gradients is not None else 0.0
     rows = tuple(
         (
@@ -134,10 +134,6 @@ def _layers(facts: Facts) -> Table:
     return Table("Gradients against fp32, by module", columns, rows, notes, digits=5)
 
 
-def _with_nan(value: float, nan: float) -> float:
-    return nan if math.isnan(value) else value
-
-
 def _scales(facts: Facts) -> Table:
     rows = tuple(
         (
@@ -151,25 +147,6 @@ def _scales(facts: Facts) -> Table:
     columns = ("loss scale", "become zero", "lose bits", "headroom, binades")
     note = f"What {facts.dtype} would make of the gradients that fp32 has."
     return Table("Loss scales", columns, rows, (note,), digits=0)
-
-
-def _ranges(facts: Facts) -> Table:
-    if facts.format.max > 1e6:  # noqa: PLR2004 -- bf16 and fp32 reach as far
-        return Table("", ("module",), ())
-    largest = sorted(facts.ranges, key=lambda one: -_with_nan(one.output, math.inf))
-    rows = tuple(
-        (
-            one.path or "model",
-            one.kind,
-            f"{one.output:.3g}",
-            f"{one.output / facts.format.max:.2%}",
-            f"{one.gradient:.3g}",
-        )
-        for one in largest[:_MAX_TABLE_ROWS]
-    )
-    columns = ("module", "type", "output up to", "of the format", "gradient up to")
-    note = f"In fp32; {facts.dtype} holds {facts.format.max:g}."
-    return Table("Ranges", columns, rows, (note,))
 
 
 def _costs(facts: Facts) -> Table:

@@ -12,8 +12,7 @@ import torch
 from halfstep.diagnostics.preflight.comparison import (
     FAR,
     compare_gradients,
-    error_of,
-    first_output_error,
+    output_errors,
 )
 from halfstep.diagnostics.preflight.rules import COSINE_WARN
 from halfstep.diagnostics.preflight.validation import misplaced, raised
@@ -27,7 +26,7 @@ from halfstep.policy.rules import Policy, Rule
 from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -149,7 +148,6 @@ class ScaleSearch:
             scale,
             others=self._others,
             counted=self._scaled,
-            probed=model_copy is self.fp32_copy,
         )
         # Other gradients are not compared and would only take memory.
         return one if number < _COMPARED else replace(one, gradients={})
@@ -205,10 +203,10 @@ class ScaleSearch:
 
     def output_error(self, trial: ScaleTrial) -> OutputError | None:
         """Return the first module with a wrong output, and the rule that fixes it."""
-        low, batch = trial.model_copy, self.batches[0]
-        if low is None:
+        if trial.model_copy is None:
             return None
-        worst = first_output_error(self.fp32_copy, low, self.loss_fn, batch)
+        errors = self._output_errors(trial.model_copy)
+        worst = next((each for each in errors if each.is_wrong), None)
         if worst is None or not worst.path:
             return worst
         rule = f"module:{worst.path}=fp32"
@@ -217,8 +215,13 @@ class ScaleSearch:
             cured = self._make(choice=self.choice, policy=policy)
         except UserError:  # the level rejects the rule
             return worst
-        error = error_of(worst.path, self.fp32_copy, cured, self.loss_fn, batch)
-        return replace(worst, rule=rule) if error <= FAR else worst
+        errors = self._output_errors(cured)
+        own = (each.error for each in errors if each.path == worst.path)
+        return replace(worst, rule=rule) if max(own, default=0.0) <= FAR else worst
+
+    def _output_errors(self, low_copy: ModelCopy) -> Iterator[OutputError]:
+        batch = self.batches[0]
+        return output_errors(self.fp32_copy, low_copy, self.loss_fn, batch)
 
     def _trial(self, policy: Policy) -> ScaleTrial:
         try:
