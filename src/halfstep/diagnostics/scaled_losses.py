@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from halfstep.nonfinite.domains import UNSCALE
+from halfstep.nonfinite.graph import nodes_of
 from halfstep.reporting.finding import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from torch.optim import Optimizer
+
+    from halfstep.nonfinite.graph import Edge
 
 RULE = "loss scale"
 _PROPORTIONAL = 0.1
@@ -41,54 +43,35 @@ class ScaledLosses:
         """Graph node of a scaled loss -> id() of its scaler."""
         self._waiting: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """id() of a parameter with a gradient -> id() of its scaler, 0 for none."""
-        self._is_nested = self._asked = False
         self._has_checked_functions = False
-        self.is_in_backward = False
-        """Whether a backward pass runs, as opposed to `torch.autograd.grad`."""
 
     def _add(self, measured: str, advice: str) -> None:
         where, source = "the step", "its graphs"
         self._say(Finding("error", RULE, where, measured, "", source, advice, 0.9))
 
-    def begin_step(self) -> None:
-        """Drop the graphs of the last step."""
-        self._scaled.clear()
-        self._is_nested = self._asked = False
-
     def end_step(self) -> None:
-        """Report a gradient penalty computed from gradients that are still scaled."""
-        if self._is_nested and not self._asked:
-            self._add(
-                "a gradient of a scaled loss is part of a loss that is scaled again, "
-                "and scaler.get_scale() was not asked: the penalty is taken of "
-                "gradients times the scale",
-                UNSCALE,  # the advice of CallOrderWatch: it deduplicates findings
-            )
+        """Drop the graphs of the step."""
         self._scaled.clear()
-
-    def on_get_scale(self) -> None:
-        """Record that the program read the scale."""
-        self._asked = True
 
     def on_scale(self, scaler: object, scaled: Tensor) -> None:
         """Record a scaled loss."""
         if scaled.grad_fn is not None:
             self._scaled[scaled.grad_fn] = id(scaler)
-            scaled.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-
-    def _on_gradient(self, _: Tensor) -> None:
-        """Record whether a gradient of a scaled loss is taken with create_graph."""
-        self._is_nested |= torch.is_grad_enabled() and not self.is_in_backward
 
     def on_backward(self, loss: object) -> None:
         """Check the scalers of all gradients that a backward pass adds to."""
         node = loss.grad_fn if isinstance(loss, Tensor) else None
         if node is None or not (self._scaled or self._waiting):
             return
-        by_scaler = {0: list(walk([node], without=self._scaled))}
-        for each in by_scaler[0]:
-            if each in self._scaled:
-                by_scaler.setdefault(self._scaled[each], []).extend(walk([each]))
+        scaled = {node} & self._scaled.keys()
+
+        def is_unscaled(edge: Edge) -> bool:
+            scaled.update({edge[0]} & self._scaled.keys())
+            return edge[0] not in scaled
+
+        by_scaler = {0: [] if scaled else nodes_of(node, is_unscaled)}
+        for each in scaled:
+            by_scaler.setdefault(self._scaled[each], []).extend(nodes_of(each))
         seen: dict[int, int] = {}
         for scaler, nodes in by_scaler.items():
             for param in _leaves(nodes):
@@ -127,9 +110,10 @@ class ScaledLosses:
 
     def _check_functions(self, loss: Tensor) -> None:
         """Check that the backward of custom functions is linear in its gradient."""
+        nodes: list[Any] = nodes_of(loss.grad_fn)
         kinds = {
             type(node)._forward_cls  # type: ignore[attr-defined] # noqa: SLF001
-            for node in walk([loss.grad_fn])
+            for node in nodes
             if isinstance(node, BackwardCFunction)
         }
         theirs = [each for each in kinds if each.__module__.split(".")[0] != "torch"]
@@ -137,7 +121,7 @@ class ScaledLosses:
         if not theirs or recomputes or self._has_checked_functions:
             return
         self._has_checked_functions = True
-        params = [each for each in _leaves(walk([loss.grad_fn])) if each.numel()]
+        params = [each for each in _leaves(nodes) if each.numel()]
         norms = []
         with contextlib.suppress(RuntimeError):  # the program's own pass raises it
             for factor in (1.0, 0.5):
@@ -161,21 +145,6 @@ def _same(one: float, other: float) -> bool:
     """Return whether two norms agree; True also if one is non-finite."""
     difference = abs(one - other)
     return not difference > _PROPORTIONAL * max(one, other)
-
-
-def walk(nodes: Iterable[Any], without: dict[Any, int] | None = None) -> Iterator[Any]:
-    """Yield the nodes of a graph; do not descend below the nodes in `without`."""
-    to_visit = list(nodes)
-    seen = set(to_visit)
-    while to_visit:
-        node = to_visit.pop()
-        yield node
-        if without is not None and node in without:
-            continue
-        for each, _ in node.next_functions:
-            if each is not None and each not in seen:
-                seen.add(each)
-                to_visit.append(each)
 
 
 def _leaves(nodes: Iterable[Any]) -> list[Tensor]:

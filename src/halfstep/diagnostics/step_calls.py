@@ -29,6 +29,7 @@ from torch.utils import _pytree
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.casting import dtype_mismatch
 from halfstep.diagnostics import low_precision_sums, rounded_state, scaled_losses
+from halfstep.nonfinite.graph import nodes_of, saved_numbers
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import call_order
@@ -121,7 +122,6 @@ class StepCalls:
             "unscale_": self._unscale,
             "step": self._step,
             "update": self._update,
-            "get_scale": lambda *_: self._losses.on_get_scale(),
         }
         hooks = (
             register_optimizer_step_pre_hook(self._before_update),
@@ -149,7 +149,6 @@ class StepCalls:
         """Check the calls of the one step that runs inside."""
         self._is_watching, self._meets = True, False
         self._sums.on_step()
-        self._losses.begin_step()
         try:
             yield
         finally:
@@ -169,13 +168,8 @@ class StepCalls:
         self.end_update()
         if self._is_watching:
             self._on_backward(loss)
-        self._losses.is_in_backward = True
-        params = params if self._is_watching else ()
-        try:
-            with self._grads.backward_pass(params):
-                yield
-        finally:
-            self._losses.is_in_backward = False
+        with self._grads.backward_pass(params if self._is_watching else ()):
+            yield
         if self._is_observed():
             self._look(after_backward=True)
 
@@ -217,7 +211,9 @@ class StepCalls:
         if self.scalers:
             self._losses.on_backward(loss)
         elif isinstance(loss, Tensor):
-            self.scale_by_hand = max(self.scale_by_hand, _scale_of(loss))
+            factors = [n for _, n in saved_numbers(loss.grad_fn, "Mul")]
+            powers = [n for n in factors if n >= _LEAST_SCALE and not math.log2(n) % 1]
+            self.scale_by_hand = max(self.scale_by_hand, *powers, 1.0)
         for optimizer in list(self._stale):
             if all(bool(each.isfinite().all()) for each in gradients_of(optimizer)):
                 del self._stale[optimizer]
@@ -226,7 +222,8 @@ class StepCalls:
 
     def _check_log_softmax(self, loss: Tensor) -> None:
         """Report 16-bit log-probabilities, except those inside a cross entropy."""
-        for node in scaled_losses.walk([loss.grad_fn] if loss.grad_fn else []):
+        nodes: list[Any] = nodes_of(loss.grad_fn)
+        for node in nodes:
             for argument, _ in node.next_functions:
                 name = "" if argument is None else argument.name()
                 if name.startswith("LogSoftmax") and "NllLoss" not in node.name():
@@ -430,17 +427,6 @@ class StepCalls:
 
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _scale_of(loss: Tensor) -> float:
-    """Return the power of two that a loss was multiplied by, or 1."""
-    node = loss.grad_fn
-    if type(node).__name__ != "MulBackward0":
-        return 1.0
-    saved = (getattr(node, f"_saved_{name}") for name in ("self", "other"))
-    scalars = (float(one) for one in saved if isinstance(one, Tensor) and not one.dim())
-    scales = (one for one in scalars if one >= _LEAST_SCALE and math.log2(one) % 1 == 0)
-    return max(scales, default=1.0)
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

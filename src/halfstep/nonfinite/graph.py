@@ -136,7 +136,7 @@ def loss_scale_of(output: Tensor) -> float:
     """
     node = output.grad_fn
     while node is not None:
-        for dtype, number in _numbers(node, "Mul"):
+        for dtype, number in saved_numbers(node, "Mul"):
             if dtype == torch.float32 and math.frexp(number)[0] == 0.5:  # noqa: PLR2004
                 return number
         edges = _edges(node)
@@ -150,23 +150,32 @@ def is_unscaled(loss: Tensor, scale: float) -> bool:
     Division by the scale or its square, perhaps times a weight, is recognized as a
     factor of at least the square root of the scale. Synchronizes with the device.
     """
-    nodes = nodes_of(loss)
-    multiplied = [n for node in nodes for _, n in _numbers(node, "Mul")]
-    divided = [n for node in nodes for _, n in _numbers(node, "Div")]
+    nodes = nodes_of(loss.grad_fn)
+    multiplied = [n for node in nodes for _, n in saved_numbers(node, "Mul")]
+    divided = [n for node in nodes for _, n in saved_numbers(node, "Div")]
     root = math.sqrt(scale)
     return any(0 < abs(n) * root <= 1 for n in multiplied) or any(
         abs(n) >= root for n in divided
     )
 
 
-def nodes_of(loss: Tensor) -> set[Node]:
-    """Return the autograd nodes behind a loss."""
-    return _upstream(loss.grad_fn, lambda _: True) if loss.grad_fn else set()
+def nodes_of(
+    root: Node | None, follows: Callable[[Edge], bool] = lambda _: True
+) -> list[Node]:
+    """Return a node and all nodes upstream along edges that `follows` accepts."""
+    nodes = dict.fromkeys([root] if root else ())
+    pending = [*nodes]
+    while pending:
+        for edge in _edges(pending.pop()):
+            if edge[0] not in nodes and follows(edge):
+                nodes[edge[0]] = None
+                pending.append(edge[0])
+    return [*nodes]
 
 
-def _numbers(node: Node, kind: str) -> list[tuple[torch.dtype, float]]:
+def saved_numbers(node: Node | None, kind: str) -> list[tuple[torch.dtype, float]]:
     """Return the saved one-element operands, with dtypes, if a node is of this kind."""
-    if not node.name().startswith(f"{kind}Backward"):
+    if node is None or not node.name().startswith(f"{kind}Backward"):
         return []
     numbers = []
     for name in ("other", "self"):
@@ -364,7 +373,7 @@ class _Graph:
 
     def __init__(self, loss: Tensor, root: Node, name_of: Namer, policy: str) -> None:
         self.root, self.name_of, self.policy = root, name_of, policy
-        nodes = _upstream(root, lambda _: True)
+        nodes = nodes_of(root)
         order = sorted(nodes, key=lambda node: node._sequence_nr())  # noqa: SLF001
         self.ops = {node: _Op(node) for node in order}
         self.values: dict[Edge, Tensor] = {(root, loss.output_nr): loss}
@@ -389,7 +398,7 @@ class _Graph:
             if operand is not None and not op.limit < _absmax(operand) < math.inf:
                 self.values.setdefault((node, 0), operand)
         finite = {edge for edge, v in self.values.items() if math.isfinite(_absmax(v))}
-        nodes = _upstream(self.root, lambda edge: edge not in finite)
+        nodes = nodes_of(self.root, lambda edge: edge not in finite)
         return [op for op in self.ops.values() if op.node in nodes]
 
     def nonfinite_input(self, op: _Op) -> GraphCause | None:
@@ -514,7 +523,7 @@ class _Graph:
     def _unknown_upstream(self, op: _Op) -> list[_Op]:
         """Return an operation, and upstream of it those with unknown results."""
         examined_edges = self.values.keys() | self.in_range
-        nodes = _upstream(op.node, lambda edge: edge not in examined_edges)
+        nodes = nodes_of(op.node, lambda edge: edge not in examined_edges)
         parts = [part for part in self.ops.values() if part.node in nodes]
         return [part for part in parts if part is op or not part.keeps_values]
 
@@ -530,7 +539,7 @@ class _Graph:
 
     def _names(self, op: _Op) -> set[str]:
         """Return the names of the parameters that an operation takes itself."""
-        nodes = _upstream(op.node, lambda edge: self.ops[edge[0]].carries_values)
+        nodes = nodes_of(op.node, lambda edge: self.ops[edge[0]].carries_values)
         leaves = [self.ops[node].leaf for node in nodes]
         return {self.name_of(leaf) for leaf in leaves if leaf is not None}
 
@@ -611,7 +620,7 @@ class _Graph:
 
     def _input_modules(self, op: _Op, paths: dict[_Op, str]) -> set[str]:
         """Return the module of an operation, or else those of its inputs."""
-        nodes = _upstream(op.node, lambda edge: not self._module(self.ops[edge[0]]))
+        nodes = nodes_of(op.node, lambda edge: not self._module(self.ops[edge[0]]))
         edges = [edge for node in nodes for edge in self.ops[node].edges]
         sources = {self._module(self.ops[node]) for node, _ in edges}
         return {paths[op]} if paths[op] else sources - {""}
@@ -619,17 +628,6 @@ class _Graph:
 
 def _edges(node: Node) -> list[Edge]:
     return [(maker, number) for maker, number in node.next_functions if maker]
-
-
-def _upstream(node: Node, follows: Callable[[Edge], bool]) -> set[Node]:
-    """Return a node and all nodes upstream along edges that `follows` accepts."""
-    pending, nodes = [node], {node}
-    while pending:
-        for edge in _edges(pending.pop()):
-            if edge[0] not in nodes and follows(edge):
-                nodes.add(edge[0])
-                pending.append(edge[0])
-    return nodes
 
 
 def _absmax(value: Tensor) -> float:

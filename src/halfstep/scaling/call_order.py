@@ -18,11 +18,10 @@ from torch.autograd import Variable
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.errors import warn_caller
 from halfstep.nonfinite.domains import UNSCALE
-from halfstep.nonfinite.graph import is_unscaled, loss_scale_of
+from halfstep.nonfinite.graph import is_unscaled, loss_scale_of, nodes_of
 from halfstep.numerics.formats import word
 from halfstep.reporting.finding import Finding
 from halfstep.scaling.loss_scale import FP32_MAX
-from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

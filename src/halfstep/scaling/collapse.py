@@ -248,7 +248,7 @@ class CollapseMonitor:
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
-                policy = policy or context_history.policy_of(nodes_of(loss))
+                policy = policy or context_history.policy_of(nodes_of(loss.grad_fn))
                 self._graph_cause = find_in_graph(loss, name_of, str(policy))
             except Exception as error:  # noqa: BLE001
                 # A graph may hold tensors of any class. Failing to find the cause must

@@ -17,12 +17,12 @@ from torch.amp.grad_scaler import OptState
 from halfstep._torch.async_read import to_device_async
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.errors import UserError, require, require_int
+from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling import misuse
 from halfstep.scaling.collapse import LossHistory, StepHistory
 from halfstep.scaling.found_inf_reduction import reduce_found_inf
 from halfstep.scaling.loss_scaler import LossScaler
-from halfstep.scaling.strategies import nodes_of
 from halfstep.scaling.unscale import dtypes_of, unscale_
 
 if TYPE_CHECKING:

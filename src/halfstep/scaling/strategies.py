@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from halfstep._torch.async_read import to_device_async
+from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.exponents import (
     BINS,
     count_exponents,
@@ -313,16 +314,6 @@ class MeasuredStrategy:
         self._steps, self._in_step = int(state.get("steps", 0)), False
         recent = [torch.tensor(safe) for safe in state.get("recent", [])]
         self._recent = deque(recent, maxlen=_NUM_RECENT)
-
-
-def nodes_of(root: Node) -> list[Node]:
-    """Return all nodes of an autograd graph, in any order."""
-    nodes, pending = {root}, [root]
-    while pending:
-        next_nodes = {node for node, _ in pending.pop().next_functions if node} - nodes
-        nodes |= next_nodes
-        pending += next_nodes
-    return list(nodes)
 
 
 def _is_repeatable(node: Node) -> bool:

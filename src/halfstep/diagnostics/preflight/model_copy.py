@@ -27,10 +27,10 @@ from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.machine import recommendation as choosing
 from halfstep.masters.encoding import NONE
+from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.exponents import BINS, count_exponents, unscale_histogram
 from halfstep.numerics.formats import FP16
 from halfstep.scaling import ScaleRule
-from halfstep.scaling.strategies import nodes_of
 from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:

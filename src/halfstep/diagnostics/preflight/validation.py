@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import UserError, require
 from halfstep.machine.recommendation import Choice
 from halfstep.masters import encoding as forms
+from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.formats import is_low, tensors_in
 from halfstep.policy.rules import Policy
-from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,8 +15,8 @@ from halfstep.diagnostics.replay import tensor_facts
 from halfstep.diagnostics.replay.module_stack import ROOT, Place
 from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
 from halfstep.distributed import ddp
+from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.local_tensor import local_part
-from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
