@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.bench import commands, loops, recipe, results, training
 from halfstep.bench.floor import Floor
+from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -391,7 +392,11 @@ def test_saved_for_backward(name: str, saved: int) -> None:
     task = loops.Task(model, sgd, lambda module, x: module(x).sum(), work())
     kind = loops.CANDIDATES[name]
     loop = kind.make(task, **kind.settings)
-    assert training.saved_bytes(loop, torch.randn(4, 8)) == saved
+    assert loop.forward
+    counter = SavedBytes(loop.model)
+    with counter.counting():
+        loop.forward(torch.randn(4, 8))
+    assert counter.bytes == saved
 
 
 class Every:

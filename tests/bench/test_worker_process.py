@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
+import torch
 
 from halfstep.bench import training, worker_process
 from halfstep.errors import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,3 +155,16 @@ def test_memory_is_counted_in_bytes(
     assert worker_process.resident("cpu") == 7
     status.write_text("Name:\tpython\nVmHWM:\t  3 kB\nVmRSS:\t  2 kB\nan odd line\n")
     assert worker_process.resident("cpu") == 2048
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux's /proc")
+def test_reset_peak() -> None:
+    """Law: what was freed before counts neither as resident nor for the peak."""
+    size = 2**28
+    torch.ones(size, dtype=torch.uint8)
+    before = hardware.peak_memory("cpu")
+    worker_process.reset_peak("cpu")
+    assert hardware.peak_memory("cpu") < before
+    between = hardware.peak_memory("cpu")
+    torch.ones(size, dtype=torch.uint8)
+    assert hardware.peak_memory("cpu") > between + size / 2

@@ -25,8 +25,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench import commands, journal, measure, results
 from halfstep.bench.floor import Floor
-from halfstep.bench.loops import CANDIDATES, Loop, Task, storage_bytes
-from halfstep.bench.worker_process import PASSIVE_WAIT, WorkerProcess, resident
+from halfstep.bench.loops import CANDIDATES, Loop, Task
+from halfstep.bench.worker_process import (
+    PASSIVE_WAIT,
+    WorkerProcess,
+    reset_peak,
+    resident,
+)
+from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.diagnostics.profiling.profile_step import without_kineto_log
 from halfstep.errors import UserError
 from halfstep.machine import hardware
@@ -336,6 +342,7 @@ class StepServer:
         loop = _make_loop(kind, tiny, adam, lambda model, x: model(*x).sum(), work)
         batch = (torch.ones(1, _TINY, device=work.device),)
         _count(loop, [batch] * work.accumulate)
+        reset_peak(work.device)
         self._memory_before = resident(work.device)
         self._loop: Loop | None = None
         self._seed = self._number = 0
@@ -359,7 +366,9 @@ class StepServer:
             return {"absent": f"rejected: {error}"}
         self._batches = self._bench.draw_batches(self._work, self._seed)
         self._loop.step(self._next())
-        return {"absent": None} | _count(self._loop, self._next())
+        facts = _count(self._loop, self._next())
+        reset_peak(self._work.device)  # counting takes memory, and not all are counted
+        return {"absent": None} | facts
 
     def _next(self) -> list[Any]:
         # The same dropout in all processes.
@@ -399,7 +408,10 @@ def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
         for _ in range(_COUNTED):
             loop.step(batches)
     else:
-        saved = saved_bytes(loop, batches[0])
+        saved_bytes = SavedBytes(loop.model)
+        with saved_bytes.counting():
+            loop.forward(batches[0])
+        saved = saved_bytes.bytes
         # FlopCounterMode knows no FLOPs of the CPU's flash attention.
         with counter, sdpa_kernel(SDPBackend.MATH):
             loop.passes(batches)
@@ -413,23 +425,6 @@ def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
         "state_bytes": loop.state_bytes(),
         **loop.facts,
     }
-
-
-def saved_bytes(loop: Loop, batch: Any) -> int:  # noqa: ANN401
-    """Return the bytes that a forward pass saves for backward, without weights."""
-    saved: dict[int, Tensor] = {}
-    weights = {w.untyped_storage().data_ptr() for w in loop.model.parameters()}
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in weights:
-            saved[address] = tensor  # alive, so that its address is not used again
-        return tensor
-
-    assert loop.forward  # noqa: S101
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loop.forward(batch)
-    return storage_bytes(saved.values())
 
 
 def count_casts(call: Callable[[], object]) -> int:

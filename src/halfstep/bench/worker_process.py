@@ -7,6 +7,8 @@ only one process computes at a time: the others wait for a line of input.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -15,6 +17,8 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from halfstep.errors import UserError
 from halfstep.machine import hardware
@@ -131,6 +135,20 @@ def resident(device: str) -> int:
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
     return hardware.peak_memory(device)
+
+
+def reset_peak(device: str) -> None:
+    """Return freed memory to the system, and measure the peak from now on.
+
+    Where the C library or the system cannot, the peak stays that of the whole process.
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 if __name__ == "__main__":
