@@ -106,13 +106,6 @@ def test_a_loss_that_raises() -> None:
     assert checked(Net(), picky).verdict == "good"  # nobody asked it to take halves
 
 
-@pytest.mark.parametrize("kind", [torch.int64, torch.complex64])
-def test_losses_of_other_kinds(kind: torch.dtype) -> None:
-    """Law: whole and complex losses are refused for what they are."""
-    with pytest.raises(UserError, match=f"a {kind}: return one real floating-point"):
-        checked(Net(), lambda m, b: loss(m, b).to(kind))
-
-
 def test_batches_stay_as_they_are() -> None:
     """Law: a loss that takes a batch apart, or works in place, finds it whole again."""
 
@@ -247,7 +240,7 @@ def test_models_that_are_odd() -> None:
     assert not checked(Complex(), steps=1).facts.failed
     empty = nn.BatchNorm1d(16)
     empty.running_mean = torch.zeros(16, device="meta")
-    with pytest.raises(UserError, match="buffer 'running_mean' is on the meta device"):
+    with pytest.raises(UserError, match="'running_mean' is on the meta device"):
         checked(empty)
 
     class Without(nn.Linear):

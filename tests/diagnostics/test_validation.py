@@ -53,7 +53,9 @@ def same(one: Any, other: Any) -> bool:
 def test_arguments_are_refused() -> None:
     """Law: no module, one of torch's losses, another's optimizer: each is named."""
     model, other = Net(), torch.optim.SGD(Net().parameters())
-    with pytest.raises(UserError, match="got a function: give a torch"):
+    with pytest.raises(
+        UserError, match=r"^model is of type function; it must be a torch"
+    ):
         hs.check(batch, loss, batch())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"CrossEntropyLoss\(\) takes no model"):
         hs.check(model, nn.CrossEntropyLoss(), batch())
@@ -91,15 +93,17 @@ def test_losses_that_are_none() -> None:
     """Law: a loss that cannot be trained with is refused, with what would be right."""
     model = Net()
     assert refusal(model, lambda m, b: m(b[0])) == (
-        "loss_fn returned a tensor of shape (32, 8): return one number, such as its "
-        "mean()."
+        "loss_fn returned a tensor of shape (32, 8) and torch.float32: return the "
+        "loss, one floating-point number, such as loss_fn(model(x), y).mean()."
     )
     assert refusal(model, lambda m, b: loss(m, b).detach()) == (
-        "loss_fn returned a torch.float32 without a graph: no gradient would flow; "
-        "compute it from the model's output, without detach(), item() or no_grad()."
+        "loss_fn returned a loss without a graph, so that there are no gradients: "
+        "compute it from the model's output, without detach(), item() or "
+        "torch.no_grad()."
     )
     assert refusal(model, lambda m, b: loss(m, b).item()) == (
-        "loss_fn returned a value of type float: return the loss, a tensor of shape ()."
+        "loss_fn returned a float: return the loss, one floating-point number, such as "
+        "loss_fn(model(x), y).mean()."
     )
     before = state_of(model, torch.optim.SGD(model.parameters()))
     assert refusal(model, lambda _, b: loss(model, b)) == (
@@ -148,12 +152,13 @@ def test_models_that_cannot_be_checked() -> None:
         "check(model=...) got a DataParallel: give the bare model, model.module."
     )
     assert refusal(nn.LazyLinear(8)) == (
-        "parameter 'weight' has no shape yet: call the model once first."
+        "'weight' of the model has no shape yet, as its module is lazy and has not "
+        "run: call the model once first."
     )
     with torch.device("meta"):
         empty = nn.Linear(16, 8)
     assert refusal(empty) == (
-        "parameter 'weight' is on the meta device: check needs a whole model."
+        "'weight' is on the meta device: check needs a whole model."
     )
 
 

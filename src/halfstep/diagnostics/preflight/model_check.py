@@ -31,7 +31,7 @@ from halfstep.diagnostics.preflight.scale_search import (
 )
 from halfstep.diagnostics.preflight.validation import (
     check_arguments,
-    check_model,
+    check_fp32,
     check_words,
     empty,
     raised,
@@ -130,7 +130,7 @@ def check(
     check_words(level, dtype, policy, master, margin=margin, steps=steps)
     unwrapped = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     check_arguments(unwrapped, loss_fn, optimizer, more)
-    check_model(unwrapped)
+    check_fp32(unwrapped)
     device = next(unwrapped.parameters()).device
     choice = level if isinstance(level, Choice) else resolve(level, dtype, device.type)
     words = "lean" if policy is None else policy

@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from halfstep.casting.convert_model import allow_overflow
 from halfstep.diagnostics.preflight.validation import (
     check_gradients,
-    check_loss,
+    check_own_model,
     is_leaf,
 )
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
-from halfstep.diagnostics.replay.search import find_nonfinite, find_overflow
+from halfstep.diagnostics.replay.search import (
+    check_loss,
+    find_nonfinite,
+    find_overflow,
+)
 from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.machine import recommendation as choosing
@@ -159,7 +163,8 @@ class ModelCopy:
         with self._products():
             with session.autocast(), saved.counting():
                 loss = loss_fn(session.model, batch)
-                check_loss(loss, others)
+                check_loss("loss_fn", loss)
+                check_own_model(loss, others)
             with exponents.over(loss):
                 session.backward(loss)
         gradients = self._gradients(scale, exponents)

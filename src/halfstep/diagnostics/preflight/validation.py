@@ -5,12 +5,12 @@ Each `check_*` raises `UserError` for what is invalid.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from halfstep.diagnostics.replay.search import check_model
 from halfstep.errors import UserError, require
 from halfstep.machine.recommendation import Choice
 from halfstep.masters import encoding as forms
@@ -31,34 +31,15 @@ _RIGHT = {
 }
 
 
-def check_loss(loss: object, others: frozenset[int]) -> None:
-    """Check that a loss is a scalar with a graph, and that of the copy."""
-    message = _loss_problem(loss, others)
-    if message:
+def check_own_model(loss: Tensor, others: frozenset[int]) -> None:
+    """Check that a loss depends on the copy of a model, and on no parameter of it."""
+    nodes: list[Any] = nodes_of(loss.grad_fn)
+    if {id(node.variable) for node in nodes if is_leaf(node)} & others:
+        message = (
+            "loss_fn uses the model that was given to check, not the copy it is called "
+            "with: write loss_fn(model, batch) with its own argument."
+        )
         raise UserError(message)
-
-
-def _loss_problem(loss: object, others: frozenset[int]) -> str:
-    if not isinstance(loss, Tensor):
-        returned = f"value of type {type(loss).__name__}"
-        right = "return the loss, a tensor of shape ()."
-    elif loss.shape:
-        returned = f"tensor of shape {tuple(loss.shape)}"
-        right = "return one number, such as its mean()."
-    elif not loss.is_floating_point():
-        returned = str(loss.dtype)
-        right = "return one real floating-point number, computed from the model's "
-        right += "output."
-    elif loss.grad_fn is None:
-        returned = f"{loss.dtype} without a graph"
-        right = "no gradient would flow; compute it from the model's output, without "
-        right += "detach(), item() or no_grad()."
-    else:
-        leaves = {id(node.variable) for node in nodes_of(loss.grad_fn) if is_leaf(node)}  # type: ignore[attr-defined]
-        own = "loss_fn uses the model that was given to check, not the copy it is "
-        own += "called with: write loss_fn(model, batch) with its own argument."
-        return own if leaves & others else ""
-    return f"loss_fn returned a {returned}: {right}"
 
 
 def is_leaf(node: Node) -> bool:
@@ -102,10 +83,8 @@ def check_arguments(
     model: object, loss_fn: object, optimizer: object, more: object
 ) -> None:
     """Check the types of model and `loss_fn`, and the optimizer's parameters."""
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        message = f"check(model=...) got a {kind}: give a torch.nn.Module."
-        raise UserError(message)
+    check_model(model)
+    assert isinstance(model, nn.Module)  # noqa: S101 -- for types
     if isinstance(loss_fn, nn.modules.loss._Loss):  # noqa: SLF001
         kind = type(loss_fn).__name__
         message = (
@@ -131,34 +110,26 @@ def check_arguments(
             raise UserError(message)
 
 
-def check_model(model: nn.Module) -> None:
+def check_fp32(model: nn.Module) -> None:
     """Check that an fp32 reference can be computed from the model."""
-    message = _model_problem(model)
-    if message:
-        raise UserError(message)
-
-
-def _model_problem(model: nn.Module) -> str:
-    kind = type(model).__name__
+    kind, message = type(model).__name__, ""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return f"check(model=...) got a {kind}: give the bare model, model.module."
-    if not any(param.requires_grad for param in model.parameters()):
-        return f"{kind} has no parameter that learns: there is nothing to check."
-    for name, param in model.named_parameters():
-        lazy = is_lazy(param)  # in the `if` itself, this type guard would narrow param
-        if lazy:
-            return f"parameter {name!r} has no shape yet: call the model once first."
-        if is_low(param.dtype):
-            return (
-                f"parameter {name!r} is stored in {param.dtype}: check compares with "
+        message = f"check(model=...) got a {kind}: give the bare model, model.module."
+    elif not any(param.requires_grad for param in model.parameters()):
+        message = f"{kind} has no parameter that learns: there is nothing to check."
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if message:
+            break
+        if isinstance(tensor, nn.Parameter) and is_low(tensor.dtype):
+            message = (
+                f"parameter {name!r} is stored in {tensor.dtype}: check compares with "
                 "fp32, and needs the fp32 weights; load the model in fp32."
             )
-        if param.is_meta or hasattr(param, "to_local"):
-            state = "on the meta device" if param.is_meta else "sharded"
-            return f"parameter {name!r} is {state}: check needs a whole model."
-    meta = next((name for name, one in model.named_buffers() if one.is_meta), None)
-    at = f"buffer {meta!r} is on the meta device: check needs it whole."
-    return "" if meta is None else at
+        elif tensor.is_meta or hasattr(tensor, "to_local"):
+            state = "on the meta device" if tensor.is_meta else "sharded"
+            message = f"{name!r} is {state}: check needs a whole model."
+    if message:
+        raise UserError(message)
 
 
 def raised(what: str, error: Exception, advice: str) -> UserError:

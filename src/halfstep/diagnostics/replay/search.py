@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from halfstep.diagnostics.replay.op_trace import OpTracer, OutOfRange
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
 from halfstep.distributed.ddp import unwrap
-from halfstep.errors import UserError, require
+from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite.graph import is_unscaled
 from halfstep.scaling.collapse import LossHistory
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Step = Callable[[], Tensor]
 """Computes the loss of one micro-batch."""
 
-_EXAMPLE = "such as lambda: loss_fn(model(x), y)"
+_EXAMPLE = "such as loss_fn(model(x), y).mean()"
 
 
 def find_nonfinite(
@@ -154,60 +154,53 @@ def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
 
 def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     """Return one callable for each micro-batch; raise UserError for invalid ones."""
-    if not isinstance(model, nn.Module):
-        message = (
-            f"model={_repr(model)} of find_nonfinite is not a torch module: give the "
-            "nn.Module whose forward pass step() runs."
-        )
-        raise UserError(message)
+    check_model(model)
+    several = isinstance(step, Sequence) and not isinstance(step, str)
+    steps: list[Any] = [*step] if several else [step]  # type: ignore[misc]
+    expected = (
+        f"a function that computes the loss, {_EXAMPLE}, or a list with one for each "
+        "micro-batch"
+    )
+    for one in steps or [step]:
+        require_type("step", one, callable(one), expected)
+    return steps
+
+
+def check_model(model: object) -> None:
+    """Check that a model is a module, and has run once if its modules are lazy."""
+    require_type("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+    assert isinstance(model, nn.Module)  # noqa: S101 -- for types
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             message = (
-                f"{name!r} of the model of find_nonfinite has no shape yet, for its "
-                "module is lazy and has not run: run the model once before."
+                f"{name!r} of the model has no shape yet, as its module is lazy and "
+                "has not run: call the model once first."
             )
             raise UserError(message)
-    several = isinstance(step, Sequence) and not isinstance(step, str)
-    steps: list[object] = [*step] if several else [step]  # type: ignore[misc]
-    for one in steps or [step]:
-        if not callable(one):
-            message = (
-                f"step={_repr(one)} of find_nonfinite cannot be called: give a "
-                f"function that computes the loss, {_EXAMPLE}, or a list with "
-                "one for each micro-batch."
-            )
-            raise UserError(message)
-    return steps  # type: ignore[return-value]
 
 
-def _check_loss(step: Step, loss: object, trained: Sequence[Tensor] = ()) -> None:
-    """Check that a loss is one floating number; with a graph if anything is trained."""
-    name = getattr(step, "__qualname__", None) or type(step).__name__
-    called = f"step {name!r} of find_nonfinite returned"
-    one = loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
-    if one is None or not one.is_floating_point():
-        message = (
-            f"{called} {_repr(loss)}: it must return the loss, a floating tensor of "
-            f"one number, {_EXAMPLE}."
+def check_loss(source: str, loss: object, *, needs_graph: bool = True) -> None:
+    """Check that a loss is one floating number, and has a graph if that is needed.
+
+    Args:
+        source: The function that returned it, for the message.
+        loss: What it returned.
+        needs_graph: Whether gradients are needed.
+    """
+    returned, advice = "", f"return the loss, one floating-point number, {_EXAMPLE}"
+    if not isinstance(loss, Tensor):
+        returned = f"a {type(loss).__name__}"
+    elif loss.numel() != 1 or not loss.is_floating_point():
+        returned = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+    elif needs_graph and not loss.requires_grad:
+        returned = "a loss without a graph, so that there are no gradients"
+        advice = (
+            "compute it from the model's output, without detach(), item() or "
+            "torch.no_grad()"
         )
+    if returned:
+        message = f"{source} returned {returned}: {advice}."
         raise UserError(message)
-    if trained and not one.requires_grad:
-        message = (
-            f"{called} a finite loss without a graph, so no gradient can be checked: "
-            "compute it without torch.no_grad and detach."
-        )
-        raise UserError(message)
-
-
-def _repr(value: object) -> str:
-    """Return a short description of a value."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)[:40]
-    if isinstance(value, list | tuple) and not value:
-        return repr(value)
-    return f"a {type(value).__name__}"
 
 
 @dataclass
@@ -283,6 +276,8 @@ def _run(
     model: nn.Module, step: Step, scale: float, snapshot: ModelSnapshot
 ) -> _ReplayResult:
     """Run one micro-batch, forward and backward."""
+    name = getattr(step, "__qualname__", type(step).__name__)
+    source = f"step {name!r}"
     with ModuleStack(model) as modules:
         tracer = OpTracer(modules, snapshot.save)
         trained = [p for p in modules.root.parameters() if p.requires_grad]
@@ -290,7 +285,7 @@ def _run(
             with torch.inference_mode(mode=False), tracer, torch.enable_grad():
                 with tracer.calls:
                     loss = step()
-                _check_loss(step, loss)
+                check_loss(source, loss, needs_graph=False)
                 grad_scale = tracer.calls.grad_scale
                 if grad_scale > 1 and is_unscaled(loss, grad_scale):
                     grad_scale = 1.0
@@ -307,7 +302,7 @@ def _run(
             raise
         results: list[Tensor | None] = [loss]
         if not any(map(tensor_facts.nonfinite_kinds, tensor_facts.floats(loss))):
-            _check_loss(step, loss, trained)
+            check_loss(source, loss, needs_graph=bool(trained))
             results = grads
         nonfinite = NonFiniteKinds()
         for part in tensor_facts.floats(results):
