@@ -82,20 +82,6 @@ def test_complex_numbers_have_no_order() -> None:
     assert "not inside" not in finding.evidence
 
 
-def test_a_running_variance_below_zero() -> None:
-    """Law: a negative running variance is reported as a stored value."""
-    norm = nn.BatchNorm1d(3).eval()
-    assert norm.running_var is not None
-    norm.running_var[1] = -1.0
-    finding = required(
-        find_in_graph(norm(torch.ones(2, 3)).sum(), lambda _: "n.weight")
-    )
-    assert finding.cause == "weights"
-    assert finding.evidence == "its running variance is negative at 1 of 3 places"
-    bad = finding.to_origin(1.0, finite=False)
-    assert (bad.cause, bad.phase, bad.op) == ("weight", "weight", "batch_norm")
-
-
 EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "log": torch.log,
     "log10": torch.log10,
@@ -143,27 +129,3 @@ def test_a_finding_means_that_a_pass_is_spoilt(
     assert leaf.grad is not None
     healthy = bool(loss.isfinite() and leaf.grad.isfinite().all())
     assert (finding is None) == healthy, (finding, leaf.grad)
-
-
-def test_exp_that_overflows_behind_a_finite_result_is_found() -> None:
-    """Law: 1 / (1 + exp(x)) hides the inf that spoils the gradient; it is told."""
-    leaf = nn.Parameter(torch.tensor([100.0, 0.0]))
-    loss = (1 / (1 + leaf.exp())).sum()
-    assert loss.item() == 0.5
-    finding = required(find_in_graph(loss, lambda _: "leaf"))
-    assert (finding.cause, finding.where) == ("range", "exp (leaf)")
-    assert finding.evidence == "it is inf at 1 of 2 places"
-    torch.autograd.backward(loss)
-    assert leaf.grad is not None
-    assert leaf.grad.isnan().tolist() == [True, False]
-
-
-def test_a_target_that_is_too_long_is_found() -> None:
-    """Law: an infinite CTC loss is put down to its targets, though it keeps -inf."""
-    leaf = nn.Parameter(torch.zeros(2, 1, 3))
-    lengths = (torch.tensor([2]), torch.tensor([3]))
-    loss = functional.ctc_loss(leaf.log_softmax(2), torch.tensor([[1, 2, 1]]), *lengths)
-    finding = required(find_in_graph(loss, lambda _: "leaf"))
-    assert finding.cause == "label"
-    assert finding.where.startswith("ctc_loss, after log_softmax (leaf)")
-    assert finding.evidence == "an input is too short for its target"

@@ -2,14 +2,13 @@
 
 In: nothing. Out: `FAULTS`, by name, each with the module, the operation and the cause
 that are expected, written down before anything looked for them; and `HEALTHY` runs, in
-which nothing may be found. As a program: a table of what was found.
+which nothing may be found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -694,36 +693,3 @@ def alarmed(name: str) -> BadOp | None:
     plant(run)
     run.more["failed"] = False
     return run.found()
-
-
-def main() -> None:
-    """Print what was found of each fault, and what was right."""
-    from processes import group_of_one
-
-    began, right = time.perf_counter(), {"module": 0, "op": 0, "both": 0, "cause": 0}
-    print("| fault | module | op | phase | cause | right |")  # noqa: T201
-    print("|---|---|---|---|---|---|")  # noqa: T201
-    with group_of_one():
-        for name, fault in FAULTS.items():
-            found = searched(name)
-            module, op, cause = fault.judge(found)
-            for key, value in (("module", module), ("op", op), ("cause", cause)):
-                right[key] += value
-            right["both"] += module and op
-            words = "nothing found | | |"
-            if found is not None:
-                words = f"{found.module} | {found.op} | {found.phase} | {found.cause}"
-            verdict = "yes" if module and op and cause else f"{module=} {op=} {cause=}"
-            print(f"| {name} | {words} | {verdict} |")  # noqa: T201
-            if verdict != "yes":
-                print(f"    {found}")  # noqa: T201
-        alarms = {name: alarmed(name) for name in HEALTHY}
-    seconds = time.perf_counter() - began
-    print()  # noqa: T201
-    print(f"{len(FAULTS)} faults; right: {right}; {seconds:.1f} s")  # noqa: T201
-    false = {name: str(found) for name, found in alarms.items() if found is not None}
-    print(f"{len(HEALTHY)} healthy runs; false alarms: {false}")  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()
