@@ -20,10 +20,6 @@ from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils import _pytree
 
 from halfstep._torch.optimizer_params import gradients_of
@@ -123,10 +119,6 @@ class StepCalls:
             "step": self._step,
             "update": self._update,
         }
-        hooks = (
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        )
         try:
             with contextlib.ExitStack() as stack:
                 for owner in _with_subclasses(TorchGradScaler):
@@ -139,8 +131,6 @@ class StepCalls:
                 yield
         finally:
             self.end_update()
-            for hook in hooks:
-                hook.remove()
             for scaler, own in self._own_watches.items():
                 scaler.call_order_watch = own
 
@@ -394,7 +384,8 @@ class StepCalls:
         elsewhere = threading.get_ident() != self._thread
         return self._is_watching and not elsewhere and not torch.compiler.is_compiling()
 
-    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Check the state of an optimizer that is about to be stepped."""
         self.end_update()
         if not self._is_observed():
             return
@@ -404,7 +395,8 @@ class StepCalls:
             if optimizer in self._stepped:
                 self._add(call_order.call_order_finding(*_BESIDES))
 
-    def _after_update(self, *_: object) -> None:
+    def after_update(self) -> None:
+        """Observe what is computed after an update."""
         if self._is_observed():
             self._look()
 

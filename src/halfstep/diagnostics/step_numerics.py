@@ -432,6 +432,7 @@ class CheckedSteps:
 
     def _before_update(self, optimizer: Optimizer, *given: object) -> None:
         """Copy the weights before an update that makes them non-finite, to replay."""
+        self.calls.before_update(optimizer)
         if threading.get_ident() != self._thread:
             return
         closure = any(map(callable, _pytree.tree_leaves(given)))
@@ -454,6 +455,7 @@ class CheckedSteps:
         counts = threading.get_ident() == self._thread
         counts = counts and self._number <= self._checked
         self._applied += counts and self._changes_weights(optimizer)
+        self.calls.after_update()
 
     @staticmethod
     def _changes_weights(optimizer: Optimizer) -> bool:

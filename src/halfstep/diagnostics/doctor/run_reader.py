@@ -107,17 +107,11 @@ def splits_of(data: object) -> dict[str, SplitFacts]:
 def _loads(text: bytes) -> Any:  # noqa: ANN401 -- any JSON value
     """Parse JSON; replace lone surrogates, which UTF-8 cannot encode."""
     value = json.loads(text)
-    return _replace_surrogates(value) if b"\\ud" in text.lower() else value
-
-
-def _replace_surrogates(value: Any) -> Any:  # noqa: ANN401
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        pairs = value.items()
-        return {_replace_surrogates(k): _replace_surrogates(v) for k, v in pairs}
-    is_list = isinstance(value, list)
-    return [_replace_surrogates(item) for item in value] if is_list else value
+    if b"\\ud" in text.lower():
+        value = json.loads(
+            json.dumps(value, ensure_ascii=False).encode(errors="replace")
+        )
+    return value
 
 
 class _Metrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -87,8 +87,7 @@ class ReplayContext:
     """Number of processes that average gradients: inf or NaN of one reaches all."""
 
 
-@dataclass(frozen=True)
-class _Explanation:
+class _Explanation(NamedTuple):
     cause: str
     evidence: str
     advice: str
@@ -159,25 +158,13 @@ def _report(
     **fields: Any,  # noqa: ANN401
 ) -> BadOp:
     """Return an explanation as a report; `fields` are further fields of BadOp."""
+    where = ""
+    if context.part is not None and context.parts > 1:
+        where = f" (micro-batch {context.part + 1} of {context.parts})"
+    fields |= explanation._replace(evidence=explanation.evidence + where)._asdict()
     return BadOp(
-        phase=explanation.phase,
-        step=context.step,
-        scale=context.scale,
-        cause=explanation.cause,
-        evidence=explanation.evidence + _which(context),
-        advice=explanation.advice,
-        reproduced=reproduced,
-        rule=explanation.rule,
-        normal=explanation.normal,
-        **fields,
+        step=context.step, scale=context.scale, reproduced=reproduced, **fields
     )
-
-
-def _which(context: ReplayContext) -> str:
-    """Return which micro-batch failed, if there are several."""
-    if context.part is None or context.parts == 1:
-        return ""
-    return f" (micro-batch {context.part + 1} of {context.parts})"
 
 
 def _origin(event: NonFiniteEvent) -> NonFiniteEvent:
