@@ -92,7 +92,7 @@ NUMERIC = {
     *(
         "diagnostics/test_replay",
         "diagnostics/test_replay_losses",
-        "diagnostics/test_replay_grad_sums",
+        "diagnostics/test_replay_odd",
         "scaling/test_scaler",
     ),
     *(

@@ -389,3 +389,131 @@ def test_a_gpu(*, reentrant: bool | None) -> None:
         else:
             assert bad.module in {"inner", "wide", "norm", "outer", "model", "loss"}
             assert bad.cause == "backward range"
+
+
+# First bad operation: what cannot be run again is refused in words.
+
+
+MODEL = nn.Linear(2, 2)
+ONES = torch.ones(3, 2)
+
+
+def shape() -> Any:
+    """Return what a model gives, and no loss."""
+    return MODEL(ONES)
+
+
+def nothing() -> Any:
+    """Forget to return the loss."""
+    MODEL(ONES).sum()
+
+
+def with_backward() -> Any:
+    """Return a loss whose backward pass has run."""
+    loss = MODEL(ONES).square().sum()
+    loss.backward()
+    return loss
+
+
+CALLED = "it must be a function that computes the loss"
+RETURNED = "return the loss, one floating-point number, such as loss_fn"
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (None, f"step is of type NoneType; {CALLED}"),
+        (MODEL(ONES).sum(), f"step is of type Tensor; {CALLED}"),
+        ([], f"step is of type list; {CALLED}"),
+        ([shape, "loss"], f"step is of type str; {CALLED}"),
+        (with_backward, "step ran the backward pass itself, which find_nonfinite does"),
+        (nothing, f"step 'nothing' returned a NoneType: {RETURNED}"),
+        (
+            shape,
+            rf"'shape' .* a tensor of shape \(3, 2\) and torch.float32: {RETURNED}",
+        ),
+        (lambda: ONES.sum().long(), rf"shape \(\) and torch.int64: {RETURNED}"),
+        (
+            [lambda: MODEL(ONES).sum(), nothing],
+            f"'nothing' returned a NoneType: {RETURNED}",
+        ),
+    ],
+)
+def test_a_bad_step_is_refused(step: Any, says: str) -> None:
+    """Law: the message holds the value, and what would be right."""
+    with pytest.raises(hs.UserError, match=says) as caught:
+        hs.find_nonfinite(MODEL, step)
+    assert len(str(caught.value).split()) <= 35
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    """Law: the message says what was given in the model's place."""
+    with pytest.raises(hs.UserError, match=r"^model is of type function; it must"):
+        hs.find_nonfinite(shape, shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d()])
+def test_a_model_without_shapes_is_refused(kind: Any) -> None:
+    """Law: a lazy module that has not run is named, with what to do."""
+    model = nn.Sequential(MODEL, kind(2))
+    with pytest.raises(
+        hs.UserError, match=r"'1.weight' of the model .* call the model once"
+    ):
+        hs.find_nonfinite(model, lambda: model(ONES).sum())
+    model(ONES)
+    assert hs.find_nonfinite(model, lambda: model(ONES).sum()) is None
+
+
+def test_one_number_of_any_shape_is_a_loss() -> None:
+    """Law: torch's own backward pass takes it, and so does a replay."""
+    assert hs.find_nonfinite(MODEL, lambda: MODEL(ONES).sum()[None]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("summed_in", torch.int32, "a floating dtype"),
+        ("summed_in", "fp32", "a floating dtype"),
+        ("scale", 0.0, "a finite number above 0"),
+        ("scale", float("nan"), "a finite number above 0"),
+        ("scale", "big", "a finite number above 0"),
+    ],
+)
+def test_an_odd_argument_is_refused(name: str, value: Any, right: str) -> None:
+    """Law: what would find nothing, or find a fault of its own, is refused."""
+    step = [lambda: MODEL(ONES).sum()] * 2
+    with pytest.raises(hs.UserError, match=f"{name}={value!r} .* {right}") as caught:
+        hs.find_nonfinite(MODEL, step, **{name: value})
+    assert len(str(caught.value).split()) <= 35
+
+
+def test_a_loss_without_a_graph() -> None:
+    """Law: a finite loss whose gradients cannot be looked at is refused, not cleared.
+
+    Nor is its failure laid to the hardware. A fault of the forward pass is told.
+    """
+
+    def evaluated() -> torch.Tensor:
+        with torch.no_grad():
+            return MODEL(ONES).sum()
+
+    says = "'.*evaluated' returned a loss without a graph"
+    for failed in (False, True):
+        with pytest.raises(hs.UserError, match=says) as caught:
+            hs.find_nonfinite(MODEL, evaluated, failed=failed)
+        assert len(str(caught.value).split()) <= 35
+    with torch.no_grad():
+        bad = hs.find_nonfinite(MODEL, lambda: MODEL(ONES).log().sum().sqrt() * 0 / 0)
+    assert bad is not None
+
+
+def test_inference_mode_is_left() -> None:
+    """Law: inside torch.inference_mode, gradients are looked at all the same."""
+
+    def step() -> torch.Tensor:
+        return (MODEL(ONES) * 0).sqrt().sum()
+
+    with torch.inference_mode():
+        bad = hs.find_nonfinite(MODEL, step)
+    assert bad is not None
+    assert (bad.op, bad.phase) == ("sqrt", "backward")

@@ -112,6 +112,37 @@ def test_diverged() -> None:
     assert "since step 1" in str(result)
 
 
+RATES: list[tuple[Make, int, dict[str, str]]] = [
+    (
+        *(adam(3e-4), 100),
+        {"O2": "equivalent", "O2:split": "equivalent", "O2:none": "worse"},
+    ),
+    (
+        *(tiny_gradients, 30),
+        {"O1:fp16": "equivalent", "O1:fp16:loss_scale=none": "worse"},
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "steps", "expected"), RATES)
+def test_rates(make: Make, steps: int, expected: dict[str, str]) -> None:
+    """Law: what must fail fails, and what must pass passes, 20 times in 20.
+
+    Each time with other seeds and data.
+    """
+    for number in range(20):
+        draw = torch.Generator().manual_seed(number)
+        teacher = torch.randn(16, 4, generator=draw)
+        inputs = torch.randn(20, 64, 16, generator=draw)
+        batches = [(x, (x @ teacher).argmax(1)) for x in inputs]
+        seeds = range(3 * number, 3 * number + 3)
+        plan: dict[str, Any] = {"steps": steps, "gradient_steps": ()}
+        result = hs.compare(make, batches, list(expected), seeds=seeds, **plan)
+        kinds = {level: verdict.kind for level, verdict in result.verdicts.items()}
+        assert kinds == {"O0:ulp": "equivalent", **expected}, number
+
+
 # Pairs
 
 
