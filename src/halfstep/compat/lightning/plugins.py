@@ -7,7 +7,6 @@ a `LevelEngine`.
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +27,7 @@ from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule
@@ -40,7 +39,66 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import StepReport
 
 
-class MixedPrecision(Precision):
+class _LevelPlugin(FabricPrecision):
+    """What both plugins have: a `LevelEngine`, and the hooks that only call it."""
+
+    def __init__(
+        self,
+        level: str,
+        *,
+        dtype: str | torch.dtype = "bf16",
+        policy: Policy | str = "lean",
+        loss_scale: str | float | ScaleRule = "auto",
+    ) -> None:
+        self._engine = LevelEngine.of(level, dtype, policy, loss_scale)
+        self.precision = _precision_word(self._engine)
+
+    @property
+    def last_step(self) -> StepReport:
+        """What the last optimizer step did; its properties may synchronize."""
+        return self._engine.last_step
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the autocast context for a forward pass of training or evaluation."""
+        return self._engine.forward_context()
+
+    def convert_input(self, data: Any) -> Any:  # noqa: ANN401
+        """Cast inputs to the 16-bit format at O3, which has no autocast."""
+        level, format_ = self._engine.choice.level, self._engine.choice.format
+        return cast_floating(data, format_.dtype) if level.low_inputs else data
+
+    def backward(
+        self,
+        tensor: Tensor,
+        model: nn.Module | None,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Run the backward pass of the scaled loss.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+
+        def run(scaled: Tensor) -> None:
+            super(_LevelPlugin, self).backward(scaled, model, *args, **kwargs)
+
+        self._engine.backward(tensor, run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale and step counters as plain values."""
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load loss scale and counters.
+
+        Raises:
+            UserError: If another plugin saved it.
+        """
+        self._engine.load_state_dict(state_dict)
+
+
+class MixedPrecision(_LevelPlugin, Precision):
     """Precision plugin: trains a LightningModule at one of halfstep's levels.
 
     Steps that overflow are skipped with every dtype, also with fused optimizers, whose
@@ -73,26 +131,11 @@ class MixedPrecision(Precision):
         'bf16-mixed'
     """
 
-    def __init__(
-        self,
-        level: str,
-        *,
-        dtype: str | torch.dtype = "bf16",
-        policy: Policy | str = "lean",
-        loss_scale: str | float | ScaleRule = "auto",
-    ) -> None:
-        self._engine = LevelEngine.of(level, dtype, policy, loss_scale)
-        self.precision = _precision_word(self._engine)
-        self._scheduled_at: dict[int, int] = {}
-        """id() of a schedule -> number of applied steps when it was last stepped."""
-        self._module: LightningModule | None = None
-        self._hooks_read_gradients = False
-        """Whether user code runs between backward pass and update."""
-
-    @property
-    def last_step(self) -> StepReport:
-        """What the last optimizer step did; its properties may synchronize."""
-        return self._engine.last_step
+    _module: LightningModule | None = None
+    _scheduled_at: dict[int, int]
+    """id() of a schedule -> number of applied steps when it was last stepped."""
+    _hooks_read_gradients = False
+    """Whether user code runs between backward pass and update."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store the module's weights as the level says."""
@@ -126,7 +169,7 @@ class MixedPrecision(Precision):
         engine.group = None if wrapper is None else wrapper.process_group
         engine.moves_grads = not module.automatic_optimization
         engine.entries.clear()
-        self._scheduled_at.clear()
+        self._scheduled_at = {}
         for optimizer in optimizers:
             engine.attach(optimizer)
         engine.drop_frozen()
@@ -171,37 +214,6 @@ class MixedPrecision(Precision):
                     weight.requires_grad = master.requires_grad
 
         return method
-
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        """Enter the autocast context for a step of training or evaluation."""
-        with self._engine.forward_context():
-            yield
-
-    def convert_input(self, data: Any) -> Any:  # noqa: ANN401
-        """Cast a batch to the 16-bit format at O3, which has no autocast."""
-        return _cast_input(self._engine, data)
-
-    def backward(  # type: ignore[override]
-        self,
-        tensor: Tensor,
-        model: LightningModule,
-        optimizer: Any,  # noqa: ANN401
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> None:
-        """Run the backward pass of the scaled loss.
-
-        Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
-        """
-
-        def run(scaled: Tensor) -> None:
-            super(MixedPrecision, self).backward(
-                scaled, model, optimizer, *args, **kwargs
-            )
-
-        self._engine.backward(tensor, run)
 
     def optimizer_step(  # type: ignore[override]
         self,
@@ -257,18 +269,6 @@ class MixedPrecision(Precision):
             self._engine.unscale(optimizer)
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return loss scale and step counters as plain values."""
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load loss scale and counters.
-
-        Raises:
-            UserError: If another plugin saved it.
-        """
-        self._engine.load_state_dict(state_dict)
-
     def teardown(self) -> None:
         """Convert the weights back to fp32."""
         module, self._module = self._module, None
@@ -278,7 +278,7 @@ class MixedPrecision(Precision):
         self._engine.release()
 
 
-class FabricMixedPrecision(FabricPrecision):
+class FabricMixedPrecision(_LevelPlugin):
     """Precision plugin: trains models of `Fabric.setup` at one of halfstep's levels.
 
     Steps that overflow are skipped with every dtype; `last_step` reports them. Compute
@@ -307,22 +307,6 @@ class FabricMixedPrecision(FabricPrecision):
         True
     """
 
-    def __init__(
-        self,
-        level: str,
-        *,
-        dtype: str | torch.dtype = "bf16",
-        policy: Policy | str = "lean",
-        loss_scale: str | float | ScaleRule = "auto",
-    ) -> None:
-        self._engine = LevelEngine.of(level, dtype, policy, loss_scale)
-        self.precision = _precision_word(self._engine)
-
-    @property
-    def last_step(self) -> StepReport:
-        """What the last optimizer step did; its properties may synchronize."""
-        return self._engine.last_step
-
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store a module's weights as the level says."""
         self._engine.convert(module, separate=True)
@@ -330,35 +314,9 @@ class FabricMixedPrecision(FabricPrecision):
             self._engine.group = dist.group.WORLD
         return module
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of a forward pass."""
-        return self._engine.forward_context()
-
-    def convert_input(self, data: Any) -> Any:  # noqa: ANN401
-        """Cast inputs to the 16-bit format at O3, which has no autocast."""
-        return _cast_input(self._engine, data)
-
     def convert_output(self, data: Any) -> Any:  # noqa: ANN401
         """Return outputs in fp32, for a loss outside of the autocast context."""
         return cast_floating(data, torch.float32)
-
-    def backward(
-        self,
-        tensor: Tensor,
-        model: nn.Module | None,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> None:
-        """Run the backward pass of the scaled loss.
-
-        Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
-        """
-
-        def run(scaled: Tensor) -> None:
-            super(FabricMixedPrecision, self).backward(scaled, model, *args, **kwargs)
-
-        self._engine.backward(tensor, run)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Update the weights unless a gradient is inf or NaN.
@@ -378,18 +336,6 @@ class FabricMixedPrecision(FabricPrecision):
         """Unscale gradients before they are clipped."""
         self._engine.unscale(optimizer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return loss scale and counters as plain values."""
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load loss scale and counters.
-
-        Raises:
-            UserError: If another plugin saved it.
-        """
-        self._engine.load_state_dict(state_dict)
-
 
 def _hooks_read_gradients(module: LightningModule) -> bool:
     """Return whether user code runs between backward pass and update."""
@@ -407,8 +353,3 @@ def _precision_word(engine: LevelEngine) -> Any:  # noqa: ANN401 -- Lightning's
         return "32-true"
     word = "bf16" if choice.format.dtype == torch.bfloat16 else "16"
     return f"{word}-mixed" if choice.level.autocast else f"{word}-true"
-
-
-def _cast_input(engine: LevelEngine, data: Any) -> Any:  # noqa: ANN401
-    level, format_ = engine.choice.level, engine.choice.format
-    return cast_floating(data, format_.dtype) if level.low_inputs else data
