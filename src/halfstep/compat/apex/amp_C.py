@@ -1,6 +1,7 @@
 """Implements the functions of apex's extension `amp_C` that programs call.
 
-They use torch's foreach operations and do not synchronize with the device.
+They use torch's foreach operations and do not synchronize with the device; the first
+argument, `chunk_size`, is not used.
 """  # noqa: N999 -- apex's name
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BOTH, _FIRST, _SECOND = -1, 0, 1
 
 
 def multi_tensor_scale(
-    chunk_size: int,
+    _chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Sequence[Sequence[Tensor]],
     scale: float,
@@ -29,12 +30,10 @@ def multi_tensor_scale(
     """Write inputs * scale, computed in fp32, into outputs.
 
     Args:
-        chunk_size: Not used.
         noop_flag: Set to 1 if an input is non-finite. Shape (1,).
         tensor_lists: Inputs and outputs; they may be the same.
         scale: Factor of the inputs.
     """
-    del chunk_size
     inputs, outputs = _lists("multi_tensor_scale", tensor_lists, 2)
     if not inputs:
         return
@@ -44,7 +43,7 @@ def multi_tensor_scale(
 
 
 def multi_tensor_axpby(
-    chunk_size: int,
+    _chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Sequence[Sequence[Tensor]],
     a: float,
@@ -54,7 +53,6 @@ def multi_tensor_axpby(
     """Write a * x + b * y, computed in fp32, into outputs.
 
     Args:
-        chunk_size: Not used.
         noop_flag: Set to 1 if a checked input is non-finite. Shape (1,).
         tensor_lists: Lists x, y and outputs, which may be x or y.
         a: Factor of x.
@@ -64,7 +62,6 @@ def multi_tensor_axpby(
     Raises:
         AmpError: If `arg_to_check` is another number.
     """
-    del chunk_size
     x, y, outputs = _lists("multi_tensor_axpby", tensor_lists, 3)
     checked = {_BOTH: [*x, *y], _FIRST: x, _SECOND: y}
     if arg_to_check not in checked:
@@ -82,7 +79,7 @@ def multi_tensor_axpby(
 
 
 def multi_tensor_l2norm(
-    chunk_size: int,
+    _chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Sequence[Sequence[Tensor]],
     per_tensor: bool | None = False,
@@ -90,7 +87,6 @@ def multi_tensor_l2norm(
     """Return the Euclidean norm of all values, and optionally of each tensor, in fp32.
 
     Args:
-        chunk_size: Not used.
         noop_flag: Set to 1 if the norm is non-finite. Shape (1,).
         tensor_lists: One list.
         per_tensor: Also return the norm of each tensor.
@@ -98,7 +94,6 @@ def multi_tensor_l2norm(
     Returns:
         The norm, shape (1,); the norms of the tensors, or an empty tensor, shape (0,).
     """
-    del chunk_size
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
     if not tensors:
         zero = torch.zeros(1, device=noop_flag.device)

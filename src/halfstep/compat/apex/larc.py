@@ -54,35 +54,15 @@ class LARC:
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optim.param_groups = value
 
-    @property
-    def state(self) -> Any:  # noqa: ANN401
-        """The state of the optimizer."""
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The defaults of the optimizer."""
-        return self.optim.defaults
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Return any other attribute of the optimizer, such as `state_dict`."""
+        if name == "optim":  # not set yet while an instance is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.optim, name)
 
     def __repr__(self) -> str:
         """Return the repr of the optimizer."""
         return repr(self.optim)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state; LARC has none."""
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state."""
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the optimizer's gradients."""
-        self.optim.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the optimizer."""
-        self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
         """Scale the gradients, then call the optimizer's step.

@@ -1,6 +1,7 @@
 """Implements apex's fused optimizers as subclasses of torch's with the same update.
 
-Options that torch's optimizers lack raise `AmpError`.
+Arguments are apex's. Those that ask for another update than torch's raise `AmpError`;
+those about how apex computes it, such as `set_grad_none`, are not used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from halfstep.compat.apex.state import AmpError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.optim.optimizer import ParamsT
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
@@ -23,21 +26,9 @@ _DECOUPLED = "decoupled_weight_decay"
 class FusedAdam(torch.optim.AdamW):
     """torch's AdamW, with the decay of Adam where `adam_w_mode` is False.
 
-    Args:
-        params: As for torch.
-        lr: Learning rate.
-        bias_correction: False is rejected.
-        betas: As for torch.
-        eps: As for torch.
-        adam_w_mode: Decay shrinks the weight itself.
-        weight_decay: As for torch.
-        amsgrad: True is rejected, as by apex.
-        set_grad_none: Not used: torch's `zero_grad` does so by default.
-        capturable: As for torch.
-        master_weights: True is rejected: amp's O2 keeps masters.
-
     Raises:
-        AmpError: If something is asked for that torch has not.
+        AmpError: With `bias_correction=False`, `amsgrad` or `master_weights` (amp's O2
+            has master weights).
     """
 
     def __init__(
@@ -74,19 +65,8 @@ class FusedAdam(torch.optim.AdamW):
 class FusedSGD(torch.optim.SGD):
     """torch's SGD.
 
-    Args:
-        params: As for torch.
-        lr: Learning rate.
-        momentum: As for torch.
-        dampening: As for torch.
-        weight_decay: As for torch.
-        nesterov: As for torch.
-        wd_after_momentum: True is rejected.
-        materialize_master_grads: Not used: they always are.
-        set_grad_none: Not used: torch's `zero_grad` does so by default.
-
     Raises:
-        AmpError: If something is asked for that torch has not.
+        AmpError: With `wd_after_momentum`.
     """
 
     def __init__(
@@ -111,16 +91,8 @@ class FusedSGD(torch.optim.SGD):
 class FusedAdagrad(torch.optim.Adagrad):
     """torch's Adagrad.
 
-    Args:
-        params: As for torch.
-        lr: Learning rate.
-        eps: As for torch.
-        weight_decay: As for torch.
-        set_grad_none: Not used: torch's `zero_grad` does so by default.
-        adagrad_w_mode: True is rejected.
-
     Raises:
-        AmpError: If something is asked for that torch has not.
+        AmpError: With `adagrad_w_mode`.
     """
 
     def __init__(
@@ -137,30 +109,21 @@ class FusedAdagrad(torch.optim.Adagrad):
         super().__init__(params, lr, weight_decay=weight_decay, eps=eps)
 
 
-def FusedLAMB(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401, N802
-    """Raise: torch has no LAMB.
+def _absent(name: str) -> Callable[..., NoReturn]:
+    """Return a function in place of an optimizer that torch has not."""
 
-    Raises:
-        AmpError: Always.
-    """
-    _absent("FusedLAMB")
+    def raise_error(*_: object, **__: object) -> NoReturn:
+        message = (
+            f"{name} has no counterpart in torch: use FusedAdam, FusedSGD or "
+            "FusedAdagrad, or another library's optimizer, which amp.initialize takes "
+            "as well."
+        )
+        raise AmpError(message)
 
-
-def FusedNovoGrad(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401, N802
-    """Raise: torch has no NovoGrad.
-
-    Raises:
-        AmpError: Always.
-    """
-    _absent("FusedNovoGrad")
+    return raise_error
 
 
-def _absent(name: str) -> NoReturn:
-    message = (
-        f"{name} has no counterpart in torch: use FusedAdam, FusedSGD or FusedAdagrad, "
-        "or another library's optimizer, which amp.initialize takes as well."
-    )
-    raise AmpError(message)
+FusedLAMB, FusedNovoGrad = map(_absent, ("FusedLAMB", "FusedNovoGrad"))
 
 
 def _refuse(name: str, asked: dict[str, bool]) -> None:

@@ -26,19 +26,12 @@ _MEGABYTE = 1024 * 1024
 class DistributedDataParallel(_TorchDDP):
     """torch's wrapper with apex's arguments.
 
-    Args:
-        module: The module, on its device.
-        message_size: Number of elements in a bucket.
-        delay_allreduce: Used as `find_unused_parameters`, the case for which apex
-            needed it.
-        allreduce_trigger_params: Not used: torch chooses when to send.
-        retain_allreduce_buffers: Not used.
-        num_allreduce_streams: Not used.
-        allreduce_communicators: Not used.
-        others: Arguments that must have their default.
+    `message_size` is the number of elements in a bucket. `delay_allreduce` is used as
+    `find_unused_parameters`, the case for which apex needed it. Arguments about how
+    apex sends are not used.
 
     Raises:
-        AmpError: If one of `others` has another value.
+        AmpError: If an argument asks for another average than torch's.
     """
 
     def __init__(
@@ -85,20 +78,10 @@ class DistributedDataParallel(_TorchDDP):
 
 
 class SyncBatchNorm(_TorchSyncBatchNorm):
-    """torch's batch norm over all ranks with apex's arguments.
-
-    Args:
-        num_features: As for torch.
-        eps: As for torch.
-        momentum: As for torch.
-        affine: As for torch.
-        track_running_stats: As for torch.
-        process_group: Ranks that share statistics; default all.
-        channel_last: Not used: torch reads the memory format itself.
-        fuse_relu: True is rejected.
+    """torch's batch norm over all ranks; `channel_last` is not used.
 
     Raises:
-        AmpError: If it should apply ReLU too.
+        AmpError: With `fuse_relu`.
     """
 
     def __init__(
@@ -130,12 +113,9 @@ def convert_syncbn_model(
     process_group: Any = None,  # noqa: ANN401
     channel_last: bool = False,
 ) -> nn.Module:
-    """Return a model whose batch norms share statistics over ranks.
+    """Return a model whose batch norms share statistics over the ranks of a group.
 
-    Args:
-        module: Any model.
-        process_group: Ranks that share statistics; default all.
-        channel_last: Not used: torch reads the memory format itself.
+    `channel_last` is not used: torch reads the memory format itself.
     """
     del channel_last
     converted: nn.Module = _TorchSyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
