@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import parallel
 
-from halfstep.casting import active_context, data_parallel
+from halfstep.casting import active_context, recompute
 from halfstep.casting.autocast_mode import autocast
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def test_replicas_run_in_the_callers_dtype(low: torch.dtype, count: int) -> None
 def test_twin_torch_takes_the_default_dtype() -> None:
     """Law: torch's threads know that autocast is on, but take the device's dtype.
 
-    Where this fails, torch was mended and `casting.data_parallel` need only carry
+    Where this fails, torch was mended and `casting.recompute` need only carry
     policies.
     """
     with torch.autocast("cpu", torch.float16):
@@ -174,7 +174,7 @@ def test_no_region_no_change() -> None:
 def test_a_callers_thread_is_left_as_it_was() -> None:
     """Law: `in_caller_context` closes what it opens, in this thread too, or not."""
     with autocast("cpu", torch.float16, policy="lean"):
-        (run,) = data_parallel.in_caller_context([Seen()])
+        (run,) = recompute.in_caller_context([Seen()])
     assert run(X)["mm"].dtype == torch.float16
     with pytest.raises(ValueError, match="on purpose"):
         run(X, fails=True)

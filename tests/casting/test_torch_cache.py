@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.casting import torch_cache
+from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 
@@ -235,7 +235,7 @@ def test_the_cache_is_for_one_dtype(others: list[ThreadPoolExecutor]) -> None:
         close_in(first, same)
         with autocast("cpu", FP16):
             assert flag()
-    assert not torch_cache._entered
+    assert not active_context._open
     assert flag()
 
 
@@ -284,7 +284,7 @@ def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
         for number, stack in enumerate(opened):
             while stack:
                 threads[number].submit(do, number, "close").result()
-    assert not torch_cache._entered
+    assert not active_context._open
 
 
 HANDLED_CASTS = """

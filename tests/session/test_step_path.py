@@ -17,7 +17,7 @@ import pytest
 import halfstep
 from halfstep.masters import cpu_kernels
 
-FILES, CALLS, CROSSINGS = 27, 148, 62
+FILES, CALLS, CROSSINGS = 22, 138, 52
 
 PROGRAM = """
 import json, sys

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch._compile import _disable_dynamo
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound="Callable[..., Any]")
 
 
-def dynamo_disable(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile does not trace, nor what it calls.
+def dynamo_disable(function: F) -> F:
+    """Make torch.compile trace neither a function nor what it calls; return it.
 
-    Why: after a graph break torch.compile still tries to trace every function that the
-    broken one calls, including halfstep's bookkeeping.
+    Why: `torch.compiler.disable` wraps the function, and imports torch._dynamo, which
+    takes a second.
     """
-    disabled = _disable_dynamo(function)
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Importing torch._dynamo takes a second; before, nothing can be traced.
-        spec = getattr(sys.modules.get("torch._dynamo"), "__spec__", None)
-        imported = spec is not None and not getattr(spec, "_initializing", False)
-        return (disabled if imported else function)(*args, **kwargs)
-
-    return run
+    # When torch.compile meets a call of it, it breaks the graph.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
+    # After a graph break it would still try to trace what eager code calls.
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function

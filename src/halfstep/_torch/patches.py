@@ -2,9 +2,9 @@
 
 All shared patches:
 
-- `casting.torch_cache`: leaving a grad mode clears torch's cache of casts, inside
+- `casting.active_context`: leaving a grad mode clears torch's cache of casts, inside
   contexts;
-- `casting.data_parallel`: `nn.DataParallel` runs its replicas under the caller's
+- `casting.recompute`: `nn.DataParallel` runs its replicas under the caller's
   context;
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
   the forward pass;

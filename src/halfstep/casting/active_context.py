@@ -9,34 +9,39 @@ state; plain `torch.autocast`, in the same thread or in others, never does.
 Inside a backward pass, a context is active only if it was pushed in that same pass:
 recomputed code gets the context of its forward pass from `recompute`, and the context
 around `backward()` has no effect.
+
+Two states of torch's follow the stack: its cache of casts, which is cleared when a
+weight or the dtype may have changed, and what makes torch.compile compile again for
+another policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import sys
 import threading
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch._ops
 from torch._C import DispatchKey
+from torch.autograd import grad_mode
 from torch.library import Library, fallthrough_kernel
 
+from halfstep._torch import optimizer_hooks
 from halfstep._torch.patches import AttributePatch, SharedPatches
-from halfstep.casting import compile_guard
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
+from halfstep.policy import op_tables
+from halfstep.policy.rules import TORCH, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch._C import DispatchKeySet
-
-    from halfstep.policy.rules import Policy
-
-    CompileState = tuple[int | None, Any]
-    """Return value of `compile_guard.enter`."""
 
 T = TypeVar("T")
 
@@ -160,18 +165,173 @@ def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
     return key_extractor
 
 
-# Higher-order operators require a kernel at each key that a thread includes.
-patches = SharedPatches(AttributePatch(torch._ops, "key_extractor", _without_key))  # noqa: SLF001
+# torch's cache of casts
+#
+# It is keyed by the weight alone, so that it returns the value from before a change,
+# and the dtype of the enclosing context. A check at each operation would cost more than
+# the operation. Trainable weights are normally written to only by an optimizer or with
+# grad mode off, so the cache is cleared after either. Writes between two operations
+# under one `no_grad`, or through `weight.data` or `weight.detach()`, are not detected;
+# a `CastCache` detects all but writes through `weight.data`.
+
+_open: set[Pushed] = set()
+"""The enabled contexts of all threads, since torch's cache is shared by them."""
+
+_NO_WRITERS = frozenset(("torch.autograd.grad_mode", "torch.utils.checkpoint"))
+"""Modules that set the grad mode but write no weights. The exits of the first are
+patched themselves; the second sets it whenever a tensor is saved, in the middle of an
+operation that may use a cast many times."""
+
+
+def _clearing(run: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(run)
+    def run_and_clear(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        run(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") not in _NO_WRITERS:  # noqa: SLF001
+            _clear_torch_cache()
+
+    return run_and_clear
+
+
+_BELOW_AUTOGRAD = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: SLF001
+"""Of autograd's last key: true where Python handles an operation, and nowhere else.
+
+While torch casts a weight it holds the lock of its cache. A `__torch_dispatch__` or a
+kernel of torch.library that handles that cast would wait for this lock forever. There
+the cache is not cleared, but not used any more until the context ends.
+"""
+
+
+def _clear_torch_cache(*_: object) -> None:
+    # Whatever thread writes, it may write into what a context in another has cast.
+    if not _open:
+        return
+    if not _is_excluded(_BELOW_AUTOGRAD):
+        torch.clear_autocast_cache()
+    elif in_context():
+        torch.set_autocast_cache_enabled(False)
+
+
+optimizer_hooks.register_post_step_callback(_clear_torch_cache)
+
+
+def in_context() -> bool:
+    """Return whether this thread is in an enabled halfstep context."""
+    return any(pushed and pushed.dtype for pushed in _thread.state.innermost.values())
+
+
+patches = SharedPatches(
+    # Higher-order operators require a kernel at each key that a thread includes.
+    AttributePatch(torch._ops, "key_extractor", _without_key),  # noqa: SLF001
+    optimizer_hooks.STEP_PATCH.apply,
+    AttributePatch(grad_mode.no_grad, "__exit__", _clearing),
+    AttributePatch(grad_mode.set_grad_enabled, "__exit__", _clearing),
+    AttributePatch(grad_mode.inference_mode, "__exit__", _clearing),
+    # As a function call, it has no exit: `torch.set_grad_enabled(True)`.
+    AttributePatch(grad_mode.set_grad_enabled, "__init__", _clearing),
+)
 """Applied while any thread has a context; `recompute` adds its own."""
+
+
+# What torch.compile compares
+#
+# Before it runs compiled code, torch compares the autocast state of all device types
+# with that at compile time, also for code from the cache on disk; it does not know
+# policies. So a number made from the policy's text (28560 are possible) is encoded as
+# the autocast state of four device types that this machine does not have. A version of
+# torch may lack some of these types, hence the list of candidates.
+
+_CANDIDATE_DEVICES = ("ipu", "maia", "mtia", "hpu", "mps", "xpu", "xla")
+_NUM_DEVICES = 4
+_DIGIT_DTYPES = (
+    *(None, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128),
+)
+
+
+def _is_spare(device: str) -> bool:
+    """Return whether a device type has autocast state, but no device here."""
+    if not torch.amp.is_autocast_available(device):
+        return False
+    machine = {"mps": torch.backends.mps, "xpu": torch.xpu}.get(device)
+    return machine is None or not machine.is_available()
+
+
+_SPARE_DEVICES = tuple(islice(filter(_is_spare, _CANDIDATE_DEVICES), _NUM_DEVICES))
+_DEFAULT_DTYPES = {
+    device: torch.get_autocast_dtype(device) for device in _SPARE_DEVICES
+}
+_CACHE_IGNORES_DTYPES = torch.__version__ < "2.13"
+"""The key of torch's cache of traced graphs on disk, `enable_autograd_cache`, lacks the
+dtypes of autocast: with 2.9.1 a policy got what another had compiled. 2.10 to 2.12 were
+not tried."""
+_MAX_NUMBER = len(_DIGIT_DTYPES) ** len(_SPARE_DEVICES) - 1
+
+_policy_numbers = {TORCH: 0}
+
+
+def policy_number() -> int:
+    """Return the number that is encoded in this thread; 0: no policy is active."""
+    return _thread.state.policy_number
+
+
+def set_policy_number(number: int) -> None:
+    """Encode a number in the autocast state of the spare device types."""
+    if number == _thread.state.policy_number:
+        return
+    _thread.state.policy_number = number
+    for device in _SPARE_DEVICES:
+        number, digit = divmod(number, len(_DIGIT_DTYPES))
+        dtype = _DIGIT_DTYPES[digit]
+        torch.set_autocast_enabled(device, dtype is not None)
+        torch.set_autocast_dtype(device, dtype or _DEFAULT_DTYPES[device])
+
+
+def _number_of(policy: Policy) -> int:
+    """Return the number >= 1 of a policy; the same in every process."""
+    if policy not in _policy_numbers:
+        # The tables count too: another version of halfstep may have others.
+        text = f"{policy} {op_tables.NAMED[policy.base]}"
+        digest = hashlib.sha256(text.encode()).digest()
+        number: int = 1 + int.from_bytes(digest[:8], "big") % _MAX_NUMBER
+        while number in _policy_numbers.values():
+            number = 1 + number % _MAX_NUMBER
+        _policy_numbers[policy] = number
+    return _policy_numbers[policy]
+
+
+def _compile_settings() -> dict[str, Any]:
+    """Make torch.compile trace backward passes without autocast; return old settings.
+
+    Why: by default it traces them under the autocast of the context around the compiled
+    function, which computes the gradients of fp32 operations in 16 bits.
+    """
+    settings: dict[str, Any] = {}
+    config: Any = sys.modules.get("torch._functorch.config")
+    if getattr(config, "backward_pass_autocast", None) == "same_as_forward":
+        settings["backward_pass_autocast"] = config.backward_pass_autocast
+        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
+    if _CACHE_IGNORES_DTYPES and getattr(config, "enable_autograd_cache", False):
+        settings["enable_autograd_cache"] = config.enable_autograd_cache
+        config.enable_autograd_cache = False
+    return settings
+
+
+# The stack
 
 
 class _ThreadState:
     """The contexts of one thread."""
 
     def __init__(self) -> None:
+        self.policy_number = 0
         self.innermost: dict[str, Pushed | None] = {}
         """Device type -> the innermost context."""
-        self.popped: list[tuple[CompileState, Callable[[], object] | None]] = []
+        self.popped: list[
+            tuple[int | None, dict[str, Any], Callable[[], object] | None]
+        ] = []
         """What this thread must restore and call, since another popped its context."""
 
     def __del__(self) -> None:
@@ -192,19 +352,31 @@ class Pushed:
     """A context pushed in one thread, on one device: returned by `push`."""
 
     context: CastContext | None
-    cache: CastCache | None
     device: str
     state: _ThreadState
     """State of the thread that pushed: `pop` may run in another thread."""
     graph_task: int
     """Id of the backward pass that was running when it was pushed; -1: none."""
     outer: Pushed | None
-    compile_state: CompileState
+    dtype: torch.dtype | None
+    """The dtype of torch's autocast inside; None: no halfstep context enabled it."""
+    outer_number: int | None = None
+    """Number of the policy outside; None: this context encodes no policy."""
+    compile_settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of torch.compile to restore."""
     is_popped: bool = False
+
+    @property
+    def cache(self) -> CastCache | None:
+        """The context's cache of casts."""
+        return None if self.context is None else self.context.cache
 
 
 def push(
-    device: str, context: CastContext | None, guard: Policy | None = None
+    device: str,
+    context: CastContext | None,
+    guard: Policy | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Pushed:
     """Make a context the active one of this thread, and patch torch until `pop`.
 
@@ -212,6 +384,7 @@ def push(
         device: Device type.
         context: None: no policy.
         guard: The policy for which torch.compile compiles. None: as before.
+        dtype: Of torch's autocast, if it was enabled for this context. None: as before.
 
     Raises:
         UserError: If an out-of-tree backend uses the dispatch key.
@@ -219,19 +392,31 @@ def push(
     if context is not None:
         check_key()
     state = _thread.state
-    run_pending()
-    cache = None if context is None else context.cache
-    state.innermost[device] = pushed = Pushed(
-        context,
-        cache,
-        device,
-        state,
-        torch._C._current_graph_task_id(),  # noqa: SLF001
-        state.innermost.get(device),
-        compile_guard.enter(guard, casts=context is not None),
-    )
-    if cache is not None:
-        cache.open()
+    if state.popped:
+        run_pending()
+    outer = state.innermost.get(device)
+    outer_dtype = None if outer is None else outer.dtype
+    task = torch._C._current_graph_task_id()  # noqa: SLF001
+    pushed = Pushed(context, device, state, task, outer, dtype or outer_dtype)
+    if dtype is not None:
+        is_shared = dtype != outer_dtype and _is_excluded(_BELOW_AUTOGRAD)
+        if dtype != outer_dtype and not is_shared:
+            torch.clear_autocast_cache()
+        # Another thread's context with another dtype shares the cache.
+        if is_shared or any(
+            other.device == device and other.dtype != dtype and other.state is not state
+            for other in list(_open)
+        ):
+            torch.set_autocast_cache_enabled(False)
+        _open.add(pushed)
+    if guard is not None:
+        pushed.outer_number = state.policy_number
+        set_policy_number(_number_of(guard))
+    state.innermost[device] = pushed
+    if context is not None:
+        pushed.compile_settings = _compile_settings()
+        if context.cache is not None:
+            context.cache.open()
     _update_dispatch_key()
     patches.acquire()
     return pushed
@@ -254,7 +439,12 @@ def pop(pushed: Pushed, undo: Callable[[], object] | None = None) -> None:
     cache = pushed.cache
     if cache is not None and (remaining is None or remaining.cache is not cache):
         cache.close()
-    state.popped.append((pushed.compile_state, undo))
+    if pushed in _open:
+        _open.discard(pushed)
+        dtype = None if remaining is None else remaining.dtype
+        if dtype != pushed.dtype and not _is_excluded(_BELOW_AUTOGRAD):
+            torch.clear_autocast_cache()
+    state.popped.append((pushed.outer_number, pushed.compile_settings, undo))
     if state is _thread.state:
         run_pending()
 
@@ -266,9 +456,12 @@ def run_pending() -> None:
         return
     is_open = _update_dispatch_key()
     while state.popped:
-        (number, setting), undo = state.popped.pop(0)
+        outer_number, settings, undo = state.popped.pop(0)
         try:
-            compile_guard.restore(number if is_open else 0, setting)
+            if outer_number is not None:
+                set_policy_number(outer_number if is_open else 0)
+            for name, value in settings.items():
+                setattr(sys.modules["torch._functorch.config"], name, value)
             if undo is not None:
                 undo()
         finally:

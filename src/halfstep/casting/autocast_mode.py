@@ -12,14 +12,12 @@ import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 
 from halfstep._torch.dynamo import dynamo_disable
-from halfstep._torch.patches import SharedPatches
 from halfstep.casting import (
     active_context,
-    data_parallel,
     dispatch_table,
     dtype_mismatch,
     module_rules,
-    torch_cache,
+    recompute,  # noqa: F401 -- adds its patches
 )
 from halfstep.casting.active_context import CastContext, PerThreadStack
 from halfstep.casting.compile_region import traceable_autocast
@@ -113,15 +111,13 @@ def autocast(
     )
 
 
-_patches = SharedPatches(*torch_cache.PATCHES, *data_parallel.PATCHES)
-
-
 class _Entry(NamedTuple):
     """One entry of a context, with the state to restore."""
 
-    context: torch_autocast
-    pushed: active_context.Pushed | None
-    entered: torch_cache.EnteredContext | None
+    torch_context: torch_autocast
+    pushed: active_context.Pushed
+    nodes: list[int]
+    """First sequence number of autograd, and end."""
 
 
 class Autocast(torch_autocast):
@@ -144,27 +140,28 @@ class Autocast(torch_autocast):
     @dynamo_disable
     def __enter__(self) -> Self:
         """Enter the context; it may be entered several times."""
-        active_context.run_pending()
-        self._entries.push(self.open())
+        context = active_context.active(self.device)
+        if self.policy is None:
+            self._entries.push(self.open(context, None))
+        else:
+            self._entries.push(self.open(None, self.policy if context else None))
         return self
 
-    def open(self) -> _Entry:
-        """Set torch's state, where torch.compile does not trace.
+    def open(self, context: CastContext | None, guard: Policy | None) -> _Entry:
+        """Set torch's state and make a context the active one; see `push`.
 
         Returns:
             The argument for `close`.
         """
+        active_context.run_pending()
         # One torch context per entry: it stores the state to restore on itself.
-        context = object.__new__(torch_autocast)
-        vars(context).update(self._settings)
-        context.__enter__()  # type: ignore[no-untyped-call]
-        _patches.acquire()
-        entered = pushed = None
-        if self._enabled:
-            entered = torch_cache.on_enter(self.device, self.fast_dtype)
-        if self.policy is not None and active_context.active(self.device) is not None:
-            pushed = active_context.push(self.device, None, TORCH)
-        return _Entry(context, pushed, entered)
+        torch_context = object.__new__(torch_autocast)
+        vars(torch_context).update(self._settings)
+        torch_context.__enter__()  # type: ignore[no-untyped-call]
+        nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
+        dtype = self.fast_dtype if self._enabled else None
+        pushed = active_context.push(self.device, context, guard, dtype)
+        return _Entry(torch_context, pushed, nodes)
 
     @dynamo_disable
     def __exit__(
@@ -179,29 +176,11 @@ class Autocast(torch_autocast):
             DtypeMismatch: In place of torch's error, with the operation and the rule
                 that fixes it.
         """
-        self.close(self._entries.pop(), exc_type, exc_value, traceback)
+        entry = self._entries.pop()
+        active_context.pop(entry.pushed)
+        entry.torch_context.__exit__(exc_type, exc_value, traceback)
+        _explain(exc_value)
         return False
-
-    def close(
-        self,
-        entry: _Entry,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Undo an `open`, and explain an error as `__exit__` does."""
-        context, pushed, entered = entry
-        if pushed is not None:
-            active_context.pop(pushed)
-        if entered is not None:
-            torch_cache.on_exit(entered)
-        _patches.release()
-        context.__exit__(exc_type, exc_value, traceback)
-        if exc_value is not None:
-            mismatch = dtype_mismatch.explain(exc_value)
-            if mismatch is not None:
-                raise mismatch from exc_value
-            dtype_mismatch.add_cure(exc_value)
 
     def report(self) -> Table:
         """Raise an error: without `record=True` nothing is recorded.
@@ -212,22 +191,21 @@ class Autocast(torch_autocast):
         raise _not_recorded()
 
 
+def _explain(error: BaseException | None) -> None:
+    """Raise the `DtypeMismatch` that explains an error, or add a note to it."""
+    if error is not None:
+        mismatch = dtype_mismatch.explain(error)
+        if mismatch is not None:
+            raise mismatch from error
+        dtype_mismatch.add_cure(error)
+
+
 def _not_recorded() -> UserError:
     message = (
         "this context recorded nothing, since recording is slow: open it as "
         "autocast(..., record=True) to have a report."
     )
     return UserError(message)
-
-
-class _PolicyEntry(NamedTuple):
-    """One entry of a context, with the state to restore."""
-
-    torch_entry: _Entry
-    context: CastContext
-    pushed: active_context.Pushed
-    nodes: list[int]
-    """First sequence number of autograd, and end."""
 
 
 class PolicyAutocast:
@@ -279,7 +257,7 @@ class PolicyAutocast:
         self._cache_weights = cache_weights
         self._matched_rules = matched_rules
         self._recorder = Recorder(self.device) if record else None
-        self._entries: PerThreadStack[_PolicyEntry] = PerThreadStack()
+        self._entries: PerThreadStack[_Entry] = PerThreadStack()
 
     @dynamo_disable
     def __enter__(self) -> Self:
@@ -303,15 +281,14 @@ class PolicyAutocast:
         if matched_rules is None:
             matched_rules = dispatch_table.matched_rules(policy)
         context = CastContext(policy, op_casts, cache, matched_rules, self._recorder)
-        torch_entry = self._torch_context.open()
-        nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
-        context_history.last.append((policy, nodes))
-        pushed = active_context.push(self.device, context, policy)
+        entry = self._torch_context.open(context, policy)
+        context_history.last.append((policy, entry.nodes))
         if self._recorder is not None:
             self._recorder.start()
-        self._entries.push(_PolicyEntry(torch_entry, context, pushed, nodes))
+        self._entries.push(entry)
         return self
 
+    @dynamo_disable
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -319,20 +296,10 @@ class PolicyAutocast:
         traceback: TracebackType | None,
     ) -> None:
         """Leave the context entered last, and restore the state before it."""
-        warning = self._close(exc_type, exc_value, traceback)
-        if warning:
-            warnings.warn(warning, stacklevel=2)
-
-    @dynamo_disable
-    def _close(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> str:
-        """Leave the context entered last; return a warning, or ""."""
-        torch_entry, context, pushed, nodes = self._entries.pop()
+        torch_context, pushed, nodes = self._entries.pop()
         nodes[1] = torch._C._autograd._get_sequence_nr()  # noqa: SLF001
+        context = pushed.context
+        assert context is not None  # noqa: S101
         for thread, leave in reversed(context.abandoned):
             if thread == threading.get_ident():
                 leave()
@@ -341,11 +308,13 @@ class PolicyAutocast:
         active_context.pop(pushed, undo)
         if self._user_cache is None:
             context.close()
-        self._torch_context.close(torch_entry, exc_type, exc_value, traceback)
+        torch_context.__exit__(exc_type, exc_value, traceback)
+        _explain(exc_value)
         is_enabled = self._torch_context._enabled  # noqa: SLF001
         if is_enabled and exc_value is None and self._matched_rules is None:
-            return dispatch_table.unmatched_rule_warning(context.policy)
-        return ""
+            warning = dispatch_table.unmatched_rule_warning(context.policy)
+            if warning:
+                warnings.warn(warning, stacklevel=2)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function that runs inside this context.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.library import Library
 
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import active_context
 from halfstep.policy import op_tables
 from halfstep.policy.decision import cast_to
@@ -133,21 +134,8 @@ def _register(name: str) -> Library:
         warnings.simplefilter("ignore", UserWarning)
         op_name = name.rpartition("::")[2]
         registrar: Any = library.m
-        registrar.impl(op_name, _KEY_NAME, _skip_dynamo(kernel), True)  # noqa: FBT003 -- with the keyset
+        registrar.impl(op_name, _KEY_NAME, dynamo_disable(kernel), True)  # noqa: FBT003 -- with the keyset
     return library
-
-
-def _skip_dynamo(kernel: Call) -> Call:
-    """Make torch.compile skip a kernel and the functions that it calls.
-
-    Why: after a graph break, eager code calls our kernels, and torch.compile would try
-    to compile them.
-    """
-    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
-    skip = frames._FrameAction.SKIP  # noqa: SLF001
-    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001
-    frames.set_code_exec_strategy(kernel.__code__, strategy)
-    return kernel
 
 
 def _contexts_of(
@@ -272,10 +260,10 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
             low_dtype = torch.get_autocast_dtype(device)
             if op_cast.category in _BY_OPERANDS:
                 floating = _floating((*args, *kwargs.values()), is_on_device)
-                dtypes = [tensor.dtype for tensor in floating]
+                dtypes = tuple(map(_DTYPE, floating))
             else:
                 dtypes = _ANY_DTYPE
-            dtype = cast_to(op_cast.category, dtypes, low_dtype)
+            dtype = _cast_to(op_cast.category, dtypes, low_dtype)
             if dtype is None:
                 return op(*args, **kwargs)
             cache = context.cache if dtype is low_dtype else None
@@ -299,7 +287,9 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
 
 
 _ELIGIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
-_ANY_DTYPE = [torch.float32]
+_DTYPE = attrgetter("dtype")
+_cast_to = cache(cast_to)
+_ANY_DTYPE = (torch.float32,)
 """Operand dtypes for categories that do not depend on them."""
 _BY_OPERANDS = frozenset((op_tables.PROMOTE, op_tables.FOLLOW))
 

@@ -17,7 +17,7 @@ from halfstep.policy import op_tables, rules
 from halfstep.policy.decision import decide, deciding_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -27,12 +27,13 @@ _NO_WEIGHTS = {"scaled_dot_product_attention", "_scaled_dot_product_flash_attent
 """Matmuls of activations only: their casts are not cached."""
 
 
+@cache
 def op_casts_for(
     policy: Policy,
     device: str,
     *,
     module: str = "",
-    types: Sequence[str] = (),
+    types: tuple[str, ...] = (),
     cache_weights: bool = False,
     record_all: bool = False,
 ) -> Mapping[str, OpCast]:
@@ -48,19 +49,6 @@ def op_casts_for(
         cache_weights: Include all operations with weights, to cache their casts.
         record_all: Include all operations of the tables, to record them.
     """
-    rule_index = deciding_rule(policy, module, types) if policy.rules else None
-    module_rule = None if rule_index is None else (rule_index, module, tuple(types))
-    return _op_casts(policy, device, module_rule, cache_weights, record_all)
-
-
-@cache
-def _op_casts(
-    policy: Policy,
-    device: str,
-    module_rule: tuple[int, str, tuple[str, ...]] | None,
-    cache_weights: bool,
-    record_all: bool,
-) -> Mapping[str, OpCast]:
     torch_table = op_tables.TABLES[device]
     policy_table = op_tables.NAMED[policy.base][device]
     low_ops = {op for op, row in policy_table.items() if row.category == op_tables.LOW}
@@ -74,9 +62,8 @@ def _op_casts(
     for rule in policy.rules:
         if rule.kind == "op":
             names |= {op.removeprefix("aten::") for op in rules.matching_ops(rule)}
-    if module_rule or record_all:
+    if record_all or deciding_rule(policy, module, types) is not None:
         names |= torch_table.keys() | policy_table.keys()
-    module, types = module_rule[1:] if module_rule else ("", ())
     rule_texts = [str(rule) for rule in policy.rules]
     op_casts = {}
     for name in sorted(names):

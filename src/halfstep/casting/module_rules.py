@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.amp.autocast_mode import autocast as torch_autocast
 
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import (
     active_context,
     dispatch_kernels,
@@ -214,7 +214,7 @@ class ModuleRuleHook:
         )
         module.register_forward_hook(self.post_forward, always_call=True)
 
-    @_disable_dynamo
+    @dynamo_disable
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -300,7 +300,7 @@ class ModuleRuleHook:
         self._entries.push(_Entry(leave, lambda: abandoned.remove(item)))
         abandoned.append(item)
 
-    @_disable_dynamo
+    @dynamo_disable
     def post_forward(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
         entry = self._entries.pop_own()

@@ -1,8 +1,12 @@
-"""Makes activation checkpointing recompute segments under their original policy.
+"""Runs code in other threads, and recomputed code, under its original contexts.
 
 While a context is open, `torch.utils.checkpoint` is patched, reentrant and not: when
 the backward pass recomputes a segment, exactly the contexts of its forward pass are
 active. torch itself restores only whether autocast is on, and its dtype.
+
+The replicas of `nn.DataParallel` run under the caller's contexts. torch passes to its
+threads that autocast is on, but not the dtype, so that a bf16 context becomes fp16
+there; it does not pass a policy either.
 
 Code with its own way of recomputing is not covered; there, `halfstep.custom_fwd` and
 `custom_bwd` restore the policy.
@@ -12,16 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
+from torch.amp.autocast_mode import autocast as torch_autocast
+from torch.nn import parallel
 from torch.utils import checkpoint
 
 from halfstep._torch.patches import AttributePatch
-from halfstep.casting import active_context, compile_guard
+from halfstep.casting import active_context
 from halfstep.casting.dispatch_kernels import KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,10 +38,10 @@ R = TypeVar("R")
 def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context manager factory that restores the contexts active now.
 
-    It also restores the policy guard, which torch.compile reads.
+    It also restores the policy's number, which torch.compile reads.
     """
     contexts = {device: active_context.active(device) for device in KEYS}
-    guard = compile_guard.number()
+    number = active_context.policy_number()
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
@@ -45,8 +53,9 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
                     )
                     pushed = active_context.push(device, recomputed)
                     stack.callback(active_context.pop, pushed)
-            stack.callback(compile_guard.set_number, compile_guard.number())
-            compile_guard.set_number(guard)
+            set_number = active_context.set_policy_number
+            stack.callback(set_number, active_context.policy_number())
+            set_number(number)
             yield
 
     return restored
@@ -87,7 +96,52 @@ def _non_reentrant(original: Callable[..., None]) -> Callable[..., None]:
     return with_policy
 
 
+def in_caller_context(
+    modules: Sequence[Callable[..., Any]],
+) -> list[Callable[..., Any]]:
+    """Return callables that run under this thread's autocast state in any thread."""
+    dtypes = {
+        device: torch.get_autocast_dtype(device)
+        for device in KEYS
+        if torch.is_autocast_enabled(device)
+    }
+    cache_enabled = torch.is_autocast_cache_enabled()
+    enter_policy = capture()
+
+    def wrap(module: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            with contextlib.ExitStack() as contexts:
+                for device, dtype in dtypes.items():
+                    context = torch_autocast(device, dtype, cache_enabled=cache_enabled)
+                    contexts.enter_context(context)
+                contexts.enter_context(enter_policy())
+                return module(*args, **kwargs)
+
+        return run
+
+    return [wrap(module) for module in modules]
+
+
+def _data_parallel(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(original)
+    def parallel_apply(
+        modules: Sequence[Callable[..., Any]],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[Any]:
+        if active_context.in_context():
+            modules = in_caller_context(modules)
+        return original(modules, *args, **kwargs)
+
+    return parallel_apply
+
+
 active_context.patches.add(
     AttributePatch(checkpoint.CheckpointFunction, "forward", _reentrant),
     AttributePatch(checkpoint._CheckpointFrame, "__init__", _non_reentrant),  # noqa: SLF001
+    AttributePatch(parallel, "parallel_apply", _data_parallel),
+    # The name that `nn.DataParallel` has imported.
+    AttributePatch(
+        sys.modules[parallel.DataParallel.__module__], "parallel_apply", _data_parallel
+    ),
 )
