@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from halfstep.compat.apex import amp
 from halfstep.compat.apex.state import STATE
@@ -119,35 +118,6 @@ def test_edits_are_seen(edit: str) -> None:
         else:
             net.load_state_dict({"weight": torch.full((1, 1), 3.0)})
         assert net(torch.ones(1, 1)).item() == 3
-
-
-def test_frozen_and_thawed() -> None:
-    """Law: a weight that begins to learn gets its gradient."""
-    net = nn.Linear(2, 2)
-    net.weight.requires_grad = False
-    optimizer = start(net)
-    net(torch.ones(1, 2))
-    net.weight.requires_grad = True
-    with amp.scale_loss(net(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    assert net.weight.grad is not None
-
-
-def test_checkpointed_layers() -> None:
-    """Law: activation checkpointing computes again what O1 computed, to the bit."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    optimizer = start(net)
-    x = torch.randn(3, 4)
-    found = []
-    for again in (False, True):
-        optimizer.zero_grad()
-        out = checkpoint(net, x, use_reentrant=False) if again else net(x)
-        with amp.scale_loss((out.float() ** 2).sum(), optimizer) as scaled:
-            scaled.backward()
-        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-    assert len(found[0]) == 4
-    assert all(map(torch.equal, *found))
 
 
 def test_backward_runs_as_forward_did() -> None:
