@@ -9,7 +9,6 @@ import contextlib
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from halfstep.compat.apex import amp_handle
 from halfstep.compat.apex.state import STATE, AmpState
 
 if TYPE_CHECKING:
@@ -28,4 +27,3 @@ def fresh() -> Iterator[None]:
             STATE.handle._deactivate()
         for field in fields(AmpState):
             setattr(STATE, field.name, getattr(AmpState(), field.name))
-        amp_handle._pending_functions.clear()

@@ -109,10 +109,6 @@ class Registered:
     category: str
 
 
-_pending_functions: list[Registered] = []
-"""Functions registered before the casts were activated."""
-
-
 class AmpHandle:
     """Activates O1's casts in the thread that calls `open`, until `close`.
 
@@ -125,7 +121,6 @@ class AmpHandle:
         dtype: The 16-bit dtype.
         caching: Cast each weight once from one `scale_loss` to the next.
         allow_banned: Run binary_cross_entropy in fp32 where it would be rejected.
-        registered: Functions of an earlier handle.
     """
 
     def __init__(
@@ -135,11 +130,9 @@ class AmpHandle:
         *,
         caching: bool = True,
         allow_banned: bool = False,
-        registered: tuple[Registered, ...] = (),
     ) -> None:
         self.devices = sorted(devices)
         self.dtype = dtype
-        self.registered = list(registered)
         self._caching = caching
         self._banned = () if allow_banned else BANNED
         self.caches = {device: CastCache() for device in self.devices}
@@ -150,10 +143,8 @@ class AmpHandle:
         if not self.devices:
             return
         self._patch()
-        while _pending_functions:
-            self.register(_pending_functions.pop(0))
-        for function in self.registered:
-            self._wrap(function)
+        for function in STATE.registered:
+            self.wrap(function)
         for device, cache in self.caches.items():
             context = PolicyAutocast(
                 Autocast(device, self.dtype, enabled=True, cache_enabled=self._caching),
@@ -173,7 +164,7 @@ class AmpHandle:
     def _deactivate(self) -> None:
         """Close and drop the registered functions; apex's name."""
         self.close()
-        self.registered.clear()
+        STATE.registered.clear()
 
     def is_active(self) -> bool:
         """Return whether the casts are active in this thread."""
@@ -219,7 +210,7 @@ class AmpHandle:
     def _patch(self) -> None:
         """Patch functions that are not dispatcher operations, or that are banned."""
         for name in PATCHED_FP32:
-            self._wrap(Registered(functional, name, FP32))
+            self.wrap(Registered(functional, name, FP32))
         for name in self._banned:
             self._patch_attribute(
                 functional, name, self._banned_wrapper(getattr(functional, name))
@@ -272,15 +263,8 @@ class AmpHandle:
 
         return cpu
 
-    # Registered functions of the user
-
-    def register(self, function: Registered) -> None:
-        """Register a function, and wrap it if the casts are active."""
-        self.registered.append(function)
-        if self.is_active():
-            self._wrap(function)
-
-    def _wrap(self, registered: Registered) -> None:
+    def wrap(self, registered: Registered) -> None:
+        """Cast the arguments of a function until `close`."""
         function = getattr(registered.owner, registered.name)
         # Inside torch's own functions the policy would cast a second time.
         torchs = any(registered.owner is owner for owner in (torch, functional, Tensor))
@@ -330,11 +314,9 @@ def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
         owner = getattr(module, "__name__", repr(module))
         message = f"{owner} has no function {name!r} to register: check its spelling."
         raise AmpError(message)
-    function = Registered(module, name, category)
+    STATE.registered.append(Registered(module, name, category))
     if STATE.handle is not None and STATE.handle.is_active():
-        STATE.handle.register(function)
-    else:
-        _pending_functions.append(function)
+        STATE.handle.wrap(STATE.registered[-1])
 
 
 def register_half_function(module: Any, function_name: str) -> None:  # noqa: ANN401

@@ -118,7 +118,7 @@ def initialize(
             optimizer.load_state_dict(optimizer.state_dict())
         optimizer_state.attach(optimizer, masters)
     if properties_.patch_torch_functions:
-        _open(AmpHandle(devices_of(tensors), registered=_registered()), model_list)
+        _open(AmpHandle(devices_of(tensors)), model_list)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -140,12 +140,7 @@ def init(
     """
     del loss_scale, verbose
     devices = devices_of([]) if enabled else frozenset()
-    handle = AmpHandle(
-        devices,
-        caching=enable_caching,
-        allow_banned=allow_banned,
-        registered=_registered(),
-    )
+    handle = AmpHandle(devices, caching=enable_caching, allow_banned=allow_banned)
     _open(handle, [])
     return handle
 
@@ -157,11 +152,6 @@ def _open(handle: AmpHandle, models: Sequence[nn.Module]) -> None:
     handle.open()
     for model in models:
         model.register_forward_pre_hook(clear_cache_if_evaluating)
-
-
-def _registered() -> tuple[Any, ...]:
-    """Return the registered functions of the previous handle."""
-    return () if STATE.handle is None else tuple(STATE.handle.registered)
 
 
 def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:

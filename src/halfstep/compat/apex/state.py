@@ -46,6 +46,8 @@ class AmpState:
     """One `AmpScaler` for each `loss_id`."""
     handle: Any = None
     """The `AmpHandle` of O1's casts; None before the first."""
+    registered: list[Any] = field(default_factory=list)
+    """Functions of the user whose arguments O1 casts."""
     verbosity: int = 1
     """0 prints nothing, not even skipped steps."""
     hard_override: bool = False
