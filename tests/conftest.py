@@ -57,7 +57,6 @@ NUMERIC = {
     *(
         "machine/test_fp16_emulation",
         "numerics/test_exponents",
-        "diagnostics/test_comparison",
         "casting/test_grad_accumulation",
         "session/test_autocast_regions",
     ),
@@ -86,6 +85,7 @@ NUMERIC = {
     *(
         "diagnostics/test_planted_faults",
         "diagnostics/test_preflight_models",
+        "diagnostics/test_preflight_rules",
         "diagnostics/test_probe",
         "masters/test_optimizer_in_backward",
     ),

@@ -1,11 +1,9 @@
-"""First bad operation among several processes: one asks alone, or all do.
-
-The cases run in two processes that torchrun starts.
-"""
+"""Replays, diagnoses and probes in two processes that torchrun starts."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,11 +12,15 @@ import torch.distributed as dist
 from planted_faults import FAULTS, Run
 from planted_models import INNER
 from ranks import PATIENCE, saw, start
+from tests.diagnostics.test_probe import NAN, X, net
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
+from halfstep.numerics.tensor_stats import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,17 +175,22 @@ CASES |= {"healthy": healthy, "diagnosed": diagnosed, "beside": beside}
 CASES |= {f"together {name}": together(name) for name in SHARDED}
 
 
+def seen_by_ranks(case: str) -> list[dict[str, Any]]:
+    """Return what each of two processes saw."""
+    return saw(start(2, ("tests.diagnostics.test_ranks",)), case)
+
+
 @pytest.mark.parametrize("name", DDP)
 def test_one_process_asks_alone(name: str) -> None:
     """Law: under DDP a replay exchanges nothing: no other process need take part."""
-    ranks = saw(start(2, ("tests.diagnostics.test_replay_ranks",)), f"alone {name}")
+    ranks = seen_by_ranks(f"alone {name}")
     assert ranks[0]["right"] is None
     assert ranks[1]["right"] == (True, True, True), ranks[1]["said"]
 
 
 def test_one_asks_alone_in_the_first_step() -> None:
     """Law: nothing is exchanged then either, and training goes on; hooks of DDP run."""
-    ranks = saw(start(2, ("tests.diagnostics.test_replay_ranks",)), "in first step")
+    ranks = seen_by_ranks("in first step")
     assert "argument 'x' of the model holds NaN" in ranks[1]["said"]
     assert [rank["hooks"] for rank in ranks] == [1, 2]
     assert not any(rank["forward"] for rank in ranks)
@@ -191,14 +198,14 @@ def test_one_asks_alone_in_the_first_step() -> None:
 
 def test_one_asks_alone_before_the_first_step() -> None:
     """Law: a session shares its masters in a step, not in a replay."""
-    ranks = saw(start(2, ("tests.diagnostics.test_replay_ranks",)), "before first step")
+    ranks = seen_by_ranks("before first step")
     assert "holds NaN" in ranks[1]["said"]
     assert not any(rank["skipped"] for rank in ranks)
 
 
 def test_a_healthy_process_blames_no_hardware() -> None:
     """Law: where processes average gradients, one that is healthy points to others."""
-    first, second = saw(start(2, ("tests.diagnostics.test_replay_ranks",)), "healthy")
+    first, second = seen_by_ranks("healthy")
     assert second["cause"] == "data"
     assert (first["cause"], first["reproduced"]) == ("another process", False)
     assert "2 processes" in first["said"]
@@ -207,7 +214,7 @@ def test_a_healthy_process_blames_no_hardware() -> None:
 
 def test_a_wrapper_beside_the_model() -> None:
     """Law: a DDP that find_nonfinite was not given is refused by name."""
-    for rank in saw(start(2, ("tests.diagnostics.test_replay_ranks",)), "beside"):
+    for rank in seen_by_ranks("beside"):
         assert rank["said"].startswith(
             "step() of find_nonfinite runs a DistributedData"
         )
@@ -219,7 +226,7 @@ def test_a_diagnosis_on_each_process() -> None:
 
     The weights are spoilt for both by the first step.
     """
-    first, second = saw(start(2, ("tests.diagnostics.test_replay_ranks",)), "diagnosed")
+    first, second = seen_by_ranks("diagnosed")
     assert (first["cause"], second["cause"]) == ("another process", "data")
     assert first["losses"] == tuple(range(2, 10))
     assert second["losses"] == tuple(range(1, 10))
@@ -228,9 +235,7 @@ def test_a_diagnosis_on_each_process() -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_all_ask_together(name: str) -> None:
     """Law: under FSDP2 all replay as often, whoever has the fault, and are told."""
-    for rank in saw(
-        start(2, ("tests.diagnostics.test_replay_ranks",)), f"together {name}"
-    ):
+    for rank in seen_by_ranks(f"together {name}"):
         assert rank["right"] == (True, True, True), rank["said"]
         assert rank["left"] == 0
 
@@ -238,3 +243,118 @@ def test_all_ask_together(name: str) -> None:
 def test_the_place_is_in_the_middle() -> None:
     """Law: what is planted in shards lies inside of one that is gathered."""
     assert INNER["bert"].startswith("encoder.layers.1")
+
+
+# A probe under DDP and FSDP2, over two ranks.
+
+
+MODES = ("flags", "full")
+KINDS = ("ddp", "fsdp")
+
+
+def _wrapped(kind: str, group: dist.ProcessGroup) -> nn.Module:
+    model = net()
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    fully_shard(model[1], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _case(
+    kind: str, mode: Any, *, over_ranks: bool
+) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
+    """Return a program: a clean step, one that is bad on the second rank, a clean one.
+
+    Each rank has its own part of the batch.
+    """
+
+    def case(group: dist.ProcessGroup) -> dict[str, Any]:
+        model = _wrapped(kind, group)
+        inner = model.module if kind == "ddp" else model
+        found, counted = [], {}
+        with hs.Probe(model, mode, over_ranks=over_ranks, group=group) as probe:
+            for number in range(3):
+                bad = number == 1 and group.rank() == 1
+                inner[1].broken.backward_value = NAN if bad else None
+                model.zero_grad()
+                model(X[group.rank() :: 2]).square().sum().backward()
+                probe.step()
+                found.append(probe.non_finite)
+            counted = {name: stats.data() for name, stats in probe.stats.items()}
+            grads = {
+                f"{name}:grad": _whole(parameter.grad)
+                for name, parameter in inner.named_parameters()
+            }
+        return {"found": found, "stats": counted, "grads": grads}
+
+    return case
+
+
+def _whole(gradient: Any) -> Any:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+CASES |= {
+    f"{kind} {mode} {'all' if over_ranks else 'own'}": _case(
+        kind, mode, over_ranks=over_ranks
+    )
+    for kind in KINDS
+    for mode in MODES
+    for over_ranks in (False, True)
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_sees_its_own(kind: str, mode: str) -> None:
+    """Law: what broke on one rank is flagged there; gradients, once averaged, on both.
+
+    They are looked at when DDP and FSDP2 have finished them.
+    """
+    for rank, seen in enumerate(seen_by_ranks(f"{kind} {mode} own")):
+        clean, bad, after = seen["found"]
+        assert clean == after == ()
+        assert ("1.first:grad" in bad) == (rank == 1)
+        assert "0.weight:grad" in bad
+        assert not [name for name in bad if name.endswith(":output")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_ranks(kind: str, mode: str) -> None:
+    """Law: over ranks all say the same, and begin with what broke."""
+    first, second = seen_by_ranks(f"{kind} {mode} all")
+    assert {*first["found"][1]} == {*second["found"][1]}
+    assert second["found"][1][0] == "1.first:grad"
+    assert "1.first:grad" in first["found"][1]
+    assert first["found"][0] == first["found"][2] == ()
+    for name, stats in first["stats"].items():
+        assert stats["count"] == second["stats"][name]["count"]
+        assert stats["exponents"] == second["stats"][name]["exponents"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_over_ranks(kind: str) -> None:
+    """Law: statistics over ranks are those of all ranks' numbers, to the bit.
+
+    Counts are added, and the largest is the largest of any rank. Together ranks count
+    the whole batch and whole weights; under DDP each has all of a weight's gradient.
+    """
+    (first, _) = seen_by_ranks(f"{kind} full all")
+    own = [seen["stats"] for seen in seen_by_ranks(f"{kind} full own")]
+    model = net()
+    with hs.Probe(model, "full") as probe:
+        model(X).square().sum().backward()
+        probe.step()
+        counts = {name: probe.stats[name].count for name in probe.names}
+    assert counts.keys() == first["stats"].keys()
+    for name, stats in first["stats"].items():
+        of_ranks = [each[name] for each in own]
+        times = 2 if kind == "ddp" and name in first["grads"] else 1
+        added = sum((Counter(each["exponents"]) for each in of_ranks), Counter())
+        assert stats["count"] == times * counts[name], name
+        assert stats["exponents"] == added, name
+        assert stats["amax"] == max(each["amax"] for each in of_ranks), name
+        if name in first["grads"]:
+            assert stats["amax"] == measure(first["grads"][name]).amax, name
