@@ -257,12 +257,24 @@ def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
         sys.setprofile(profiler)
 
 
+def _read_saved(node: Node, name: str) -> Any:  # noqa: ANN401
+    """Return what a node saved, such as "_saved_self", or None.
+
+    Raises:
+        RuntimeError: If it was freed, or modified in place.
+        _PythonCalledError: If a hook would compute it.
+    """
+    raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
+    parts = raw if isinstance(raw, tuple) else (raw,)
+    if any(getattr(part, "unpack_hook", None) for part in parts):
+        raise _PythonCalledError
+    return _read_without_hooks(partial(getattr, node, name, None))
+
+
 def saved_value(node: Node, name: str) -> Any:  # noqa: ANN401
     """Return what a node saved; None if it was freed, or a hook would compute it."""
-    raw = getattr(node, f"_raw{name}", None)
     with suppress(RuntimeError, _PythonCalledError):
-        if getattr(raw, "unpack_hook", None) is None:
-            return _read_without_hooks(partial(getattr, node, name, None))
+        return _read_saved(node, name)
     return None
 
 
@@ -301,15 +313,9 @@ class _Op:
         """Yield (name, value) of what the node saved and that can be read."""
         for name in dir(type(self.node)):
             if name.startswith("_saved_") or name == "saved_tensors":
-                # Freed, or modified in place.
                 with suppress(RuntimeError):
-                    raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
-                    parts = raw if isinstance(raw, tuple) else (raw,)
-                    if any(getattr(part, "unpack_hook", None) for part in parts):
-                        self.has_unread = True
-                        continue
                     try:
-                        value = _read_without_hooks(partial(getattr, self.node, name))
+                        value = _read_saved(self.node, name)
                     except _PythonCalledError:
                         self.has_unread = True
                         continue

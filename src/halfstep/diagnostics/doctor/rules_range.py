@@ -88,11 +88,8 @@ def _scale_advice(facts: RunFacts) -> str:
 
 def _fixed(facts: RunFacts) -> bool:
     """Return whether the loss scale is fixed, or unknown."""
-    word = facts.config.loss_scale
-    try:
-        return word in {None, "none"} or float(word or "") > 0
-    except ValueError:
-        return False
+    config = facts.config
+    return config.loss_scale in {None, "none"} or config.fixed_scale is not None
 
 
 RULES: Rules[RunFacts] = Rules()

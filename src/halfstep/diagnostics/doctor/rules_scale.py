@@ -116,10 +116,7 @@ def _unscaled(facts: RunFacts) -> bool | None:
     """Return whether the loss is unscaled; None if unknown."""
     word = facts.config.loss_scale
     if word is not None:
-        try:
-            return float(word) == 1
-        except ValueError:
-            return word == "none"
+        return word == "none" or facts.config.fixed_scale == 1
     scales = {step.scale for step in facts.steps if step.scale}
     return scales == {1.0} if scales else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -49,9 +48,6 @@ LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
 _ANY = 2.0**-126, 2.0**127
 """Smallest and largest scale: normal powers of two in fp32."""
-
-_NEVER = sys.maxsize
-"""Interval of counting lost updates that turns it off, for the timed steps."""
 
 
 @dataclass(frozen=True)
@@ -276,8 +272,6 @@ class ModelCopy:
             session.count_rounding_loss(every=1)
         with _collecting_warnings(self.notes):
             session.step()
-        if self._counts_rounding:  # later steps are timed
-            session.count_rounding_loss(every=_NEVER)
         return memory
 
     def lost_share(self) -> float | None:
