@@ -125,9 +125,9 @@ SECOND_RULES = {
     "regular expression: missing ), unterminated subpattern at position 1. Fix it, or "
     "write a glob, without the slashes.",
     "op = 'mm'\ncategory = 'low'": f": 'category' is not known; {EXAMPLE}",
-    "op = 'mm'\nmodule = 'a'\nrun = 'low'": f" has op and module; {ONE_PATTERN}",
-    "run = 'low'": f" has no pattern; {ONE_PATTERN}",
-    "op = 'mm'": f" does not say how to run; {EXAMPLE}",
+    "op = 'mm'\nmodule = 'a'\nrun = 'low'": f": it has op and module; {ONE_PATTERN}",
+    "run = 'low'": f": it has no pattern; {ONE_PATTERN}",
+    "op = 'mm'": f": it does not say how to run; {EXAMPLE}",
     "op = 'mm'\nrun = 16": ": run = 16 is not a string; put it in quotes.",
 }
 """Text of a file's second rule -> what is said after the file's name and its number."""

@@ -88,18 +88,14 @@ def compile_graph(
     if device.type == "cpu":
         # On a CPU, Inductor's step takes as long, after a minute of compilation:
         # docs/decisions/0022-plans-of-graphs.md
-        return without_autocast_around(rewritten.forward)
+        return rewritten
     inductor = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
     with capture.without_autocast():
-        return without_autocast_around(inductor(rewritten, list(example_inputs)))
-
-
-def without_autocast_around(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs a planned graph with autocast disabled."""
+        compiled = inductor(rewritten, list(example_inputs))
 
     def call(*args: Any) -> Any:  # noqa: ANN401
         with capture.without_autocast():
-            return run(*args)
+            return compiled(*args)
 
     return call
 

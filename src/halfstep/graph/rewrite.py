@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +26,39 @@ from halfstep.numerics import formats
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from contextlib import AbstractContextManager
 
 _CAST = torch.ops.aten.to.dtype
 
 
 class PlannedModule(fx.GraphModule):
-    """A rewritten model, for one mode and inputs of the planned shapes."""
+    """A rewritten model, for one mode and inputs of the planned shapes.
+
+    `meta["inputs"]` describes them; without it any are accepted.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run the graph with autocast disabled.
+
+        Raises:
+            UserError: If an input is not like the planned one.
+        """
+        if "inputs" in self.meta:
+            self._check_inputs(args, kwargs)
+        with capture.without_autocast():
+            return super().__call__(*args, **kwargs)
+
+    def _check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Accept positional and keyword arguments; bind rejects a wrong number.
+        bound = inspect.signature(self.forward).bind(*args, **kwargs)
+        inputs = map(_facts, pytree.tree_leaves(list(bound.arguments.values())))
+        for number, (given, planned) in enumerate(zip(inputs, self.meta["inputs"])):  # noqa: B905
+            if given != planned:
+                message = (
+                    f"input {number} is {given}, and the graph was planned for "
+                    f"{planned}: plan the model for this, too, or leave the "
+                    "last, smaller batch out (drop_last=True)."
+                )
+                raise UserError(message)
 
     def train(self, mode: bool = True) -> PlannedModule:
         """Accept only the planned mode.
@@ -109,17 +133,11 @@ def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
     low = plan.low | capture.nodes_of(plan.graph_module.graph, plan.low_weights)
     rewritten = rewrite_graph(plan.graph_module, low, dtype, device)
     rewritten.training = model.training
-    check = _InputCheck(
-        tuple(
-            _facts(node.meta.get("val"))
-            for node in plan.graph_module.graph.nodes
-            if node.op == "placeholder"
-        )
-    )
-    rewritten.register_forward_pre_hook(check, with_kwargs=True)
-    formats_of_plan = _AutocastOff()
-    rewritten.register_forward_pre_hook(formats_of_plan.enter)
-    rewritten.register_forward_hook(formats_of_plan.leave, always_call=True)
+    rewritten.meta["inputs"] = [
+        _facts(node.meta.get("val"))
+        for node in plan.graph_module.graph.nodes
+        if node.op == "placeholder"
+    ]
     return rewritten
 
 
@@ -137,51 +155,6 @@ def _kind_and_mode(module: tuple[str, bool] | None) -> str:
     if module is None:
         return "missing"
     return f"{module[0]} in {'train' if module[1] else 'eval'}() mode"
-
-
-@dataclass(frozen=True)
-class _InputCheck:
-    """Forward pre-hook that rejects inputs for which the graph was not made."""
-
-    planned: tuple[str, ...]
-    """`_facts` of each input, in order."""
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        # Accept positional and keyword arguments; bind rejects a wrong number.
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        given = pytree.tree_leaves(list(bound.arguments.values()))
-        for number, (value, planned) in enumerate(
-            zip(given, self.planned, strict=False)
-        ):
-            if _facts(value) != planned:
-                message = (
-                    f"input {number} is {_facts(value)}, and the graph was planned for "
-                    f"{planned}: plan the model for this, too, or leave the "
-                    "last, smaller batch out (drop_last=True)."
-                )
-                raise UserError(message)
-
-
-class _AutocastOff:
-    """Forward hooks that disable autocast while a planned model runs."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, list[AbstractContextManager[None]]] = {}
-        """Thread -> contexts of its nested calls."""
-
-    def enter(self, *_: object) -> None:
-        """Disable autocast before the forward pass."""
-        context = capture.without_autocast()
-        context.__enter__()
-        self._open.setdefault(threading.get_ident(), []).append(context)
-
-    def leave(self, *_: object) -> None:
-        """Restore it after the forward pass, also after an error."""
-        contexts = self._open.get(threading.get_ident())
-        if contexts:  # the input check may have raised before `enter`
-            contexts.pop().__exit__(None, None, None)
 
 
 def _facts(value: Any) -> str:  # noqa: ANN401

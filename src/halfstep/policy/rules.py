@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 import re
+import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from halfstep.errors import UserError, require
-from halfstep.policy import op_tables, policy_file
-from halfstep.policy.policy_file import KINDS
+from halfstep.policy import op_tables
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
+KINDS = ("op", "module", "type")
+_EXAMPLE = 'module = "classifier", run = "fp32"'
 KEEP = "keep"
 """Category of operations that are not cast."""
 CATEGORIES = (op_tables.LOW, op_tables.FP32, op_tables.PROMOTE, KEEP, op_tables.BANNED)
@@ -190,28 +194,62 @@ class Policy:
         Raises:
             UserError: If it cannot be read; the message names the file and the rule.
         """
-        base, rules = policy_file.read(path)
-        place = f"policy file {str(path)!r}"
+        file = f"policy file {str(path)!r}"
+        try:
+            content = tomllib.loads(Path(path).read_bytes().decode())
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            message = (
+                f"{file} cannot be read: {why}. Give TOML as Policy.save writes it."
+            )
+            raise UserError(message) from None
+        base, tables = content.get("base"), content.get("rule", [])
+        unknown = sorted(content.keys() - {"base", "rule"})
+        if unknown:
+            message = f"{file}: {unknown[0]!r} is not known; write base and [[rule]]."
+            raise UserError(message)
+        if not isinstance(base, str):
+            message = f'{file}: base = {base!r} is not a string; write base = "torch".'
+            raise UserError(message)
+        if not (isinstance(tables, list) and all(isinstance(t, dict) for t in tables)):
+            message = f"{file}: rule is not a list of tables; start each with [[rule]]."
+            raise UserError(message)
+        place = file
         try:
             policy = cls(base=base)
-            for number, rule in enumerate(rules, 1):
-                place = f"policy file {str(path)!r}, rule {number}"
-                kind = next(kind for kind in KINDS if kind in rule)
-                reason = rule.get("reason", _DEFAULT_REASON)
-                parsed = Rule(kind, rule[kind], rule["run"], reason)
-                policy = replace(policy, rules=(*policy.rules, parsed))
+            for number, table in enumerate(tables, 1):
+                place = f"{file}, rule {number}"
+                policy = replace(policy, rules=(*policy.rules, _rule_of(table)))
         except UserError as error:
             message = f"{place}: {error}"
             raise UserError(message) from None
         return policy
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy with its reasons as TOML, for `load`."""
-        words = [
-            {rule.kind: rule.pattern, "run": rule.category, "reason": rule.reason}
-            for rule in self.rules
-        ]
-        policy_file.write(path, self.base, words)
+        """Write the policy with its reasons as TOML, for `load`.
+
+        Raises:
+            UserError: If a string cannot be encoded as UTF-8.
+        """
+        lines = [f"base = {_quoted(self.base)}"]
+        for rule in self.rules:
+            lines += [
+                "",
+                "[[rule]]",
+                f"{rule.kind} = {_quoted(rule.pattern)}",
+                f"run = {_quoted(rule.category)}",
+                f"reason = {_quoted(rule.reason)}",
+            ]
+        text = "\n".join(lines) + "\n"
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            message = (
+                f"policy file {str(path)!r} cannot hold {text[error.start]!r}, half of "
+                "a surrogate pair: write the pattern or reason without it."
+            )
+            raise UserError(message) from None
+        Path(path).write_bytes(data)
 
     def __str__(self) -> str:
         """Return the string that `parse` turns back into this policy."""
@@ -221,6 +259,39 @@ class Policy:
         """Return a policy in which `rule` comes before the other rules."""
         first = Rule.parse(rule) if isinstance(rule, str) else rule
         return Policy((first, *self.rules), self.base)
+
+
+def _rule_of(table: dict[str, Any]) -> Rule:
+    """Return the rule of a table of a file.
+
+    Raises:
+        UserError: If it is malformed.
+    """
+    kinds = [kind for kind in KINDS if kind in table]
+    unknown = sorted(table.keys() - {*KINDS, "run", "reason"})
+    wrong = [key for key, value in table.items() if not isinstance(value, str)]
+    if unknown:
+        message = f"{unknown[0]!r} is not known; write for example {_EXAMPLE}."
+    elif len(kinds) != 1:
+        message = (
+            f"it has {' and '.join(kinds) or 'no pattern'}; give exactly one of "
+            f"{', '.join(KINDS)}, for example {_EXAMPLE}."
+        )
+    elif "run" not in table:
+        message = f"it does not say how to run; write for example {_EXAMPLE}."
+    elif wrong:
+        value = f"{wrong[0]} = {table[wrong[0]]!r}"
+        message = f"{value} is not a string; put it in quotes."
+    else:
+        (kind,) = kinds
+        reason = table.get("reason", _DEFAULT_REASON)
+        return Rule(kind, table[kind], table["run"], reason)
+    raise UserError(message)
+
+
+def _quoted(text: str) -> str:
+    # TOML has all of JSON's escapes, and requires DEL to be escaped, too.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 TORCH = Policy()
