@@ -69,9 +69,9 @@ class ScaledLosses:
             scaled.update({edge[0]} & self._scaled.keys())
             return edge[0] not in scaled
 
-        by_scaler = {0: [] if scaled else nodes_of(node, is_unscaled)}
+        by_scaler = {0: set() if scaled else nodes_of(node, is_unscaled)}
         for each in scaled:
-            by_scaler.setdefault(self._scaled[each], []).extend(nodes_of(each))
+            by_scaler.setdefault(self._scaled[each], set()).update(nodes_of(each))
         seen: dict[int, int] = {}
         for scaler, nodes in by_scaler.items():
             for param in _leaves(nodes):
@@ -110,7 +110,7 @@ class ScaledLosses:
 
     def _check_functions(self, loss: Tensor) -> None:
         """Check that the backward of custom functions is linear in its gradient."""
-        nodes: list[Any] = nodes_of(loss.grad_fn)
+        nodes: set[Any] = nodes_of(loss.grad_fn)
         kinds = {
             type(node)._forward_cls  # type: ignore[attr-defined] # noqa: SLF001
             for node in nodes

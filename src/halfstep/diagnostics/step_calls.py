@@ -212,7 +212,7 @@ class StepCalls:
 
     def _check_log_softmax(self, loss: Tensor) -> None:
         """Report 16-bit log-probabilities, except those inside a cross entropy."""
-        nodes: list[Any] = nodes_of(loss.grad_fn)
+        nodes: set[Any] = nodes_of(loss.grad_fn)
         for node in nodes:
             for argument, _ in node.next_functions:
                 name = "" if argument is None else argument.name()

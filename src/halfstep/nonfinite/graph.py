@@ -161,16 +161,15 @@ def is_unscaled(loss: Tensor, scale: float) -> bool:
 
 def nodes_of(
     root: Node | None, follows: Callable[[Edge], bool] = lambda _: True
-) -> list[Node]:
+) -> set[Node]:
     """Return a node and all nodes upstream along edges that `follows` accepts."""
-    nodes = dict.fromkeys([root] if root else ())
+    nodes = {root} if root else set()
     pending = [*nodes]
     while pending:
-        for edge in _edges(pending.pop()):
-            if edge[0] not in nodes and follows(edge):
-                nodes[edge[0]] = None
-                pending.append(edge[0])
-    return [*nodes]
+        new = {edge[0] for edge in _edges(pending.pop()) if follows(edge)} - nodes
+        nodes |= new
+        pending += new
+    return nodes
 
 
 def saved_numbers(node: Node | None, kind: str) -> list[tuple[torch.dtype, float]]:
@@ -258,12 +257,7 @@ def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
 
 
 def _read_saved(node: Node, name: str) -> Any:  # noqa: ANN401
-    """Return what a node saved, such as "_saved_self", or None.
-
-    Raises:
-        RuntimeError: If it was freed, or modified in place.
-        _PythonCalledError: If a hook would compute it.
-    """
+    """Return what a node saved; RuntimeError: it was freed, or modified in place."""
     raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
     parts = raw if isinstance(raw, tuple) else (raw,)
     if any(getattr(part, "unpack_hook", None) for part in parts):

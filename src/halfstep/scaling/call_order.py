@@ -129,7 +129,7 @@ class CallOrderWatch:
             scale = loss_scale_of(scaled)
             self._undivided_scale = 0.0 if is_unscaled(loss, scale) else scale
         self._is_pending = True
-        nodes: list[Any] = nodes_of(loss.grad_fn)
+        nodes: set[Any] = nodes_of(loss.grad_fn)
         weights = [node.variable for node in nodes if hasattr(node, "variable")]
         self._weights = [(weakref.ref(each), each._version) for each in weights]  # noqa: SLF001
         smallest = min(weights, key=Tensor.numel, default=None)

@@ -210,7 +210,7 @@ class MeasuredStrategy:
             self._steps, self._in_step = self._steps + 1, True
         if (self._steps - 1) % self._every:
             return None
-        nodes = nodes_of(loss.grad_fn)
+        nodes = [*nodes_of(loss.grad_fn)]
         self._hook_handles += [
             node.register_prehook(self._count_gradients) for node in nodes
         ]

@@ -33,7 +33,7 @@ _RIGHT = {
 
 def check_own_model(loss: Tensor, others: frozenset[int]) -> None:
     """Check that a loss depends on the copy of a model, and on no parameter of it."""
-    nodes: list[Any] = nodes_of(loss.grad_fn)
+    nodes: set[Any] = nodes_of(loss.grad_fn)
     if {id(node.variable) for node in nodes if is_leaf(node)} & others:
         message = (
             "loss_fn uses the model that was given to check, not the copy it is called "
