@@ -98,7 +98,7 @@ def dry_run(ready: PreparedRun) -> RunResult:
         ("level", f"{session.choice}: {session.choice.reason}"),
         ("data", f"{corpus.sizes}; {format_count(len(corpus.labels), 'label')}"),
         ("tokens", f"median {float(np.median(lengths)):.0f}, {cut}"),
-        ("padding", f"{padding_fraction(lengths, plan.order):.1%} of token positions"),
+        ("padding", f"{padding_fraction(lengths, plan.order):.1%} of the last epoch"),
         ("parameters", f"{num_params / 1e6:.1f} million"),
         ("steps", f"{total} of {format_count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),

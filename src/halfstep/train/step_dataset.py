@@ -182,7 +182,8 @@ def _ignore_signals(worker: int) -> None:
 
 
 def padding_fraction(lengths: np.ndarray, order: Order) -> float:
-    """Return the padding fraction of the first epoch."""
-    batches = epoch(lengths, order.batch_size, seed=order.seed, number=0)
+    """Return the padding fraction of the last epoch."""
+    last = order.epochs - 1
+    batches = epoch(lengths, order.batch_size, seed=order.seed, number=last)
     padded_tokens = sum(int(lengths[batch].max()) * len(batch) for batch in batches)
     return 1 - float(lengths.sum()) / max(1, padded_tokens)

@@ -14,31 +14,36 @@ Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 POOL = 50
 """Batches sorted together: enough for similar lengths, few compared with an epoch."""
 
+RANDOM_STEPS = 200
+"""Steps in which whole epochs begin a run with random batches. Where the length of a
+text says something about its label, batches of similar length hold few classes, and a
+model that has learned nothing yet learns little from them."""
+
 
 def epoch(
-    lengths: np.ndarray, batch_size: int, *, seed: int, number: int, pool: int = POOL
+    lengths: np.ndarray, batch_size: int, *, seed: int, number: int
 ) -> list[Indices]:
     """Return the batches of one epoch: similar lengths within, random order overall.
 
     Sorting the whole epoch by length would make the same batches in every epoch; so
-    only random pools are sorted. The result depends on the arguments alone, so that a
-    resumed run continues in mid-epoch.
+    only random pools are sorted, and in the first `RANDOM_STEPS` none is. The result
+    depends on the arguments alone, so that a resumed run continues in mid-epoch.
 
     Args:
         lengths: Tokens of each example, shape (N,).
         batch_size: Examples per batch, >= 1; the last batch cut may be smaller.
         seed: Seed of the run, any integer.
         number: Number of the epoch, from 0; each has its own order.
-        pool: Batches that are sorted together, >= 1.
     """
     # numpy keeps the output of bit generators stable, not of `permutation`.
     key = hashlib.sha256(f"{seed} {number}".encode()).digest()[:16]
     draw = np.random.Philox(key=np.frombuffer(key, dtype="<u8"))
     order = _shuffled(len(lengths), draw)
-    for pooled in _cut(order, pool * batch_size):
-        # Stable, so that examples of one length stay in random order.
-        pooled[:] = pooled[np.argsort(lengths[pooled], kind="stable")]
     batches = _cut(order, batch_size)
+    if (number + 1) * len(batches) > RANDOM_STEPS:
+        for pooled in _cut(order, POOL * batch_size):
+            # Stable, so that examples of one length stay in random order.
+            pooled[:] = pooled[np.argsort(lengths[pooled], kind="stable")]
     return [batches[place] for place in _shuffled(len(batches), draw)]
 
 
