@@ -39,6 +39,8 @@ def test_one_import_line_changes(name: str) -> None:
     library = importlib.import_module(name)
     adapter = importlib.import_module(f"halfstep.compat.{name}")
     assert adapter.logging is library.logging
+    assert adapter.__version__ == library.__version__
+    assert {"logging", *adapter.__all__} <= set(dir(adapter))
     assert not hasattr(adapter, "__path__")  # or imports would take it for a package
     with pytest.raises(AttributeError, match=f"{name}' has no attribute 'Trainr'"):
         _ = adapter.Trainr

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class Reversed(torch.autograd.Function):
-    """Passes values on, and gradients with the other sign."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004, D102
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004, D102
-        return -gradient
 
 
 class Layer(nn.Module):
@@ -41,39 +26,6 @@ class Layer(nn.Module):
         """Return scores; x: (rows, 4)."""
         scores: Tensor = self.two(self.between(self.one, x))
         return scores
-
-
-LOST = {
-    "the custom autograd.Function Reversed": lambda one, x: Reversed.apply(one(x)),
-    "activation checkpointing": lambda one, x: checkpoint(one, x, use_reentrant=False),
-    "activation checkpointing,": lambda one, x: checkpoint(one, x, use_reentrant=True),
-}
-
-
-@pytest.mark.parametrize("what", LOST)
-def test_backward_passes_that_a_graph_would_lose(what: str) -> None:
-    """Law: `plan` refuses them while gradients are wanted, and plans for evaluation."""
-    model, x = Layer(LOST[what]), torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(hs.UserError, match=f"the model uses {what}"):
-        hs.plan(model, [x])
-    with torch.no_grad():
-        plan = hs.plan(model.eval(), [x], method="painting")
-    assert Reversed.apply(x).grad_fn is not None  # torch is as it was
-    assert hs.rewrite(model, plan)(x).shape == (2, 4)
-
-
-@pytest.mark.parametrize("what", list(LOST)[:2])
-def test_compiled_parts_that_would_lose_them(what: str) -> None:
-    """Law: such a part runs as it is, with a warning; gradients are right."""
-    model, x = Layer(LOST[what]), torch.ones(2, 4)
-    reference = copy.deepcopy(model)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        torch.compile(model, backend="halfstep")(x).sum().backward()
-    assert any("which a plan would lose" in str(w.message) for w in warned)
-    reference(x).sum().backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(torch.allclose(own.grad, other.grad) for own, other in pairs)
 
 
 class Scaled(nn.Module):

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.graph.op_times import OpTimes
 
 Step = Callable[[nn.Module, Tensor], Tensor]
+REGISTER_HOOK = Tensor.register_hook
 
 
 class Odd(nn.Module):
@@ -70,7 +71,7 @@ def used_without_gradients_first(model: nn.Module, x: Tensor) -> Tensor:
 def dropout_and_relu_in_place(model: nn.Module, x: Tensor) -> Tensor:
     """Write to what dropout returned, which in evaluation is its input."""
     hidden = model.a(x)
-    return model.b(functional.dropout(hidden, 0.5, training=False).relu_()) + hidden
+    return model.b(F.dropout(hidden, 0.5, training=False).relu_()) + hidden
 
 
 def einsum_in_place(model: nn.Module, x: Tensor) -> Tensor:
@@ -154,6 +155,18 @@ def test_the_model_that_was_meant(body: Step, way: str, outside: bool) -> None:
         assert (found[name] - value).abs().max() <= bound, name
 
 
+class Reversed(torch.autograd.Function):
+    """Passes values on, and gradients with the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004, D102
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004, D102
+        return -gradient
+
+
 def with_a_hook(model: nn.Module, x: Tensor) -> Tensor:
     """Change a gradient on its way."""
     hidden = model.a(x)
@@ -169,14 +182,34 @@ def with_inference_mode(model: nn.Module, x: Tensor) -> Tensor:
     return model.b(model.a(x)) * float(factor > 0)
 
 
-@pytest.mark.parametrize("body", [with_a_hook, with_inference_mode])
-def test_what_a_graph_would_lose(body: Step) -> None:
-    """Law: a plan refuses it by name; a compiled graph runs as it is, and says so."""
+LOST: dict[str, Step] = {
+    r"a hook on a tensor \(register_hook\)": with_a_hook,
+    r"torch\.inference_mode": with_inference_mode,
+    "the custom autograd.Function Reversed": lambda model, x: model.b(
+        Reversed.apply(model.a(x))
+    ),
+    "activation checkpointing": lambda model, x: model.b(
+        checkpoint(model.a, x, use_reentrant=False)
+    ),
+    "activation checkpointing,": lambda model, x: model.b(
+        checkpoint(model.a, x, use_reentrant=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_a_graph_would_lose(what: str) -> None:
+    """Law: a plan refuses it by name; a compiled graph runs as it is, and says so.
+
+    For evaluation it is planned.
+    """
     torch.manual_seed(0)
-    model, x = Odd(body), torch.randn(16, 8)
-    register_hook = Tensor.register_hook
-    with pytest.raises(hs.UserError, match=r"register_hook|torch\.inference_mode"):
+    model, x = Odd(LOST[what]), torch.randn(16, 8, requires_grad=True)
+    with pytest.raises(hs.UserError, match=f"the model uses {what}"):
         planned(model, x)
+    if "inference" not in what:  # its number depends on the data
+        with torch.no_grad():
+            assert planned(copy.deepcopy(model).eval(), x)(x).shape == x.shape
     run = compiled(model, x)
     twin = copy.deepcopy(model)
     expected = after_a_pass(twin, twin, x)
@@ -187,7 +220,9 @@ def test_what_a_graph_would_lose(body: Step) -> None:
     assert all(each.startswith("a compiled graph holds") for each in words)
     error = (found["a.weight"] - expected["a.weight"]).abs().max()
     assert error <= 2.0**-5 * expected["a.weight"].abs().max()
-    assert Tensor.register_hook is register_hook  # torch is as it was
+    # torch is as it was
+    assert Tensor.register_hook is REGISTER_HOOK
+    assert Reversed.apply(x).grad_fn is not None
 
 
 def through_data(model: nn.Module, x: Tensor) -> Tensor:
@@ -420,3 +455,12 @@ def test_the_same_results(name: str) -> None:
     for own, expected in pairs:
         assert (own is None) == (expected is None)
         assert own is None or own.equal(expected)
+
+
+def test_writes_that_nobody_can_tell() -> None:
+    """Law: a write to a result without views is no reason for fp32; others are one."""
+    plan = hs.plan(Program(branch), [torch.randn(4, 8)], method="painting")
+    free = {node.op for node in plan.nodes if "in place" not in node.reason}
+    assert free == {"linear", "relu", "add.Tensor", "mul.Tensor"}
+    fixed = {node.op for node in plan.nodes if "in place" in node.reason}
+    assert fixed >= {"linear", "select.int", "add_.Tensor"}
