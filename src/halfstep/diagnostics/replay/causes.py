@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,13 +17,13 @@ from halfstep.nonfinite.domains import (
 )
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
+from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
     from torch import nn
 
     from halfstep.diagnostics.replay.module_stack import Place
     from halfstep.diagnostics.replay.op_trace import NonFiniteEvent, OutOfRange
-    from halfstep.scaling.collapse import LossHistory
 
 _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
 _MEAN = (
@@ -70,7 +70,7 @@ class ReplayContext:
 
     step: int | None
     scale: float
-    losses: LossHistory
+    losses: LossHistory = field(default_factory=LossHistory)
     parts: int = 1
     """Number of micro-batches."""
     part: int | None = None
@@ -83,8 +83,6 @@ class ReplayContext:
     """The model, without wrappers."""
     grad_scale: float = 1.0
     """Loss scale that gradients in the loss were not divided by."""
-    processes: int = 1
-    """Number of processes that average gradients: inf or NaN of one reaches all."""
 
 
 class _Explanation(NamedTuple):
@@ -128,17 +126,27 @@ def out_of_range(error: OutOfRange, context: ReplayContext) -> BadOp:
     )
 
 
-def not_reproduced(context: ReplayContext) -> BadOp:
-    """Return the report of a run that failed while two exact replays were finite."""
+def not_reproduced(
+    number: int | None, scale: float, parts: int = 1, processes: int = 1
+) -> BadOp:
+    """Return the report of a step that failed, and was finite in two replays.
+
+    Args:
+        number: Of the step.
+        scale: Loss scale.
+        parts: Number of micro-batches.
+        processes: Number of processes that average gradients.
+    """
     # For one micro-batch alone, the sum with others was not checked.
-    more = _ONE_PART if context.parts == 1 else ""
+    more = _ONE_PART if parts == 1 else ""
     cause, advice = "hardware", _NOT_REPRODUCED.format(more=more)
     evidence = "the step failed, yet two replays of it are finite"
-    if context.processes > 1:
+    if processes > 1:
         cause = "another process"
-        evidence += f" here, and {context.processes} processes share gradients"
+        evidence += f" here, and {processes} processes share gradients"
         advice = f"{_OTHERS} {advice[0].lower()}{advice[1:]}"
     explanation = _Explanation(cause, evidence, advice, "none")
+    context = ReplayContext(number, scale, parts=parts)
     return _report(context, explanation, reproduced=False)
 
 

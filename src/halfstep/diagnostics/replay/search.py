@@ -103,11 +103,7 @@ def find_nonfinite(
     history = losses if isinstance(losses, LossHistory) else LossHistory()
     for loss in () if isinstance(losses, LossHistory) else losses:
         history.add(float(loss))
-    context = ReplayContext(
-        *(number, scale, history, len(steps)),
-        root=unwrap(model),
-        processes=process_group.world_size(),
-    )
+    context = ReplayContext(number, scale, history, len(steps), root=unwrap(model))
 
     def replay(scale: float) -> _ReplayResult:
         with restored_after(model, generator_state) as snapshot:
@@ -124,7 +120,10 @@ def find_nonfinite(
     if result.index_error is not None:
         return causes.out_of_range(result.index_error, context)
     if not result.nonfinite:
-        return causes.not_reproduced(context) if failed else None
+        if not failed:
+            return None
+        processes = process_group.world_size()
+        return causes.not_reproduced(number, scale, len(steps), processes)
     event = result.event
     if event is None:
         return causes.unobserved(context, result.nonfinite.kind, result.num_ops)
@@ -143,13 +142,8 @@ def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
     """
     with restored_after(model, None) as snapshot:
         event = _run(model, step, 1.0, snapshot).overflow
-    context = ReplayContext(None, scale, LossHistory())
+    context = ReplayContext(None, scale)
     return None if event is None else causes.bad_op(event, context)
-
-
-def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
-    """Return the report of a step that failed, and was finite in two replays."""
-    return causes.not_reproduced(ReplayContext(number, scale, LossHistory(), parts))
 
 
 def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
