@@ -94,35 +94,3 @@ def test_both_given(
     assert str(caught.value) == (
         f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
     )
-
-
-def test_o0_is_fp32() -> None:
-    """Law: O0 needs no dtype."""
-    choice = resolve("O0", "auto", "cuda")
-    assert (choice.level, choice.format) == (O0, FP32)
-    assert choice.reason == "level O0 was asked for"
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype", "complaint"),
-    [
-        ("O4", "auto", "level='O4' is not a level; choose auto, O0, O1, O2, O3."),
-        ("o2", "bf16", "level='o2' is spelt 'O2': the capital letter O and a digit."),
-        (
-            "auto",
-            "bf17",
-            "dtype='bf17' is not a format; choose one of fp32, bf16, fp16.",
-        ),
-        ("O4", "bf17", "dtype='bf17' is not a format; choose one of fp32, bf16, fp16."),
-        (
-            "O2",
-            torch.float64,
-            "dtype=torch.float64 is not a format; choose one of fp32, bf16, fp16.",
-        ),
-    ],
-)
-def test_unknown_words(level: str, dtype: str | torch.dtype, complaint: str) -> None:
-    """Law: an unknown word is refused as its own room refuses it."""
-    with pytest.raises(UserError) as caught:
-        resolve(level, dtype, "cpu")
-    assert str(caught.value) == complaint

@@ -75,17 +75,3 @@ def test_every_format_has_a_default_loss_scale() -> None:
     scaled = {name for name, word in DEFAULT_LOSS_SCALE.items() if word == "dynamic"}
     assert scaled == short == {"fp16"}
     assert set(DEFAULT_LOSS_SCALE.values()) == {"dynamic", "none"}
-
-
-def test_table() -> None:
-    """Law: the table says for each level what `PROMISED` does, in words."""
-    table = levels.table()
-    words = {False: "fp32", True: "16 bits"}
-    assert [row[:5] for row in table.rows] == [
-        (name, words[low], words[low and not norms], autocast, masters)
-        for name, (low, norms, autocast, masters, _, _) in PROMISED.items()
-    ]
-    assert [row[5] for row in table.rows] == [lev.summary for lev in LEVELS.values()]
-    assert table.notes[1].startswith(
-        "loss scale unless set: fp32 none, bf16 none, fp16 dynamic;"
-    )

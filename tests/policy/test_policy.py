@@ -27,7 +27,7 @@ from halfstep.policy import (
     deciding_rule,
     rules,
 )
-from halfstep.policy.op_tables import FOLLOW, LOW, NAMED, TABLES
+from halfstep.policy.op_tables import FOLLOW, NAMED, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,12 +203,6 @@ def test_a_module_as_a_whole() -> None:
     assert found.reason == "no row: it runs as it is called"
 
 
-def test_root_module_has_the_empty_path() -> None:
-    """Law: `*` matches the model itself, whose path is empty."""
-    rules = Policy.parse("torch + module:*=fp32")
-    assert decide(None, [torch.float32], "cpu", policy=rules).category == "fp32"
-
-
 @given(
     rules=st.lists(
         st.builds(
@@ -271,12 +265,6 @@ def test_other_layers(module: nn.Module) -> None:
     assert not rules.is_normalisation(rules.type_names(module))
 
 
-def test_type_names_are_nearest_first() -> None:
-    """Law: the class comes before its bases."""
-    names = rules.type_names(OwnNorm(2))
-    assert names == ("OwnNorm", "LayerNorm", "Module", "object")
-
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CASTABLE = FLOATS[:3]
 OPERATIONS = sorted(
@@ -317,13 +305,6 @@ def test_unknown_device() -> None:
     assert str(caught.value) == (
         "device='tpu' has no table; choose cpu, cuda, mps, xpu."
     )
-
-
-def test_name_without_overload() -> None:
-    """Law: a name of which only overloads have rows is answered with those."""
-    found = decide("softmax", [torch.bfloat16], "cuda")
-    assert found.category == "keep"
-    assert found.reason == "no row: it runs as it is called; the table has softmax.int"
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "softmax.int"])
@@ -385,13 +366,3 @@ def test_decide_is_total(
             row.reason if row else "no row: it runs as it is called"
         )
         assert found.row == f"{base} {device} table: {operation}={found.category}"
-
-
-def test_a_row_of_lean_by_hand() -> None:
-    """Law: the row names the policy, the device, the operation and the category."""
-    found = decide("mv", [torch.float32], "cpu", policy=LEAN)
-    assert (found.row, found.category) == ("lean cpu table: mv=low", LOW)
-    assert found.dtype == torch.bfloat16
-    # torch has no row for it on CPU.
-    found = decide("mv", [torch.float32], "cpu")
-    assert (found.row, found.dtype) == ("torch cpu table: mv=keep", None)
