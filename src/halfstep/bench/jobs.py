@@ -99,14 +99,14 @@ def train(arguments: Namespace) -> list[Table]:
     settings = {key: getattr(arguments, key) for key in keys} | {"mask_tokens": 0.0}
     tasks = {name: settings | TRAIN[name] for name in arguments.candidates}
     seeds = [arguments.seed] * arguments.repeats
-    runs, _ = _run_all(tasks, seeds, "accuracy", arguments)
+    runs, more = _run_all(tasks, seeds, "accuracy", arguments)
     notes = (
         f"median of {arguments.repeats} runs, candidates in turn",
         "seconds: tokenising and training steps; no evaluation, no checkpoint",
-        "train loss: mean over the last tenth of the steps; dev: of the last weights",
+        "train loss: mean over the last tenth of the steps; dev loss: on dev texts",
         "all: no masked tokens, which halfstep train has by default from scratch",
         "peak: the whole process; halfstep's also evaluates, saves and reports",
-        *results.conditions(arguments),
+        *more,
     )
     return [measure.table("Training a text classifier", run_rows(runs), notes)]
 
@@ -132,7 +132,7 @@ def run_rows(runs: Runs) -> list[dict[str, Cell]]:
             "peak MiB": middle(name, "peak_bytes") / MIB,
             "train loss": middle(name, "train_loss"),
             "dev loss": middle(name, "dev_loss"),
-            "dev accuracy": statistics.median(
+            "accuracy": statistics.median(
                 each["scores"]["accuracy"] for each in runs[name]
             ),
             "skipped": int(middle(name, "skipped")),
@@ -408,9 +408,9 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         batch["labels"] = torch.tensor([label for _, label in examples])
         return {name: tensor.to(device) for name, tensor in batch.items()}
 
-    train_examples, dev_examples = (
+    train_examples, dev_examples, scored_examples = (
         list(zip(split.texts(), split.labels().tolist(), strict=True))
-        for split in (data.train, data.dev)
+        for split in (data.train, data.dev, data.test or data.dev)
     )
     loader: DataLoader[Any] = DataLoader(
         train_examples,  # type: ignore[arg-type]
@@ -444,7 +444,8 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
             optimizer.zero_grad()
             losses.append(loss.item())
     seconds = time.perf_counter() - start
-    dev_loss, accuracy = _evaluate(net, dev_examples, collate)
+    dev_loss, _ = evaluate(net, dev_examples, collate)
+    _, accuracy = evaluate(net, scored_examples, collate)
     return losses, {
         "scores": {"accuracy": accuracy},
         "dev_loss": dev_loss,
@@ -458,16 +459,20 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
 
 
 @torch.no_grad()
-def _evaluate(net: Any, dev: Sequence[Any], collate: Any) -> tuple[float, float]:  # noqa: ANN401
-    """Return loss and accuracy in fp32."""
+def evaluate(
+    net: Any,  # noqa: ANN401
+    examples: Sequence[Any],
+    collate: Callable[[Any], dict[str, torch.Tensor]],
+) -> tuple[float, float]:
+    """Return a plain loop's loss and accuracy, in fp32."""
     net.eval()
     loss, correct = 0.0, 0
-    for start in range(0, len(dev), 128):
-        batch = collate(dev[start : start + 128])
+    for start in range(0, len(examples), 128):
+        batch = collate(examples[start : start + 128])
         out = net(**batch)
         loss += out.loss.item() * len(batch["labels"])
         correct += int((out.logits.argmax(-1) == batch["labels"]).sum())
-    return loss / len(dev), correct / len(dev)
+    return loss / len(examples), correct / len(examples)
 
 
 _MODELS = "tiny, small, or a name that transformers loads"
