@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from versions import torch_has_lstm
 
 import halfstep as hs
-from halfstep.nonfinite.graph import GraphCause, find_in_graph
+from halfstep.nonfinite.graph import find_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from halfstep.nonfinite.origin import BadOp
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -96,7 +98,7 @@ EVERYWHERE = [
 
 def look(
     dtype: torch.dtype, model: nn.Module, loss_of: Callable[[], Tensor]
-) -> GraphCause | None:
+) -> BadOp | None:
     """Return what is found in a loss, all under autocast."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with torch.autocast("cpu", FP16 if dtype == FP32 else dtype, dtype != FP32):
@@ -116,8 +118,8 @@ def test_data_is_blamed_where_it_comes_in(place: str, dtype: torch.dtype) -> Non
     x.view(-1)[5] = math.nan
     finding = required(look(dtype, model, lambda: loss_of(model, x)))
     assert finding.cause == "data"
-    assert finding.where == f"the input of {first}"
-    assert finding.evidence == f"it holds NaN at 1 of {x.numel()} places"
+    held = f"it holds NaN at 1 of {x.numel()} places"
+    assert finding.evidence == f"the input of {first}: {held}"
 
 
 @pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
@@ -133,8 +135,9 @@ def test_a_weight_is_named(place: str, dtype: torch.dtype, bad: float) -> None:
     x = torch.rand(shape) + 0.5
     finding = required(look(dtype, model, lambda: loss_of(model, x)))
     kind = "NaN" if math.isnan(bad) else "inf"
-    assert (finding.cause, finding.where) == ("weights", name)
-    assert finding.evidence == f"it holds {kind} at 1 of {parameter.numel()} places"
+    assert (finding.cause, finding.module) == ("weight", name.rpartition(".")[0])
+    held = f"it holds {kind} at 1 of {parameter.numel()} places"
+    assert finding.evidence == f"{name}: {held}"
 
 
 @pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
@@ -147,9 +150,10 @@ def test_a_log_of_zero_is_found_behind_any_model(
     last = "(head.weight, head.bias)" if place in {"lstm", "attention"} else ""
     finding = required(look(dtype, model, lambda: (model(x) * 0).log().mean()))
     assert finding.cause == "zero"
-    assert finding.where.startswith("log, after linear (")
-    assert finding.where.endswith(last)
-    assert finding.evidence.startswith("its argument is 0 at 12 of 12 places")
+    where, _, evidence = finding.evidence.partition(": ")
+    assert where.startswith("log, after linear (")
+    assert where.endswith(last)
+    assert evidence.startswith("its argument is 0 at 12 of 12 places")
     assert ("a smaller eps is 0" in finding.evidence) == (dtype == torch.float16)
     assert finding.advice.startswith("Add a small number inside log()")
 
@@ -176,14 +180,11 @@ def test_range_is_blamed_to_the_number(
     if not overflows or weight < 32:
         assert finding is None
         return
-    assert finding == GraphCause(
-        "range",
-        "linear (2.weight, 2.bias)",
-        "its result reaches 6.6e+04, float16 holds 65504",
-        "Keep it in float32: policy='torch + module:2=fp32'; or train in bf16.",
-        "inf",
-        "module:2=fp32",
+    assert str(required(finding)) == (
+        "2 (linear) produced inf: its result reaches 6.6e+04, float16 holds 65504. "
+        "Keep it in float32: policy='torch + module:2=fp32'; or train in bf16."
     )
+    assert (finding.cause, finding.rule) == ("forward range", "module:2=fp32")
 
 
 REACHED = "argument reaches 1.0e+05"
@@ -196,7 +197,7 @@ REACHED = "argument reaches 1.0e+05"
             mlp,
             "0.weight",
             3e4,
-            "linear (0.weight, 0.bias)",
+            "0 (linear)",
             "result holds inf, its inputs reach 3.0e+04",
             "module:0=fp32 + module:2=fp32",
         ),
@@ -204,7 +205,7 @@ REACHED = "argument reaches 1.0e+05"
             cnn,
             "0.weight",
             3e4,
-            "conv2d (0.weight, 0.bias)",
+            "0 (conv2d)",
             "result reaches 2.7e+05",
             "module:0=fp32",
         ),
@@ -213,7 +214,7 @@ REACHED = "argument reaches 1.0e+05"
                 mlp,
                 f"{at}.weight",
                 1e5,
-                f"cast ({at}.weight)",
+                f"{at} (cast)",
                 REACHED,
                 f"module:{at}=fp32",
             )
@@ -234,7 +235,7 @@ def test_range_is_found_in_first_layers_and_casts(
     with torch.no_grad():
         model.get_parameter(name).fill_(size)
     finding = required(look(FP16, model, lambda: loss_of(model, torch.ones(shape))))
-    assert (finding.cause, finding.where) == ("range", where)
+    assert (finding.cause, finding.place) == ("forward range", where)
     evidence, _, consumer = finding.evidence.partition("; ")
     assert evidence == f"its {seen}, float16 holds 65504"
     taken = "linear (2.weight, 2.bias) takes it in float16"
@@ -253,9 +254,11 @@ def test_range_in_scores_is_not_put_down_to_their_mask() -> None:
     # Each score is a sum of 4 squares: 4 * 128 * 128 = 65536.
     x = torch.full((4, 4, 4), 128.0)
     finding = required(look(FP16, model, lambda: loss_of(model, x)))
-    assert finding.cause == "range"
-    assert finding.where.startswith("matmul, after linear (")
-    assert finding.evidence == "its result reaches 6.6e+04, float16 holds 65504"
+    assert finding.cause == "forward range"
+    assert finding.evidence.startswith("matmul, after linear (")
+    assert finding.evidence.endswith(
+        ": its result reaches 6.6e+04, float16 holds 65504"
+    )
 
 
 def test_data_too_large_for_float16_is_told_apart() -> None:
@@ -263,12 +266,9 @@ def test_data_too_large_for_float16_is_told_apart() -> None:
     model, x = mlp(), torch.ones(4, 8)
     x[2, 3] = 7e4
     finding = required(look(FP16, model, lambda: loss_of(model, x)))
-    assert (finding.cause, finding.where) == (
-        "data",
-        "the input of linear (0.weight, 0.bias)",
-    )
+    assert finding.cause == "data"
     assert finding.evidence == (
-        "it holds inf at 1 of 32 places, "
+        "the input of linear (0.weight, 0.bias): it holds inf at 1 of 32 places, "
         "where a cast to float16 makes it of all above 65504"
     )
     assert look(BF16, model, lambda: loss_of(model, x)) is None
@@ -290,7 +290,7 @@ def test_a_head_alone_is_not_confused_with_its_softmax() -> None:
     with torch.no_grad():
         model.weight[0].fill_(3e4)
     finding = required(look(FP16, model, lambda: loss_of(model, torch.ones(4, 8))))
-    assert (finding.cause, finding.where) == ("range", "linear (weight, bias)")
+    assert (finding.cause, finding.place) == ("forward range", "model (linear)")
 
 
 def test_several_operations_between_known_values_are_all_named() -> None:
@@ -299,7 +299,8 @@ def test_several_operations_between_known_values_are_all_named() -> None:
     finding = required(
         look(FP16, model, lambda: (model(FULL).view(-1) * 1e4).relu().sum().float())
     )
-    assert (finding.cause, finding.where) == ("range", "linear (weight, bias) to mul")
+    assert finding.cause == "forward range"
+    assert finding.evidence.startswith("linear (weight, bias) to mul: ")
     assert "policy='torch + op:linear=fp32 + op:mul=fp32'" in finding.advice
 
 
@@ -307,7 +308,7 @@ def test_several_operations_between_known_values_are_all_named() -> None:
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize(
     ("weight", "cause", "where"),
-    [(1e5, "range", "cast (weight)"), (math.nan, "weights", "weight")],
+    [(1e5, "forward range", "model (cast)"), (math.nan, "weight", "model")],
 )
 def test_our_casts_and_torchs_are_one(
     weight: float, cause: str, where: str, *, ours: bool
@@ -323,7 +324,7 @@ def test_our_casts_and_torchs_are_one(
     finding = required(
         find_in_graph(loss, lambda w: "weight" if w.ndim > 1 else "bias")
     )
-    assert (finding.cause, finding.where) == (cause, where)
+    assert (finding.cause, finding.place) == (cause, where)
 
 
 def test_a_dispatch_mode_changes_nothing() -> None:
@@ -342,9 +343,9 @@ def test_a_dispatch_mode_changes_nothing() -> None:
     with Transparent():
         finding = look(FP16, model, lambda: (model(FULL) * 1e5).relu().sum().float())
     finding = required(finding)
-    assert finding.where == "mul, after linear (2.weight, 2.bias)"
+    where = "mul, after linear (2.weight, 2.bias)"
     reached = "its inputs reach 1.0e+05, float16 holds 65504"
-    assert finding.evidence == f"its result holds inf, {reached}"
+    assert finding.evidence == f"{where}: its result holds inf, {reached}"
 
 
 def test_a_bias_may_be_the_last_straw() -> None:
@@ -356,7 +357,7 @@ def test_a_bias_may_be_the_last_straw() -> None:
         model.get_parameter("2.weight").fill_(20.0)  # 8 * 256 * 20
         model.get_parameter("2.bias").fill_(40960.0)
     finding = required(look(FP16, model, lambda: loss_of(model, FULL)))
-    assert (finding.cause, finding.where) == ("range", "linear (2.weight, 2.bias)")
+    assert (finding.cause, finding.place) == ("forward range", "2 (linear)")
 
 
 def test_a_layer_on_three_dimensions_is_named_alone() -> None:
@@ -370,18 +371,16 @@ def test_a_layer_on_three_dimensions_is_named_alone() -> None:
         return (result * result).float().sum()
 
     finding = required(look(FP16, model, loss))
-    assert (finding.cause, finding.where) == ("range", "linear (weight, bias)")
+    assert (finding.cause, finding.place) == ("forward range", "model (linear)")
 
 
 def test_fp32_has_a_range_too() -> None:
     """Law: 1e30 times 1e30 is beyond float32, and is told as that."""
     leaf = nn.Parameter(torch.full((3,), 1e30))
-    assert required(find_in_graph((leaf * leaf).sum(), lambda _: "leaf")) == GraphCause(
-        "range",
-        "mul (leaf) to sum",
-        "its result holds inf, its inputs reach 1.0e+30, float32 holds 3.40282e+38",
-        "Scale down or normalise its inputs.",
-        "inf",
+    finding = required(find_in_graph((leaf * leaf).sum(), lambda _: "leaf"))
+    assert str(finding) == (
+        "model produced inf: mul (leaf) to sum: its result holds inf, its inputs reach "
+        "1.0e+30, float32 holds 3.40282e+38. Scale down or normalise its inputs."
     )
 
 
@@ -393,15 +392,15 @@ def test_a_frozen_parameter_is_a_weight() -> None:
     finding = required(
         find_in_graph((leaf * frozen).sum(), lambda given: names[id(given)])
     )
-    assert (finding.cause, finding.where) == ("weights", "frozen")
+    assert (finding.cause, finding.evidence[:8]) == ("weight", "frozen: ")
 
 
 def test_complex_numbers_count() -> None:
     """Law: NaN in one part of a complex parameter is found, and 1e30 is none."""
     leaf = nn.Parameter(torch.tensor([complex(1, 2), complex(1, math.nan)]))
     finding = required(find_in_graph((leaf * leaf).abs().sum(), lambda _: "leaf"))
-    assert (finding.cause, finding.where) == ("weights", "leaf")
-    assert finding.evidence == "it holds NaN at 1 of 2 places"
+    assert finding.cause == "weight"
+    assert finding.evidence == "leaf: it holds NaN at 1 of 2 places"
 
 
 @pytest.mark.parametrize("bad", [1.0, math.nan])
@@ -413,7 +412,7 @@ def test_sparse_data_is_read(bad: float) -> None:
     assert (finding is None) == math.isfinite(bad)
     if finding is not None:
         assert finding.cause == "data"
-        assert finding.evidence == "it holds NaN at 1 of 2 places"
+        assert finding.evidence.endswith(": it holds NaN at 1 of 2 places")
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -424,7 +423,7 @@ def test_what_was_added_is_data(dtype: torch.dtype, bad: float) -> None:
     loss = (leaf + torch.tensor([0.0, bad, 0.0], dtype=dtype)).relu().sum()
     finding = required(find_in_graph(loss, lambda _: "leaf"))
     kind = "NaN" if math.isnan(bad) else "inf"
-    assert (finding.cause, finding.where) == ("data", "add (leaf)")
+    assert (finding.cause, finding.place) == ("data", "model (add)")
     assert finding.evidence == f"{kind} comes in, yet its inputs reach 1.0e+00"
 
 
@@ -435,8 +434,9 @@ def test_a_target_that_holds_nan_is_data() -> None:
     finding = required(
         find_in_graph(functional.mse_loss(leaf, target), lambda _: "leaf")
     )
-    assert (finding.cause, finding.where) == ("data", "the target of mse_loss (leaf)")
-    assert finding.evidence == "it holds NaN at 1 of 3 places"
+    assert finding.cause == "data"
+    held = "it holds NaN at 1 of 3 places"
+    assert finding.evidence == f"the target of mse_loss (leaf): {held}"
 
 
 # Values at which functions or their slopes are infinite: told if, and only if.
@@ -490,8 +490,9 @@ def test_a_singular_value_is_found_and_counted(
     leaf = nn.Parameter(torch.tensor(LEAF))
     finding = required(find_in_graph(operation(leaf).sum(), lambda _: "leaf"))
     assert finding.cause == "zero"
-    assert re.fullmatch(rf"{where}( \(leaf\)|, after \w+ \(leaf\))", finding.where)
-    assert finding.evidence == evidence
+    alone, after = rf"model \({where}\)", rf"model: {where}, after \w+ \(leaf\)"
+    said = f"{finding.place}: {finding.evidence}"
+    assert re.fullmatch(rf"({alone}|{after}): {re.escape(evidence)}", said)
 
 
 def test_complex_numbers_have_no_order() -> None:
@@ -499,7 +500,7 @@ def test_complex_numbers_have_no_order() -> None:
     leaf = nn.Parameter(torch.tensor([complex(-1, 0), complex(2, 1)]))
     assert find_in_graph(leaf.log().abs().sum(), lambda _: "leaf") is None
     finding = required(find_in_graph((leaf * 0).log().abs().sum(), lambda _: "leaf"))
-    assert finding.evidence == "its argument is 0 at 2 of 2 places"
+    assert finding.evidence.endswith(": its argument is 0 at 2 of 2 places")
     finding = required(
         find_in_graph((leaf.acos() * math.inf).abs().sum(), lambda _: "leaf")
     )

@@ -33,7 +33,7 @@ class DomainError(NamedTuple):
     """Values at which an operation, or its derivative, is infinite or undefined."""
 
     cause: str
-    """"zero", "range", "label" or "weight", as in `BadOp`."""
+    """"zero", "forward range", "label" or "weight", as in `BadOp`."""
     evidence: str
     advice: str
     result: str = ""
@@ -159,7 +159,7 @@ _ROWS = (
     ),
     _Row(
         *("exp expm1", "result", torch.isposinf, "both"),
-        DomainError("range", "it is inf", _EXP, "inf"),
+        DomainError("forward range", "it is inf", _EXP, "inf"),
     ),
     _Row(
         *("logsumexp", "result", torch.isneginf, "both"),

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,68 +42,49 @@ if TYPE_CHECKING:
     Edge = tuple[Node, int]  # a node, and the index of its output
 
 
-_CAUSES = {"weights": "weight", "range": "forward range", "loss": "loss function"}
-"""Causes of a `GraphCause` -> of a `BadOp`, where they differ."""
 _WITH_PARAMETERS = re.compile(r"(?P<op>[a-z]\w*) \((?P<names>[^)]*)\)")
-"""Format of `where`: an operation and the parameters that it takes itself."""
+"""Text of an operation and the parameters that it takes itself."""
+_PHASES = {"data": "input", "weight": "weight"}
+"""Phases of causes outside of a pass."""
 
 
-@dataclass(frozen=True)
-class GraphCause:
-    """The operation that made the first inf or NaN, and why."""
+def _bad_op(
+    cause: str, where: str, evidence: str, advice: str, kind: str = "", rule: str = ""
+) -> BadOp:
+    """Return a cause as the result of a replay that was not made.
 
-    cause: str
-    """"data": a batch, target or buffer contains it; "weights": a parameter does;
-    "zero": at some value the operation, or its derivative, is infinite or undefined;
-    "range": values exceeded the range of their format; "label": caused by the
-    targets."""
-    where: str
-    """The operation, and the parameters that it takes."""
-    evidence: str
-    """What was observed there, with numbers."""
-    advice: str
-    """What to change."""
-    nonfinite_kind: str = ""
-    """"inf" or "NaN" if a value shows it; unknown for a derivative."""
-    rule: str = ""
-    """The policy rules in the advice; "" if none."""
-
-    def to_origin(self, scale: float, *, finite: bool | None) -> BadOp:
-        """Convert to a replay's result; `finite`: the last loss was finite."""
-        module, op, evidence = "model", "", f"{self.where}: {self.evidence}"
-        match = _WITH_PARAMETERS.fullmatch(self.where)
-        if match is not None:
-            modules = {name.rpartition(".")[0] for name in match["names"].split(", ")}
-            op = match["op"]
-            if len(modules) == 1:
-                module, evidence = modules.pop() or "model", self.evidence
-        elif self.cause == "weights":
-            module = self.where.rpartition(".")[0] or "model"
-        elif self.cause == "loss":
-            module = "loss"
-        phase = {"data": "input", "weights": "weight"}.get(self.cause, "forward")
-        # A finite loss can hide an overflow; else the derivative is infinite.
-        if phase == "forward" and finite and self.cause != "range":
-            phase = "backward"
-        return BadOp(
-            phase=phase,
-            module=module,
-            op=op,
-            scale=scale,
-            nonfinite_kind=self.nonfinite_kind,
-            cause=_CAUSES.get(self.cause, self.cause),
-            evidence=evidence,
-            advice=self.advice,
-            reproduced=False,
-            rule=self.rule,
-        )
+    Args:
+        cause: As in `BadOp`.
+        where: The operation with the parameters that it takes, or a tensor.
+        evidence: What was observed there, with numbers.
+        advice: What to change.
+        kind: "inf" or "NaN" if a value shows it; unknown for a derivative.
+        rule: The policy rules in the advice.
+    """
+    match = _WITH_PARAMETERS.fullmatch(where)
+    names = match["names"] if match else where if cause == "weight" else ""
+    modules = {name.rpartition(".")[0] for name in names.split(", ")}
+    if match is None or len(modules) > 1:
+        evidence = f"{where}: {evidence}"
+    return BadOp(
+        phase=_PHASES.get(cause, "forward"),
+        module=(modules.pop() or "model") if len(modules) == 1 else "model",
+        op=match["op"] if match else "",
+        scale=1.0,
+        nonfinite_kind=kind,
+        cause=cause,
+        evidence=evidence,
+        advice=advice,
+        reproduced=False,
+        rule=rule,
+    )
 
 
 @torch.no_grad()
-def find_in_graph(
-    loss: Tensor, name_of: Namer, policy: str = "torch"
-) -> GraphCause | None:
-    """Examine the graph of a loss before its backward pass, without changing it.
+def find_in_graph(loss: Tensor, name_of: Namer, policy: str = "torch") -> BadOp | None:
+    """Find the operation that made the first inf or NaN, before the backward pass.
+
+    The graph is not changed. The scale of the result is 1, and nothing was reproduced.
 
     Synchronizes with the device. Saved tensors behind hooks, as of recomputed blocks,
     are not read, because each read would compute the block again.
@@ -119,14 +100,17 @@ def find_in_graph(
     with _python_dispatch._disable_current_modes():  # noqa: SLF001
         graph = _Graph(loss, loss.grad_fn, name_of, policy)
         if math.isfinite(_absmax(loss)):
-            findings = (graph.domain_error(op, "backward") for op in graph.ops.values())
-        else:
-            checks = (
-                *(graph.nonfinite_input, graph.domain_error, graph.masked_softmax),
-                *(graph.overflow, graph.unexplained),
-            )
-            findings = (check(op) for op in graph.candidate_ops() for check in checks)
-        return next(filter(None, findings), None)
+            errors = (graph.domain_error(op, "backward") for op in graph.ops.values())
+            bad = next(filter(None, errors), None)
+            # A finite loss can hide an overflow; else the derivative is infinite.
+            is_slope = bad is not None and bad.cause != "forward range"
+            return replace(bad, phase="backward") if bad and is_slope else bad
+        checks = (
+            *(graph.nonfinite_input, graph.domain_error, graph.masked_softmax),
+            *(graph.overflow, graph.unexplained),
+        )
+        causes = (check(op) for op in graph.candidate_ops() for check in checks)
+        return next(filter(None, causes), None)
 
 
 def loss_scale_of(output: Tensor) -> float:
@@ -401,7 +385,7 @@ class _Graph:
         nodes = nodes_of(self.root, lambda edge: edge not in finite)
         return [op for op in self.ops.values() if op.node in nodes]
 
-    def nonfinite_input(self, op: _Op) -> GraphCause | None:
+    def nonfinite_input(self, op: _Op) -> BadOp | None:
         """Check for non-finite inputs that are not results of operations."""
         for node, _ in op.edges:
             leaf = self.ops[node].leaf
@@ -409,7 +393,7 @@ class _Graph:
                 if isinstance(leaf, nn.Parameter):
                     return self._nonfinite_weight(leaf)
                 where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
-                return GraphCause(
+                return _bad_op(
                     "data", where, _nonfinite_text(leaf), FIND, _nonfinite_kind(leaf)
                 )
         for name, value in op.constants():
@@ -430,15 +414,15 @@ class _Graph:
                 if value.numel() > 1 and value.isinf().all():
                     advice = "If it is the gradient of a scaled loss, the scale is "
                     advice += f"halved until it fits. {UNSCALE}"
-            return GraphCause("data", where, evidence, advice, _nonfinite_kind(value))
+            return _bad_op("data", where, evidence, advice, _nonfinite_kind(value))
         return None
 
-    def _nonfinite_weight(self, parameter: Tensor) -> GraphCause:
+    def _nonfinite_weight(self, parameter: Tensor) -> BadOp:
         name, evidence = self.name_of(parameter), _nonfinite_text(parameter)
         advice, kind = weight_advice(parameter), _nonfinite_kind(parameter)
-        return GraphCause("weights", name, evidence, advice, kind)
+        return _bad_op("weight", name, evidence, advice, kind)
 
-    def domain_error(self, op: _Op, phase: str = "forward") -> GraphCause | None:
+    def domain_error(self, op: _Op, phase: str = "forward") -> BadOp | None:
         """Check for values at which it, or its derivative, is infinite or undefined."""
         error = domains.find_domain_error(_snake_case(op.kind), op.saved, phase)
         if error is None:
@@ -446,11 +430,10 @@ class _Graph:
         value = self.values.get((op.node, 0))
         kind = error.result if phase == "forward" else ""
         kind = kind if value is None else _nonfinite_kind(value)
-        cause = "weights" if error.cause == "weight" else error.cause
         where = self._describe_op(op)
-        return GraphCause(cause, where, error.evidence, error.advice, kind)
+        return _bad_op(error.cause, where, error.evidence, error.advice, kind)
 
-    def masked_softmax(self, op: _Op) -> GraphCause | None:
+    def masked_softmax(self, op: _Op) -> BadOp | None:
         """Check for a softmax over a fully masked row, or for a masked target class."""
         result = self.values.get((op.node, 0))
         if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
@@ -465,11 +448,11 @@ class _Graph:
             evidence = (
                 f"a target names a class that is masked: {_nonfinite_text(result)}"
             )
-        return GraphCause(
+        return _bad_op(
             "zero", self._describe_op(op), evidence, MASK, _nonfinite_kind(result)
         )
 
-    def overflow(self, op: _Op) -> GraphCause | None:
+    def overflow(self, op: _Op) -> BadOp | None:
         """Check if a cast or a float16 product overflows; record if it does not."""
         value, what = None, "result"
         if op.kind == "ToCopy" and not op.keeps_values:
@@ -485,7 +468,7 @@ class _Graph:
         evidence = f"its {what} reaches {absmax:.1e}, {op.range_text}"
         return self._out_of_range([op], self._describe_op(op), evidence, "inf")
 
-    def unexplained(self, op: _Op) -> GraphCause | None:
+    def unexplained(self, op: _Op) -> BadOp | None:
         """Check for a non-finite result without known cause, here or upstream."""
         outputs = [(op.node, number) for number in range(len(op.outputs))]
         values = [self.values[edge] for edge in outputs if edge in self.values]
@@ -505,7 +488,7 @@ class _Graph:
         may_overflow = narrow.dtype == torch.float16 or absmax**2 > narrow.limit
         reached = f"its inputs reach {absmax:.1e}"
         if any(part.has_unread for part in chain):
-            cause = "range" if may_overflow else "zero"
+            cause = "forward range" if may_overflow else "zero"
             evidence = "tensors there were recomputed or offloaded, and are not read"
             advice = "Switch that off for one step, to see which operation it is."
         elif any(part.adds_constants for part in chain) and (
@@ -518,7 +501,7 @@ class _Graph:
         else:
             evidence = f"its result holds {kind}, {reached}, {narrow.range_text}"
             return self._out_of_range(suspects, where, evidence, kind)
-        return GraphCause(cause, where, evidence, advice, kind)
+        return _bad_op(cause, where, evidence, advice, kind)
 
     def _unknown_upstream(self, op: _Op) -> list[_Op]:
         """Return an operation, and upstream of it those with unknown results."""
@@ -545,7 +528,7 @@ class _Graph:
 
     def _out_of_range(
         self, suspects: list[_Op], where: str, evidence: str, kind: str
-    ) -> GraphCause:
+    ) -> BadOp:
         """Return the cause for operations that overflow, and the rules that fix it.
 
         A result that is kept in fp32 overflows again where the next operation casts it
@@ -565,7 +548,9 @@ class _Graph:
         if rules:
             policy = " + ".join([base, *rules, *old])  # the first that matches decides
             advice = f"Keep it in float32: policy='{policy}'; or train in bf16."
-        return GraphCause("range", where, evidence, advice, kind, " + ".join(rules))
+        return _bad_op(
+            "forward range", where, evidence, advice, kind, " + ".join(rules)
+        )
 
     def _low_consumers(self, ops: list[_Op]) -> list[_Op]:
         """Return the operations that cast results of `ops` to float16."""

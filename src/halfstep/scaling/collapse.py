@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from halfstep._torch import async_read
 from halfstep._torch.async_read import DelayedScalars
 from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite import optimizer_eps
-from halfstep.nonfinite.graph import GraphCause, find_in_graph, nodes_of
+from halfstep.nonfinite.graph import find_in_graph, nodes_of
+from halfstep.nonfinite.origin import BadOp
 from halfstep.policy.context_history import context_history
 from halfstep.scaling.skip_log import SkipLog, cause_text, second_opinion
 from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from halfstep.nonfinite.origin import BadOp
     from halfstep.policy.rules import Policy
     from halfstep.scaling.loss_scale import ScaleRule, ScaleState
     from halfstep.scaling.step_report import NonFiniteParam
@@ -152,7 +152,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         loss_finite: Whether the last loss was finite; None if unknown.
         inf_in: Parameters with inf in their gradients.
         nan_in: Parameters with NaN in their gradients.
-        cause: "data", "label", "weights", "zero", "range", "learning rate" or "loss".
+        cause: That of `bad_op`.
         advice: What to do next.
         bad_op: The operation that made the first inf or NaN, from the graph or from a
             replay; None if unknown.
@@ -217,7 +217,7 @@ class CollapseMonitor:
         ] = deque()
         self._loss: Tensor | None = None
         self._loss_sum: Tensor | None = None
-        self._graph_cause: GraphCause | None = None
+        self._graph_cause: BadOp | None = None
         self._graph_error = ""
         self._one_skip_left = False
         self._last_read_scale = scale
@@ -389,8 +389,12 @@ class CollapseMonitor:
         self, skips: int, culprits: Sequence[NonFiniteParam]
     ) -> LossScaleCollapse:
         finite = None if self._loss is None else bool(self._loss.isfinite().all())
-        verdict = find_cause(
-            self._graph_cause, self._history.losses, self._loss, finite=finite
+        history = self._history.history
+        bad_op = replace(
+            find_cause(
+                self._graph_cause, self._history.losses, self._loss, finite=finite
+            ),
+            scale=history[-1],
         )
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
@@ -401,7 +405,6 @@ class CollapseMonitor:
         nonfinite_text = (
             "; ".join(nonfinite_texts) or "no such gradient is left in this process"
         )
-        history = self._history.history
         first, last = history[0], history[-1]
         scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
         summary = f"{skips} steps in a row were skipped"
@@ -412,8 +415,8 @@ class CollapseMonitor:
         )
         message = (
             f"{summary}, at loss scale {scale_text}. "
-            f"{cause_text(verdict)} Observed: {nonfinite_text}.{graph_text}"
-            f"{second_opinion(verdict)}"
+            f"{cause_text(bad_op)} Observed: {nonfinite_text}.{graph_text}"
+            f"{second_opinion(bad_op)}"
         )
         return LossScaleCollapse(
             message,
@@ -421,9 +424,9 @@ class CollapseMonitor:
             loss_finite=finite,
             inf_in=inf_in,
             nan_in=nan_in,
-            cause=verdict.cause,
-            advice=verdict.advice,
-            bad_op=verdict.to_origin(last, finite=finite),
+            cause=bad_op.cause,
+            advice=bad_op.advice,
+            bad_op=bad_op,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -446,52 +449,56 @@ def _sum(total: Tensor | None, loss: Tensor) -> Tensor:
 
 
 def find_cause(
-    finding: GraphCause | None,
+    bad_op: BadOp | None,
     losses: LossHistory,
     loss: Tensor | None,
     *,
     finite: bool | None,
-) -> GraphCause:
+) -> BadOp:
     """Return the most likely cause of endless overflow.
 
     Args:
-        finding: Cause found in the graph of the last loss; None if its forward pass
-            was finite, or was not examined.
+        bad_op: Cause found in the graph of the last loss; None if its forward pass was
+            finite, or was not examined.
         losses: Losses of the applied steps.
         loss: The last loss.
         finite: Whether it was finite; None if unknown.
     """
     value = math.nan if loss is None else float(loss.abs().float().mean())
-    drifted = finding is not None and finding.cause in {"range", "weights"}
-    diverged = losses.has_diverged(value) and (drifted or finding is None)
+    phase = "backward" if finite else "forward"
+    make = partial(BadOp, phase=phase, scale=1.0, reproduced=False)
+    drifted = bad_op is not None and bad_op.cause in {"forward range", "weight"}
+    diverged = losses.has_diverged(value) and (drifted or bad_op is None)
     # An eps that underflows in fp16 is as likely to give NaN weights after a few steps.
-    is_epsilon_advice = finding is not None and optimizer_eps.CURE in finding.advice
-    if diverged or (drifted and losses.is_early and not is_epsilon_advice):
+    is_epsilon = bad_op is not None and optimizer_eps.CURE in bad_op.advice
+    if diverged or (drifted and losses.is_early and not is_epsilon):
         last = value if math.isfinite(value) else losses.last
         evidence = f"the forward pass worked for {losses.applied} steps only"
         if diverged:
             evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
-        return GraphCause(
-            "learning rate",
-            finding.where if finding is not None else "training",
-            evidence,
-            "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm).",
-            "" if finding is None else finding.nonfinite_kind,
+        advice = "Lower the learning rate, warm it up, or clip gradients "
+        cause = make(
+            cause="learning rate",
+            evidence=evidence,
+            advice=f"{advice}(clip_grad_norm).",
         )
-    if finding is not None:
-        return finding
+        if bad_op is None:
+            return cause
+        kind = bad_op.nonfinite_kind
+        return replace(cause, module=bad_op.module, op=bad_op.op, nonfinite_kind=kind)
+    if bad_op is not None:
+        return bad_op
     loss_text = "not shown" if loss is None else f"{value:.4g}"
+    make = partial(make, module="loss", cause="loss function")
     if finite is False:
-        return GraphCause(
-            "loss",
-            "the loss",
-            f"it is {loss_text}",
-            "Look at the loss function and its inputs: print them for this batch.",
-            "NaN" if math.isnan(value) else "inf",
+        return make(
+            nonfinite_kind="NaN" if math.isnan(value) else "inf",
+            evidence=f"it is {loss_text}",
+            advice="Look at the loss function and its inputs: print them for this "
+            "batch.",
         )
-    return GraphCause(
-        "loss",
-        "the backward pass",
-        f"the loss is {loss_text}, yet its gradients overflow",
-        "Take a mean over elements, not a sum, or divide the loss; or train in bf16.",
+    return make(
+        evidence=f"it is {loss_text}, yet its gradients overflow",
+        advice="Take a mean over elements, not a sum, or divide the loss; or train in "
+        "bf16.",
     )

@@ -15,7 +15,7 @@ from halfstep.errors import warn_caller
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from halfstep.nonfinite.graph import GraphCause
+    from halfstep.nonfinite.origin import BadOp
     from halfstep.scaling.loss_scale import ScaleRule
     from halfstep.scaling.step_report import NonFiniteParam
 
@@ -111,36 +111,34 @@ class SkipLog:
         level = logging.WARNING if is_fixed or floor or is_alarming else logging.INFO
         _logger.log(level, "%s: %s (%d so far).", what, gradients_text, self._skips)
 
-    def log_loss(
-        self, value: float, finding: GraphCause | None, graph_error: str
-    ) -> None:
+    def log_loss(self, value: float, bad_op: BadOp | None, graph_error: str) -> None:
         """Report a non-finite loss or sum of losses: first a warning, then log records.
 
         Args:
             value: The loss.
-            finding: The cause in its graph, if one was found.
+            bad_op: The cause in its graph, if one was found.
             graph_error: Why the graph could not be examined; "" if it could.
         """
         self._losses += 1
         if self._losses == 1:
             cause = _FIND_ADVICE
-            if finding is not None:
-                cause = cause_text(finding) + second_opinion(finding)
+            if bad_op is not None:
+                cause = cause_text(bad_op) + second_opinion(bad_op)
             cause += f" (graph not read: {graph_error})" if graph_error else ""
             warn_caller(f"the loss is {value:g} before the backward pass. {cause}")
         elif not self._losses & (self._losses - 1):
             _logger.warning("the loss is %g; not finite %d times.", value, self._losses)
 
 
-def cause_text(finding: GraphCause) -> str:
+def cause_text(bad_op: BadOp) -> str:
     """Return a cause with its evidence and the advice, as sentences."""
-    where = f"{finding.where}: {finding.evidence}"
-    return f"Cause: {finding.cause} ({where}). {finding.advice}"
+    where = "" if bad_op.place == "model" else f"{bad_op.place}: "
+    return f"Cause: {bad_op.cause} ({where}{bad_op.evidence}). {bad_op.advice}"
 
 
-def second_opinion(finding: GraphCause) -> str:
+def second_opinion(bad_op: BadOp) -> str:
     """Return what names the module of an overflow, which a graph does not hold."""
-    if finding.cause != "range":
+    if bad_op.cause != "forward range":
         return ""
     return " halfstep.find_nonfinite(model, step) names the module."
 
