@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.errors import UserError, require, warn_caller
+from halfstep.errors import UserError, warn_caller
 from halfstep.graph import capture
-from halfstep.graph.planner import METHODS, check_kinds, plan_graph
+from halfstep.graph.planner import check_options, plan_graph
 from halfstep.graph.rewrite import rewrite_graph
-from halfstep.numerics import formats
-from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,13 +49,9 @@ def compile_graph(
     if unknown:
         message = f"options hold {unknown[0]!r}; choose {', '.join(_OPTIONS)}."
         raise UserError(message)
-    format_ = formats.parse(chosen["dtype"])
-    require("dtype", chosen["dtype"], format_ is not formats.FP32, "bf16 or fp16")
-    require(
-        "method", chosen["method"], chosen["method"] in METHODS, " or ".join(METHODS)
+    format_, policy, kinds = check_options(
+        chosen["dtype"], chosen["policy"], chosen["method"], chosen.get("kinds")
     )
-    policy = chosen["policy"]
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
     if lost := _lost_in(graph_module):
         warn_caller(
             f"a compiled graph holds {lost}, which a plan would lose: it runs as it "
@@ -78,7 +72,7 @@ def compile_graph(
         policy,
         chosen["method"],
         example_inputs,
-        kinds=check_kinds(chosen.get("kinds")),
+        kinds=kinds,
         fp32_ranges={},
         fused=device.type != "cpu",
     )

@@ -107,11 +107,8 @@ class OpTimes:
         """
         if not capture.has_static_shapes([node]):
             return 0
-        return self.cast_of_shape([int(size) for size in node.meta["val"].shape])
-
-    def cast_of_shape(self, shape: Sequence[int]) -> int:
-        """Return the nanoseconds of casting a tensor of this shape."""
-        key = f"cast {tuple(shape)!r} {self.low}"
+        shape = tuple(map(int, node.meta["val"].shape))
+        key = f"cast {shape!r} {self.low}"
         if key not in self._times:
             value = torch.ones(shape, device=self.device, requires_grad=True)
             self._times[key] = self._time(lambda: value.to(self.low), [value])

@@ -91,16 +91,12 @@ def plan(
         >>> {(cast.tensor, cast.to) for cast in plan.casts} >= {("linear", "fp32")}
         True
     """
-    format_ = formats.parse(dtype)
-    require("dtype", dtype, format_ is not formats.FP32, "bf16 or fp16")
-    require("method", method, method in METHODS, " or ".join(METHODS))
-    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    format_, chosen, kinds = check_options(dtype, policy, method, kinds)
     fits = calibrate is None or format_ is formats.FP16
     require("calibrate", calibrate, fits, "None with bf16, which has fp32's range")
     is_step = calibrate is None or callable(calibrate)
     require_type("calibrate", calibrate, is_step, "a function of the model, or None")
     require("level", level, level in ("O1", "O2"), "O1 or O2")
-    kinds = check_kinds(kinds)
     graph_module = capture.capture(model, example_inputs)
     low_ids = {id(p) for p in low_parameters(model, levels.parse(level), chosen)}
     device = device_of(model, example_inputs)
@@ -129,19 +125,27 @@ def plan(
     )
 
 
-def check_kinds(kinds: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return the `kinds` argument of `plan`, validated.
+def check_options(
+    dtype: str | torch.dtype,
+    policy: Policy | str,
+    method: str,
+    kinds: Mapping[str, str] | None,
+) -> tuple[formats.FloatFormat, Policy, Mapping[str, str]]:
+    """Return `dtype`, `policy` and `kinds` of `plan`, validated.
 
     Raises:
-        UserError: If torch has no such operation, or a kind is unknown.
+        UserError: If torch has no such operation, or a word is unknown.
     """
+    format_ = formats.parse(dtype)
+    require("dtype", dtype, format_ is not formats.FP32, "bf16 or fp16")
+    require("method", method, method in METHODS, " or ".join(METHODS))
     is_mapping = kinds is None or isinstance(kinds, Mapping)
     require_type("kinds", kinds, is_mapping, "a dictionary of operations")
     for op, kind in (kinds or {}).items():
         is_op = hasattr(torch.ops.aten, str(op).partition(".")[0])
         require("kinds: operation", op, is_op, "a name in torch.ops.aten")
         require(f"kinds: {op}", kind, kind in KINDS, ", ".join(KINDS))
-    return kinds or {}
+    return format_, Policy.of(policy), kinds or {}
 
 
 def plan_graph(

@@ -259,12 +259,6 @@ def _load_caveat(device: str, rates: Mapping[str, float]) -> str:
     return f"; measured under load: {doubt}" if doubt else ""
 
 
-def gain(dtype: str, device: str | None = None) -> float:
-    """Return the measured matmul rate of a format relative to fp32's."""
-    rates = gemm_rates(device)
-    return rates[dtype] / rates["fp32"]
-
-
 def native(dtype: str, device: str | None = None) -> str:
     """Return the hardware feature that speeds up a 16-bit format, or "" if unknown."""
     if dtype not in _NATIVE:
@@ -330,9 +324,11 @@ def recommend(device: str | None = None) -> Recommendation:
 def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     """Return a warning if a 16-bit format is slower than fp32 here, or None."""
     where = device or capabilities().device
-    if dtype == "fp32" or gain(dtype, where) >= SLOWER:
+    if dtype == "fp32":
         return None
     rates = gemm_rates(where)
+    if rates[dtype] / rates["fp32"] >= SLOWER:
+        return None
     means = _hardware(dtype, where)
     cause = f"although it has {means}" if means else "it has no instructions for it"
     because = f" ({cause})" if where in _PROBED else ""

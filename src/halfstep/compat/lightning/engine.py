@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,7 @@ from halfstep.session.autocast_regions import AutocastContexts
 from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch.optim import Optimizer
 
@@ -193,11 +192,6 @@ class OptimizerEntry:
     """Applied steps at the loaded checkpoint."""
     num_passes: int = 0
     checked: tuple[Tensor, Callable[[], tuple[NonFiniteParam, ...]]] | None = None
-
-    @property
-    def params(self) -> Iterable[Tensor]:
-        """The optimizer's parameters."""
-        return chain.from_iterable(g["params"] for g in self.optimizer.param_groups)
 
     @property
     def num_applied(self) -> int:
