@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils import _pytree as pytree
 
-from halfstep.diagnostics.probe import compiled
 from halfstep.diagnostics.probe.step_records import StepRecords
 from halfstep.numerics.formats import tensors_in
+from halfstep.numerics.tensor_counts import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
@@ -27,6 +28,94 @@ if TYPE_CHECKING:
 
 _NO_BACKWARD = -1
 """torch's id of the current backward pass if none is running."""
+
+
+# Operations in graphs of torch.compile: they write flags or pass tensors to a probe
+
+UNSEEN = -1.0
+"""Value of a flag that was not written; a written flag is 1 for inf or NaN, else 0."""
+
+
+observers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""id() by which graphs refer to the hooks that receive their tensors -> hooks."""
+
+
+@torch.library.custom_op("halfstep::observe", mutates_args=("flags",))
+def observe(flags: Tensor, value: Tensor, observer: int, name: int) -> None:  # noqa: ARG001
+    """Pass a tensor to a probe at run time; mutating `flags` keeps it in the graph.
+
+    Statistics are taken in some steps only; in the graph itself, that would cause a
+    recompilation.
+    """
+    target = observers.get(observer)
+    if target is not None:
+        target.at_run_time(name, value)
+
+
+@observe.register_fake
+def _observe_fake(flags: Tensor, value: Tensor, observer: int, name: int) -> None:
+    """Do nothing to fake tensors."""
+
+
+def _write(flags: Tensor, index: int, value: Tensor, observer: int, name: int) -> None:
+    """Write in the graph whether a tensor is non-finite, or pass it to an observer."""
+    if observer:
+        observe(flags, value, observer, name)
+        return
+    real = torch.view_as_real(value) if value.is_complex() else value
+    nonfinite = torch.isfinite(real).logical_not().any().to(flags.dtype)
+    flags[index].copy_(torch.maximum(flags[index], nonfinite))
+
+
+class ObserveGrad(torch.autograd.Function):
+    """Identity function whose gradient is observed in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 -- torch's own
+        value: Tensor,
+        flags: Tensor,
+        index: int,
+        observer: int,
+        name: int,
+    ) -> Tensor:
+        """Return a view of the tensor."""
+        ctx.flags, ctx.target = flags, (index, observer, name)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Observe the gradient and return it unchanged."""
+        index, observer, name = ctx.target
+        (gradient,) = gradients
+        _write(ctx.flags, index, gradient.detach(), observer, name)
+        return gradient, None, None, None, None
+
+
+def observed(
+    output: Any,  # noqa: ANN401 -- whatever a module returns
+    flags: tuple[Tensor, Tensor],
+    index: int,
+    observer: int,
+    names: tuple[int, int],
+) -> Any:  # noqa: ANN401
+    """Return a module's output with the operations that observe it in a graph.
+
+    `flags` are those of outputs and of gradients, one element for each module, written
+    if `observer` is 0; `names` are the indices of the output's and gradient's names.
+    """
+
+    def add(value: Tensor) -> Tensor:
+        dtype = value.real.dtype if value.is_complex() else value.dtype
+        if dtype not in DTYPES or not value.numel():
+            return value
+        _write(flags[0], index, value.detach(), observer, names[0])
+        if not value.requires_grad:
+            return value
+        result: Tensor = ObserveGrad.apply(value, flags[1], index, observer, names[1])  # type: ignore[no-untyped-call]
+        return result
+
+    return pytree.tree_map_only(Tensor, add, output)
 
 
 class _Output:
@@ -91,11 +180,11 @@ class Hooks:
         self.device = torch.device("cpu") if first is None else first.device
         self._outputs: dict[int, _Output] = {}
         """id() of a tensor -> its record."""
-        unseen = torch.full((len(self.modules),), compiled.UNSEEN, device=self.device)
+        unseen = torch.full((len(self.modules),), UNSEEN, device=self.device)
         self.flags = unseen, unseen.clone()
         """Flags of outputs and of their gradients, written by graphs."""
         self._observer = id(self) if full else 0
-        compiled.observers[id(self)] = self
+        observers[id(self)] = self
         self._end_queued = self._parameters_read = False
         _attached.add(self)
         self._handles = [
@@ -143,7 +232,7 @@ class Hooks:
         self._end_queued = self._parameters_read = self._graph_reported = False
         if self.traced:
             for flags in self.flags:
-                flags.fill_(compiled.UNSEEN)
+                flags.fill_(UNSEEN)
         self.traced = False
 
     def finish(self) -> None:
@@ -175,9 +264,7 @@ class Hooks:
                     return None
                 if not self._observer:
                     self.traced = True
-                return compiled.observed(
-                    output, self.flags, number, self._observer, names
-                )
+                return observed(output, self.flags, number, self._observer, names)
             if self.on and self.sampling:
                 self._observe_output(number, output)
             return None

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from halfstep._torch.async_read import DelayedTensors, to_device_async
-from halfstep.diagnostics.probe.compiled import UNSEEN
-from halfstep.diagnostics.probe.hooks import Hooks
+from halfstep.diagnostics.probe.hooks import UNSEEN, Hooks
 from halfstep.diagnostics.probe.step_records import Key, label
 from halfstep.distributed import ddp, process_group
 from halfstep.errors import UserError, require
