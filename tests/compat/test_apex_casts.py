@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,11 +55,15 @@ HALVES: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 TARGET = torch.tensor([0, 2])
 ONES = torch.tensor([1.0, -1.0])
+SOFT, SCANS = ("softmax", "softmin", "log_softmax"), ("cumsum", "cumprod")
+LOSSES = {
+    "mse_loss l1_loss smooth_l1_loss": W,
+    "hinge_embedding_loss soft_margin_loss": W.sign(),
+    "poisson_nll_loss binary_cross_entropy_with_logits "
+    "multilabel_soft_margin_loss": W.abs(),
+}
 FLOATS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "softmax": (lambda x: functional.softmax(x, -1), (2, 4)),
     "softmax method": (lambda x: x.softmax(-1), (2, 4)),
-    "softmin": (lambda x: functional.softmin(x, -1), (2, 4)),
-    "log_softmax": (lambda x: functional.log_softmax(x, -1), (2, 4)),
     "softplus": (functional.softplus, (2, 4)),
     "gelu": (functional.gelu, (2, 4)),
     "layer_norm": (nn.LayerNorm(4), (2, 4)),
@@ -79,18 +84,8 @@ FLOATS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "cosine_similarity": (lambda x: functional.cosine_similarity(x, W), (4, 4)),
     "cross_entropy": (lambda x: functional.cross_entropy(x, TARGET), (2, 4)),
     "nll_loss": (lambda x: functional.nll_loss(x, TARGET), (2, 4)),
-    "mse_loss": (lambda x: functional.mse_loss(x, W), (4, 4)),
-    "l1_loss": (lambda x: functional.l1_loss(x, W), (4, 4)),
-    "smooth_l1_loss": (lambda x: functional.smooth_l1_loss(x, W), (4, 4)),
     "kl_div": (lambda x: functional.kl_div(x, W.abs(), reduction="sum"), (4, 4)),
-    "poisson": (lambda x: functional.poisson_nll_loss(x, W.abs()), (4, 4)),
-    "hinge": (lambda x: functional.hinge_embedding_loss(x, W.sign()), (4, 4)),
-    "soft_margin": (lambda x: functional.soft_margin_loss(x, W.sign()), (4, 4)),
     "multi_margin": (lambda x: functional.multi_margin_loss(x, TARGET), (2, 4)),
-    "multilabel": (
-        lambda x: functional.multilabel_soft_margin_loss(x, W.abs()),
-        (4, 4),
-    ),
     "cosine_embedding": (
         lambda x: functional.cosine_embedding_loss(x, W[:2], ONES),
         (2, 4),
@@ -100,34 +95,25 @@ FLOATS: dict[str, tuple[Any, tuple[int, ...]]] = {
         (2,),
     ),
     "triplet": (lambda x: functional.triplet_margin_loss(x, W, W.flip(0)), (4, 4)),
-    "logits": (
-        lambda x: functional.binary_cross_entropy_with_logits(x, W.abs()),
-        (4, 4),
-    ),
     "pow": (lambda x: x**2, (2, 4)),
     "torch.pow": (lambda x: torch.pow(x, 2), (2, 4)),
     "rpow": (lambda x: 2**x, (2, 4)),
-    "sum": (lambda x: x.sum(), (2, 4)),
     "sum of some": (lambda x: torch.sum(x, 0), (2, 4)),
-    "prod": (lambda x: x.prod(), (2, 4)),
-    "std": (lambda x: x.std(), (2, 4)),
     "var": (lambda x: x.var(0), (2, 4)),
-    "norm": (lambda x: x.norm(), (2, 4)),
     "dist": (lambda x: torch.dist(x, W), (4, 4)),
     "renorm": (lambda x: x.renorm(2, 0, 1.0), (2, 4)),
-    "cumsum": (lambda x: x.cumsum(0), (2, 4)),
-    "cumprod": (lambda x: x.cumprod(0), (2, 4)),
-    "exp": (torch.exp, (2, 4)),
-    "expm1": (lambda x: x.expm1(), (2, 4)),
-    "tan": (torch.tan, (2, 4)),
-    "cosh": (torch.cosh, (2, 4)),
-    "sinh": (torch.sinh, (2, 4)),
-    "reciprocal": (torch.reciprocal, (2, 4)),
-    "log": (lambda x: x.abs().log(), (2, 4)),
-    "rsqrt": (lambda x: x.abs().rsqrt(), (2, 4)),
     "acos": (lambda x: (x / 8).acos(), (2, 4)),
     "erfinv": (lambda x: (x / 8).erfinv(), (2, 4)),
     "cpu": (lambda x: x.cpu(), (2, 4)),
+}
+UNARY = "exp expm1 tan cosh sinh reciprocal log rsqrt sum prod std norm"
+FLOATS |= {name: (getattr(torch, name), (2, 4)) for name in UNARY.split()}
+FLOATS |= {name: (partial(getattr(torch, name), dim=0), (2, 4)) for name in SCANS}
+FLOATS |= {name: (partial(getattr(functional, name), dim=-1), (2, 4)) for name in SOFT}
+FLOATS |= {
+    name: (lambda x, name=name, y=y: getattr(functional, name)(x, y), (4, 4))
+    for names, y in LOSSES.items()
+    for name in names.split()
 }
 MATCHES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "relu": (functional.relu, (2, 4)),

@@ -233,17 +233,6 @@ def test_broken_entry_is_replaced(case: str, here: Machine) -> None:
     assert here.files() == [file]
 
 
-def test_pipe_in_the_cache_is_not_waited_for(here: Machine) -> None:
-    """Law: what is no file is not opened, and a process goes on without it."""
-    hardware.measured_rates()
-    (file,) = here.files()
-    file.unlink()
-    file.mkdir()
-    new_process()
-    assert hardware.measured_rates().rates == RATES
-    assert "cannot be written" in hardware.measured_rates().why_not_cached
-
-
 def test_unwritable_cache_is_told(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,25 +271,6 @@ def test_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     for gone in (monkeypatch.delenv, lambda name: monkeypatch.setenv(name, "")):
         gone("XDG_CACHE_HOME")
         assert rate_cache.folder() == Path("/somebody/.cache/halfstep/rates")
-
-
-def test_writers_at_once_leave_whole_files(here: Machine) -> None:
-    """Law: whoever writes beside others, each entry is whole and none is lost."""
-    facts = [{"host": str(number)} for number in range(8)]
-    seen: list[GemmRates | None] = []
-
-    def write() -> None:
-        for each in facts * 5:
-            rate_cache.save(each, replace(QUIET, time=1e9))
-            seen.append(rate_cache.load(each, 1e9))
-
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [replace(QUIET, time=1e9)] * (4 * 5 * 8)
-    assert len(here.files()) == 8
 
 
 def test_threads_measure_one_after_the_other(here: Machine) -> None:

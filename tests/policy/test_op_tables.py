@@ -93,38 +93,12 @@ def test_names_are_those_registered(device: str) -> None:
     assert not found, found
 
 
-def test_operations_that_torch_lacks_have_no_row() -> None:
-    """Law: a row needs an operation of this torch, overload included.
-
-    Twin: without its overload the operation is there.
-    """
-    names = "mm no_such_operation mm.no_such_overload sum.dim_IntList"
-    rows = op_tables._rows("a source", (FP32, "a reason", names))
-    assert [*rows] == ["mm", "sum.dim_IntList"]
-
-
-def test_operations_that_torch_does_not_cast_have_no_row() -> None:
-    """Law: torch's table has what torch casts: matrix products, not views."""
-    rows = op_tables._rows("a source", (LOW, "a reason", "mm view"))
-    assert len(rows) == 2
-    for device in KEYS:
-        assert [*op_tables._registered(device, rows)] == ["mm"]
-
-
 def test_what_moved_is_named() -> None:
     """Law: the check above can fail, and says what came and what went."""
     assert not moved("cpu", {"mm"}, ["mm"])
     assert moved("cpu", {"mm", "new"}, ["mm", "old"]) == (
         "cpu: torch gained ['new'] and lost ['old']; mend optable.TABLES"
     )
-
-
-@DEVICES
-def test_what_has_no_row(device: str) -> None:
-    """Law: operations that torch runs as called have neither kernel nor row."""
-    for operation in ("relu", "gelu", "embedding", "add.Tensor"):
-        assert operation not in TABLES[device]
-        assert operation not in registered(device), operation
 
 
 @pytest.mark.parametrize("base", NAMED)
@@ -136,31 +110,6 @@ def test_rows_say_why_and_where(device: str, base: str) -> None:
         assert 20 < len(row.reason) <= 80, operation
         assert not row.reason.endswith("."), operation
         assert row.source in (files if base == "torch" else {"halfstep lean"})
-
-
-def test_reasons_differ_by_kind() -> None:
-    """Law: the reason speaks of the operation, not of its treatment alone."""
-    reasons = {name: row.reason for name, row in TABLES["cpu"].items()}
-    kinds = ["mse_loss", "linalg_qr", "fft_fft", "quantile", "polar", "max_pool3d"]
-    assert len({reasons[kind] for kind in kinds}) == len(kinds)
-    assert reasons["mse_loss"] == reasons["l1_loss"]
-    assert "16-bit kernel" in reasons["linalg_qr"]
-    assert "probabilities" in TABLES["cuda"]["binary_cross_entropy"].reason
-
-
-def test_no_operation_stands_twice() -> None:
-    """Law: no row hides another: rows are as many as names were written."""
-    shared = (*op_tables._ACCELERATORS, *op_tables._CUDA_AND_XPU, op_tables._BAN)
-    groups = {
-        "cpu": op_tables._CPU,
-        "cuda": (*shared, *op_tables._CUDA),
-        "xpu": shared,
-        "mps": (*op_tables._ACCELERATORS, *op_tables._MPS),
-    }
-    for device, written in groups.items():
-        names = [name for *_, names in written for name in names.split()]
-        assert len(names) == len(set(names))
-        assert {*names} >= TABLES[device].keys()
 
 
 # Lean
