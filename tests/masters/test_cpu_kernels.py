@@ -8,7 +8,7 @@ import torch
 
 from halfstep.masters import c_compiler, cpu_kernels
 from halfstep.masters.cpu_kernels import Kernels
-from halfstep.masters.update_rules import ParamUpdate, Sgd
+from halfstep.masters.fused_step import Adam, ParamUpdate, Sgd
 
 ASCENT = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 """Adds the gradient to the weight."""
@@ -26,6 +26,26 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         compiler = c_compiler.Compiler(command, compiler.version)
     job = c_compiler.CompiledLibrary(cpu_kernels.SOURCE, cpu_kernels.works)
     return Kernels(job.load_or_compile(compiler)[0], cpu_kernels.runtime())
+
+
+def update(
+    kernels: Kernels,
+    items: list[ParamUpdate],
+    rule: Sgd | Adam,
+    form: str,
+    inverse: float,
+    clock: tuple[int, int],
+) -> None:
+    """Update with certain kernels."""
+    factor = torch.tensor(inverse)
+    cpu_kernels.update(items, rule, form, inverse=factor, clock=clock, kernels=kernels)
+
+
+def norm_of(gradients: list[torch.Tensor], kernels: Kernels) -> float:
+    """Return the sum of squares that certain kernels compute."""
+    squares = cpu_kernels.check_finite(gradients, norm=True, kernels=kernels)[1]
+    assert squares is not None
+    return squares.item()
 
 
 def all_bits() -> torch.Tensor:
@@ -51,7 +71,7 @@ def test_every_gradient(kernels: Kernels, dtype: torch.dtype) -> None:
     gradient = all_bits().view(dtype)
     weight = torch.zeros(gradient.shape)
     item = ParamUpdate(weight, gradient)
-    kernels.update([item], ASCENT, "plain", 1.0, (0, 0))
+    update(kernels, [item], ASCENT, "plain", 1.0, (0, 0))
     assert twin.same_bits(weight, 0 + gradient.float())
 
 
@@ -62,7 +82,7 @@ def test_every_rounding(kernels: Kernels, dtype: torch.dtype) -> None:
     weight = torch.zeros(master.shape, dtype=dtype)
     gradient = torch.zeros(master.shape, dtype=dtype)
     item = ParamUpdate(weight, gradient, master)
-    kernels.update([item], STILL, "fp32", 1.0, (0, 0))
+    update(kernels, [item], STILL, "fp32", 1.0, (0, 0))
     assert twin.same_bits(master, edges())
     assert twin.same_bits(weight, edges().to(dtype))
 
@@ -78,7 +98,7 @@ def test_every_encoding(kernels: Kernels, form: str) -> None:
     item.gradient = truth
     fp32 = ParamUpdate(truth, truth)
     wanted = twin.in_form(fp32, item, form, (7, 8))
-    kernels.update([item], ASCENT, form, 1.0, (7, 8))
+    update(kernels, [item], ASCENT, form, 1.0, (7, 8))
     assert all(map(twin.same_bits, twin.held(item), wanted))
 
 
@@ -96,7 +116,7 @@ def test_every_decoding(kernels: Kernels, form: str) -> None:
     item = ParamUpdate(high, nothing, extra)
     fp32 = twin.plainly(item, form)
     wanted = twin.in_form(fp32, item, form, (0, 0))
-    kernels.update([item], STILL, form, 1.0, (0, 0))
+    update(kernels, [item], STILL, form, 1.0, (0, 0))
     assert all(map(twin.same_bits, twin.held(item), wanted))
 
 
@@ -107,12 +127,10 @@ def test_one_thread(kernels: Kernels) -> None:
     twin.next_step(items, torch.bfloat16, 0)
     mine = twin.copied(items)
     with twin.using_threads(2):
-        kernels.update(items, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
-        alone.update(mine, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
+        update(kernels, items, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
+        update(alone, mine, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
         gradients = [item.gradient for item in items]
-        both = [
-            k.check_finite(gradients, norm=True)[1].item() for k in (kernels, alone)
-        ]
+        both = [norm_of(gradients, each) for each in (kernels, alone)]
     assert both[0] == both[1]
     for one, other in zip(items, mine, strict=True):
         assert all(map(twin.same_bits, twin.held(one), twin.held(other)))
@@ -124,9 +142,9 @@ def test_large_numbers_of_a_clock(kernels: Kernels) -> None:
     item.gradient, item.param_index = torch.randn(99), 2**40 + 1
     clock = (-3, 2**64 + 5)
     fp32 = twin.plainly(item, "stochastic")
-    kernels.update([fp32], twin.SGD, "plain", 1.0, clock)
+    update(kernels, [fp32], twin.SGD, "plain", 1.0, clock)
     wanted = twin.in_form(fp32, item, "stochastic", clock)
-    kernels.update([item], twin.SGD, "stochastic", 1.0, clock)
+    update(kernels, [item], twin.SGD, "stochastic", 1.0, clock)
     assert twin.same_bits(item.weight, wanted[0])
 
 
@@ -136,7 +154,7 @@ def test_many_small_tensors(kernels: Kernels) -> None:
     twin.next_step(items, torch.float32, 0)
     before = [item.weight.clone() for item in items]
     with twin.using_threads(2):
-        kernels.update(items, ASCENT, "plain", 1.0, (0, 0))
+        update(kernels, items, ASCENT, "plain", 1.0, (0, 0))
     for item, weight in zip(items, before, strict=True):
         assert torch.equal(item.weight, weight + item.gradient)
 
@@ -149,9 +167,9 @@ def test_lazy_signs(kernels: Kernels) -> None:
     assert number.conj().imag.is_neg(), "autograd of complex numbers gives such"
     weight = torch.zeros(3)
     item = ParamUpdate(weight, gradient)
-    kernels.update([item], ASCENT, "plain", 1.0, (0, 0))
+    update(kernels, [item], ASCENT, "plain", 1.0, (0, 0))
     assert torch.equal(weight, torch.tensor([-2.0, 4.0, -6.0]))
-    assert kernels.check_finite([gradient], norm=True)[1] == 56
+    assert norm_of([gradient], kernels) == 56
 
 
 def test_self_check_in_any_mood(kernels: Kernels) -> None:

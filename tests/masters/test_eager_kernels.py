@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfstep.masters import cpu_kernels, eager_kernels
-from halfstep.masters.update_rules import Adam, Sgd
+from halfstep.masters.fused_step import Adam, Sgd
 
 every_kernel = pytest.mark.parametrize("kernel", [eager_kernels, cpu_kernels])
 

@@ -14,7 +14,7 @@ from small_training import same
 from torch import Tensor, nn
 
 from halfstep.masters import MasterWeights, fused_step
-from halfstep.masters.update_rules import ParamUpdate
+from halfstep.masters.fused_step import ParamUpdate
 
 if TYPE_CHECKING:
     from master_cases import Make

@@ -14,7 +14,7 @@ from halfstep.errors import UserError
 from halfstep.masters import triton_kernels as tk
 
 if TYPE_CHECKING:
-    from halfstep.masters.update_rules import Adam, ParamUpdate
+    from halfstep.masters.fused_step import Adam, ParamUpdate
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

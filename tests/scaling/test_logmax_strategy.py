@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scale_loop import BAD, CLEAN, NETS, RULE, NoWaiting, training
 
-from halfstep.scaling.loss_scale import STRATEGIES, ScaleState, advance
+from halfstep.scaling import ScaleState, advance
+from halfstep.scaling.loss_scale import STRATEGIES
 from halfstep.scaling.strategies import (
     LogMaxStrategy,
     MeasuredStrategy,

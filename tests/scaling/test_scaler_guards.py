@@ -212,4 +212,4 @@ def test_a_refused_update_changes_nothing() -> None:
 
 def test_a_room_of_the_face() -> None:
     """Law: `halfstep.scaler` is there without an import of its own."""
-    assert hs.scaler.advance.__module__ == "halfstep.scaling.loss_scale"
+    assert hs.scaler.advance.__module__ == "halfstep.scaling.loss_scaler"

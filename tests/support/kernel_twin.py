@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.masters import bf16_codecs
-from halfstep.masters.update_rules import Adam, ParamUpdate, Sgd
+from halfstep.masters.fused_step import Adam, ParamUpdate, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

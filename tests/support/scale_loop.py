@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
+from halfstep.scaling import ScaleRule, ScaleState, advance
 from halfstep.scaling.strategies import MeasuredStrategy
 from halfstep.scaling.unscale import unscale_
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep.masters import cpu_kernels
 from halfstep.masters import triton_kernels as tk
-from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
+from halfstep.masters.fused_step import Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Callable

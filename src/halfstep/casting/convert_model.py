@@ -7,6 +7,7 @@ forward hooks, and the fp32 values from which master weights are made.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import defaultdict
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from halfstep.casting import dtype_mismatch
 from halfstep.casting.module_rules import ModuleRuleHook, hooks_for
 from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating, is_low, word
@@ -463,3 +465,31 @@ def _cast_outputs(_module: nn.Module, _args: object, output: object) -> object:
     if type(output) is Tensor:  # in every step of most models
         return output.float() if output.dtype in _FLOATS else output
     return cast_floating(output, torch.float32)
+
+
+class DtypeErrorHook:
+    """Forward hook: adds advice to errors about dtypes if autocast is off.
+
+    Why: such errors are explained by the autocast context, which is missing here.
+    """
+
+    def __init__(self, stored: str, device: str) -> None:
+        self._stored = stored
+        self._device = device
+
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Add the advice to the exception that the forward pass raised, if any."""
+        if torch.compiler.is_compiling() or output is not None:
+            return
+        error = sys.exc_info()[1]
+        if error is None or torch.is_autocast_enabled(self._device):
+            return
+        if dtype_mismatch.is_about_dtypes(error) and _ADVICE not in error.args[0]:
+            advice = f"-> the model's weights are {self._stored}, {_ADVICE}"
+            error.args = (f"{error.args[0].rstrip()}\n{advice}", *error.args[1:])
+
+
+_ADVICE = (
+    "and it was called outside of session.autocast(): open "
+    "`with session.autocast():` around the call."
+)

@@ -19,7 +19,7 @@ from torch import Tensor
 from halfstep._torch.profiler_marks import UPDATE, record_range
 from halfstep.errors import UserError
 from halfstep.masters import c_compiler
-from halfstep.masters.update_rules import (
+from halfstep.masters.fused_step import (
     FLOATS,
     Adam,
     ParamUpdate,
@@ -52,33 +52,6 @@ def available() -> bool:
 def describe() -> str:
     """Return one line about the compiler, or why there are no kernels."""
     return _kernels()[1]
-
-
-@torch.no_grad()
-def update(
-    items: Sequence[ParamUpdate],
-    rule: Rule,
-    encoding: str,
-    *,
-    inverse: Tensor,
-    clock: tuple[int, int],
-) -> None:
-    """Update parameters on the CPU in place: see `fused_step.Kernel`.
-
-    C does not increment version counters of tensors; the caller does, for autograd.
-    """
-    with record_range(UPDATE):
-        _require_kernels().update(items, rule, encoding, float(inverse), clock)
-
-
-@torch.no_grad()
-def check_finite(
-    gradients: Sequence[Tensor], *, norm: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Check gradients on the CPU: see `fused_step.Kernel`."""
-    with record_range(UPDATE):
-        found_inf, total = _require_kernels().check_finite(gradients, norm=norm)
-    return found_inf, total if norm else None
 
 
 class _Threads(ctypes.Structure):
@@ -134,24 +107,30 @@ class Kernels:
         check.argtypes = [address, number, number, address, address, address]
         check.restype = ctypes.c_int32
 
-    def _team(self) -> _Threads:
+    def team(self) -> _Threads:
         """Return the runtime, with torch's current number of threads."""
         if self.threads is None:
             return _Threads(None, None, None, 1)
         return _Threads(*self.threads, torch.get_num_threads())
 
-    def update(
-        self,
-        items: Sequence[ParamUpdate],
-        rule: Rule,
-        encoding: str,
-        inverse: float,
-        clock: tuple[int, int],
-    ) -> None:
-        """Update parameters in place.
 
-        Passes the table, `struct Numbers` and the flags that kernels.c reads.
-        """
+@torch.no_grad()
+def update(
+    items: Sequence[ParamUpdate],
+    rule: Rule,
+    encoding: str,
+    *,
+    inverse: Tensor,
+    clock: tuple[int, int],
+    kernels: Kernels | None = None,
+) -> None:
+    """Update parameters on the CPU in place: see `fused_step.Kernel`.
+
+    C does not increment version counters of tensors; the caller does, for autograd. It
+    gets the table, `struct Numbers` and the flags that kernels.c reads.
+    """
+    with record_range(UPDATE):
+        kernels = kernels or _require_kernels()
         # Keep these alive until the call returns: C only gets addresses.
         tensors = checked_tensors(items, rule, encoding, _CPU)
         is_sgd = isinstance(rule, Sgd)
@@ -174,42 +153,45 @@ class Kernels:
         else:
             flags |= ADAM | DECOUPLED * rule.decoupled | AMSGRAD * rule.amsgrad
             own = (rule.eps, rule.beta1, rule.beta2)
-        numbers = array("d", [inverse, rule.lr, rule.weight_decay, *own])
-        seed, step = clock
-        random_words = array("Q", [seed & _LONG, step & _LONG])
-        self.library.halfstep_update(
+        numbers = array("d", [float(inverse), rule.lr, rule.weight_decay, *own])
+        random_words = array("Q", [number & _LONG for number in clock])
+        kernels.library.halfstep_update(
             table.buffer_info()[0],
             len(items),
             numbers.buffer_info()[0],
             flags,
             ENCODINGS[encoding],
             random_words.buffer_info()[0],
-            ctypes.addressof(team := self._team()),
+            ctypes.addressof(team := kernels.team()),
         )
         del tensors, team
 
-    def check_finite(
-        self, gradients: Sequence[Tensor], *, norm: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return found_inf and the sum of squares of gradients."""
+
+@torch.no_grad()
+def check_finite(
+    gradients: Sequence[Tensor], *, norm: bool, kernels: Kernels | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Check gradients on the CPU: see `fused_step.Kernel`."""
+    with record_range(UPDATE):
+        kernels = kernels or _require_kernels()
         gradients = readable_gradients(gradients, _CPU)
         codes = [DTYPES[gradient.dtype] for gradient in gradients]
         pointers = map(Tensor.data_ptr, gradients)
         table = array("q", [*map(Tensor.numel, gradients), *pointers, *codes])
-        found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
-        failed = self.library.halfstep_check_finite(
+        found_inf = torch.zeros((), dtype=torch.float32, device=_CPU)
+        total = torch.zeros((), dtype=torch.float64, device=_CPU)
+        failed = kernels.library.halfstep_check_finite(
             table.buffer_info()[0],
             len(gradients),
             int(norm),
             found_inf.data_ptr(),
             total.data_ptr(),
-            ctypes.addressof(team := self._team()),
+            ctypes.addressof(team := kernels.team()),
         )
         del team
-        if failed:
-            raise MemoryError
-        return found_inf, total
+    if failed:
+        raise MemoryError
+    return found_inf, total if norm else None
 
 
 @cache
@@ -249,13 +231,14 @@ def works(library: ctypes.CDLL) -> bool:
     item = ParamUpdate(weight, gradient)
     sgd = Sgd(0.25, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
     kernels = Kernels(library, runtime())
-    kernels.update([item], sgd, "plain", 0.5, (0, 0))
-    found_inf, total = kernels.check_finite([weight], norm=True)
+    half, one = make(0.5), make(1.0)
+    update([item], sgd, "plain", inverse=half, clock=(0, 0), kernels=kernels)
+    found_inf, total = check_finite([weight], norm=True, kernels=kernels)
     last = 0.0 if c_compiler.flushes_subnormals() else tiny
     is_right = weight.tolist() == [0.75, 1.75, -4.5, last]
-    is_right &= not found_inf and total.item() == 0.75**2 + 1.75**2 + 4.5**2
+    is_right &= not found_inf and bool(total == 0.75**2 + 1.75**2 + 4.5**2)
     item.gradient, item.step = make(1.0, math.nan, 1.0, 1.0), make(1.0)
     item.states = gradient * 0, gradient * 0, make(1.0, 1.0, math.nan, 1.0)
     adam = Adam(0.25, 0.5, 0.5, 1.0, 0.0, decoupled=False, amsgrad=True, maximize=False)
-    kernels.update([item], adam, "plain", 1.0, (0, 0))
+    update([item], adam, "plain", inverse=one, clock=(0, 0), kernels=kernels)
     return is_right and item.states[2].isnan().tolist() == [False, True, True, False]

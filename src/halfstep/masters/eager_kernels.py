@@ -1,6 +1,6 @@
 """Optimizer updates with torch ops, on chunks that fit into the CPU cache.
 
-Runs on every device of torch. Rounds like the compiled kernels, except for torch's
+Rounds like the compiled kernels, except for torch's
 square root, which may be off by one ulp. Small tensors share one chunk, so that they
 cost a few ops together instead of dozens each.
 """
@@ -16,23 +16,20 @@ import torch
 from halfstep.masters import bf16_codecs
 from halfstep.masters.bf16_codecs import scratch
 from halfstep.masters.encoding import BF16_STATE_ENCODINGS, ENCODINGS, RESIDUAL_DTYPES
-from halfstep.masters.update_rules import Sgd
+from halfstep.masters.fused_step import Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from halfstep.masters.update_rules import ParamUpdate, Rule
+    from halfstep.masters.fused_step import ParamUpdate, Rule
 
 ROW = 4096
 """Elements per partial sum of squares; threads never share one."""
 
 CHUNK = 1 << 16
-"""Elements per chunk on a CPU: 256 KiB for each fp32 buffer."""
-
-DEVICE_CHUNK = 1 << 22
-"""Elements per chunk on a device, where launching an op costs as much as millions."""
+"""Elements per chunk: 256 KiB for each fp32 buffer."""
 
 
 def available() -> bool:
@@ -176,16 +173,15 @@ def cut_chunks(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
     """Yield chunks: ranges of one large tensor, or several whole small tensors."""
     if not tensors:
         return
-    limit = CHUNK if tensors[0].is_cpu else DEVICE_CHUNK
     pieces: list[Piece] = []
     total = 0
     for index, tensor in enumerate(tensors):
         numel = tensor.numel()
-        if numel > limit // 2:
-            for start in range(0, numel, limit):
-                yield [Piece(index, start, min(limit, numel - start))]
+        if numel > CHUNK // 2:
+            for start in range(0, numel, CHUNK):
+                yield [Piece(index, start, min(CHUNK, numel - start))]
             continue
-        if total + numel > limit:
+        if total + numel > CHUNK:
             yield pieces
             pieces, total = [], 0
         if numel:

@@ -126,8 +126,6 @@ class MasterParam:
     """Index of the parameter, for stochastic rounding."""
     dtype: torch.dtype
     """Dtype of the weight when it got its master."""
-    is_hooked: bool = False
-    """Whether a hook that accumulates its gradients in fp32 is registered."""
     grad_buffer: Tensor | None = None
     """fp32 memory for the gradient sum, reused from step to step."""
 

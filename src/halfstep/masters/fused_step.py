@@ -1,27 +1,211 @@
-"""Unscales 16-bit gradients and updates weights and state in one pass over memory."""
+"""Updates weights and optimizer state in one pass over memory, by a kernel.
+
+SGD, Adam and AdamW as plain numbers, the tensors of an update, their checks, and
+`FusedStep`, which gives them to a kernel: `cpu_kernels`, `eager_kernels` or
+`triton_kernels`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import is_
+from itertools import zip_longest
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from halfstep._torch import optimizer_hooks
-from halfstep.masters import cpu_kernels, eager_kernels, triton_kernels
-from halfstep.masters.encoding import PLAIN
-from halfstep.masters.update_rules import FLOATS, Adam, ParamUpdate, Rule, Sgd
+from halfstep.errors import UserError
+from halfstep.masters.encoding import (
+    BF16_STATE_ENCODINGS,
+    PLAIN,
+    RESIDUAL_DTYPES,
+    WEIGHT_DTYPES,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
-_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that kernels can read."""
+OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose arithmetic kernels know."""
+
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """Hyperparameters of torch.optim.SGD."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    maximize: bool
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of its state tensors in `optimizer.state`."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Hyperparameters of torch.optim.Adam and AdamW."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """AdamW: weight decay scales the weight and does not enter the moments."""
+    amsgrad: bool
+    maximize: bool
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of its state tensors in `optimizer.state`."""
+        keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        return keys if self.amsgrad else keys[:2]
+
+
+Rule = Sgd | Adam
+
+
+@dataclass(slots=True)
+class ParamUpdate:
+    """One parameter to update. All tensors are contiguous and have the same shape."""
+
+    weight: Tensor
+    """The model's weight: bf16, fp16 or fp32."""
+    gradient: Tensor
+    """bf16, fp16 or fp32, still multiplied by the loss scale."""
+    residual: Tensor | None = None
+    """What is stored beside the weight: see `MasterEncoding`."""
+    states: tuple[Tensor, ...] = ()
+    """SGD with momentum: (momentum_buffer,); Adam: (exp_avg, exp_avg_sq), and
+    max_exp_avg_sq with amsgrad. fp32, or bf16 with "kahan" and "stochastic"."""
+    step: Tensor | None = None
+    """Adam: torch's step counter, fp32, shape (), already incremented for this step."""
+    is_first_step: bool = False
+    """SGD: the momentum buffer is uninitialized and is set to the gradient."""
+    param_index: int = 0
+    """Index of the parameter, for random bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTensors:
+    """The tensors of some updates in columns, one entry per update."""
+
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    residuals: Sequence[Tensor]
+    """Empty if the encoding has no residual."""
+    states: Sequence[Sequence[Tensor]]
+    """One column for each of the rule's `state_keys`."""
+    steps: Sequence[Tensor]
+    """Empty for SGD."""
+    numels: list[int]
+
+
+def checked_tensors(
+    items: Sequence[ParamUpdate], rule: Rule, encoding: str, device: torch.device
+) -> UpdateTensors:
+    """Return the tensors of some updates after checking what kernels rely on.
+
+    Raises:
+        UserError: If one is missing, has gaps, or has another size, dtype or device.
+    """
+    weights = [item.weight for item in items]
+    check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
+    gradients = readable_gradients([item.gradient for item in items], device)
+    numels = [*map(Tensor.numel, weights)]
+    if [*map(Tensor.numel, gradients)] != numels:
+        message = "A gradient has another size than its weight: give it its own."
+        raise UserError(message)
+    moment = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
+    column = [item.residual for item in items]
+    columns = {"residual": (column, RESIDUAL_DTYPES.get(encoding))}
+    states = zip_longest(*[item.states for item in items])
+    for number in range(len(rule.state_keys)):
+        columns[f"state {number}"] = [*next(states, ())], moment
+    column = [item.step for item in items]
+    columns["step"] = column, torch.float32 if isinstance(rule, Adam) else None
+    complete = []
+    for what, (tensors, dtype) in columns.items():
+        present = [] if dtype is None else [t for t in tensors if t is not None]
+        complete.append(present)
+        if dtype is None:
+            continue
+        if len(present) != len(items):
+            message = (
+                f"{what}: {len(present)} of {len(items)} parameters have one; make it."
+            )
+            raise UserError(message)
+        check_tensors(present, f"{what} of parameter", (dtype,), device)
+        actual = [*map(Tensor.numel, present)]
+        sizes = [1] * len(items) if what == "step" else numels
+        if actual != sizes:
+            index = next(i for i, size in enumerate(actual) if size != sizes[i])
+            message = (
+                f"{what} of parameter {index} has {actual[index]} numbers, not "
+                f"{sizes[index]}. Load or make the state again."
+            )
+            raise UserError(message)
+    residuals, *moments, steps = complete
+    return UpdateTensors(weights, gradients, residuals, moments, steps, numels)
+
+
+def readable_gradients(
+    gradients: Sequence[Tensor], device: torch.device
+) -> Sequence[Tensor]:
+    """Return gradients made contiguous, without lazy negation, and checked.
+
+    Raises:
+        UserError: If one has another dtype or device.
+    """
+    is_plain = all(map(Tensor.is_contiguous, gradients))
+    if not is_plain or any(map(Tensor.is_neg, gradients)):
+        gradients = [gradient.resolve_neg().contiguous() for gradient in gradients]
+    check_tensors(gradients, "gradient", FLOATS, device)
+    return gradients
+
+
+def check_tensors(
+    tensors: Sequence[Tensor],
+    what: str,
+    allowed: Collection[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Reject tensors whose memory a kernel would misread.
+
+    Raises:
+        UserError: If one has another dtype or device, gaps, or lazy negation.
+    """
+    # Reading `is_cpu` takes a third of the time of `device`.
+    on_device = all(map(_is_cpu, tensors))
+    if device.type != "cpu":
+        on_device = all(tensor.device == device for tensor in tensors)
+    if not (on_device and set(map(_dtype, tensors)).issubset(allowed)):
+        bad = (t.device != device or t.dtype not in allowed for t in tensors)
+        index = next(i for i, wrong in enumerate(bad) if wrong)
+        message = (
+            f"{what} {index} is {tensors[index].dtype} on {tensors[index].device}; "
+            f"kernels take {' or '.join(map(str, allowed))} on {device}."
+        )
+        raise UserError(message)
+    is_plain = all(map(Tensor.is_contiguous, tensors))
+    if not is_plain or any(map(Tensor.is_neg, tensors)):
+        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
+        raise UserError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,50 +225,6 @@ class Kernel:
     """Whether `update` takes `found_inf` and changes nothing where it is 1."""
 
 
-def choose_kernel(
-    optimizer: Optimizer, params: Iterable[Tensor]
-) -> tuple[Kernel | None, str]:
-    """Return the kernel for an optimizer, or None and the reason.
-
-    `params` are the parameters of the model, not their master weights.
-    """
-    model_params = list(params)
-    reason = _unsupported(optimizer, model_params)
-    if reason:
-        return None, reason
-    device = model_params[0].device
-    module: Any = triton_kernels
-    if device.type == "cpu":
-        module = cpu_kernels if cpu_kernels.available() else eager_kernels
-    elif not triton_kernels.available(device):
-        return None, f"no kernel for {device}"
-    elif any(group.get("dampening") for group in optimizer.param_groups):
-        # Whether a step filled the momentum buffer is known only on the device.
-        return None, "dampening, and steps that are skipped on the device"
-    on_device = module is triton_kernels
-    kernel = Kernel(module.describe(), module.check_finite, module.update, on_device)
-    return kernel, kernel.description
-
-
-def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
-    """Return why no kernel can update these parameters; "" if one can."""
-    devices = sorted({str(param.device) for param in model_params})
-    reason = ""
-    if type(optimizer) not in _OPTIMIZERS:
-        reason = "only the arithmetic of SGD, Adam and AdamW is built in"
-    elif not model_params:
-        reason = "it has no parameters"
-    elif len(devices) > 1:
-        reason = f"its parameters are on several devices: {', '.join(devices)}"
-    elif any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in model_params):
-        reason = "parameters are of a tensor subclass"
-    elif not {param.dtype for param in model_params} <= {*FLOATS}:
-        reason = "parameters are not all bf16, fp16 or fp32"
-    elif not all(map(_is_dense, model_params)):
-        reason = "a parameter has gaps in memory"
-    return reason
-
-
 def why_not_fused(optimizer: Optimizer) -> str:
     """Return why the optimizer's own `step` must be called; "" if a kernel may."""
     if optimizer_hooks.has_foreign_hooks(optimizer):
@@ -93,17 +233,10 @@ def why_not_fused(optimizer: Optimizer) -> str:
         optimizer
     ):
         return "its step was replaced"
-    for group in optimizer.param_groups if type(optimizer) in _OPTIMIZERS else ():
+    for group in optimizer.param_groups if type(optimizer) in OPTIMIZERS else ():
         if rule_of(optimizer, group) is None:
             return "differentiable=True, or a learning rate on a device"
     return ""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor has no gaps in memory, whatever its dimension order."""
-    if tensor.is_contiguous():
-        return True
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
@@ -307,7 +440,7 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
 def can_read(gradients: Sequence[Tensor]) -> bool:
     """Return whether kernels can read these gradients: dense, plain, 16 or 32 bits."""
     return (
-        {*map(type, gradients)} <= {torch.Tensor, torch.nn.Parameter}
+        {*map(type, gradients)} <= {Tensor, torch.nn.Parameter}
         and {gradient.layout for gradient in gradients} <= {torch.strided}
         and {gradient.dtype for gradient in gradients} <= {*FLOATS}
         and not any(map(torch.is_neg, gradients))

@@ -18,22 +18,25 @@ from torch import Tensor, nn
 
 from halfstep._torch import optimizer_hooks
 from halfstep.errors import UserError
-from halfstep.masters import cpu_kernels, fused_step, generic_step
+from halfstep.masters import (
+    cpu_kernels,
+    eager_kernels,
+    fused_step,
+    generic_step,
+    triton_kernels,
+)
 from halfstep.masters import encoding as forms
 from halfstep.masters.encoding import PLAIN, MasterParam, RoundingRng
-from halfstep.masters.fused_step import FusedStep
+from halfstep.masters.fused_step import FusedStep, Kernel, ParamUpdate, Sgd
 from halfstep.masters.generic_step import nan_placeholder
-from halfstep.masters.update_rules import ParamUpdate, Sgd
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
 from halfstep.numerics.local_tensor import clone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.optim import Optimizer
-
-    from halfstep.masters.fused_step import Kernel
 
 
 class MasterWeights:
@@ -104,7 +107,8 @@ class MasterWeights:
         self.stepping = False
         """Whether this class is calling `optimizer.step`."""
         self._versions: list[int] = []
-        self._accumulates_in_backward = False
+        self._consume: Callable[[Tensor], None] | None = None
+        self._hooked: set[Tensor] = set()
         self.add_new_params(originals)
         if self.has_masters:
             _clear_low_grads_too(optimizer, self.clear)
@@ -134,7 +138,7 @@ class MasterWeights:
                     del value  # free it before the next large allocation
                 self.param_index.setdefault(current, len(self.param_index))
         model_params = [self.model_param(param) for param in self.param_index]
-        self.kernel, self.kernel_description = fused_step.choose_kernel(
+        self.kernel, self.kernel_description = _choose_kernel(
             self.optimizer, model_params
         )
         self.mark_synced()
@@ -210,22 +214,35 @@ class MasterWeights:
         for master_param in self.master_params.values():
             _accumulate_(master_param)
 
-    def accumulate_in_backward(self, *, on: bool = True) -> None:
-        """Accumulate each gradient in fp32 as soon as the backward pass produced it.
+    def accumulate_in_backward(self) -> None:
+        """Accumulate each gradient in fp32 as soon as the backward pass produced it."""
+        self.consume_in_backward(
+            lambda param: _accumulate_(self.master_params[param]), self.master_params
+        )
+
+    def consume_in_backward(
+        self, consume: Callable[[Tensor], None] | None, params: Iterable[Tensor] = ()
+    ) -> None:
+        """Call a function as soon as the backward pass has made a gradient.
 
         The 16-bit gradients of the whole model then never exist at once. Do not use it
         under DDP, which averages the 16-bit gradients.
-        """
-        self._accumulates_in_backward = on
-        for param in self.master_params.values() if on else ():
-            if param.weight.requires_grad and not param.is_hooked:
-                param.is_hooked = True
-                hook = partial(self._on_gradient, param)
-                param.weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self, master_param: MasterParam, _: Tensor) -> None:
-        if self._accumulates_in_backward:
-            _accumulate_(master_param)
+        Args:
+            consume: Takes the optimizer's parameter. None: leave gradients alone again.
+            params: The optimizer's parameters to call it for.
+        """
+        self._consume = consume
+        for param in params:
+            weight = self.model_param(param)
+            if weight.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
+                hook = partial(self._on_gradient, param)
+                weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, param: Tensor, _: Tensor) -> None:
+        if self._consume is not None:
+            self._consume(param)
 
     def grads(self) -> list[tuple[Tensor, Tensor]]:
         """Return (optimizer's parameter, gradient) pairs, in fp32 or 16 bits."""
@@ -414,9 +431,20 @@ class MasterWeights:
 
 
 class NoMasters(MasterWeights):
-    """MasterWeights of an optimizer that updates the model's own parameters."""
+    """MasterWeights of an optimizer that updates the model's own parameters.
+
+    Args:
+        optimizer: The optimizer.
+        text: What `note` returns.
+    """
 
     has_masters = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, text: str = "master weights: none"
+    ) -> None:
+        super().__init__(optimizer)
+        self._text = text
 
     def add_new_params(
         self, originals: dict[nn.Parameter, Tensor] | None = None
@@ -428,8 +456,8 @@ class NoMasters(MasterWeights):
         return f"{type(self.optimizer).__name__}'s own step"
 
     def note(self) -> str:
-        """Return that there are no master weights."""
-        return "master weights: none"
+        """Return one line about master weights."""
+        return self._text
 
 
 @torch.no_grad()
@@ -486,3 +514,54 @@ def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> Non
         clear()
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _choose_kernel(
+    optimizer: Optimizer, params: Iterable[Tensor]
+) -> tuple[Kernel | None, str]:
+    """Return the kernel for an optimizer, or None and the reason.
+
+    `params` are the parameters of the model, not their master weights.
+    """
+    model_params = list(params)
+    reason = _unsupported(optimizer, model_params)
+    if reason:
+        return None, reason
+    device = model_params[0].device
+    module: Any = triton_kernels
+    if device.type == "cpu":
+        module = cpu_kernels if cpu_kernels.available() else eager_kernels
+    elif not triton_kernels.available(device):
+        return None, f"no kernel for {device}"
+    elif any(group.get("dampening") for group in optimizer.param_groups):
+        # Whether a step filled the momentum buffer is known only on the device.
+        return None, "dampening, and steps that are skipped on the device"
+    on_device = module is triton_kernels
+    kernel = Kernel(module.describe(), module.check_finite, module.update, on_device)
+    return kernel, kernel.description
+
+
+def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
+    """Return why no kernel can update these parameters; "" if one can."""
+    devices = sorted({str(param.device) for param in model_params})
+    reason = ""
+    if type(optimizer) not in fused_step.OPTIMIZERS:
+        reason = "only the arithmetic of SGD, Adam and AdamW is built in"
+    elif not model_params:
+        reason = "it has no parameters"
+    elif len(devices) > 1:
+        reason = f"its parameters are on several devices: {', '.join(devices)}"
+    elif any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in model_params):
+        reason = "parameters are of a tensor subclass"
+    elif not {param.dtype for param in model_params} <= {*fused_step.FLOATS}:
+        reason = "parameters are not all bf16, fp16 or fp32"
+    elif not all(map(_is_dense, model_params)):
+        reason = "a parameter has gaps in memory"
+    return reason
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has no gaps in memory, whatever its dimension order."""
+    if tensor.is_contiguous():
+        return True
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,8 +108,6 @@ class OptimizerInBackward:
         self._needs_norm = norm
         self._kernel: Kernel | None = None
         self._group_of: dict[Tensor, dict[str, Any]] = {}
-        self._hooked: set[Tensor] = set()
-        self._is_active = False
 
     @property
     def count(self) -> int:
@@ -118,8 +115,7 @@ class OptimizerInBackward:
         return len(self.stepped_params)
 
     def start(self, *, in_backward: bool) -> None:
-        """Install the hooks; update as gradients arrive, or later in `step_all`."""
-        self._is_active = in_backward
+        """Update as gradients arrive, until `consume_in_backward(None)`, or later."""
         # A step hook may have been added after `prepare`.
         optimizer = self.masters.optimizer
         check_optimizer(optimizer)
@@ -131,16 +127,8 @@ class OptimizerInBackward:
         if not self.stepped_params:
             # After the first gradient, this step's own updates have changed weights.
             self.masters.sync_external_writes()
-        for param in self._group_of:
-            weight = self.masters.model_param(param)
-            if param not in self._hooked and weight.requires_grad:
-                self._hooked.add(param)
-                hook = partial(self._on_gradient, param)
-                weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def stop(self) -> None:
-        """Ignore gradients until the next `start`."""
-        self._is_active = False
+        if in_backward:
+            self.masters.consume_in_backward(self._step_param, self._group_of)
 
     def discard(self) -> None:
         """Forget which weights the current step has updated."""
@@ -149,17 +137,12 @@ class OptimizerInBackward:
     def step_all(self) -> None:
         """Update with the gradients of a backward pass, after ranks averaged them."""
         for param in self._group_of:
-            weight = self.masters.model_param(param)
-            if weight.grad is not None:
-                self._step_param(param, weight)
-
-    def _on_gradient(self, param: Tensor, weight: Tensor) -> None:
-        if self._is_active:
-            self._step_param(param, weight)
+            self._step_param(param)
 
     @torch.no_grad()
-    def _step_param(self, param: Tensor, weight: Tensor) -> None:
+    def _step_param(self, param: Tensor) -> None:
         """Update a parameter with its gradient, and free the gradient."""
+        weight = self.masters.model_param(param)
         gradient = weight.grad
         if gradient is None:
             return

@@ -19,7 +19,7 @@ import torch
 
 from halfstep.errors import UserError
 from halfstep.masters import bf16_codecs
-from halfstep.masters.update_rules import (
+from halfstep.masters.fused_step import (
     Adam,
     ParamUpdate,
     Rule,

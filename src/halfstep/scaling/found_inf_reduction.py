@@ -7,7 +7,6 @@ parts of them: shards of FSDP2, tensor parallelism, or a process group of the us
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,37 +43,25 @@ def reduction_groups(
     return list(groups.values())
 
 
-@dataclass
-class FoundInfReduction:
-    """An asynchronous max-reduction of one flag over ranks.
+def _start(flag: Tensor, groups: Sequence[dist.ProcessGroup]) -> Iterator[dist.Work]:
+    """Start to reduce a flag in place to its maximum over ranks.
 
     Why: if one rank alone skips, weights differ between ranks, or the others hang. The
     all-reduce starts when the flag is known and is waited for when it is needed: in
     between (`unscale_` and `step` of a `GradScaler`), gradients are clipped.
+
+    Every rank of each group must call this.
+
+    Returns:
+        Wait for each of these before the next.
     """
-
-    flag: Tensor
-    """0.0 or 1.0, shape (); reduced once `wait` has returned."""
-    _pending: Iterator[dist.Work]
-
-    @classmethod
-    def start(
-        cls, flag: Tensor, groups: Sequence[dist.ProcessGroup]
-    ) -> FoundInfReduction:
-        """Start to reduce a flag; every rank of each group must call this."""
-        works = (
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
-            for group in groups
-        )
-        # The second mesh dimension needs the result of the first.
-        first = [*itertools.islice(works, 1)]
-        return cls(flag, itertools.chain(first, works))
-
-    def wait(self) -> Tensor:
-        """Wait, and return the flag, the same on each rank."""
-        for work in self._pending:
-            work.wait()
-        return self.flag
+    works = (
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
+        for group in groups
+    )
+    # The second mesh dimension needs the result of the first.
+    first = [*itertools.islice(works, 1)]
+    return itertools.chain(first, works)
 
 
 def reduce_found_inf(
@@ -82,7 +69,9 @@ def reduce_found_inf(
 ) -> Tensor:
     """Reduce `found_inf` in place over the ranks that must agree; return it."""
     groups = reduction_groups(gradients, group)
-    return FoundInfReduction.start(found_inf, groups).wait() if groups else found_inf
+    for work in _start(found_inf, groups) if groups else ():
+        work.wait()
+    return found_inf
 
 
 def start_reduction(
@@ -106,7 +95,7 @@ def start_reduction(
     if not groups:
         return flags
     flag = max_flag([zero, *flags.values()], zero.device)
-    state["found_inf_reduction"] = FoundInfReduction.start(flag, groups)
+    state["found_inf_reduction"] = _start(flag, groups)
     return {flag.device: flag}
 
 
@@ -116,8 +105,8 @@ def reduced_flags(state: dict[str, Any]) -> list[Tensor]:
     Args:
         state: The `GradScaler`'s state of one optimizer in one iteration.
     """
-    if "found_inf_reduction" in state:
-        state["found_inf_reduction"].wait()
+    for work in state.get("found_inf_reduction", ()):
+        work.wait()
     return list(state["found_inf_per_device"].values())
 
 

@@ -16,7 +16,7 @@ from halfstep.scaling import found_inf_reduction, misuse, optimizer_step, unscal
 from halfstep.scaling.call_order import CallOrderWatch
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
-from halfstep.scaling.per_pass import LossScalers, PerPassBackward, Retry
+from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry
 from halfstep.scaling.step_report import (
     OptimizerGrads,
     StepReport,
@@ -125,7 +125,7 @@ class GradScaler(TorchGradScaler):
         rule = self._rule() if self._enabled else ScaleRule()
         self._group = group = process_group
         self._loss_scalers = loss_scalers = LossScalers(rule, group)
-        self._per_pass = PerPassBackward(loss_scalers, Retry.of(on_overflow), group)
+        self._passes = BackwardPasses(loss_scalers, Retry.of(on_overflow), group)
         self._host_scale = optimizer_step.HostScale()
         self._scaled = self._proposed = False
         self._stepped_grads, self._last_grads = (
@@ -183,7 +183,7 @@ class GradScaler(TorchGradScaler):
             first = first[0]
         if self._enabled and isinstance(first, torch.Tensor):
             self._scaled = True
-            self._per_pass.check_not_mixed(first)
+            self._passes.check_not_mixed(first)
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(first.device)
             main = self._main_scaler()
@@ -387,7 +387,7 @@ class GradScaler(TorchGradScaler):
         scaler.observe_loss(loss, self._name_of)
         states = [self._per_optimizer_states[id(one)] for one in optimizers]
         pairs = list(zip(optimizers, states, strict=True))
-        self._per_pass.backward(scaler, name, loss, pairs, retain_graph=retain_graph)
+        self._passes.run_for(pairs, scaler, name, loss, retain_graph=retain_graph)
         self._write_torch_state(main)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -424,7 +424,7 @@ class GradScaler(TorchGradScaler):
         if flags:
             self._steps += 1
             found_inf = unscale.max_flag(flags, scale_used.device)
-            scale = self._per_pass.last_scale
+            scale = self._passes.last_scale
             self._last_step = StepReport(
                 self._steps,
                 complete=True,
@@ -432,15 +432,14 @@ class GradScaler(TorchGradScaler):
                 found_inf=found_inf,
                 norm=partial(norm_of, self._last_grads),
                 culprits=partial(nonfinite_params_of, self._last_grads),
-                dropped=self._per_pass.num_dropped,
+                dropped=self._passes.num_dropped,
             )
         try:
             if new_scale is None:
                 main.set_state(scale_used, main.state.clean_steps)
                 self._update_scales(main, states, found_inf)
         finally:
-            self._loss_scalers.reset()
-            self._per_pass.end_step()
+            self._passes.reset()
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
             self._scaled = self._proposed = False
 
@@ -508,7 +507,7 @@ class GradScaler(TorchGradScaler):
         loss_scalers.load_state_dict(self._loss_scalers.state_dict())
         return state | {
             "_loss_scalers": loss_scalers,
-            "_per_pass": PerPassBackward(loss_scalers, self._per_pass.on_overflow),
+            "_passes": BackwardPasses(loss_scalers, self._passes.on_overflow),
             "_host_scale": optimizer_step.HostScale(),
             "_last_grads": [],
             "call_order_watch": None,

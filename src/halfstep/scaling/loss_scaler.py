@@ -1,4 +1,4 @@
-"""`LossScaler`: scales losses, unscales lists of gradients, updates the scale."""
+"""`LossScaler` scales losses and unscales gradients; `advance` updates the scale."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from halfstep._torch import async_read
 from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError
 from halfstep.numerics.exponents import power_of_two
 from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
-from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
+from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
 from halfstep.scaling.strategies import make_strategy
 from halfstep.scaling.unscale import unscale_
 
@@ -23,6 +24,115 @@ if TYPE_CHECKING:
 
     from halfstep.policy.rules import Policy
     from halfstep.scaling.step_report import NonFiniteParam
+
+
+def advance(
+    state: ScaleState,
+    found_inf: Tensor,
+    rule: ScaleRule,
+    proposal: Tensor | None = None,
+) -> ScaleState:
+    """Return the state after a step that did or did not overflow.
+
+    It does not synchronize: the rule is a few selections on the device.
+
+    With s the scale, c the clean steps, h the hysteresis left, and s' the next s::
+
+        overflow, h > 1          s' = s                         c' = 0       h' = h - 1
+        overflow, h <= 1         s' = max(s * backoff, floor)   c' = 0       h' = h - 1
+        clean, c + 1 >= window   s' = min(s * growth, ceiling)  c' = 0       h' = full
+        clean                    s' = s                         c' = c + 1   h' = h
+
+    With refill "clean", h' = full in the last line too. A proposal p replaces s' of
+    both clean lines, and of the second if lower: s' = min(max(p, floor), ceiling).
+
+    Growth needs "at least" `growth_interval` clean steps, not "exactly" as in torch: an
+    interval that is shortened during a run would otherwise end growth.
+
+    Args:
+        state: Before the step; not changed.
+        found_inf: Non-zero if a gradient on any rank held inf or NaN. Shape ().
+        rule: Factors, interval and bounds.
+        proposal: The scale that a strategy computed, float32, shape (), or None.
+
+    Example:
+        >>> rule = ScaleRule(init_scale=8.0, growth_interval=2)
+        >>> state = ScaleState.first(rule)
+        >>> for flag in (0.0, 1.0, 0.0, 0.0):
+        ...     state = advance(state, torch.tensor(flag), rule)
+        ...     print(state.scale.item(), state.clean_steps.item())
+        8.0 1
+        4.0 0
+        4.0 1
+        8.0 0
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018: why to scale.
+        torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
+    """
+    if async_read.is_cpu(state.scale.device):
+        # Reading is free, and thirty tensor operations on one number cost more than
+        # checking a thousand gradients.
+        return _advance_on_host(state, bool(found_inf), rule, proposal)
+    overflowed = found_inf.to(state.scale.device) > 0
+    # In double and rounded once, as in torch's kernel; MPS has no double.
+    scale = state.scale if state.scale.is_mps else state.scale.double()
+    left = state.hysteresis_left - overflowed.int()
+    clean = torch.where(overflowed, 0, state.clean_steps + 1)
+    grow = clean >= rule.growth_interval
+    lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
+    if proposal is None:
+        higher = scale * rule.growth_factor
+        # As in torch, the scale does not grow beyond fp32. A loaded scale may be below
+        # the minimum or above the maximum.
+        grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
+        clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
+    else:
+        clean_scale = proposal.to(scale).clamp(rule.min_scale, rule.max_scale)
+        lower = torch.minimum(lower, clean_scale)
+    lower = torch.where(left <= 0, torch.minimum(lower, scale), scale)
+    refilled = ~overflowed if rule.refill == "clean" else grow
+    return ScaleState(
+        torch.where(overflowed, lower, clean_scale).float(),
+        torch.where(grow, 0, clean).to(torch.int32),
+        torch.where(refilled, rule.hysteresis, left).to(torch.int32),
+        torch.where(overflowed, state.skips_in_a_row + 1, 0).to(torch.int32),
+    )
+
+
+def _advance_on_host(
+    state: ScaleState, overflowed: bool, rule: ScaleRule, proposal: Tensor | None
+) -> ScaleState:
+    """Do the same with Python numbers; unchanged tensors are reused."""
+    scale, skips = state.scale.item(), state.skips_in_a_row
+    if not overflowed:
+        clean = state.clean_steps.item() + 1
+        grow = clean >= rule.growth_interval
+        next_scale, left = scale, state.hysteresis_left
+        if proposal is not None:
+            next_scale = min(max(proposal.item(), rule.min_scale), rule.max_scale)
+        elif grow and scale * rule.growth_factor <= FP32_MAX:
+            next_scale = max(min(scale * rule.growth_factor, rule.max_scale), scale)
+        if (grow or rule.refill == "clean") and left.item() != rule.hysteresis:
+            left = left.new_tensor(rule.hysteresis)
+        if skips.item():
+            skips = skips.new_tensor(0)
+        clean = 0 if grow else clean
+    else:
+        clean, next_scale = 0, scale
+        left = state.hysteresis_left - 1
+        if left.item() <= 0:
+            next_scale = min(max(scale * rule.backoff_factor, rule.min_scale), scale)
+            if proposal is not None:
+                proposed = min(max(proposal.item(), rule.min_scale), rule.max_scale)
+                next_scale = min(next_scale, proposed)
+        skips = skips + 1
+    return ScaleState(
+        state.scale if next_scale == scale else state.scale.new_tensor(next_scale),
+        state.clean_steps.new_tensor(clean),
+        left,
+        skips,
+    )
 
 
 def _shape_text(param: Tensor) -> str:

@@ -191,6 +191,7 @@ class BackwardPasses:
     """Unscales and checks each backward pass of a step separately.
 
     It replaces the `LossScaler` in a session's step, with gradients already unscaled.
+    A `GradScaler` runs its passes with `run_for`, for each optimizer by itself.
     """
 
     needs_only_found_inf = False
@@ -201,18 +202,24 @@ class BackwardPasses:
         self,
         loss_scalers: LossScalers,
         on_overflow: Retry,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._loss_scalers = loss_scalers
-        self._on_overflow = on_overflow
+        self.on_overflow = on_overflow
         self._group = group
         self._unscaled = UnscaledGradients(drop=on_overflow.drops)
         self._last_name = ""
         self._found_inf = torch.zeros(())
+        self._active: list[UnscaledGradients] = []
+        """Sums of the optimizers of a `GradScaler` that have had a pass."""
+        self.num_dropped: Tensor | int = 0
+        """Number of passes left out of this step, shape ()."""
+        self.last_scale: Tensor | None = None
+        """Loss scale of the last pass of this step, shape ()."""
         self.keeps_graphs = on_overflow.times > 0
         """Whether graphs are retained until the last try."""
 
-    def check(self, name: str, *, is_ddp: bool) -> None:
+    def check(self, name: str, *, is_ddp: bool = False) -> None:
         """Raise if a pass would give wrong gradients.
 
         Raises:
@@ -221,7 +228,7 @@ class BackwardPasses:
         """
         if is_ddp and self.keeps_graphs:
             raise misuse.retries_under_ddp()
-        if name and self._on_overflow.drops:
+        if name and self.on_overflow.drops:
             raise misuse.named_loss_with_drop(name)
 
     def run(
@@ -236,25 +243,121 @@ class BackwardPasses:
             1.0 if it is left out of the step, else 0.0, shape (). None without
             "drop_microbatch".
         """
-        self._last_name = name
-        scaler, retries = self._loss_scalers.get(name), self._on_overflow.times
-        found_inf = run_pass(
-            scaler, backward, parameters, retries=retries, group=self._group
-        )
-        self._accumulate(found_inf, parameters)
-        return found_inf if self._on_overflow.drops else None
+        found_inf = self._run(name, backward, parameters)
+        self._unscaled.accumulate(parameters, found_inf)
+        return found_inf if self.on_overflow.drops else None
+
+    def _run(
+        self,
+        name: str,
+        backward: Callable[[bool], None],
+        parameters: Sequence[Tensor],
+    ) -> Tensor:
+        """Run a pass, again at a lower scale while it overflows; unscale its gradients.
+
+        Each try but the last synchronizes with the device.
+
+        Returns:
+            1.0 if the last try overflowed on any rank, else 0.0. float32, shape ().
+        """
+        self._last_name, scaler = name, self._loss_scalers.get(name)
+        for retries_left in range(self.on_overflow.times, -1, -1):
+            for parameter in parameters:
+                parameter.grad = None
+            backward(retries_left > 0)
+            found_inf = self._unscale(parameters)
+            if not retries_left or not found_inf:
+                break
+            scaler.back_off()
+        self._loss_scalers.record_found_inf(name, found_inf)
+        self.last_scale = scaler.state.scale.clone()
+        if self.on_overflow.drops:
+            self.num_dropped = self.num_dropped + found_inf
+        return found_inf
+
+    def _unscale(self, parameters: Sequence[Tensor]) -> Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found_inf = self._loss_scalers.get(self._last_name).unscale_(gradients)
+        return reduce_found_inf(found_inf, gradients, self._group)
 
     def unscale_earlier(self, parameters: Sequence[Tensor]) -> None:
         """Unscale and collect gradients that unnamed losses have left in `.grad`."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        found_inf = self._loss_scalers.get("").unscale_(gradients)
-        self._accumulate(
-            reduce_found_inf(found_inf, gradients, self._group), parameters
-        )
-
-    def _accumulate(self, found_inf: Tensor, parameters: Sequence[Tensor]) -> None:
-        self._loss_scalers.record_found_inf(self._last_name, found_inf)
+        found_inf = self._unscale(parameters)
+        self._loss_scalers.record_found_inf("", found_inf)
         self._unscaled.accumulate(parameters, found_inf)
+
+    def run_for(
+        self,
+        optimizers: Sequence[tuple[Optimizer, dict[str, Any]]],
+        scaler: LossScaler,
+        name: str,
+        loss: Tensor,
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Run one pass; `optimizers` are pairs with the `GradScaler`'s state of each.
+
+        Raises:
+            UserError: Without optimizers, or for a named loss with "drop_microbatch".
+            RuntimeError: If there are gradients that no such pass made, or an optimizer
+                has been stepped.
+            ValueError: If gradients are fp16.
+        """
+        if not optimizers:
+            message = (
+                "scaler.backward(loss) was given no optimizer: name all whose "
+                "parameters the loss reaches, as in scaler.backward(loss, optimizer)."
+            )
+            raise UserError(message)
+        self.check(name)
+        sums = [self._sums_of(optimizer, state) for optimizer, state in optimizers]
+        owned = [
+            [p for g in o.param_groups for p in g["params"]] for o, _ in optimizers
+        ]
+
+        def backward(keep_graph: bool) -> None:
+            scaled = scaler.scale(loss)
+            scaled.backward(retain_graph=keep_graph or retain_graph)  # type: ignore[no-untyped-call]
+            for optimizer, _ in optimizers:
+                if torch.float16 in dtypes_of(gradients_of(optimizer)):
+                    raise misuse.fp16_gradients(optimizer)
+
+        # Two optimizers may share a parameter.
+        params = list(dict.fromkeys(param for own in owned for param in own))
+        found_inf = self._run(name, backward, params)
+        if self.keeps_graphs and not retain_graph:
+            free_graph(loss)
+        self._active += sums
+        for total, own, (_, state) in zip(sums, owned, optimizers, strict=True):
+            total.accumulate(own, found_inf)
+            sum_found_inf = total.restore_grads()
+            state["found_inf_per_device"] = {sum_found_inf.device: sum_found_inf}
+            state["stage"] = OptState.UNSCALED
+
+    def _sums_of(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> UnscaledGradients:
+        """Return an optimizer's sums so far, ready for another pass."""
+        if state["stage"] is OptState.STEPPED:
+            raise misuse.unscaled_twice(OptState.STEPPED, None)
+        sums: UnscaledGradients = state.setdefault(
+            "unscaled_gradients", UnscaledGradients(drop=self.on_overflow.drops)
+        )
+        sums.sync_user_edits()
+        if not sums.num_passes:
+            misuse.check_no_gradients([optimizer])
+        return sums
+
+    def check_not_mixed(self, loss: Tensor) -> None:
+        """Raise if a scaled loss reaches parameters with unscaled gradients.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        unscaled_params = {param for sums in self._active for param in sums.parameters}
+        for node in nodes_of(loss.grad_fn) if unscaled_params else ():
+            if getattr(node, "variable", None) in unscaled_params:
+                raise misuse.mixed_scales()
 
     def sums_in_fp32(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (parameter, copy of its gradient in fp32 or wider)."""
@@ -276,26 +379,31 @@ class BackwardPasses:
         """The loss scale of the last pass."""
         return self._loss_scalers.get(self._last_name).state
 
-    @property
-    def num_dropped(self) -> Tensor | int:
-        """Number of passes left out of this step, shape ()."""
-        return self._unscaled.num_dropped()
-
     def update(
         self, found_inf: Tensor, culprits: Callable[[], Sequence[NonFiniteParam]]
     ) -> None:
-        """End the step: update each scale that was used by the flags of its passes.
+        """Update each scale that was used by the flags of its passes; end the step.
 
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        self._unscaled.reset()
-        self._loss_scalers.update(found_inf, culprits)
+        try:
+            self._loss_scalers.update(found_inf, culprits)
+        finally:
+            self.reset()
 
     def reset(self) -> None:
         """Discard the passes since the last step."""
         self._unscaled.reset()
         self._loss_scalers.reset()
+        self.num_dropped, self.last_scale = 0, None
+        self._active.clear()
+
+
+def free_graph(loss: Tensor) -> None:
+    """Free the graph retained for another try, although the user keeps the loss."""
+    if not loss._is_view():  # noqa: SLF001
+        loss.detach_()
 
 
 class UnscaledGradients:
@@ -404,167 +512,8 @@ class UnscaledGradients:
             )
         return found_inf
 
-    def num_dropped(self) -> Tensor | int:
-        """Return the number of passes left out, shape ()."""
-        return (
-            self._num_overflowed
-            if self._drop and self._num_overflowed is not None
-            else 0
-        )
-
     def reset(self) -> None:
         """Discard the sums."""
         self._totals.clear()
         self._restored.clear()
         self.num_passes, self._num_overflowed = 0, None
-
-
-def run_pass(
-    scaler: LossScaler,
-    backward: Callable[[bool], None],
-    parameters: Sequence[Tensor],
-    *,
-    retries: int = 0,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Run a backward pass, and unscale and check its gradients.
-
-    Args:
-        scaler: Scaler of the loss.
-        backward: Runs the pass; its argument is whether to retain the graph.
-        parameters: All parameters that it reaches; their `.grad` is overwritten.
-        retries: Number of repetitions at a lower scale if it overflows, >= 0; each pass
-            but the last synchronizes with the device.
-        group: Ranks that must agree.
-
-    Returns:
-        1.0 if the last try overflowed on any rank, otherwise 0.0. float32, shape ().
-    """
-    for retries_left in range(retries, -1, -1):
-        for parameter in parameters:
-            parameter.grad = None
-        backward(retries_left > 0)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        found_inf = scaler.unscale_(gradients)
-        reduce_found_inf(found_inf, gradients, group)
-        if not retries_left or not found_inf:
-            break
-        scaler.back_off()
-    return found_inf
-
-
-def free_graph(loss: Tensor) -> None:
-    """Free the graph retained for another try, although the user keeps the loss."""
-    if not loss._is_view():  # noqa: SLF001
-        loss.detach_()
-
-
-class PerPassBackward:
-    """Runs passes for a `GradScaler`, with `UnscaledGradients` for each optimizer."""
-
-    def __init__(
-        self,
-        loss_scalers: LossScalers,
-        on_overflow: Retry,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._loss_scalers = loss_scalers
-        self.on_overflow = on_overflow
-        self._group = group
-        self.num_dropped: Tensor | int = 0
-        """Number of passes left out since the last `update`, shape ()."""
-        self.last_scale: Tensor | None = None
-        """Loss scale of the last pass since then, shape ()."""
-        self._active: list[UnscaledGradients] = []
-
-    def check_not_mixed(self, loss: Tensor) -> None:
-        """Raise if a scaled loss reaches parameters with unscaled gradients.
-
-        Raises:
-            RuntimeError: If it does.
-        """
-        if not self._active or loss.grad_fn is None:
-            return
-        unscaled_params = {
-            param for ledger in self._active for param in ledger.parameters
-        }
-        for node in nodes_of(loss.grad_fn):
-            if getattr(node, "variable", None) in unscaled_params:
-                raise misuse.mixed_scales()
-
-    def end_step(self) -> None:
-        """Reset for the next iteration."""
-        self.num_dropped, self.last_scale = 0, None
-        self._active.clear()
-
-    def backward(
-        self,
-        scaler: LossScaler,
-        name: str,
-        loss: Tensor,
-        optimizers: Sequence[tuple[Optimizer, dict[str, Any]]],
-        *,
-        retain_graph: bool,
-    ) -> None:
-        """Run one pass; `optimizers` are pairs with the `GradScaler`'s state of each.
-
-        Raises:
-            UserError: Without optimizers, or for a named loss with "drop_microbatch".
-            RuntimeError: If there are gradients that no such pass made, or an optimizer
-                has been stepped.
-            ValueError: If gradients are fp16.
-        """
-        if not optimizers:
-            message = (
-                "scaler.backward(loss) was given no optimizer: name all whose "
-                "parameters the loss reaches, as in scaler.backward(loss, optimizer)."
-            )
-            raise UserError(message)
-        if name and self.on_overflow.drops:
-            raise misuse.named_loss_with_drop(name)
-        accumulators = [
-            self._accumulator(optimizer, state) for optimizer, state in optimizers
-        ]
-        owned = [
-            [p for g in o.param_groups for p in g["params"]] for o, _ in optimizers
-        ]
-        # Two optimizers may share a parameter.
-        params = list(dict.fromkeys(param for own in owned for param in own))
-
-        def backward(keep: bool) -> None:
-            scaled = scaler.scale(loss)
-            scaled.backward(retain_graph=keep or retain_graph)  # type: ignore[no-untyped-call]
-            for optimizer, _ in optimizers:
-                if torch.float16 in dtypes_of(gradients_of(optimizer)):
-                    raise misuse.fp16_gradients(optimizer)
-
-        retries, group = self.on_overflow.times, self._group
-        found_inf = run_pass(scaler, backward, params, retries=retries, group=group)
-        self._loss_scalers.record_found_inf(name, found_inf)
-        self.last_scale = scaler.state.scale.clone()
-        if retries and not retain_graph:
-            free_graph(loss)
-        if self.on_overflow.drops:
-            self.num_dropped = self.num_dropped + found_inf
-        self._active += accumulators
-        for accumulator, own, (_, state) in zip(
-            accumulators, owned, optimizers, strict=True
-        ):
-            accumulator.accumulate(own, found_inf)
-            sum_found_inf = accumulator.restore_grads()
-            state["found_inf_per_device"] = {sum_found_inf.device: sum_found_inf}
-            state["stage"] = OptState.UNSCALED
-
-    def _accumulator(
-        self, optimizer: Optimizer, state: dict[str, Any]
-    ) -> UnscaledGradients:
-        """Return an optimizer's sums so far, ready for another pass."""
-        if state["stage"] is OptState.STEPPED:
-            raise misuse.unscaled_twice(OptState.STEPPED, None)
-        accumulator: UnscaledGradients = state.setdefault(
-            "unscaled_gradients", UnscaledGradients(drop=self.on_overflow.drops)
-        )
-        accumulator.sync_user_edits()
-        if not accumulator.num_passes:
-            misuse.check_no_gradients([optimizer])
-        return accumulator

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -48,34 +48,6 @@ _MAX_TRIALS = 12
 
 _MAX_TRIAL_SCALE = 2.0**24
 """If all gradients are zero at this scale, higher scales are not tried."""
-
-
-class ScaleStrategy(Protocol):
-    """Observes losses and gradients, and proposes a scale."""
-
-    def on_loss(self, loss: Tensor, state: ScaleState) -> Tensor | None:
-        """Observe an unscaled loss; return the scale to start with, or None."""
-
-    def propose(
-        self, gradients: Sequence[Tensor], state: ScaleState, found_inf: Tensor
-    ) -> Tensor | None:
-        """Return the scale for the next step, a power of two, or None.
-
-        Args:
-            gradients: Unscaled gradients. Several optimizers may make several calls:
-                the lowest result is used.
-            state: The state during the backward passes.
-            found_inf: Non-zero if a gradient held inf or NaN. Shape ().
-        """
-
-    def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
-        """Record the flag reduced over ranks, just before the scale is updated."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`. May synchronize."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state; {} starts again."""
 
 
 class LogMaxStrategy:
@@ -123,7 +95,17 @@ class LogMaxStrategy:
     def propose(
         self, gradients: Sequence[Tensor], state: ScaleState, found_inf: Tensor
     ) -> Tensor:
-        """Update the statistics with a step's largest gradient; propose a scale."""
+        """Update the statistics with a step's largest gradient; propose a scale.
+
+        Args:
+            gradients: Unscaled gradients. Several optimizers may make several calls:
+                the lowest result is used.
+            state: The state during the backward passes.
+            found_inf: Non-zero if a gradient held inf or NaN. Shape ().
+
+        Returns:
+            The scale for the next step, a power of two.
+        """
         # MPS has no double.
         scale = state.scale if state.scale.is_mps else state.scale.double()
         absmax = largest_magnitude(gradients, scale)
@@ -159,7 +141,7 @@ class LogMaxStrategy:
         return dict(zip(_MOMENTS, self._moments.tolist(), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load saved moments."""
+        """Load saved moments; {} starts again."""
         saved = [state.get(name, 0.0) for name in _MOMENTS]
         self._moments = torch.tensor(saved, dtype=torch.float64)
 
@@ -202,7 +184,11 @@ class MeasuredStrategy:
         self._recent: deque[Tensor] = deque(maxlen=_NUM_RECENT)
 
     def on_loss(self, loss: Tensor, state: ScaleState) -> Tensor | None:
-        """Add hooks to the graph if a measurement is due; run trials for the first."""
+        """Add hooks to the graph if a measurement is due; run trials for the first.
+
+        Returns:
+            The scale to start with, or None.
+        """
         if loss.grad_fn is None:
             return None
         first = self._steps == 0
@@ -298,7 +284,7 @@ class MeasuredStrategy:
         return torch.stack(recent).amin()
 
     def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
-        """Lower the last measurement if its scale overflowed."""
+        """Lower the last measurement if its scale overflowed, on any rank."""
         if self._recent:
             lower = state.scale * 2.0 ** (-1 - self._margin)
             overflowed = found_inf.to(lower.device) > 0
@@ -320,6 +306,10 @@ def _is_repeatable(node: Node) -> bool:
     """Return whether a node's backward can run more than once."""
     in_python = isinstance(node, BackwardCFunction)
     return not in_python or getattr(node, "repeatable", False) is True
+
+
+ScaleStrategy: TypeAlias = LogMaxStrategy | MeasuredStrategy
+"""Observes losses and gradients, and proposes a scale."""
 
 
 def make_strategy(

@@ -212,18 +212,6 @@ def conversion_level(model: nn.Module, level: Level) -> Level:
     return level
 
 
-class ShardedMasters(NoMasters):
-    """The model's parameters themselves, FSDP2's fp32 shards, as master weights."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, description: str) -> None:
-        super().__init__(optimizer)
-        self._description = description
-
-    def note(self) -> str:
-        """Return a line that describes the master weights."""
-        return self._description
-
-
 def make_masters(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -236,7 +224,7 @@ def make_masters(
         return MasterWeights(optimizer, originals, master=encoding.name)
     narrow_all(optimizer, originals)
     if choice.level.masters and is_sharded(model):
-        return ShardedMasters(optimizer, _describe_shards(model, choice))
+        return NoMasters(optimizer, _describe_shards(model, choice))
     return NoMasters(optimizer)
 
 

@@ -22,8 +22,7 @@ from torch.nn.utils import clip_grad
 
 from halfstep._torch import optimizer_hooks
 from halfstep._torch.patches import AttributePatch, SharedPatches
-from halfstep.casting import dtype_mismatch
-from halfstep.casting.convert_model import called_modules
+from halfstep.casting.convert_model import DtypeErrorHook, called_modules
 from halfstep.errors import UserError, warn_caller
 from halfstep.nonfinite.graph import saved_value
 from halfstep.numerics.formats import is_low
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
     from halfstep.scaling import LossScaler
-    from halfstep.session.accumulation_window import AccumulationWindow
+    from halfstep.session.optimizer_step import AccumulationWindow
 
     ClipCheck = Callable[[Sequence[Tensor], float], None]
 
@@ -52,34 +51,6 @@ def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> N
             each.register_forward_hook(error_hook, always_call=True)
         if masters:
             each.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
-
-
-class DtypeErrorHook:
-    """Forward hook: adds advice to errors about dtypes if autocast is off.
-
-    Why: such errors are explained by the autocast context, which is missing here.
-    """
-
-    def __init__(self, stored: str, device: str) -> None:
-        self._stored = stored
-        self._device = device
-
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        """Add the advice to the exception that the forward pass raised, if any."""
-        if torch.compiler.is_compiling() or output is not None:
-            return
-        error = sys.exc_info()[1]
-        if error is None or torch.is_autocast_enabled(self._device):
-            return
-        if dtype_mismatch.is_about_dtypes(error) and _ADVICE not in error.args[0]:
-            advice = f"-> the model's weights are {self._stored}, {_ADVICE}"
-            error.args = (f"{error.args[0].rstrip()}\n{advice}", *error.args[1:])
-
-
-_ADVICE = (
-    "and it was called outside of session.autocast(): open "
-    "`with session.autocast():` around the call."
-)
 
 
 class LowStateDictHook:

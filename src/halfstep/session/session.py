@@ -36,12 +36,15 @@ from halfstep.scaling.step_report import (
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
-from halfstep.session.accumulation_window import AccumulationWindow
 from halfstep.session.autocast_regions import AutocastContexts
 from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import precision_table
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
-from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
+from halfstep.session.optimizer_step import (
+    AccumulationWindow,
+    OptimizerStep,
+    check_clip_norm,
+)
 from halfstep.session.running_stats import RunningStats
 
 if TYPE_CHECKING:
@@ -327,8 +330,8 @@ class Session:
             masters.accumulate_grads()
         if in_backward is not None:
             in_backward.start(in_backward=is_local)
-        elif hooked:
-            masters.accumulate_in_backward(on=is_local)
+        elif is_local:
+            masters.accumulate_in_backward()
         if accumulator is not None:
             accumulator.start(scaled)
         try:
@@ -336,10 +339,8 @@ class Session:
         finally:
             if accumulator is not None:
                 accumulator.stop()
-            if hooked:
-                masters.accumulate_in_backward(on=False)
-            if in_backward is not None:
-                in_backward.stop()
+            if is_local:
+                masters.consume_in_backward(None)
         if second_pass:
             masters.accumulate_grads()
         if in_backward is not None and not is_local:
