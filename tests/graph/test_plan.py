@@ -183,29 +183,6 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         hs.rewrite(model, plan)
 
 
-class Compressed(nn.Module):
-    """Keeps as many rows as the data say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        scores: Tensor = self.layer(x[x[:, 0] > 0]).relu()
-        return scores
-
-
-def test_shapes_that_depend_on_data() -> None:
-    """Law: they are planned without a time, and run."""
-    torch.manual_seed(0)
-    model, x = Compressed(), torch.randn(16, 8)
-    plan = hs.plan(model, [x], method="painting")
-    linear = next(node for node in plan.nodes if node.op == "linear")
-    assert (linear.low, linear.low_ms, linear.fp32_ms) == (True, 0, 0)
-    out = hs.rewrite(model, plan)(x)
-    assert torch.allclose(out, model(x), atol=2**-5)
-
-
 class Branching(nn.Module):
     """A graph that torch.export cannot capture."""
 
