@@ -39,7 +39,8 @@ class Slow(DelayedScalars):
 
 @pytest.fixture(name="slow")
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let everything that is sent come late."""
+    """Let everything that is sent come late, as from a device that is no CPU."""
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
     monkeypatch.setattr("halfstep.scaling.collapse.DelayedScalars", Slow)
     monkeypatch.setattr("halfstep.session.lr_schedule.DelayedScalars", Slow)
 

@@ -310,40 +310,35 @@ class CollapseMonitor:
             loss = torch.full_like(scale_used, math.nan)
         values = [scale_used, state.skips_in_a_row, state.scale, found_inf, loss]
         values.append(scale_used if loss_sum is None else loss_sum)
-        values += self._submit_names(culprits, scale_used.device)
         self._loss_sum = None
-        delayed_values = self._delayed.submit(values)
-        if delayed_values is None:
-            return
-        (
-            scale,
-            num_skipped,
-            self._last_read_scale,
-            overflowed,
-            loss_value,
-            loss_sum_value,
-            *absmax,
-        ) = delayed_values
-        read_params = self._param_readers.popleft()
-        self._steps_unread = self._delayed.num_pending
+        read_culprits = culprits
+        if async_read.is_cpu(scale_used.device):  # there is nothing to wait for
+            numbers, self._steps_unread = [*map(float, values)], 0
+        else:
+            values += self._submit_names(culprits, scale_used.device)
+            delayed_numbers = self._delayed.submit(values)
+            if delayed_numbers is None:
+                return
+            numbers, absmax = delayed_numbers[:6], delayed_numbers[6:]
+            read_culprits = partial(self._param_readers.popleft(), absmax)
+            self._steps_unread = self._delayed.num_pending
+        scale, num_skipped, self._last_read_scale, overflowed, *losses = numbers
+        loss_value, loss_sum_value = losses
         history = self._history
         history.add(
             scale, loss_value, skipped=bool(num_skipped), overflowed=bool(overflowed)
         )
         if not math.isfinite(loss_sum_value):
             self.log.log_loss(loss_sum_value, None, "")
-        if overflowed:
-            is_cpu = async_read.is_cpu(scale_used.device)
-            get_culprits = culprits if is_cpu else partial(read_params, absmax)
-            num_in_a_row = history.in_a_row
-            self.log.log_overflow(
-                scale, num_in_a_row, rule, get_culprits, skipped=bool(num_skipped)
-            )
-        else:
-            self.log.on_applied()
+        self.log.steps += 1
         self._one_skip_left = False
         if not overflowed:
+            self.log.clean_steps += 1
             return
+        num_in_a_row = history.in_a_row
+        self.log.log_overflow(
+            scale, num_in_a_row, rule, read_culprits, skipped=bool(num_skipped)
+        )
         self._check_next_skip(rule)
         # Dropping the passes that overflow could go on forever without a skip.
         stuck = not num_skipped and is_stuck(scale, history.in_a_row, rule)

@@ -41,14 +41,15 @@ class SkipLog:
 
     Attributes:
         consequence: Consequence of a non-finite gradient, for log records.
+        steps: Steps so far, this one included.
+        clean_steps: Those without overflow.
     """
 
     def __init__(self) -> None:
         self.consequence = "step skipped"
+        self.steps = self.clean_steps = 0
         self._skips = self._losses = 0
         self._alarmed = self._warned = False
-        self._stable_scale = FIRST_STABLE_SCALE
-        self._steps = 0
         self._streak_starts: deque[int] = deque(maxlen=MIN_FREQUENT)
         """Steps at which the last runs of consecutive skips began."""
 
@@ -56,12 +57,6 @@ class SkipLog:
     def has_loss(self) -> bool:
         """Whether a non-finite loss has been reported."""
         return self._losses > 0
-
-    def on_applied(self) -> None:
-        """Record a step without overflow."""
-        self._alarmed = False
-        self._stable_scale = STABLE_SCALE
-        self._steps += 1
 
     def log_overflow(
         self,
@@ -82,14 +77,15 @@ class SkipLog:
             skipped: The step was skipped; otherwise a micro-batch was dropped.
         """
         self._skips += 1
-        self._steps += 1
+        self._alarmed = self._alarmed and in_a_row > 1
         is_fixed = rule.backoff_factor == 1
-        low = is_fixed or scale <= max(self._stable_scale, rule.min_scale)
+        stable_scale = STABLE_SCALE if self.clean_steps else FIRST_STABLE_SCALE
+        low = is_fixed or scale <= max(stable_scale, rule.min_scale)
         is_alarming = in_a_row >= MIN_CONSECUTIVE and low and not self._alarmed
         text = f"{in_a_row} steps in a row were skipped"
         if in_a_row == 1:
-            self._streak_starts.append(self._steps)
-            span = self._steps - self._streak_starts[0] + 1
+            self._streak_starts.append(self.steps)
+            span = self.steps - self._streak_starts[0] + 1
             often = len(self._streak_starts) == MIN_FREQUENT and span <= FREQUENT_WINDOW
             # A short growth interval skips steps by design.
             is_alarming |= (
