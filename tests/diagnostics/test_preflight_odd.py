@@ -287,16 +287,6 @@ class Rope(nn.Module):
         return x * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
 
 
-def model(dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a layer, a rope, and a layer."""
-    torch.manual_seed(0)
-    parts = {"inner": nn.Linear(4, 4), "rope": Rope(dtype), "outer": nn.Linear(4, 4)}
-    net = nn.Sequential()
-    for name, part in parts.items():
-        net.add_module(name, part)
-    return net
-
-
 def check(net: nn.Module, level: str = "O1", **options: str) -> hs.CheckReport:
     """Check it in bf16."""
     x = torch.randn(2, 2000, 4)
@@ -309,17 +299,6 @@ def check(net: nn.Module, level: str = "O1", **options: str) -> hs.CheckReport:
         steps=0,
         **options,  # type: ignore[arg-type]
     )
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_positions_in_16_bits(level: str) -> None:
-    """Law: the module is named, not what follows; and the rule is seen to work."""
-    report = check(model(), level)
-    found = [each for each in report.findings if each.rule == "output"]
-    assert [each.where for each in found] == ["rope (Rope)"]
-    assert "policy='lean + module:rope=fp32'" in found[0].advice
-    assert not report.good
-    assert check(model(), level, policy="lean + module:rope=fp32").good
 
 
 def test_code_of_the_model_itself() -> None:

@@ -171,12 +171,6 @@ def refused(out: Tensor) -> Tensor:
     return functional.binary_cross_entropy(torch.sigmoid(odd), out * 0)
 
 
-def too_long(out: Tensor) -> Tensor:
-    """Return a loss whose target no path leads to."""
-    logs = out[:3, None].log_softmax(-1)
-    return functional.ctc_loss(logs, torch.tensor([[1, 1, 2, 2]]), (3,), (4,))
-
-
 def weighted(out: Tensor) -> Tensor:
     """Return a loss with class weights that are not finite."""
     weight = torch.tensor([1.0, math.inf, 1.0])
@@ -197,7 +191,6 @@ def masked(out: Tensor) -> Tensor:
             "12 of 12 targets are not inside 0 to 1",
         ),
         (refused, "log", "zero", "its argument is negative"),
-        (too_long, "ctc_loss", "label", "too short for its target"),
         (
             *(weighted, "nll_loss", "loss function"),
             "the class weights hold inf at 1 of 3 places",
