@@ -215,13 +215,21 @@ def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "Azure/MS-AMP#45",
-    symptom="RuntimeError: step() has already been called since the last update().",
-    cause="scaler.update() is missing.",
+    "Azure/MS-AMP#45 HorizonRobotics/alf#1770",
+    symptom=(
+        "RuntimeError: step() has already been called since the last update(). "
+        "RuntimeError: step() has already been called since the last update()."
+    ),
+    cause=(
+        "scaler.update() is missing: in the loop, or between two steps of one "
+        "optimizer."
+    ),
     command="run",
     says=r"step\(\) has already been called since the last update\(\)",
     truth=r"update\(\)",
-    cure="Call `scaler.update()` at the end of each iteration.",
+    cure=(
+        "Call `scaler.update()` after each `scaler.step(optimizer)` of one optimizer."
+    ),
 )
 def update_forgotten(amp: Amp, *, cured: bool) -> Program:
     """Never call update."""
@@ -266,33 +274,6 @@ def update_skipped_with_step(amp: Amp, *, cured: bool) -> Program:
             scaler.step(optimizer)
         if cured or not is_large:
             scaler.update()
-
-    return Program(model, step)
-
-
-@report(
-    "HorizonRobotics/alf#1770",
-    symptom="RuntimeError: step() has already been called since the last update().",
-    cause="Two losses step one optimizer, and update() comes once an iteration.",
-    command="run",
-    says=r"step\(\) has already been called since the last update\(\)",
-    truth=r"update\(\)",
-    cure="Call `scaler.update()` after each `scaler.step(optimizer)` of one optimizer.",
-)
-def two_steps_one_update(amp: Amp, *, cured: bool) -> Program:
-    """Step one optimizer for each of two losses."""
-    model, optimizer, scaler = linear(amp, outputs=2)
-    x = batch()
-
-    def step() -> None:
-        for column in range(2):
-            optimizer.zero_grad()
-            with amp.autocast():
-                loss = distance(model(x)[:, column])
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            if cured or column:
-                scaler.update()
 
     return Program(model, step)
 

@@ -344,22 +344,3 @@ def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
         return mean_square(model(x)) * 1e-8
 
     return loop(amp, model, loss_of, optimizer, scaler, is_sick=unchanged(model.weight))
-
-
-@report(
-    "mk-minchul/AdaFace#127 yk7333/d3po#6 haotian-liu/LLaVA#363 "
-    "Lightning-AI/pytorch-lightning#5140",
-    symptom="ValueError: Attempting to unscale FP16 gradients.",
-    cause="Weights that are trained are in float16 already, besides autocast.",
-    command="run",
-    says="stored in float16: keep weights in float32",
-    truth="(?i)weight",
-    cure="Keep trained weights in float32: `model.float()`; autocast casts them.",
-)
-def half_weights(amp: Amp, *, cured: bool) -> Program:
-    """Train a model in float16 under autocast and a scaler."""
-    model, optimizer, scaler = linear(amp)
-    if not cured:
-        model.half()
-    x = batch()
-    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler)

@@ -146,9 +146,13 @@ def extension_with_two_dtypes(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "pyg-team/pytorch_geometric#7473 open-mmlab/mmdetection3d#1842 "
-    "hiyouga/LlamaFactory#3807 zai-org/VisionReward#7",
-    symptom="Index put requires the source and destination dtypes match.",
-    cause="A layer's output in 16 bits is written into `torch.zeros` in float32.",
+    "hiyouga/LlamaFactory#3807 zai-org/VisionReward#7 pytorch/rl#1703 "
+    "pytorch/pytorch#81876",
+    symptom=(
+        "Index put requires the source and destination dtypes match. "
+        "masked_scatter: expected self and source to have same dtypes."
+    ),
+    cause="A layer's output in 16 bits is written into a tensor in float32.",
     command="run",
     says=r"index_put_ .*\(Net\) got float32 \(rows\), float16.*float32 by hand",
     truth="index_put|Index put",
@@ -166,29 +170,12 @@ def rows_of_a_buffer(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#51730 flairNLP/flair#3651",
-    symptom="scatter(): Expected self.dtype to be equal to src.dtype.",
-    cause="Messages in 16 bits are added up in a tensor in float32.",
-    command="run",
-    says=r"scatter_add_? .*float32 \(sums\), float16 \(messages\)",
-    truth="scatter",
-    cure="`sums.scatter_add_(0, index, messages.to(sums.dtype))`.",
-)
-def scatter_add(amp: Amp, *, cured: bool) -> Program:
-    """Add up rows of a graph."""
-
-    def function(messages: Tensor) -> Tensor:
-        sums, index = torch.zeros(2, WIDTH), torch.zeros(4, WIDTH, dtype=torch.long)
-        messages = messages.to(sums.dtype) if cured else messages
-        return sums.scatter_add(0, index, messages)
-
-    return training(amp, Net(function))
-
-
-@report(
-    "NVIDIA/apex#455",
-    symptom="index_add_(): self and source must have the same scalar type.",
-    cause="Rows in 16 bits are added to a tensor in float32.",
+    "NVIDIA/apex#455 pytorch/pytorch#51730 flairNLP/flair#3651",
+    symptom=(
+        "index_add_(): self and source must have the same scalar type. scatter(): "
+        "Expected self.dtype to be equal to src.dtype."
+    ),
+    cause="Rows or messages in 16 bits are added to a tensor in float32.",
     command="run",
     says=r"index_add .*float32 \(pooled\), float16 \(rows\)",
     truth="index_add",
@@ -201,28 +188,6 @@ def index_add(amp: Amp, *, cured: bool) -> Program:
         pooled, index = torch.zeros(2, WIDTH), torch.arange(4) % 2
         rows = rows.to(pooled.dtype) if cured else rows
         return pooled.index_add(0, index, rows)
-
-    return training(amp, Net(function))
-
-
-@report(
-    "pytorch/rl#1703 pytorch/pytorch#81876",
-    symptom="masked_scatter: expected self and source to have same dtypes.",
-    cause="Features in 16 bits replace embedded tokens, which are in float32.",
-    command="run",
-    says=r"masked_scatter .*float32 \(embedded\), float16 \(features\)",
-    truth="masked_scatter",
-    cure="`embedded.masked_scatter(mask, features.to(embedded.dtype))`.",
-)
-def masked_scatter(amp: Amp, *, cured: bool) -> Program:
-    """Put the features of an image among tokens."""
-    embedding = nn.Embedding(6, WIDTH)
-    mask = (torch.arange(6) < 4)[:, None].expand(6, WIDTH)
-
-    def function(features: Tensor) -> Tensor:
-        embedded = embedding(torch.arange(6))
-        features = features.to(embedded.dtype) if cured else features
-        return embedded.masked_scatter(mask, features)
 
     return training(amp, Net(function))
 

@@ -71,9 +71,10 @@ def updates_lost(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "pytorch/pytorch#74739 huggingface/transformers#23165 "
-    "Lightning-AI/pytorch-lightning#5140 huggingface/diffusers#6442",
+    "Lightning-AI/pytorch-lightning#5140 huggingface/diffusers#6442 "
+    "mk-minchul/AdaFace#127 yk7333/d3po#6 haotian-liu/LLaVA#363",
     symptom="ValueError: Attempting to unscale FP16 gradients.",
-    cause="The model was loaded in float16, so its gradients are, too.",
+    cause="Weights that are trained are in float16 already, so gradients are, too.",
     command="run",
     says=r"unscale FP16 gradients.*(float32|fp32|float\(\))",
     truth=r"float32|fp32|\.float\(\)",

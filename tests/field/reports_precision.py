@@ -61,9 +61,17 @@ def checked(
 
 @report(
     "huggingface/diffusers#13920 EleutherAI/gpt-neox#1003 "
-    "huggingface/transformers#25681",
-    symptom="With rotary embeddings in bf16 long contexts are worse.",
-    cause="Positions and angles are computed in bf16: from 256 on they skip integers.",
+    "huggingface/transformers#25681 huggingface/diffusers#9405 "
+    "modelscope/DiffSynth-Studio#562 utensils/mold#786 "
+    "kohya-ss/musubi-tuner#729",
+    symptom=(
+        "With rotary embeddings in bf16 long contexts are worse. A diffusion "
+        "model in bf16 sees timestep 1000 in place of 998.4."
+    ),
+    cause=(
+        "Positions, timesteps and angles are computed in bf16: from 256 on they "
+        "skip integers."
+    ),
     command="check",
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth=r"Middle|positions|angles",
@@ -83,9 +91,20 @@ def rotary_angles(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "facebookresearch/ConvNeXt#71 ml-explore/mlx#4228 microsoft/onnxruntime#29043",
-    symptom="A hand-written norm is far from fp32 in float16, without any inf.",
-    cause="x * x overflows, and 1 / inf is 0.",
+    "facebookresearch/ConvNeXt#71 ml-explore/mlx#4228 "
+    "microsoft/onnxruntime#29043 pytorch/pytorch#69512 zhuchen03/FreeLB#8 "
+    "pytorch/vision#3371 zylo117/Yet-Another-EfficientDet-Pytorch#153 "
+    "MultimediaTechLab/YOLO#234 tracel-ai/burn#4109 "
+    "google-ai-edge/LiteRT#9249 numpy/numpy#7930",
+    symptom=(
+        "A hand-written norm is far from fp32 in float16, without any inf. "
+        "cosine_similarity gives 0 for float16. NMS in float16 suppresses "
+        "nothing: all boxes stay. A mean over many positions is 0 in float16."
+    ),
+    cause=(
+        "A product (x * x, of two norms, of areas, of counts) passes 65504, and x "
+        "/ inf is 0."
+    ),
     command="check",
     says=r"1 \(mul\): .*65504.*module:1=fp32",
     truth="mul",
@@ -99,47 +118,6 @@ def squares_of_a_norm(amp: Amp, *, cured: bool) -> Program:
         return (x * (wide * wide).mean(-1, keepdim=True).rsqrt()).to(x.dtype)
 
     return checked(amp, normalise, torch.float16, length=16, factor=1000.0)
-
-
-@report(
-    "tracel-ai/burn#4109 google-ai-edge/LiteRT#9249 numpy/numpy#7930",
-    symptom="A mean over many positions is 0 in float16.",
-    cause="Their number, or their sum, passes 65504, and x / inf is 0.",
-    command="check",
-    says=r"1 \(.*65504.*module:1=fp32",
-    truth="mul|sum|cumsum",
-    cure="Count and sum in fp32: `mask.sum(dtype=torch.float32)`.",
-)
-def count_of_positions(amp: Amp, *, cured: bool) -> Program:
-    """Weigh features by how many there are."""
-
-    def weigh(x: Tensor) -> Tensor:
-        many = torch.full((1,), 300.0, dtype=torch.float32 if cured else x.dtype)
-        return x * (9e4 / (many * many)).to(x.dtype) + x
-
-    return checked(amp, weigh, torch.float16, length=16)
-
-
-@report(
-    "huggingface/diffusers#9405 modelscope/DiffSynth-Studio#562 "
-    "utensils/mold#786 kohya-ss/musubi-tuner#729",
-    symptom="A diffusion model in bf16 sees timestep 1000 in place of 998.4.",
-    cause="Timesteps from 512 to 1024 are multiples of 4 in bf16.",
-    command="check",
-    says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
-    truth="Middle|timestep",
-    cure="Keep timesteps in float32 up to the embedding, and cast that.",
-)
-def timesteps(amp: Amp, *, cured: bool) -> Program:
-    """Embed timesteps by sines."""
-
-    def embed(x: Tensor) -> Tensor:
-        dtype = torch.float32 if cured else x.dtype
-        t = torch.linspace(1000, 0, x.shape[1]).to(dtype)
-        angles = t[:, None] * torch.ones(WIDTH // 2, dtype=dtype)
-        return x * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
-
-    return checked(amp, embed, torch.bfloat16, length=50)
 
 
 @report(
@@ -165,13 +143,17 @@ def positions_in_a_matmul(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#70179 pytorch/pytorch#17584",
-    symptom="Rows are mixed up in float16 once there are more than 2048.",
-    cause="Indices are kept as floating numbers: 2049 is 2048 in float16.",
+    "pytorch/pytorch#70179 pytorch/pytorch#17584 pytorch/pytorch#94816 "
+    "pytorch/pytorch#96429 princeton-vl/RAFT#54",
+    symptom=(
+        "Rows are mixed up in float16 once there are more than 2048. Optical flow "
+        "in float16 has steps: it moves by whole pixels."
+    ),
+    cause="Indices and coordinates are floating numbers: 2049 is 2048 in float16.",
     command="check",
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth="Middle|index|order",
-    cure="Keep indices as integers: `order.long()`.",
+    cure="Keep indices as integers, `order.long()`, and coordinates in float32.",
 )
 def indices_as_floats(amp: Amp, *, cured: bool) -> Program:
     """Pick rows by numbers that were stored among features."""
@@ -182,29 +164,6 @@ def indices_as_floats(amp: Amp, *, cured: bool) -> Program:
         return x[:, order]
 
     return checked(amp, pick, torch.float16, length=8192)
-
-
-@report(
-    "pytorch/pytorch#94816 pytorch/pytorch#96429 princeton-vl/RAFT#54",
-    symptom="Optical flow in float16 has steps: it moves by whole pixels.",
-    cause="From column 2048 on float16 has no fractions.",
-    command="check",
-    says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
-    truth="Middle|columns|grid",
-    cure="Keep coordinates in float32: `grid.float()`; only features are cast.",
-)
-def sampling_grid(amp: Amp, *, cured: bool) -> Program:
-    """Sample between columns."""
-
-    def sample(x: Tensor) -> Tensor:
-        dtype = torch.float32 if cured else x.dtype
-        columns = torch.arange(x.shape[1] - 2).to(dtype) + 0.4
-        left = columns.floor()
-        share = (columns - left)[:, None].to(x.dtype)
-        first = x[:, left.long()]
-        return first + share * (x[:, left.long() + 1] - first)
-
-    return checked(amp, sample, torch.float16, length=8192)
 
 
 @report(
@@ -225,50 +184,6 @@ def window_of_cumulative_sums(amp: Amp, *, cured: bool) -> Program:
         return ((sums[:, 4:] - sums[:, :-4]) / 4 - 5).to(x.dtype)
 
     return checked(amp, average, torch.bfloat16, length=1024)
-
-
-@report(
-    "pytorch/vision#3371 zylo117/Yet-Another-EfficientDet-Pytorch#153 "
-    "MultimediaTechLab/YOLO#234",
-    symptom="NMS in float16 suppresses nothing: all boxes stay.",
-    cause="The union of two areas passes 65504, so each overlap is x / inf = 0.",
-    command="check",
-    says=r"1 \((mul|add)\): .*65504.*module:1=fp32",
-    truth=r"\bmul\b|\badd\b|area",
-    cure="Compute areas in float32: `boxes.float()`.",
-)
-def overlap_of_boxes(amp: Amp, *, cured: bool) -> Program:
-    """Divide an intersection by a union."""
-
-    def overlap(x: Tensor) -> Tensor:
-        sides = (x.float() if cured else x).sigmoid() * 100 + 200
-        areas, inside = sides * sides, (sides / 2) * (sides / 2)
-        return (inside / (areas + areas - inside)).to(x.dtype) * x
-
-    return checked(amp, overlap, torch.float16, length=16)
-
-
-@report(
-    "pytorch/pytorch#69512 zhuchen03/FreeLB#8",
-    symptom="cosine_similarity gives 0 for float16.",
-    cause="The product of two norms passes 65504, and x / inf is 0.",
-    command="check",
-    says=r"1 \(mul\): .*65504.*module:1=fp32",
-    truth=r"\bmul\b",
-    cure="Divide each vector by its norm first, or take `x.float()`.",
-)
-def product_of_norms(amp: Amp, *, cured: bool) -> Program:
-    """Compare vectors with their neighbours."""
-
-    def compare(x: Tensor) -> Tensor:
-        a, b = x, x.roll(1, dims=1)
-        with torch.autocast("cpu", enabled=False):  # a half model has no fp32 norm
-            norms = a.norm(dim=-1, keepdim=True), b.norm(dim=-1, keepdim=True)
-            if cured:
-                return (a / norms[0]) * (b / norms[1])
-            return a * (b / (norms[0] * norms[1]))
-
-    return checked(amp, compare, torch.float16, length=16, factor=400.0)
 
 
 @report(

@@ -51,12 +51,22 @@ def feed_forward_of_t5(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#60939 NVIDIA/apex#224",
-    symptom="Attention gives NaN after the softmax in fp16.",
-    cause="Products of queries and keys pass 65504 before they are divided.",
+    "pytorch/pytorch#60939 NVIDIA/apex#224 idiap/fast-transformers#32 "
+    "LeapLabTHU/FLatten-Transformer#15",
+    symptom=(
+        "Attention gives NaN after the softmax in fp16. Linear attention runs for "
+        "a while in fp16, then NaN comes in."
+    ),
+    cause=(
+        "Products of queries and keys, or of keys and values, pass 65504 before "
+        "they are divided."
+    ),
     says=r"matmul\): forward range: .*65504",
     truth=r"matmul|q @ k",
-    cure="Divide the queries first: `(q / math.sqrt(d)) @ k.transpose(-1, -2)`.",
+    cure=(
+        "Divide first: `(q / math.sqrt(d)) @ k.transpose(-1, -2)`, `(k / "
+        "k.sum(0)).T @ v`."
+    ),
 )
 def scores_before_division(amp: Amp, *, cured: bool) -> Program:
     """Attend with large queries."""
@@ -111,30 +121,6 @@ def norm_by_hand(amp: Amp, *, cured: bool) -> Program:
         return (wide - deviation) / 1e4
 
     return training(amp, Between(normalise))
-
-
-@report(
-    "vanderschaarlab/synthcity#331 lucidrains/DALLE2-pytorch#138 "
-    "pyg-team/pytorch_geometric#500 NVIDIA/apex#812",
-    symptom="The KL term of a VAE becomes inf.",
-    cause="exp() of a log-variance above 11 is beyond float16.",
-    says=r"exp\): forward range: .*(65504|11)",
-    truth=r"\bexp\b|Exp",
-    cure="`logvar.float().clamp(-30, 20).exp()`.",
-)
-def exp_of_log_variance(amp: Amp, *, cured: bool) -> Program:
-    """Draw from a distribution whose variance a layer gives."""
-
-    def draw(x: Tensor) -> Tensor:
-        logvar = 4 * x + 12
-        if cured:
-            logvar = logvar.float().clamp(-30, 8)
-        # Autocast runs exp in fp32; a model that is half already does not.
-        deviation = (logvar if cured else logvar.half()).mul(1.0)
-        with torch.autocast("cpu", enabled=False):
-            return x.float() + 1e-4 * deviation.exp().float()
-
-    return training(amp, Between(draw))
 
 
 @report_zero(
@@ -219,12 +205,16 @@ def eps_of_a_norm(amp: Amp, *, cured: bool) -> Program:
 
 
 @report_zero(
-    "NVIDIA/apex#379 pytorch/pytorch#40497 dmlc/gluon-cv#942",
-    symptom="softmax, then log, then NLL: inf under mixed precision.",
-    cause="Small probabilities are 0 in float16, and log(0) is -inf.",
+    "NVIDIA/apex#379 pytorch/pytorch#40497 dmlc/gluon-cv#942 "
+    "lucidrains/gateloop-transformer#4 facebookresearch/xformers#96",
+    symptom=(
+        "softmax, then log, then NLL: inf under mixed precision. log(x + 1e-8) is "
+        "-inf in float16."
+    ),
+    cause="Small probabilities, and 1e-8, are 0 in float16, and log(0) is -inf.",
     says=r"log.*(0 at|zero|argument is 0)",
     truth=r"\blog\b|Log",
-    cure="`F.log_softmax(logits.float(), -1)`, or `F.cross_entropy(logits, target)`.",
+    cure="`F.log_softmax(logits.float(), -1)`, `torch.log(x.float() + 1e-8)`.",
 )
 def log_of_softmax(amp: Amp, *, cured: bool) -> Program:
     """Compute a cross entropy in two steps."""
@@ -236,26 +226,6 @@ def log_of_softmax(amp: Amp, *, cured: bool) -> Program:
         return -logits.softmax(-1).half().log().float().mean()
 
     return training(amp, loss_of=loss_of)
-
-
-@report_zero(
-    "lucidrains/gateloop-transformer#4 facebookresearch/xformers#96",
-    symptom="log(x + 1e-8) is -inf in float16.",
-    cause="1e-8 is 0 in float16.",
-    says=r"log.*(0 at|zero|argument is 0)",
-    truth=r"\blog\b|Log",
-    cure="`torch.log(x.float() + 1e-8)`, or a number above 6e-8.",
-)
-def small_number_in_log(amp: Amp, *, cured: bool) -> Program:
-    """Take the logarithm of gates that may be shut."""
-
-    def gate(x: Tensor) -> Tensor:
-        shut = F.relu(x)
-        shut = shut.float() if cured else shut.half()
-        with torch.autocast("cpu", enabled=False):
-            return (shut + 1e-8).log()
-
-    return training(amp, Between(gate))
 
 
 @report_zero(
@@ -280,13 +250,20 @@ def no_scaler(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "qubvel-org/segmentation_models.pytorch#463 Lightning-AI/torchmetrics#1380 "
-    "pytorch/pytorch#44350",
-    symptom="Dice loss of images of 512 x 512 is NaN under mixed precision.",
-    cause="The sum over 262144 pixels passes 65504: inf / inf.",
+    "qubvel-org/segmentation_models.pytorch#463 "
+    "Lightning-AI/torchmetrics#1380 pytorch/pytorch#44350 NVIDIA/apex#402 "
+    "pytorch/pytorch#3651 jcjohnson/neural-style#425",
+    symptom=(
+        "Dice loss of images of 512 x 512 is NaN under mixed precision. The style "
+        "loss is NaN with mixed precision, at any level."
+    ),
+    cause=(
+        "A sum over all pixels, such as a Gram matrix, passes 65504 before it is "
+        "divided."
+    ),
     says=r"\(sum\): loss function: .*65504",
     truth=r"\bsum\b|Sum",
-    cure="Sum in float32: `(p.float() * target).sum()`.",
+    cure="Sum in float32, `(p.float() * target).sum()`, or divide first.",
 )
 def sum_over_an_image(amp: Amp, *, cured: bool) -> Program:
     """Compare masks by their overlap."""
@@ -296,45 +273,6 @@ def sum_over_an_image(amp: Amp, *, cured: bool) -> Program:
         p = p.float() if cured else p.half()
         target = torch.ones_like(p)
         return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())
-
-    return training(amp, loss_of=loss_of)
-
-
-@report(
-    "idiap/fast-transformers#32 LeapLabTHU/FLatten-Transformer#15",
-    symptom="Linear attention runs for a while in fp16, then NaN comes in.",
-    cause="Products of keys and values, summed over a sequence, pass 65504.",
-    says=r"matmul\): forward range: .*65504",
-    truth="matmul",
-    cure="Divide the keys by their sum first: `(k / k.sum(0)).T @ v`.",
-)
-def linear_attention(amp: Amp, *, cured: bool) -> Program:
-    """Attend without a softmax."""
-
-    def attend(x: Tensor) -> Tensor:
-        q = k = F.relu(x) + 10
-        weights = k / k.sum(0) if cured else k
-        return q @ (weights.T @ (x * 20)) / (q @ weights.sum(0))[:, None]
-
-    return training(amp, Between(attend), x=3 * torch.ones(1024, WIDTH))
-
-
-@report(
-    "NVIDIA/apex#402 pytorch/pytorch#3651 jcjohnson/neural-style#425",
-    symptom="The style loss is NaN with mixed precision, at any level.",
-    cause="A Gram matrix sums products over all pixels before it is divided.",
-    says=r"\(bmm\): loss function: .*65504",
-    truth=r"\bbmm\b|Bmm",
-    cure="Divide the features first: `f = f / math.sqrt(f.shape[-1])`.",
-)
-def gram_matrix(amp: Amp, *, cured: bool) -> Program:
-    """Compare the correlations of channels."""
-
-    def loss_of(y: Tensor) -> Tensor:
-        f = (y.sigmoid() * 40)[:, :, None].expand(-1, -1, 1024)
-        f = f / math.sqrt(1024) if cured else f
-        gram = torch.bmm(f, f.transpose(1, 2))
-        return (gram if cured else gram / 1024).float().mean()
 
     return training(amp, loss_of=loss_of)
 
@@ -434,12 +372,17 @@ def gelu_by_hand(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "tracel-ai/burn#5374 apple/coremltools#2814 sbryngelson/ANEForge#113",
-    symptom="A hand-written softplus gives inf in fp16, and NaN gradients.",
+    "tracel-ai/burn#5374 apple/coremltools#2814 sbryngelson/ANEForge#113 "
+    "vanderschaarlab/synthcity#331 lucidrains/DALLE2-pytorch#138 "
+    "pyg-team/pytorch_geometric#500 NVIDIA/apex#812",
+    symptom=(
+        "A hand-written softplus gives inf in fp16, and NaN gradients. The KL "
+        "term of a VAE becomes inf."
+    ),
     cause="exp(x) is inf from 11.1 on in float16.",
     says=r"\(exp\): forward range: ",
     truth=r"\bexp\b|Exp",
-    cure="`F.softplus(x)`, or `x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))`.",
+    cure="`F.softplus(x)`; `logvar.float().clamp(-30, 20).exp()`.",
 )
 def softplus_by_hand(amp: Amp, *, cured: bool) -> Program:
     """Make positive what a layer gives."""

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.nets import WIDTH, Between, inference, training
+from tests.field.nets import WIDTH, inference, training
 from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -18,12 +18,22 @@ report = reports_of("zero and tiny numbers")
 
 
 @report(
-    "lucidrains/vector-quantize-pytorch#106 open-mmlab/mmcv#2178 NVIDIA/cuvs#991",
-    symptom="Distances to a codebook are NaN now and then.",
-    cause="a*a + b*b - 2ab of close points is rounded to below 0: no square root.",
+    "lucidrains/vector-quantize-pytorch#106 open-mmlab/mmcv#2178 "
+    "NVIDIA/cuvs#991 anthonymlortiz/lcn#4 megvii-research/TLC#3",
+    symptom=(
+        "Distances to a codebook are NaN now and then. A hand-written norm is NaN "
+        "where the image is uniform."
+    ),
+    cause=(
+        "A difference that cannot be negative (a*a + b*b - 2ab, mean(x*x) - "
+        "mean(x)**2) is rounded to below 0: no square root."
+    ),
     says=r"sqrt\): .*negative",
     truth="sqrt|Sqrt",
-    cure="`torch.cdist(a.float(), b.float())`, or `d.clamp(min=1e-6).sqrt()`.",
+    cure=(
+        "`torch.cdist(a.float(), b.float())`, `x.float().var(-1)`, or "
+        "`d.clamp(min=1e-6).sqrt()`."
+    ),
 )
 def distances_by_expansion(amp: Amp, *, cured: bool) -> Program:
     """Measure distances by a matmul."""
@@ -36,29 +46,6 @@ def distances_by_expansion(amp: Amp, *, cured: bool) -> Program:
 
     x = torch.randn(64, WIDTH)
     return training(amp, loss_of=loss_of, x=x)
-
-
-@report(
-    "anthonymlortiz/lcn#4 megvii-research/TLC#3",
-    symptom="A hand-written norm is NaN where the image is uniform.",
-    cause="mean(x*x) - mean(x)**2 is rounded to below 0: no square root.",
-    says=r"r?sqrt\): .*negative",
-    truth="sqrt|Sqrt",
-    cure="`x.float().var(-1)`, or the mean of `(x - x.mean()) ** 2`.",
-)
-def variance_by_difference(amp: Amp, *, cured: bool) -> Program:
-    """Divide by a standard deviation."""
-
-    def normalise(x: Tensor) -> Tensor:
-        even = (x * 0.1 + 30).half()
-        mean = even.mean(-1, keepdim=True)
-        if cured:
-            variance = (even - mean).square().mean(-1, keepdim=True)
-        else:
-            variance = even.square().mean(-1, keepdim=True) - mean.square()
-        return (even - mean) / (variance + 1e-3).sqrt()
-
-    return training(amp, Between(normalise), x=torch.randn(64, WIDTH))
 
 
 @report(
@@ -103,12 +90,19 @@ def no_label_left(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "microsoft/LMOps#38 yenchenlin/nerf-pytorch#28",
-    symptom="A distillation loss is NaN after some hundred steps.",
-    cause="The mask of a batch is empty: 0 / 0.",
+    "microsoft/LMOps#38 yenchenlin/nerf-pytorch#28 ultralytics/yolov5#2376",
+    symptom=(
+        "A distillation loss is NaN after some hundred steps. CIoU of two equal "
+        "boxes is NaN."
+    ),
+    cause=(
+        "0 / 0: the mask of a batch is empty, or eps was added to 1 and rounded away."
+    ),
     says=r"div\): zero: its divisor is 0",
     truth="div|Div",
-    cure="`total / mask.sum().clamp(min=1)`.",
+    cure=(
+        "`total / mask.sum().clamp(min=1)`; add eps last: `v / ((1 - iou + v) + eps)`."
+    ),
 )
 def mean_over_an_empty_mask(amp: Amp, *, cured: bool) -> Program:
     """Average over tokens that count, of which there are none."""
@@ -184,29 +178,14 @@ def clamp_next_to_one(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "ultralytics/yolov5#2376",
-    symptom="CIoU of two equal boxes is NaN.",
-    cause="eps is added to 1 and rounded away; then 1 - iou is 0: 0 / 0.",
-    says=r"div\): zero: its divisor is 0",
-    truth="div|Div",
-    cure="Add eps last: `v / ((1 - iou + v) + eps)`.",
-)
-def eps_beside_one(amp: Amp, *, cured: bool) -> Program:
-    """Weigh a penalty by the overlap of boxes."""
-
-    def loss_of(y: Tensor) -> Tensor:
-        v = y.float() - y.detach().float()
-        iou, eps = 1 - v.abs(), 1e-9
-        divisor = (1 - iou + v) + 1e-6 if cured else (1 + eps) - iou + v
-        return (v / divisor * v).mean()
-
-    return training(amp, loss_of=loss_of)
-
-
-@report(
-    "NVIDIA-NeMo/Automodel#3850",
-    symptom="InfoNCE is finite; the gradient of its learnt temperature is NaN.",
-    cause="Logits are masked by -inf, then divided: the slope is 0 times inf.",
+    "NVIDIA-NeMo/Automodel#3850 huggingface/trl#7252",
+    symptom=(
+        "InfoNCE is finite; the gradient of its learnt temperature is NaN. An "
+        "entropy bonus is NaN as soon as some tokens are masked."
+    ),
+    cause=(
+        "Logits are masked by -inf, then multiplied or divided: 0 times inf is NaN."
+    ),
     says=r"(div|mul)\): .*infinity",
     truth="div|Div|mul|Mul",
     cure="Divide first, then mask: `(logits / t).masked_fill(mask, -inf)`.",
@@ -227,27 +206,6 @@ def mask_before_temperature(amp: Amp, *, cured: bool) -> Program:
         return F.cross_entropy(logits, torch.arange(4))
 
     return training(amp, model, loss_of=loss_of)
-
-
-@report(
-    "huggingface/trl#7252",
-    symptom="An entropy bonus is NaN as soon as some tokens are masked.",
-    cause="A masked token has log p = -inf, and 0 * -inf is NaN.",
-    says=r"mul\): .*infinity",
-    truth=r"\bmul\b|Mul",
-    cure="Mask by `torch.finfo(logits.dtype).min`, or `torch.special.entr(p)`.",
-)
-def entropy_of_masked_logits(amp: Amp, *, cured: bool) -> Program:
-    """Reward a policy for being unsure."""
-    mask = torch.zeros(4, WIDTH, dtype=torch.bool)
-    mask[:, 0] = True
-
-    def loss_of(y: Tensor) -> Tensor:
-        least = -1e4 if cured else -math.inf
-        logp = y.float().masked_fill(mask, least).log_softmax(-1)
-        return (logp.exp() * logp).sum(-1).mean()
-
-    return training(amp, loss_of=loss_of)
 
 
 @report(
