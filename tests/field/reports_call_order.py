@@ -19,12 +19,19 @@ report = reports_of("call order")
 
 @report(
     "Lightning-AI/pytorch-lightning#9330 Lightning-AI/pytorch-lightning#9694 "
-    "milesial/Pytorch-UNet#468 pytorch/examples#1196",
-    symptom="With gradient clipping the loss stands still under GradScaler.",
+    "milesial/Pytorch-UNet#468 pytorch/examples#1196 rwth-i6/returnn#1590 "
+    "catalyst-team/catalyst#1319",
+    symptom=(
+        "With gradient clipping, by norm or by value, the loss stands still under "
+        "GradScaler."
+    ),
     cause="Gradients are clipped while they are scaled.",
     says=r"gradients were multiplied by .* before unscale_",
     truth="unscale_",
-    cure="Call `scaler.unscale_(optimizer)` before `clip_grad_norm_`.",
+    cure=(
+        "Call `scaler.unscale_(optimizer)` before `clip_grad_norm_` or "
+        "`clip_grad_value_`."
+    ),
 )
 def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
     """Train a layer with clipped gradients."""
@@ -40,31 +47,6 @@ def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
         return (model(x).float() - 3).square().mean()
 
     hooks = {"after_backward": clip, "is_sick": unchanged(model.weight, 1e-3)}
-    return loop(amp, model, loss_of, optimizer, scaler, **hooks)
-
-
-@report(
-    "rwth-i6/returnn#1590 catalyst-team/catalyst#1319",
-    symptom="Clipping by value works in fp32; under GradScaler the loss stands still.",
-    cause="Gradients are cut at a bound while they are scaled.",
-    says=r"gradients were cut at 1 .* before unscale_",
-    truth="unscale_",
-    cure="Call `scaler.unscale_(optimizer)` before `clip_grad_value_`.",
-)
-def clip_value_before_unscale(amp: Amp, *, cured: bool) -> Program:
-    """Train a layer with gradients cut at 1."""
-    model, optimizer, scaler = linear(amp, lr=0.1)
-    x = batch()
-
-    def clip() -> None:
-        if cured:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_value_(model.parameters(), 1.0)
-
-    def loss_of() -> Tensor:
-        return (model(x).float() - 3).square().mean()
-
-    hooks = {"after_backward": clip, "is_sick": unchanged(model.weight, 1e-2)}
     return loop(amp, model, loss_of, optimizer, scaler, **hooks)
 
 
@@ -217,8 +199,7 @@ def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
 @report(
     "Azure/MS-AMP#45 HorizonRobotics/alf#1770",
     symptom=(
-        "RuntimeError: step() has already been called since the last update(). "
-        "RuntimeError: step() has already been called since the last update()."
+symptom="RuntimeError: step() has already been called since the last update()."
     ),
     cause=(
         "scaler.update() is missing: in the loop, or between two steps of one "

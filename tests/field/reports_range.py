@@ -104,12 +104,18 @@ def row_without_keys(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "apple/coremltools#351 facebookresearch/ConvNeXt#71 ml-explore/mlx#4228 "
-    "NVIDIA/apex#84",
-    symptom="A hand-written layer norm is wrong or NaN in float16.",
-    cause="Squares of its inputs pass 65504.",
+    "NVIDIA/apex#84 facebookresearch/fairseq#2235",
+    symptom=(
+        "A hand-written layer norm is wrong or NaN in float16. A hand-written "
+        "GELU in fp16: the output is finite, gradients are NaN."
+    ),
+    cause="Squares or cubes of its inputs pass 65504.",
     says=r"(square|pow)\): forward range: .*65504",
     truth=r"square|pow",
-    cure="Take the statistics of `x.float()`, or use `nn.LayerNorm`.",
+    cure=(
+        "Take the statistics of `x.float()`; `nn.LayerNorm`, `F.gelu(x, "
+        "approximate='tanh')`."
+    ),
 )
 def norm_by_hand(amp: Amp, *, cured: bool) -> Program:
     """Divide by a standard deviation."""
@@ -349,26 +355,6 @@ def decoder_of_images(amp: Amp, *, cured: bool) -> Program:
     nn.init.constant_(model.conv_out.weight, 10.0)
     dtype = torch.float32 if cured else torch.float16
     return inference(model.to(dtype), torch.rand(1, 4, 8, 8, dtype=dtype) + 1)
-
-
-@report(
-    "facebookresearch/fairseq#2235",
-    symptom="A hand-written GELU in fp16: the output is finite, gradients are NaN.",
-    cause="x ** 3 is inf from 41 on, and tanh makes 1 of that on the way forward only.",
-    says=r"\(pow\): (for|back)ward range: .*65504.*op:pow=fp32",
-    truth=r"\bpow\b|Pow",
-    cure='`F.gelu(x, approximate="tanh")`, or `x.float()` inside.',
-)
-def gelu_by_hand(amp: Amp, *, cured: bool) -> Program:
-    """Approximate GELU by a tanh."""
-
-    def gelu(x: Tensor) -> Tensor:
-        wide = x * 300
-        wide = wide.float() if cured else wide.half()
-        cubic = wide + 0.044715 * wide.pow(3)
-        return (0.5 * wide * (1 + (0.8 * cubic).tanh()) / 300).to(x.dtype)
-
-    return training(amp, Between(gelu))
 
 
 @report(
