@@ -198,9 +198,7 @@ def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "Azure/MS-AMP#45 HorizonRobotics/alf#1770",
-    symptom=(
-symptom="RuntimeError: step() has already been called since the last update()."
-    ),
+    symptom="RuntimeError: step() has already been called since the last update().",
     cause=(
         "scaler.update() is missing: in the loop, or between two steps of one "
         "optimizer."
