@@ -85,31 +85,6 @@ def test_disabled_changes_nothing() -> None:
     assert amp.state_dict() == {}
 
 
-TABLE = {
-    # level: cast, patched, keep batch norm, masters, scale
-    "O0": (torch.float32, False, None, False, 1.0),
-    "O1": (None, True, None, None, "dynamic"),
-    "O2": (torch.float16, False, True, True, "dynamic"),
-    "O3": (torch.float16, False, False, False, 1.0),
-}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_levels_are_apexs(level: str) -> None:
-    """Law: each level is apex's row, to the field."""
-    start(level)
-    found = STATE.opt_properties
-    assert found is not None
-    assert found.opt_level == level
-    assert (
-        found.cast_model_type,
-        found.patch_torch_functions,
-        found.keep_batchnorm_fp32,
-        found.master_weights,
-        found.loss_scale,
-    ) == TABLE[level]
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dtypes_of_weights_and_outputs(level: str, dtype: torch.dtype) -> None:

@@ -60,18 +60,6 @@ def test_formula(clip: bool) -> None:
     assert inner.param_groups[0]["weight_decay"] == DECAY
 
 
-def test_clip_is_a_least_of_two_rates() -> None:
-    """Law: clipped, a small gradient keeps the optimizer's rate; a large one has less.
-
-    The first weight has norm 5, so its own rate is 0.02 * 5 / |g|.
-    """
-    small, large = (nn.Parameter(torch.tensor([3.0, 4.0])) for _ in range(2))
-    small.grad, large.grad = torch.tensor([0.1, 0.0]), torch.tensor([10.0, 0.0])
-    LARC(torch.optim.SGD([small, large], 0.5)).step()
-    torch.testing.assert_close(small.detach(), torch.tensor([3.0 - 0.05, 4.0]))
-    torch.testing.assert_close(large.detach(), torch.tensor([3.0 - 0.1, 4.0]))
-
-
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=DECAY),
     "Adam": lambda p: torch.optim.Adam(p, LR, weight_decay=DECAY),

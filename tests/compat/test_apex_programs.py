@@ -1,4 +1,4 @@
-"""Whole programs of apex, run with nothing changed but what `import apex` finds."""
+"""A whole program of apex, run with nothing changed but what `import apex` finds."""
 
 from __future__ import annotations
 
@@ -45,23 +45,10 @@ def program(name: str) -> Callable[..., Any]:
 
 
 def test_only_the_import_is_needed() -> None:
-    """Law: the programs import apex, and have no word of us."""
-    for name in ("dcgan", "imagenet"):
-        text = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
-        assert "from apex import amp" in text
-        assert "halfstep" not in text
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_dcgan(level: str) -> None:
-    """Law: two optimizers with three losses train as fp32 does; the twin learns."""
-    run = program("dcgan")
-    fp32, mixed = run("O0"), run(level)
-    assert sum(fp32[-1][:2]) < sum(fp32[0][:2]) / 2
-    assert sum(mixed[-1][:2]) < sum(mixed[0][:2]) / 2
-    # The first losses are of equal weights: logits below 4 through 6 fp16 layers.
-    for one, other in zip(mixed[0][:2], fp32[0][:2], strict=True):
-        assert one == pytest.approx(other, abs=6 * 4 * 2.0**-11)
+    """Law: the program imports apex, and has no word of us."""
+    text = (PROGRAMS / "imagenet.py").read_text(encoding="utf-8")
+    assert "from apex import amp" in text
+    assert "halfstep" not in text
 
 
 @pytest.mark.parametrize("optimizer", [[], ["--larc"], ["--fused"]])
