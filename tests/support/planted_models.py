@@ -305,16 +305,12 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def inside(
-    model: nn.Module, path: str, change: Callable[[Any], Any], *, before: bool = False
-) -> None:
-    """Let a module change what it gives, or what it takes, within its forward pass."""
+def inside(model: nn.Module, path: str, change: Callable[[Any], Any]) -> None:
+    """Let a module change what it gives, within its forward pass."""
     module = model.get_submodule(path)
     forward = module.forward
 
     def changed(*args: Any, **kwargs: Any) -> Any:
-        if before:
-            return forward(change(args[0]), *args[1:], **kwargs)
         out = forward(*args, **kwargs)
         if isinstance(out, tuple):
             return change(out[0]), *out[1:]

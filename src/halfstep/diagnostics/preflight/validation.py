@@ -80,11 +80,13 @@ def check_words(
 
 
 def check_arguments(
-    model: object, loss_fn: object, optimizer: object, more: object
+    model: nn.Module,
+    loss_fn: object,
+    optimizer: torch.optim.Optimizer | None,
+    more: object,
 ) -> None:
     """Check the types of model and `loss_fn`, and the optimizer's parameters."""
     check_model(model)
-    assert isinstance(model, nn.Module)  # noqa: S101 -- for types
     if isinstance(loss_fn, nn.modules.loss._Loss):  # noqa: SLF001
         kind = type(loss_fn).__name__
         message = (
@@ -99,7 +101,6 @@ def check_arguments(
         theirs = isinstance(optimizer, torch.optim.Optimizer)
         right = "a torch.optim.Optimizer over the model's parameters, or None"
         require("optimizer", optimizer, theirs, right)
-        assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101 -- for types
         own = {id(param) for param in model.parameters()}
         groups = optimizer.param_groups
         if not any(id(param) in own for group in groups for param in group["params"]):

@@ -94,7 +94,8 @@ def find_nonfinite(
         >>> bad.op, bad.cause, bad.evidence
         ('log', 'zero', 'its argument is 0')
     """
-    steps = _check_steps(model, step)
+    check_model(model)
+    steps = _check_steps(step)
     valid = isinstance(scale, int | float) and 0 < scale < math.inf
     require("scale", scale, valid, "a finite number above 0")
     is_float = isinstance(summed_in, torch.dtype) and summed_in.is_floating_point
@@ -146,9 +147,8 @@ def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
     return None if event is None else causes.bad_op(event, context)
 
 
-def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
+def _check_steps(step: Step | Sequence[Step]) -> list[Step]:
     """Return one callable for each micro-batch; raise UserError for invalid ones."""
-    check_model(model)
     several = isinstance(step, Sequence) and not isinstance(step, str)
     steps: list[Any] = [*step] if several else [step]  # type: ignore[misc]
     expected = (
@@ -160,10 +160,9 @@ def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     return steps
 
 
-def check_model(model: object) -> None:
+def check_model(model: nn.Module) -> None:
     """Check that a model is a module, and has run once if its modules are lazy."""
     require_type("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
-    assert isinstance(model, nn.Module)  # noqa: S101 -- for types
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             message = (
