@@ -108,13 +108,6 @@ class Problem:
         )
         return sum(own) + sum(cast.cost for cast in self.casts(low))
 
-    def is_valid(self, low: Collection[str]) -> bool:
-        """Return whether no DENY operation is low and no tied group is split."""
-        low = frozenset(low)
-        denied = any(self.operations[name].kind == DENY for name in low)
-        split = any(group & low and group - low for group in self.tied)
-        return not denied and not split
-
 
 def reachable(
     starts: Collection[str], edges: Mapping[str, set[str]], through: Collection[str]

@@ -79,7 +79,7 @@ def decide(
         )
         raise UserError(message)
     op = op.removeprefix("aten::") if op else None
-    index = _first_match(policy, op, module, types)
+    index = deciding_rule(policy, module, types, op=op)
     table = op_tables.NAMED[policy.base][device]
     row = table.get(op or "")
     if index is not None:
@@ -96,30 +96,25 @@ def decide(
 
 
 def deciding_rule(
-    policy: Policy, module: str = "", types: Sequence[str] = ()
+    policy: Policy,
+    module: str = "",
+    types: Sequence[str] = (),
+    *,
+    op: str | None = None,
 ) -> int | None:
-    """Return the index of the first rule that applies to a module as a whole.
+    """Return the index in `policy.rules` of the first rule that applies, or None.
 
     Args:
-        policy: Only its module and type rules are considered.
+        policy: Its rules.
         module: Path, as for `decide`.
         types: Class names, as for `decide`.
-
-    Returns:
-        The index in `policy.rules`, or None if no rule applies.
+        op: Name, as for `decide`. None: rules for operations do not apply.
 
     Example:
         >>> policy = Policy.parse("lean + op:mm=fp32 + module:head=fp32")
         >>> deciding_rule(policy, "head.linear")
         1
     """
-    return _first_match(policy, None, module, types)
-
-
-def _first_match(
-    policy: Policy, op: str | None, module: str, types: Sequence[str]
-) -> int | None:
-    """Return the index of the first rule that matches, or None."""
     if not policy.rules:
         return None
     names: Mapping[str, Sequence[str]] = {
