@@ -223,6 +223,8 @@ def test_resume(case: str, tmp_path: Path) -> None:
     saved = torch.load(path, weights_only=True)
     if level != "O3":
         assert {v.dtype for v in saved["state_dict"].values()} == {torch.float32}
+        weight = saved["state_dict"]["net.0.weight"]
+        assert not torch.equal(weight, weight.bfloat16().float())
     resumed_module, resumed = fit(2, path)
 
     class Once(OverflowAt):
@@ -346,22 +348,6 @@ def test_evaluation(level: str) -> None:
     if level != "O3":
         assert next(module.parameters()).dtype == torch.float32
         assert module.net(torch.ones(8)).dtype == torch.float32
-
-
-def test_saved_weights_only(tmp_path: Path) -> None:
-    """Law: any state_dict in training holds fp32 master weights, not 16-bit ones."""
-
-    class Save(Callback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
-
-    module = Module()
-    trainer(MixedPrecision("O2"), callbacks=[Save()]).fit(module)
-    saved = torch.load(tmp_path / "w.ckpt", weights_only=True)["state_dict"]
-    assert same(saved, dict(module.state_dict()))
-    assert not torch.equal(
-        saved["net.0.weight"], saved["net.0.weight"].bfloat16().float()
-    )
 
 
 def test_hooks_see_unscaled_gradients() -> None:

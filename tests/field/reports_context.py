@@ -327,12 +327,18 @@ def scaler_with_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "dianwen-ng/Keyword-Spotting-ConvMixer#5 fideus-labs/KonfAI#178",
-    symptom="float16 training on a CPU learns nothing, without an error.",
-    cause='GradScaler() is for "cuda", and switches itself off where there is none.',
+    "dianwen-ng/Keyword-Spotting-ConvMixer#5 fideus-labs/KonfAI#178 "
+    "engichang1467/Open-Rig3R#35 NVlabs/tiny-cuda-nn#472",
+    symptom=(
+        "float16 autocast trains, but the loss stands still early, without an error."
+    ),
+    cause=(
+        'There is no GradScaler, or `GradScaler()`, which is for "cuda", switches '
+        "itself off on a CPU: small gradients are 0."
+    ),
     says="fp16 without a loss scale: gradients below .* become 0",
     truth="(?i)gradscaler|loss scale",
-    cure='Make it `GradScaler("cpu")`.',
+    cure='`GradScaler("cpu")`, or bfloat16.',
 )
 def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
     """Train by gradients below the range of float16."""

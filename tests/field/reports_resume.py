@@ -47,12 +47,21 @@ def schedule_on_skipped_steps(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "d8ahazard/sd_dreambooth_extension#1415 "
-    "d8ahazard/sd_dreambooth_extension#1417 AndreasBergmeister/ram#6",
-    symptom="Averaged weights never change.",
-    cause="The moving average is kept in 16 bits: its small steps are rounded away.",
+    "d8ahazard/sd_dreambooth_extension#1417 AndreasBergmeister/ram#6 "
+    "huggingface/transformers#8561",
+    symptom=(
+        "Averaged weights never change. The running loss in the log stops "
+        "growing, and its mean goes to 0."
+    ),
+    cause=(
+        "The moving average, or the sum of losses, is kept in 16 bits: small "
+        "steps are rounded away."
+    ),
     says="averaged or summed in place in fp16, .* did not change",
     truth="fp16|float16",
-    cure="Keep the average in float32: `copy.deepcopy(model).float()`.",
+    cure=(
+        "Keep it in float32: `copy.deepcopy(model).float()`, `total += loss.item()`."
+    ),
 )
 def average_in_half(amp: Amp, *, cured: bool) -> Program:
     """Average weights with a decay of 0.9999."""
@@ -156,12 +165,21 @@ def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "TheLastBen/fast-stable-diffusion#576 open-mmlab/mmsegmentation#283 "
-    "ultralytics/ultralytics#21283",
-    symptom="After resuming, the loss differs in the third digit.",
-    cause="Weights were saved in float16, and the bits of float32 are lost.",
+    "ultralytics/ultralytics#21283 huggingface/diffusers#13510",
+    symptom=(
+        "After resuming, the loss differs in the third digit. With validation "
+        "after each step, small updates are lost."
+    ),
+    cause=(
+        "Weights were cast to float16, to save them or for validation, and the "
+        "bits of float32 are lost."
+    ),
     says=r"weights .*(rounded|saved).* (float16|fp16)",
     truth="(?i)rounded|precision|bits",
-    cure="Save `model.state_dict()` in float32; halve a copy for inference only.",
+    cure=(
+        "Save in float32; halve a copy, `copy.deepcopy(model).half()`, or "
+        "validate under autocast."
+    ),
     steps=1,
 )
 def weights_saved_in_half(amp: Amp, *, cured: bool) -> Program:
