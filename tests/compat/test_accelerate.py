@@ -230,10 +230,10 @@ def _refusals() -> dict[str, tuple[Callable[[Accelerator], object], str]]:
         )
 
     return {
-        "a model alone": (lambda a: a.prepare(model), "a model without its optimizer"),
-        "no model": (lambda a: a.prepare(optimizer), "an optimizer without its model"),
-        "two models": (lambda a: a.prepare(model, other, optimizer), "several models"),
-        "second": (lambda a: (prepared(a), a.prepare(other)), "a second model"),
+        "a model alone": (lambda a: a.prepare(model), "1 model and 0 optimizers:"),
+        "no model": (lambda a: a.prepare(optimizer), "0 models and 1 optimizer:"),
+        "two models": (lambda a: a.prepare(model, other, optimizer), "2 models and"),
+        "second": (lambda a: (prepared(a), a.prepare(other)), "after a first pair"),
         "no session": (
             lambda a: a.backward(torch.ones(())),
             "before accelerator.prepare",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
     from types import ModuleType
 
 _OF_IMPORTS = {"__path__", "__file__", "__cached__", "__loader__", "__spec__"}
@@ -31,19 +31,24 @@ def require(package: str, at_least: str) -> None:
         raise UserError(message)
 
 
-def library_name(library: ModuleType, adapter: str, name: str) -> Any:  # noqa: ANN401
-    """Return a name of the library that an adapter replaces.
+def library_names(
+    library: ModuleType, own: dict[str, Any]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of an adapter, which has its library's names.
 
-    Raises:
-        AttributeError: If the library has no such name, or it is one by which the
-            import system describes a module, as `__path__` describes a package.
+    Args:
+        library: The library.
+        own: `globals()` of the adapter.
     """
-    if name in _OF_IMPORTS or not hasattr(library, name):
-        message = f"module {adapter!r} has no attribute {name!r}"
-        raise AttributeError(message)
-    return getattr(library, name)
 
+    def get(name: str) -> Any:  # noqa: ANN401
+        # Names by which the import system describes a module are not the adapter's.
+        if name in _OF_IMPORTS or not hasattr(library, name):
+            message = f"module {own['__name__']!r} has no attribute {name!r}"
+            raise AttributeError(message)
+        return getattr(library, name)
 
-def all_names(library: ModuleType, own: Iterable[str]) -> list[str]:
-    """Return an adapter's own names and the public ones of its library, sorted."""
-    return sorted({*own, *(name for name in dir(library) if name[0] != "_")})
+    def list_names() -> list[str]:
+        return sorted({*own, *(name for name in dir(library) if name[0] != "_")})
+
+    return get, list_names

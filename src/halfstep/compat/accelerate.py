@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.compat import all_names, library_name, require
+from halfstep.compat import library_names, require
 
 require("accelerate", "1.10")
 
@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType, convert_outputs_to_fp32
 from halfstep.casting.autocast_mode import autocast
 from halfstep.errors import UserError
 from halfstep.numerics import formats
+from halfstep.reporting.table import format_count
 from halfstep.scaling import ScaleRule
 from halfstep.session.factory import prepare
 
@@ -171,16 +172,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not models and not optimizers:
             return super().prepare(*args, **kwargs)
         if len(models) != 1 or len(optimizers) != 1 or self.session is not None:
+            counts = (models, "model"), (optimizers, "optimizer")
+            given = " and ".join(format_count(len(some), word) for some, word in counts)
             if self.session is not None:
-                given = "a second model or optimizer"
-            elif len(models) > 1 or len(optimizers) > 1:
-                given = "several models or optimizers"
-            elif models:
-                given = "a model without its optimizer"
-            else:
-                given = "an optimizer without its model"
+                given += " after a first pair"
             message = (
-                "accelerator.prepare() got " + given + ": give it one model and its "
+                f"accelerator.prepare() got {given}: give it one model and its "
                 "optimizer, in one call. Several of them have a halfstep.prepare() "
                 "each."
             )
@@ -358,10 +355,4 @@ def run_in_region(model: nn.Module, open_region: Any) -> None:  # noqa: ANN401
     model.forward = convert_outputs_to_fp32(in_region)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Return any other public name of Accelerate, so that one import line changes."""
-    return library_name(accelerate, __name__, name)
-
-
-def __dir__() -> list[str]:
-    return all_names(accelerate, globals())
+__getattr__, __dir__ = library_names(accelerate, globals())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from halfstep.compat import all_names, library_name, require
+from halfstep.compat import library_names, require
 
 require("transformers", "5.0")
 
@@ -89,10 +89,4 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on a session; see `TrainerMixin` for what it takes."""
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Return any other public name of transformers, so that one import line changes."""
-    return library_name(transformers, __name__, name)
-
-
-def __dir__() -> list[str]:
-    return all_names(transformers, globals())
+__getattr__, __dir__ = library_names(transformers, globals())
