@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import chain, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from torch.utils import _python_dispatch
 from halfstep._torch import optimizer_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from halfstep.casting.grad_accumulation import Fp32GradAccumulator
@@ -42,32 +43,21 @@ def _without_modes() -> AbstractContextManager[object]:
     return nullcontext()
 
 
+@dataclass(eq=False, slots=True)
 class _Entry:
     """One weight in one dtype."""
 
-    __slots__ = (
-        "address",
-        "context",
-        "data",
-        "differentiable",
-        "epoch",
-        "in_grad_mode",
-        "version",
-        "weight_ref",
-    )
-
-    def __init__(
-        self, weight: Tensor, data: Tensor, epoch: int, on_freed: Callable[[Any], None]
-    ) -> None:
-        self.context = 0
-        """Number of the context in which it was cast."""
-        self.in_grad_mode = True
-        self.weight_ref = weakref.ref(weight, on_freed)
-        self.data = data
-        """Without autograd history, which would keep the weight alive."""
-        self.differentiable: Tensor | None = None
-        """The same values with autograd history, while a context is open."""
-        self.update(weight, epoch)
+    weight_ref: weakref.ref[Tensor]
+    data: Tensor
+    """Without autograd history, which would keep the weight alive."""
+    differentiable: Tensor | None = None
+    """The same values with autograd history, while a context is open."""
+    version: int = _NO_VERSION
+    address: int = 0
+    epoch: int = 0
+    context: int = 0
+    """Number of the context in which it was cast."""
+    in_grad_mode: bool = True
 
     def update(self, weight: Tensor, epoch: int) -> None:
         """Store the weight's version, address and epoch."""
@@ -221,7 +211,6 @@ class CastCache:
             data = weight.detach()
             if cached is not None and cached.can_reuse_memory(weight, self._epoch):
                 cached.data.copy_(data)
-                cached.update(weight, self._epoch)
                 cached.differentiable = None
             else:
                 data = data.to(key[1])
@@ -229,9 +218,10 @@ class CastCache:
                 def forget(_: object) -> None:
                     self._entries.pop(key, None)
 
-                cached = _Entry(weight, data, self._epoch, forget)
+                cached = _Entry(weakref.ref(weight, forget), data)
                 if not data.is_inference():
                     self._entries[key] = cached
+            cached.update(weight, self._epoch)
         cached.context = self._num_contexts
         cached.in_grad_mode = torch.is_grad_enabled()
         self.bytes_cast += cached.data.nbytes

@@ -7,9 +7,9 @@ SGD, Adam and AdamW as plain numbers, the tensors of an update, their checks, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,30 +247,20 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
     if lr is None or group.get("differentiable"):
         return None
     if isinstance(optimizer, torch.optim.SGD):
-        return Sgd(
-            lr,
-            group["momentum"],
-            group["dampening"],
-            group["nesterov"],
-            group["weight_decay"],
-            group["maximize"],
-        )
+        return Sgd(lr, *_of_sgd(group))
     beta1, beta2 = group["betas"]
     if not (type(beta1) is type(beta2) is float):
         beta1, beta2 = as_number(beta1), as_number(beta2)
     if beta1 is None or beta2 is None:
         return None
     plain_adamw = isinstance(optimizer, torch.optim.AdamW)
-    return Adam(
-        lr,
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-        group.get("decoupled_weight_decay", plain_adamw),
-        group["amsgrad"],
-        group["maximize"],
-    )
+    decoupled = group.get("decoupled_weight_decay", plain_adamw)
+    eps, decay, amsgrad, maximize = _of_adam(group)
+    return Adam(lr, beta1, beta2, eps, decay, decoupled, amsgrad, maximize)
+
+
+_of_sgd = itemgetter("momentum", "dampening", "nesterov", "weight_decay", "maximize")
+_of_adam = itemgetter("eps", "weight_decay", "amsgrad", "maximize")
 
 
 def as_number(value: Any) -> float | None:  # noqa: ANN401
@@ -280,26 +270,20 @@ def as_number(value: Any) -> float | None:  # noqa: ANN401
     return float(value) if getattr(value, "is_cpu", False) else None
 
 
+@dataclass(slots=True)
 class FusedStep:
     """Updates an optimizer's parameters with a kernel, keeping torch's state keys.
 
     `master_params` and `param_index` are the live dicts of `MasterWeights`.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        optimizer: Optimizer,
-        encoding: MasterEncoding,
-        master_params: dict[Tensor, MasterParam],
-        param_index: dict[Tensor, int],
-    ) -> None:
-        self.kernel = kernel
-        self._optimizer = optimizer
-        self._encoding = encoding
-        self._master_params = master_params
-        self._param_index = param_index
-        self._items: dict[Tensor, ParamUpdate] = {}
+    kernel: Kernel
+    optimizer: Optimizer
+    encoding: MasterEncoding
+    master_params: dict[Tensor, MasterParam]
+    param_index: dict[Tensor, int]
+    items: dict[Tensor, ParamUpdate] = field(default_factory=dict)
+    """Parameter -> its last update, whose tensors are reused."""
 
     def update(
         self,
@@ -319,14 +303,14 @@ class FusedStep:
             rng: For stochastic rounding.
             found_inf: 1.0 if nothing must change, shape (); for kernels on a device.
         """
-        rule = rule_of(self._optimizer, group)
+        rule = rule_of(self.optimizer, group)
         assert rule is not None, "choose_kernel() has rejected it"  # noqa: S101
-        updates: dict[str, list[ParamUpdate]] = {self._encoding.name: [], PLAIN: []}
+        updates: dict[str, list[ParamUpdate]] = {self.encoding.name: [], PLAIN: []}
         keys = rule.state_keys
         for param in params:
             item = self._update_for(rule, keys, param)
             if item is not None:
-                name = self._encoding.name if param in self._master_params else PLAIN
+                name = self.encoding.name if param in self.master_params else PLAIN
                 updates[name].append(item)
         more = {"found_inf": found_inf} if self.kernel.on_device else {}
         one = 1.0 if found_inf is None else 1.0 - found_inf
@@ -354,15 +338,15 @@ class FusedStep:
         self, rule: Rule, keys: tuple[str, ...], param: Tensor
     ) -> ParamUpdate | None:
         """Return the kernel's arguments for a parameter; None without a gradient."""
-        master_param = self._master_params.get(param)
+        master_param = self.master_params.get(param)
         weight = param if master_param is None else master_param.weight
         gradient = weight.grad
         if gradient is None and master_param is not None:
             gradient = param.grad
         if gradient is None:
             return None
-        state = self._optimizer.state.setdefault(param, {}) if keys else {}
-        item = self._items.get(param)
+        state = self.optimizer.state.setdefault(param, {}) if keys else {}
+        item = self.items.get(param)
         residual = None if master_param is None else master_param.residual
         if (
             item is None  # or it refers to other tensors than the current ones
@@ -375,21 +359,21 @@ class FusedStep:
         ):
             dtype = torch.float32
             if master_param is not None:
-                dtype = self._encoding.state_dtype
+                dtype = self.encoding.state_dtype
                 master_param.match_layout()
                 residual = master_param.residual
             # Kernels on a device count steps there, like torch's fused optimizers.
             counter = weight.device if self.kernel.on_device else torch.device("cpu")
             first = _make_state(rule, state, weight, dtype, counter)
             flat = _flat(weight, weight)
-            item = self._items[param] = ParamUpdate(
+            item = self.items[param] = ParamUpdate(
                 flat,
                 flat,
                 None if residual is None else _flat(residual, weight),
                 tuple(_flat(state[key], weight) for key in keys),
                 state.get("step"),
                 first,
-                self._param_index[param],
+                self.param_index[param],
             )
         if not (weight.is_contiguous() and gradient.is_contiguous()):
             if gradient.stride() != weight.stride():

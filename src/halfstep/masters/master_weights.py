@@ -118,6 +118,10 @@ class MasterWeights:
         """(16-bit parameter, fp32 master), in the order they were added."""
         return [(param.weight, param.master) for param in self.master_params.values()]
 
+    def by_weight_id(self) -> dict[int, MasterParam]:
+        """Return id of a 16-bit parameter -> its `MasterParam`."""
+        return {id(param.weight): param for param in self.master_params.values()}
+
     @torch.no_grad()
     def add_new_params(
         self, originals: dict[nn.Parameter, Tensor] | None = None

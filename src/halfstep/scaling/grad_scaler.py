@@ -11,7 +11,12 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep._torch import fused_optimizers
-from halfstep._torch.optimizer_params import first_gradient, gradients_of, name_of
+from halfstep._torch.optimizer_params import (
+    coalesce,
+    first_gradient,
+    gradients_of,
+    name_of,
+)
 from halfstep.scaling import found_inf_reduction, misuse, optimizer_step, unscale
 from halfstep.scaling.call_order import CallOrderWatch
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
@@ -264,7 +269,10 @@ class GradScaler(TorchGradScaler):
         gradients = gradients_of(optimizer)
         dtypes = unscale.dtypes_of(gradients)
         if torch.float16 in dtypes:
-            gradients = misuse.fp16_checked_gradients(optimizer, allow_fp16)
+            if not allow_fp16:
+                raise misuse.fp16_gradients(optimizer)
+            coalesce(optimizer)
+            gradients = gradients_of(optimizer)
         main = self._loss_scalers.get_or_create("", inv_scale.device)
         recheck = main.monitor.may_be_below_one(main.rule)
         checked = gradients
@@ -419,7 +427,11 @@ class GradScaler(TorchGradScaler):
             is_int = isinstance(new_scale, int)
             super().update(float(new_scale) if is_int else new_scale)
         elif not flags:
-            raise misuse.no_checks(optimizers_of(self._stepped_grads))
+            stepped = optimizers_of(self._stepped_grads)
+            reasons = map(misuse.why_no_gradients, stepped)
+            reason = " ".join(reasons) or "Call step(optimizer) before update()."
+            message = f"No inf checks were recorded prior to update. {reason}"
+            raise AssertionError(message)
         self._last_grads, self._stepped_grads = self._stepped_grads, []
         if flags:
             self._steps += 1
@@ -502,7 +514,12 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._group is not None:
-            raise misuse.pickled_group()
+            message = (
+                "a GradScaler with a process_group cannot be pickled, because the "
+                "group cannot; save scaler.state_dict(), and load it into one that is "
+                "given the group."
+            )
+            raise TypeError(message)
         loss_scalers = LossScalers(self._loss_scalers.rule)
         loss_scalers.load_state_dict(self._loss_scalers.state_dict())
         return state | {

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.amp.grad_scaler import OptState
 
-from halfstep._torch.optimizer_params import coalesce, gradients_of, named_parameters
+from halfstep._torch.optimizer_params import named_parameters
 from halfstep.errors import UserError
 from halfstep.scaling.step_report import first_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
     from torch.optim import Optimizer
 
 _PACKAGE_DIR = f"{Path(__file__).parent}{os.sep}"
@@ -67,15 +64,6 @@ def no_gradients(optimizer: Optimizer) -> AssertionError:
     )
 
 
-def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
-    """Return the error for an `update` without checked gradients."""
-    reason = "Call step(optimizer) before update()."
-    if stepped:
-        reason = " ".join(why_no_gradients(optimizer) for optimizer in stepped)
-    message = f"No inf checks were recorded prior to update. {reason}"
-    return AssertionError(message)
-
-
 def why_no_gradients(optimizer: Optimizer) -> str:
     """Return which parameters have no gradients, and the likely cause."""
     named_params = list(named_parameters(optimizer))
@@ -107,69 +95,6 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
         "is stored in float16: "
         "keep weights in float32 and use autocast (level O1), or let "
         "halfstep.prepare(model, optimizer, 'O2') keep float32 master weights."
-    )
-
-
-def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
-    """Return the gradients to check, coalesced, with fp16 among them.
-
-    Raises:
-        ValueError: If fp16 is not allowed.
-    """
-    if not allowed:
-        raise fp16_gradients(optimizer)
-    coalesce(optimizer)
-    return gradients_of(optimizer)
-
-
-def named_loss_with_drop(name: str) -> UserError:
-    """Return the error for a named loss with "drop_microbatch"."""
-    return UserError(
-        f"the loss {name!r} has a scale of its own, but 'drop_microbatch' "
-        "counts micro-batches of one loss; use one of the two."
-    )
-
-
-def mixed_scales() -> RuntimeError:
-    """Return the error for summing gradients at two scales."""
-    return RuntimeError(
-        "scaler.scale() was given a loss that reaches parameters whose gradients "
-        "scaler.backward() has unscaled already; use scaler.backward() for it too."
-    )
-
-
-def pickled_group() -> TypeError:
-    """Return the error for pickling a scaler with a process group."""
-    return TypeError(
-        "a GradScaler with a process_group cannot be pickled, because the group "
-        "cannot; save scaler.state_dict(), and load it into one that is given the "
-        "group."
-    )
-
-
-def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Raise if `backward` would add to gradients of unknown scale.
-
-    Raises:
-        RuntimeError: If a parameter has a gradient.
-    """
-    for optimizer in optimizers:
-        for name, param in named_parameters(optimizer):
-            if param.grad is not None:
-                message = (
-                    f"scaler.backward() found a gradient in {name} that it did not "
-                    "make: call optimizer.zero_grad() first, and use "
-                    "scaler.backward() for every loss."
-                )
-                raise RuntimeError(message)
-
-
-def retries_under_ddp() -> UserError:
-    """Session: retries with a model in DDP."""
-    return UserError(
-        "halfstep.Retry runs a backward pass again, whose gradients DDP would not "
-        "average: it does so once for each forward pass. Set on_overflow='skip' or "
-        "'drop_microbatch'."
     )
 
 

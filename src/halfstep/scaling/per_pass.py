@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._torch.async_read import to_device_async
-from halfstep._torch.optimizer_params import gradients_of
+from halfstep._torch.optimizer_params import gradients_of, named_parameters
 from halfstep.errors import UserError, require, require_int
 from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.local_tensor import local_values
@@ -227,9 +227,18 @@ class BackwardPasses:
                 for a named loss with "drop_microbatch".
         """
         if is_ddp and self.keeps_graphs:
-            raise misuse.retries_under_ddp()
+            message = (
+                "halfstep.Retry runs a backward pass again, whose gradients DDP would "
+                "not average: it does so once for each forward pass. Set "
+                "on_overflow='skip' or 'drop_microbatch'."
+            )
+            raise UserError(message)
         if name and self.on_overflow.drops:
-            raise misuse.named_loss_with_drop(name)
+            message = (
+                f"the loss {name!r} has a scale of its own, but 'drop_microbatch' "
+                "counts micro-batches of one loss; use one of the two."
+            )
+            raise UserError(message)
 
     def run(
         self,
@@ -344,8 +353,14 @@ class BackwardPasses:
             "unscaled_gradients", UnscaledGradients(drop=self.on_overflow.drops)
         )
         sums.sync_user_edits()
-        if not sums.num_passes:
-            misuse.check_no_gradients([optimizer])
+        for name, param in named_parameters(optimizer) if not sums.num_passes else ():
+            if param.grad is not None:
+                message = (
+                    f"scaler.backward() found a gradient in {name} that it did not "
+                    "make: call optimizer.zero_grad() first, and use "
+                    "scaler.backward() for every loss."
+                )
+                raise RuntimeError(message)
         return sums
 
     def check_not_mixed(self, loss: Tensor) -> None:
@@ -357,7 +372,12 @@ class BackwardPasses:
         unscaled_params = {param for sums in self._active for param in sums.parameters}
         for node in nodes_of(loss.grad_fn) if unscaled_params else ():
             if getattr(node, "variable", None) in unscaled_params:
-                raise misuse.mixed_scales()
+                message = (
+                    "scaler.scale() was given a loss that reaches parameters whose "
+                    "gradients scaler.backward() has unscaled already; use "
+                    "scaler.backward() for it too."
+                )
+                raise RuntimeError(message)
 
     def sums_in_fp32(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (parameter, copy of its gradient in fp32 or wider)."""

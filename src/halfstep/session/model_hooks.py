@@ -80,11 +80,7 @@ class LowStateDictHook:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inactive, (self._dtype,)
-
-
-def _inactive(dtype: str) -> LowStateDictHook:
-    return LowStateDictHook(dtype, active=False)
+        return functools.partial(LowStateDictHook, active=False), (self._dtype,)
 
 
 def _is_low_copy(value: object) -> bool:

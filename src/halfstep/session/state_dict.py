@@ -47,16 +47,13 @@ def weights(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
     are one tensor.
     """
     masters.sync_external_writes()
-    master_of = {
-        id(master_param.weight): master_param.master
-        for master_param in masters.master_params.values()
-    }
+    by_weight = masters.by_weight_id()
     fp32_tensors: dict[str, Tensor] = {}
     converted: dict[int, Tensor] = {}
     for name, tensor in stored_tensors(model).items():
         if id(tensor) not in converted:
-            master = master_of.get(id(tensor))
-            value = tensor.detach() if master is None else masters.fp32_value(master)
+            slot = by_weight.get(id(tensor))
+            value = tensor.detach() if slot is None else masters.fp32_value(slot.master)
             converted[id(tensor)] = value.float() if is_low(value.dtype) else value
         fp32_tensors[name] = converted[id(tensor)]
     return fp32_tensors | {n: e for n, e in _extra(model).items() if torch.is_tensor(e)}
@@ -99,11 +96,7 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
     """Return weights, optimizer state, and the rounding state for bit-exact resume."""
     masters.add_new_params()
     masters.sync_external_writes()
-    by_weight = {
-        id(master_param.weight): master_param
-        for master_param in masters.master_params.values()
-    }
-    low = {}
+    by_weight, low = masters.by_weight_id(), {}
     if masters.encoding.residual == torch.bfloat16:
         # The fp32 sum does not determine weight and compensation term: save weights.
         low = {
@@ -323,10 +316,7 @@ def load(
     _keep_dtypes(optimizer, masters.optimizer, same=same)
     masters.set_rng(saved["seed"], saved["step"])
     low = saved["low"] if saved["form"] == masters.encoding.name else {}
-    master_params = {
-        id(master_param.weight): master_param
-        for master_param in masters.master_params.values()
-    }
+    master_params = masters.by_weight_id()
     for name, tensor in stored_tensors(model).items():
         fp32_value, slot = state["weights"][name], master_params.get(id(tensor))
         if slot is None:
