@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import random
 import shlex
 import shutil
 import subprocess
@@ -16,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from small_training import one_thread, small_and_measured, write_letters
 
 import halfstep
 from halfstep import LossScaleCollapse, cli
 from halfstep.bench import commands
 from halfstep.machine import hardware
 from halfstep.machine.gemm import GemmRates
-from halfstep.train import model
 from halfstep.train import run as room
 
 if TYPE_CHECKING:
@@ -35,39 +33,16 @@ EVERY = [
     *([each] for each in COMMANDS),
     *(["bench", each] for each in BENCHES),
 ]
-RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 RUN = ("--epochs", "1", "--level", "O0", "--out", "run")
 INTERRUPTED = "interrupted; `train --resume` continues from the last checkpoint, if any"
-NOT_UTF8 = "not UTF-8: byte 0xff at offset 2; save it as UTF-8."
-SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-
-
-def letters(place: Path) -> None:
-    """Write texts of two alphabets, one a class."""
-    draw = random.Random(0)  # noqa: S311 -- texts are no secret
-    rows = [
-        ["".join(draw.choices(("abcx", "defx")[n % 2], k=draw.randint(2, 9))), n % 2]
-        for n in range(40)
-    ]
-    place.write_text(json.dumps(rows), encoding="utf-8")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_and_measured() -> Iterator[None]:
-    """Add a size that trains in a moment; plant rates that warn of nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "mini", SHAPE | {"intermediate_size": 64})
-        patch.setattr(hardware, "gemm_rates", lambda *_, **__: dict(RATES))
+    """Add a size that trains in a moment; reach no network, and be no rank."""
+    with pytest.MonkeyPatch.context() as patch, one_thread():
+        small_and_measured(patch)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.delenv("RANK", raising=False)
         yield
@@ -77,7 +52,7 @@ def _small_and_measured() -> Iterator[None]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder that holds nothing but `letters.json`."""
     monkeypatch.chdir(tmp_path)
-    letters(tmp_path / "letters.json")
+    write_letters(tmp_path, 40)
     return tmp_path
 
 
@@ -85,7 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder in which `run` is a finished run on `letters.json`."""
     place = tmp_path_factory.mktemp("finished")
-    letters(place / "letters.json")
+    write_letters(place, 40)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         assert cli.run([*TRAIN, *RUN]) == 0
@@ -115,24 +90,6 @@ def complaint(err: str) -> str:
     assert "\n" not in line
     assert "Traceback" not in line
     return line
-
-
-def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    """Let standard input hold these bytes."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
-
-
-@pytest.mark.parametrize("words", EVERY, ids=" ".join)
-def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: every command explains itself, in lines that fit a terminal."""
-    assert leave(*words, "--help") == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.startswith(f"usage: {' '.join(['halfstep', *words])}")
-    assert max(map(len, out.splitlines())) <= 88
-    assert out.count("\n") > 4
-    for command in COMMANDS if not words else ():
-        assert f"\n    {command} " in out
 
 
 def test_examples_are_commands() -> None:
@@ -167,7 +124,8 @@ def test_env(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: rates and advice are printed, and are in the data as numbers."""
-    measured = GemmRates(RATES, dict.fromkeys(RATES, 0.0), 0.0)
+    rates = hardware.gemm_rates("cpu")
+    measured = GemmRates(rates, dict.fromkeys(rates, 0.0), 0.0)
     monkeypatch.setattr(hardware, "measured_rates", lambda *_, **__: measured)
     assert leave("env", "--json", "env.json") == 0
     out, err = capsys.readouterr()
@@ -337,51 +295,6 @@ def test_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["label"] for each in found] == [row.split()[0] for row in rows]
 
 
-@pytest.mark.usefixtures("beside")
-def test_predict_from_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: - reads a text a line, without blank lines and byte-order mark."""
-    give(monkeypatch, b"\xef\xbb\xbfabc\r\n\n  \nde f")
-    assert leave("predict", "run", "-") == 0
-    rows = capsys.readouterr().out.splitlines()[3:]
-    assert [row.split(maxsplit=3)[-1] for row in rows] == ["abc", "de f"]
-
-
-@pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize(
-    ("data", "line"),
-    [
-        (b"a\n\xff\n", f"standard input line 2 is {NOT_UTF8}"),
-        (b"\n \n", "standard input holds no text; give one a line."),
-        (b"", "standard input holds no text; give one a line."),
-    ],
-)
-def test_bad_standard_input(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    data: bytes,
-    line: str,
-) -> None:
-    """Law: what cannot be read from standard input is refused."""
-    give(monkeypatch, data)
-    assert leave("predict", "run", "-") == 2
-    out, err = capsys.readouterr()
-    assert (out, complaint(err)) == ("", line)
-
-
-def test_predict_refusals(beside: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: nothing but blank texts and an unfinished run are refused."""
-    assert leave("predict", "run", " ") == 2
-    line = "text 1 is blank; give at least one character."
-    assert complaint(capsys.readouterr().err) == line
-    shutil.rmtree(beside / "model")
-    assert leave("predict", "run", "abc") == 2
-    assert complaint(capsys.readouterr().err) == (
-        "run is not finished: there is no run/model; train with --resume --out run."
-    )
-
-
 def start(here: Path, *words: str, data: str = "", **more: str) -> tuple[int, str, str]:
     """Start the program itself; return its status and what it wrote."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
@@ -431,36 +344,26 @@ def test_json_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("2 texts, ")
 
 
-@pytest.mark.usefixtures("beside")
-def test_one_text_of_several_is_blank(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: blank texts are named and left out, the others labelled."""
-    assert leave("predict", "run", "abc", "", "def", " ") == 0
-    *table, note = capsys.readouterr().out.splitlines()
-    assert [row.split()[-1] for row in table[3:]] == ["abc", "def"]
-    assert note == "texts 2, 4 are blank, and left out."
-    assert leave("predict", "run", "abc", "", "--json", "-") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["text"] == "abc"
-    count, note = err.splitlines()
-    assert count.startswith("1 text, ")
-    assert note == "text 2 is blank, and left out."
-
-
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
 def test_help_on_60_columns(
     words: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Law: help fits a narrow terminal, and loses no word there."""
+    """Law: each command explains itself; a narrow terminal loses no word of it."""
     told = []
     for columns in (60, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert leave(*words, "--help") == 0
-        out = capsys.readouterr().out
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert out.startswith(f"usage: {' '.join(['halfstep', *words])}")
         assert max(map(len, out.splitlines())) <= columns
         told.append(sorted(out.split()))
+        for command in COMMANDS if not words else ():
+            assert f"\n    {command} " in out
     assert told[0] == told[1]
+    assert len(told[0]) > 30
 
 
 @pytest.mark.usefixtures("beside")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+from data_files import tree
+from small_training import small_and_measured, write_letters
 
 from halfstep import cli
-from halfstep.machine import hardware
-from halfstep.train import model
-from halfstep.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 COMMANDS = (
@@ -33,54 +29,26 @@ WORDS = 35  # words of our own in a message, at most
 LIBRARY = 20  # words of transformers, at most
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder that holds nothing but `letters.json`, on a fast machine."""
     monkeypatch.chdir(tmp_path)
-    rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
-    (tmp_path / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    monkeypatch.setitem(model.SIZES, "mini", shape | {"intermediate_size": 64})
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
+    write_letters(tmp_path, 40)
+    small_and_measured(monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
-
-
-@pytest.fixture
-def begun(here: Path) -> Path:
-    """Put a run into the folder that has its settings and no more; return it."""
-    run = here / "run"
-    run.mkdir()
-    settings = TrainConfig(data="letters.json", model="mini").data_dict()
-    (run / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return run
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    """Return the names of all files below a folder but locks, and their bytes."""
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 @pytest.fixture
 def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return what runs a command that is refused, and returns the line it leaves."""
 
+    def files() -> dict[str, bytes]:
+        found = tree(here).items()
+        return {k: v for k, v in found if v is not None and not k.endswith(".lock")}
+
     def run(*words: str) -> str:
-        before = tree(here)
+        before = files()
         try:
             status = cli.run(words)
         except SystemExit as left:
@@ -88,7 +56,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         assert status == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert tree(here) == before
+        assert files() == before
         start = "halfstep: error: "
         assert err.startswith(start)
         line = err.removeprefix(start)
@@ -243,72 +211,3 @@ def test_refusals(name: str, refused: Any) -> None:
     """Law: what cannot be used is refused in one line, and nothing is written."""
     words, start = REFUSALS[name]
     assert refused(*words).startswith(start)
-
-
-DATA = {
-    "empty.json": (b"", "empty.json line 1 column 1: broken JSON: Expecting ["),
-    "none.json": (b"[]", 'none.json holds no rows; each entry is ["text", label] or'),
-    "one.csv": (b"a,x\nb,x\nc,x\n", "one.csv: train holds only one class 'x'; a clas"),
-    "latin.csv": (
-        b"caf\xe9,x\nb,y\n",
-        "latin.csv line 1 is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8.",
-    ),
-    "notes.txt": (b"a b", "notes.txt: .txt is for --task ner; save it as .tsv (a "),
-}
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_bad_data(name: str, refused: Any, here: Path) -> None:
-    """Law: data that cannot be learned from is refused by file and line."""
-    content, start = DATA[name]
-    (here / name).write_bytes(content)
-    assert refused("train", "--data", name).startswith(start)
-
-
-def test_label_without_a_name(refused: Any, here: Path) -> None:
-    """Law: a label beyond --labels is refused by its line and the range."""
-    (here / "three.csv").write_text("a,0\nb,1\nc,2\n")
-    assert refused("train", "--data", "three.csv", "--labels", "no,yes") == (
-        "three.csv line 3: labels out of range: 2 is not in 0 to 1; give more label "
-        "names."
-    )
-
-
-def test_no_cuda(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: --device cuda without CUDA is refused."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert refused(*TRAIN, "--device", "cuda") == (
-        "--device cuda: torch sees no CUDA device here; use --device cpu."
-    )
-
-
-@pytest.mark.usefixtures("begun")
-def test_an_existing_run(refused: Any) -> None:
-    """Law: a run is neither written over nor gone on with unasked."""
-    assert refused(*TRAIN, "--out", "run") == (
-        "run already holds a run (config.json); add --resume to go on with it, "
-        "--overwrite to replace it, or choose another --out."
-    )
-
-
-@pytest.mark.usefixtures("begun")
-def test_contradiction_on_resuming(refused: Any) -> None:
-    """Law: a setting may not change in mid-run; both values are named."""
-    assert refused("train", "--resume", "--out", "run", "--batch-size", "8") == (
-        "--batch-size 8 differs from this run's 32; resume without it, or start anew "
-        "with another --out."
-    )
-
-
-def test_damaged_settings(refused: Any, begun: Path) -> None:
-    """Law: settings altered by hand are refused, not raised as they are."""
-    config = begun / "config.json"
-    saved = json.loads(config.read_text())
-    config.write_text(json.dumps(saved | {"epochs": "many"}))
-    assert refused("train", "--resume", "--out", "run") == (
-        "config.json: epochs is 'many'; it must be a whole number."
-    )
-    config.write_text("{")
-    assert refused("train", "--resume", "--out", "run") == (
-        "run/config.json is damaged: it holds no settings."
-    )
