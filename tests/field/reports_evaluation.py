@@ -63,3 +63,31 @@ def validation_casts_weights(amp: Amp, *, cured: bool) -> Program:
 
     more = {"after_step": validate}
     return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **more)
+
+
+@report(
+    "huggingface/diffusers#13510",
+    symptom="With validation after each step, small updates are lost.",
+    cause="Weights are cast to float16 and back: bits of float32 are gone.",
+    says=r"weights .*(rounded|cast) to (float16|fp16)",
+    truth="(?i)rounded|precision|bits",
+    cure="Cast a copy: `copy.deepcopy(model).half()`; or validate under autocast.",
+)
+def weights_to_half_and_back(amp: Amp, *, cured: bool) -> Program:
+    """Validate in half precision, and cast the weights back."""
+    model, optimizer, scaler = linear(amp, lr=1e-6)
+    x, before = batch(), model.weight.detach().clone()
+    before = before if cured else before.half().float()
+
+    def validate() -> None:
+        with torch.no_grad(), amp.autocast():
+            if not cured:
+                model.half()
+            model(x)
+            model.float()
+
+    def is_sick() -> bool:
+        return torch.equal(model.weight, before)
+
+    more = {"after_step": validate, "is_sick": is_sick}
+    return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **more)

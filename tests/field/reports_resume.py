@@ -165,21 +165,12 @@ def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "TheLastBen/fast-stable-diffusion#576 open-mmlab/mmsegmentation#283 "
-    "ultralytics/ultralytics#21283 huggingface/diffusers#13510",
-    symptom=(
-        "After resuming, the loss differs in the third digit. With validation "
-        "after each step, small updates are lost."
-    ),
-    cause=(
-        "Weights were cast to float16, to save them or for validation, and the "
-        "bits of float32 are lost."
-    ),
+    "ultralytics/ultralytics#21283",
+    symptom="After resuming, the loss differs in the third digit.",
+    cause="Weights were saved in float16, and the bits of float32 are lost.",
     says=r"weights .*(rounded|saved).* (float16|fp16)",
     truth="(?i)rounded|precision|bits",
-    cure=(
-        "Save in float32; halve a copy, `copy.deepcopy(model).half()`, or "
-        "validate under autocast."
-    ),
+    cure="Save `model.state_dict()` in float32; halve a copy for inference only.",
     steps=1,
 )
 def weights_saved_in_half(amp: Amp, *, cured: bool) -> Program:
