@@ -7,7 +7,6 @@ read as a `Split`; and a tokenizer that notes what it is asked.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,8 +78,7 @@ def letters_tokenizer(letters: str, longest: int) -> Any:
 
     [PAD] is 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4; the letters, sorted, go from 5.
     """
-    seen = Counter(dict.fromkeys(letters, 2))
-    return model.character_tokenizer(lambda _: seen, longest)
+    return model.character_tokenizer([letters] * 2, longest)
 
 
 def counting(tokenizer: Any) -> tuple[Any, list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import unicodedata
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from halfstep.train.data import tokenized as encoding
 from halfstep.train.data.tokenized import EncodedTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 PAD, UNKNOWN, START, END, MASK = range(5)
@@ -60,31 +59,16 @@ def bert(tmp_path: Path) -> Path:
     return folder
 
 
-def counting(texts: Sequence[str]) -> Callable[..., Counter[str]]:
-    """Return what counts the characters of texts, each cleaned first."""
-    return lambda clean: Counter("".join(map(clean, texts)))
-
-
-def never(clean: object) -> Counter[str]:
-    """Fail: a model from elsewhere has its own vocabulary."""
-    raise AssertionError(clean)
-
-
-def character_tokenizer(texts: Sequence[str], longest: int) -> Any:
-    """Return a tokenizer of the characters of some texts."""
-    return model.character_tokenizer(counting(texts), longest)
-
-
 def scratch(name: str, texts: Sequence[str], **words: Any) -> model.Network:
     """Return a model from scratch, or a refusal, for two classes."""
     given = {"head": HEAD, "max_length": 8, "dropout": None} | words
-    return model.build(name, counting(texts), LABELS, **given)
+    return model.build(name, texts, LABELS, **given)
 
 
 def fetched(name: str | Path, **words: Any) -> model.Network:
     """Return a model from a folder, for two classes."""
     given = {"head": HEAD, "max_length": 128, "dropout": None} | words
-    return model.build(str(name), never, LABELS, **given)
+    return model.build(str(name), [], LABELS, **given)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -131,7 +115,7 @@ def refusal(name: str | Path) -> str:
 
 def test_a_character_is_a_token() -> None:
     """Law: ids count from the special tokens on, in the order of the characters."""
-    tokenizer = character_tokenizer(["bca", "abc"], 16)
+    tokenizer = model.character_tokenizer(["bca", "abc"], 16)
     a, b, c = 5, 6, 7
     assert encode(tokenizer, ["cab", "b"]) == [[START, c, a, b, END], [START, b, END]]
     assert encode(tokenizer, []) == []
@@ -153,24 +137,27 @@ def test_a_character_is_a_token() -> None:
 )
 def test_normal_form(written: str, plain: str) -> None:
     """Law: compatibility forms, case and white space make no difference."""
-    tokenizer = character_tokenizer([plain, plain], 16)
+    tokenizer = model.character_tokenizer([plain, plain], 16)
     ids = [START, *(tokenizer.convert_tokens_to_ids(list(plain))), END]
     assert UNKNOWN not in ids
     assert encode(tokenizer, [written, plain]) == [ids, ids]
     # In the texts that make the vocabulary, too.
-    assert character_tokenizer([written] * 2, 16).get_vocab() == tokenizer.get_vocab()
+    assert (
+        model.character_tokenizer([written] * 2, 16).get_vocab()
+        == tokenizer.get_vocab()
+    )
 
 
 def test_unknown_characters() -> None:
     """Law: a character seen once or never is unknown, one seen twice is not."""
-    tokenizer = character_tokenizer(["aab", "c", "c"], 16)
+    tokenizer = model.character_tokenizer(["aab", "c", "c"], 16)
     assert encode(tokenizer, ["abcd"]) == [[START, 5, UNKNOWN, 6, UNKNOWN, END]]
 
 
 @given(st.text("aAbΣİＡ①ﬁ½\xa8 \t\u3000\n\u2028天。", max_size=20))
 def test_as_many_tokens_as_characters(written: str) -> None:
     """Law: a text has a token for each character of its normal form, all known."""
-    ids = encode(character_tokenizer([written, written], 99), [written])[0]
+    ids = encode(model.character_tokenizer([written, written], 99), [written])[0]
     assert UNKNOWN not in ids
     normal = unicodedata.normalize("NFKC", written).lower()
     assert len(ids) - 2 == len("".join(normal.split()))

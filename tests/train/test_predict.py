@@ -88,7 +88,7 @@ def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
     tokenizer = letters_tokenizer("abc", 8)
     network = model.build(
         "mini",
-        lambda _: dict.fromkeys("abc", 2),  # type: ignore[arg-type]
+        ["abc"] * 2,
         ("O", "B-PER", "I-PER"),
         head="TokenClassification",
         max_length=8,
@@ -210,20 +210,6 @@ def test_an_unfinished_run(copy: Path) -> None:
     assert refusal(copy) == (
         f"{copy} is not finished: there is no {copy / 'model'}; train with --resume "
         f"--out {copy}."
-    )
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_damaged_model(copy: Path, name: str) -> None:
-    """Law: a flipped bit is found, whichever file holds it."""
-    damaged = copy / "model" / name
-    content = damaged.read_bytes()
-    middle = len(content) // 2
-    flipped = bytes([content[middle] ^ 1])
-    damaged.write_bytes(content[:middle] + flipped + content[middle + 1 :])
-    assert refusal(copy) == (
-        f"model file {damaged} is damaged: its SHA-256 is not the one in "
-        "manifest.json. Write it again with halfstep train --resume."
     )
 
 

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import struct
-import sys
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from small_training import write_letters
 
-from halfstep.errors import UserError
-from halfstep.train.loop import Trainer
-from halfstep.train.output import tensorboard
 from halfstep.train.output.tensorboard import TensorBoardWriter
-from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,56 +70,17 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert read(tmp_path) == {"train/lr": [(1, 0.5)], "train/loss": [(2, 0.25)]}
 
 
-def test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: without the library a run does not begin, and how to get it is told."""
-    tensorboard.check_installed()
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None if name else sys)
-    with pytest.raises(UserError) as caught:
-        tensorboard.check_installed()
-    assert str(caught.value) == (
-        "--tensorboard needs the package tensorboard: install with pip install "
-        "'halfstep[tensorboard]', or in a checkout pip install -e '.[tensorboard]'; or "
-        "leave it out."
-    )
-
-
-@pytest.mark.usefixtures("small_runs")
-def test_a_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: TensorBoard shows the numbers of the run's records, each step once."""
-    settings = {
-        "data": str(write_letters(tmp_path)),
-        "model": "mini",
-        "level": "O2",
-        "dtype": "bf16",
-        "epochs": 2,
-        "batch_size": 16,
-        "eval_every": 4,
-        "out": str(tmp_path / "run"),
-        "tensorboard": True,
+def test_a_run_that_is_resumed(tmp_path: Path) -> None:
+    """Law: TensorBoard shows no step twice: those after the checkpoint are anew."""
+    for last, numbers in ((0, (1, 2, 3)), (2, (3, 4))):
+        events = TensorBoardWriter(tmp_path / str(last), last)
+        for number in numbers:
+            events.write({"step": number, "loss": float(number + last)})
+        events.close()
+        for file in (tmp_path / str(last)).iterdir():
+            # Files are read in the order of the names, which begin with the second.
+            file.rename(tmp_path / f"events.out.tfevents.{1000 + last}.{file.name}")
+        (tmp_path / str(last)).rmdir()
+    assert read(tmp_path) == {
+        "train/loss": [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0)],
     }
-    train_step = Trainer.train_step
-
-    def broken(self: Trainer, *rest: Any) -> dict[str, Any]:
-        if self.state.step == 6:
-            raise KeyboardInterrupt
-        return train_step(self, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", broken)
-        with pytest.raises(KeyboardInterrupt):
-            run(settings)
-    time.sleep(1.0)  # files are read in the order of the seconds in their names
-    # Steps 5 and 6 were written by the first run, and are taken again.
-    records = run({"out": settings["out"]}, resume=True).folder.records()
-    shown = read(tmp_path / "run" / "tensorboard")
-    steps = [record for record in records if "event" not in record]
-    assert len(steps) == 12
-    for name in ("loss", "lr", "grad_norm"):
-        told = [(record["step"], single(record[name])) for record in steps]
-        assert shown[f"train/{name}"] == told, name
-    told = [
-        (record["step"], single(record["dev_accuracy"]))
-        for record in records
-        if record.get("event") == "eval"
-    ]
-    assert shown["dev/accuracy"] == told

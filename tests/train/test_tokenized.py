@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from halfstep.train.data import tokenized
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.tokenized import (
     EncodedTexts,
-    character_counts,
     encode_split,
     tokenize,
 )
@@ -268,10 +266,3 @@ def test_offsets_need_a_fast_tokenizer() -> None:
         "Told gives no character offsets, which ner needs; use a model with a fast "
         "tokenizer (tokenizer.json)."
     )
-
-
-def test_characters_are_counted(tmp_path: Path) -> None:
-    """Law: those of the chosen rows, cleaned, a line break between two texts."""
-    rows = [("Ab b", "x"), ("bA", "y"), ("zz", "x")]
-    split = classified(tmp_path / "a.jsonl", rows, "xy", chosen=[0, 1])
-    assert character_counts(split, str.lower) == Counter("ab b\nba")

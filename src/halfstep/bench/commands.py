@@ -172,11 +172,11 @@ class Row:
     module: str
     """File in this package; its `BENCHES` has the `Bench`."""
     summary: str
-    packages: Mapping[str, str] | None = None
-    """Distribution -> module that it needs besides torch."""
+    extras: str = ""
+    """The extras of halfstep that it needs, as pip takes them."""
 
 
-_TRANSFORMERS = {"transformers": "transformers"}
+_TRANSFORMERS = dependencies.TO_PREDICT
 _TRAIN = dependencies.TO_TRAIN
 BENCHES = {
     "recipe": Row(
@@ -217,8 +217,8 @@ def load(name: str) -> Bench:
         UserError: If a package that it needs is not installed.
     """
     row = BENCHES[name]
-    if row.packages:
-        dependencies.check(f"halfstep bench {name}", row.packages)
+    if row.extras:
+        dependencies.check(f"halfstep bench {name}", row.extras)
     module = import_module(f"halfstep.bench.{row.module}")
     bench: Bench = module.BENCHES[name]
     return bench

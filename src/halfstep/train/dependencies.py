@@ -1,39 +1,33 @@
-"""Checks that the packages for training or prediction are installed."""
+"""Checks that the packages of a command or a flag are installed."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-TO_PREDICT = {
-    "numpy": "numpy",
-    "safetensors": "safetensors",
-    "transformers": "transformers",
+TO_PREDICT, TO_TRAIN, TENSORBOARD = "train", "train,report", "tensorboard"
+"""Extras of halfstep, as pip takes them."""
+_PREDICT = ("numpy", "safetensors", "transformers")
+_PACKAGES = {
+    TO_PREDICT: _PREDICT,
+    TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "scikit-learn", "tomli-w"),
+    TENSORBOARD: ("tensorboard",),
 }
-"""Distribution name -> module name."""
-TO_TRAIN = TO_PREDICT | {
-    "jinja2": "jinja2",
-    "matplotlib": "matplotlib",
-    "scikit-learn": "sklearn",
-    "tomli-w": "tomli_w",
-}
+_MODULES = {"scikit-learn": "sklearn", "tomli-w": "tomli_w"}
+"""Distribution -> module, where the names differ."""
 
 
-def check(what: str, packages: Mapping[str, str]) -> None:
+def check(what: str, extras: str) -> None:
     """Raise UserError if a package is missing, before a command starts to work.
 
     Args:
-        what: The command, for the message.
-        packages: `TO_TRAIN` or `TO_PREDICT`.
+        what: The command or the flag, for the message.
+        extras: `TO_TRAIN`, `TO_PREDICT` or `TENSORBOARD`.
     """
-    missing = [name for name, module in packages.items() if find_spec(module) is None]
+    packages = _PACKAGES[extras]
+    missing = [name for name in packages if not find_spec(_MODULES.get(name, name))]
     if missing:
-        extras = "train,report" if packages is TO_TRAIN else "train"
         message = (
             f"{what} needs {', '.join(missing)}: install with pip install "
             f"'halfstep[{extras}]', or in a checkout pip install -e '.[{extras}]'."

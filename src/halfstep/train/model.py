@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,9 @@ import torch
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
-
-    CharacterCounter = Callable[[Callable[[str], str]], Counter[str]]
-    """Counts the characters of the training texts after applying a function to each."""
 
 DROPOUT = 0.1
 """Dropout probability of a model from scratch, as in BERT."""
@@ -66,7 +63,7 @@ class Network:
 
 def build(
     name: str,
-    count: CharacterCounter,
+    texts: Iterable[str],
     outputs: Sequence[str],
     *,
     head: str,
@@ -77,8 +74,8 @@ def build(
 
     Args:
         name: "tiny", "small", or an argument of transformers' `from_pretrained`.
-        count: Counts the characters of the training texts, which become the
-            vocabulary of a network from scratch; otherwise not called.
+        texts: The training texts, whose characters become the vocabulary of a network
+            from scratch; otherwise not read.
         outputs: Names of the model's outputs: classes, or tags.
         head: Suffix of the model's class name in transformers:
             "SequenceClassification" or "TokenClassification".
@@ -96,7 +93,7 @@ def build(
         return _pretrained(name, words, head, max_length, dropout)
     import transformers
 
-    tokenizer = character_tokenizer(count, max_length)
+    tokenizer = character_tokenizer(texts, max_length)
     rate = DROPOUT if dropout is None else dropout
     config = transformers.BertConfig(
         **SIZES[name],
@@ -266,7 +263,7 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def character_tokenizer(count: CharacterCounter, max_length: int) -> Any:  # noqa: ANN401
+def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: ANN401
     """Return a tokenizer with one token per character.
 
     Text is normalized (NFKC, lower case) and stripped of white space, so that a
@@ -289,7 +286,9 @@ def character_tokenizer(count: CharacterCounter, max_length: int) -> Any:  # noq
             normalizers.Replace(Regex(r"\s+"), ""),
         ]
     )
-    counts = count(normalizer.normalize_str)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalizer.normalize_str(text))
     characters = sorted(char for char, seen in counts.items() if seen >= _LEAST_COUNT)
     vocabulary = {
         token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])

@@ -8,7 +8,6 @@ import os
 import platform
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,6 @@ from halfstep.train.data_checks import corpus_findings, count_repeats
 from halfstep.train.dry_run import dry_run
 from halfstep.train.fp32_comparison import compare_with_fp32
 from halfstep.train.loop import Trainer
-from halfstep.train.output import tensorboard
 from halfstep.train.output.progress import progress
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.plan import lost_updates_interval, resolve_config, resolve_plan
@@ -52,7 +50,7 @@ from halfstep.train.tasks import Objective
 from halfstep.train.train_state import TrainJob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -92,13 +90,14 @@ def run(
     folder = RunFolder(Path(settings.get("out", TrainConfig.out)))
     config = _resumed_config(folder, settings) if resume else TrainConfig(**settings)
     if config.tensorboard:
-        tensorboard.check_installed()
+        dependencies.check("--tensorboard", dependencies.TENSORBOARD)
     device = pick_device(config.device)
     corpus = load_corpus(config)
-    with (
-        process_group.join(device) as world,
-        _folder_locked(folder, world, check=check),
-    ):
+    with process_group.join(device) as world, contextlib.ExitStack() as stack:
+        if not check:  # writes nothing there
+            checkpointing.run_on_first_rank(
+                world, lambda: stack.enter_context(folder.locked())
+            )
         _check_same(corpus.fingerprint)
         if _is_restart(folder, settings, world):
             resume, overwrite = True, False
@@ -124,17 +123,6 @@ def _check_same(fingerprint: str) -> None:
             "copy it from there."
         )
         raise UserError(message)
-
-
-@contextlib.contextmanager
-def _folder_locked(folder: RunFolder, world: World, *, check: bool) -> Iterator[None]:
-    """Lock the folder for the duration of the run."""
-    with contextlib.ExitStack() as stack:
-        if not check:  # writes nothing there
-            checkpointing.run_on_first_rank(
-                world, lambda: stack.enter_context(folder.locked())
-            )
-        yield
 
 
 def _resumed_config(folder: RunFolder, settings: Mapping[str, Any]) -> TrainConfig:
@@ -252,7 +240,7 @@ def build_network(config: TrainConfig, corpus: Corpus) -> Network:
     task = tasks.TASKS[config.task]
     return model.build(
         config.model,
-        partial(tokenized.character_counts, corpus.train),
+        corpus.train.texts(),
         task.output_names(corpus.labels),
         head=task.head,
         max_length=config.max_length,

@@ -11,7 +11,6 @@ import difflib
 import json
 import math
 import re
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,11 +131,9 @@ def _fault(text: object, label: object) -> str:
     return text_lines.text_fault(f"{text}{label}")
 
 
-def _objects(
-    path: Path, columns: Columns, *, read: Callable[[Path], Iterator[text_lines.Entry]]
-) -> Iterator[text_lines.Entry]:
+def _objects(path: Path, columns: Columns) -> Iterator[text_lines.Entry]:
     """Yield the JSON entries; with custom names, map the keys to text and label."""
-    for where, line, entry in read(path):
+    for where, line, entry in text_lines.json_values(path):
         if columns == DEFAULT_COLUMNS:
             yield where, line, entry
         elif isinstance(entry, dict) and set(columns) <= entry.keys():
@@ -152,10 +149,9 @@ def _objects(
             raise UserError(message)
 
 
-def _table(
-    path: Path, columns: Columns, *, delimiter: str
-) -> Iterator[text_lines.Entry]:
+def _table(path: Path, columns: Columns) -> Iterator[text_lines.Entry]:
     """Yield text and label of each row of a table."""
+    delimiter = _DELIMITERS[path.suffix.lower()]
     rows = _cells(path, delimiter)
     first = next(rows, None)
     if first is None:
@@ -247,17 +243,13 @@ def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 _OBJECT = '{"text": "...", "label": ...}'
 _EACH_LINE = f"each line holds {_OBJECT}"
 _EACH_ROW = "each row holds a text and a label"
-_json_lines = partial(_objects, read=text_lines.json_lines)
 FORMATS: dict[
     str, tuple[Callable[[Path, Columns], Iterator[text_lines.Entry]], str]
 ] = {
-    ".json": (
-        partial(_objects, read=text_lines.json_array),
-        f'each entry is ["text", label] or {_OBJECT}',
-    ),
-    ".jsonl": (_json_lines, _EACH_LINE),
-    ".ndjson": (_json_lines, _EACH_LINE),
-    ".csv": (partial(_table, delimiter=_DELIMITERS[".csv"]), _EACH_ROW),
-    ".tsv": (partial(_table, delimiter=_DELIMITERS[".tsv"]), _EACH_ROW),
+    ".json": (_objects, f'each entry is ["text", label] or {_OBJECT}'),
+    ".jsonl": (_objects, _EACH_LINE),
+    ".ndjson": (_objects, _EACH_LINE),
+    ".csv": (_table, _EACH_ROW),
+    ".tsv": (_table, _EACH_ROW),
 }
 """Suffix -> reader of the format, and what an entry must look like."""

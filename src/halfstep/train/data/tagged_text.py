@@ -347,9 +347,7 @@ def _objects(
     path: Path, syntax: str, _left_out: list[str] | None
 ) -> Iterator[AnnotatedText]:
     """Yield the texts of a JSON file, which cannot have invalid tags."""
-    is_array = path.suffix.lower() == ".json"
-    read_values = text_lines.json_array if is_array else text_lines.json_lines
-    for where, line, entry in read_values(path):
+    for where, line, entry in text_lines.json_values(path):
         text, spans, fault = _text_and_spans(entry, syntax)
         if fault:
             message = f"{where}: {fault}."

@@ -126,7 +126,12 @@ def text_fault(text: str) -> str:
     return ""
 
 
-def json_lines(path: Path) -> Iterator[Entry]:
+def json_values(path: Path) -> Iterator[Entry]:
+    """Yield the entries of a file: `.json` is one array, others hold one per line."""
+    return (_array if path.suffix.lower() == ".json" else _lines)(path)
+
+
+def _lines(path: Path) -> Iterator[Entry]:
     """Yield one JSON value per line; skip blank lines."""
     for number, line in enumerate(read_lines(path), start=1):
         content = line.removesuffix("\n")
@@ -140,7 +145,7 @@ def json_lines(path: Path) -> Iterator[Entry]:
         yield f"{path} line {number}", number, entry
 
 
-def json_array(path: Path) -> Iterator[Entry]:
+def _array(path: Path) -> Iterator[Entry]:
     """Yield the entries of a JSON array, decoded one by one to know their lines.
 
     Reads the whole file into memory, because an array may be on one line.

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,14 +25,12 @@ from halfstep.train.data import cache, entity_tags
 from halfstep.train.data.entity_tags import IGNORED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from halfstep.train.data.corpus import Split
     from halfstep.train.data.example_store import Store
     from halfstep.train.data.length_batches import Indices
-
-T = TypeVar("T")
 
 _VERSION = 4  # format of a cache entry's files
 _CHUNK = 4096
@@ -211,7 +208,8 @@ def _build(folder: Path, store: Store, tokenizer: Any) -> None:  # noqa: ANN401
     tagged = store.task == "ner"
     inexact = 0
     with cache.ArrayWriter(folder) as arrays:
-        for rows in _chunks(range(len(store))):
+        for start in range(0, len(store), _CHUNK):
+            rows = range(start, min(start + _CHUNK, len(store)))
             token_lists = tokenize(tokenizer, map(store.text, rows), offsets=tagged)
             arrays.append_offsets("starts.i8", [len(ids) for ids, _ in token_lists])
             arrays.append("ids.i4", _flat([ids for ids, _ in token_lists]))
@@ -233,13 +231,6 @@ def _build(folder: Path, store: Store, tokenizer: Any) -> None:  # noqa: ANN401
             )
     facts = json.dumps({"inexact": inexact})
     (folder / "facts.json").write_text(facts, encoding="utf-8")
-
-
-def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yield lists of up to `_CHUNK` items."""
-    source = iter(items)
-    while chunk := list(islice(source, _CHUNK)):
-        yield chunk
 
 
 def _flat(lists: Iterable[Sequence[int]]) -> np.ndarray:
@@ -309,11 +300,3 @@ def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401
     else:
         parts += [json.dumps(tokenizer.get_vocab()), repr(tokenizer.init_kwargs)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def character_counts(split: Split, clean: Callable[[str], str]) -> Counter[str]:
-    """Count the characters of a split's texts after applying `clean`."""
-    counts: Counter[str] = Counter()
-    for chunk in _chunks(split.texts()):
-        counts.update(clean("\n".join(chunk)))
-    return counts

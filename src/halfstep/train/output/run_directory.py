@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,18 +23,14 @@ from halfstep.reporting.table import write_text
 from halfstep.train import torchrun
 from halfstep.train.data import file_lock
 from halfstep.train.model import without_progress_bars
-from halfstep.train.output import jsonl
-from halfstep.train.output.jsonl import finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
 T = TypeVar("T")
-
-__all__ = ["RunFolder", "finite"]
 
 _OWN_FOLDERS = ("checkpoints", "model", "tensorboard")
 _OWN = (
@@ -45,6 +42,21 @@ _OWN = (
 _SET_ASIDE = "damaged-"
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 """Names of the temporary files of `write_text`."""
+
+
+def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
+    """Replace inf and NaN, which JSON lacks, by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _json_lines(records: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(finite(r), allow_nan=False) + "\n" for r in records)
 
 
 class RunFolder:
@@ -182,11 +194,28 @@ class RunFolder:
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line to the metrics; if the disk is full, its end may be missing."""
         with self.writing(self.metrics), self.metrics.open("a") as file:
-            file.write(jsonl.to_lines([record]))
+            file.write(_json_lines([record]))
 
     def records(self) -> list[dict[str, Any]]:
         """Return the metrics, without a last line torn by a crash."""
-        return jsonl.read(self.metrics)
+        try:
+            lines = self.metrics.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        records = []
+        # After the last newline comes nothing, or a torn line.
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                record = json.loads(line)
+                record["step"] + 0
+            except (ValueError, TypeError, KeyError) as error:
+                message = (
+                    f"{self.metrics} line {number} is damaged: it is not a record of a "
+                    "step. Remove the line, or start anew with another --out."
+                )
+                raise UserError(message) from error
+            records.append(record)
+        return records
 
     def rewind(self, step: int) -> None:
         """Go back to a checkpoint: drop metrics after it, which will be written again.
@@ -197,7 +226,7 @@ class RunFolder:
         records = [record for record in self.records() if record["step"] <= step]
         with self.writing(self.path):
             self._sweep()
-            write_text(self.metrics, jsonl.to_lines(records))
+            write_text(self.metrics, _json_lines(records))
             for later in (each for each in self.steps() if each > step):
                 path = self.checkpoint_path(later)
                 aside = path.with_name(_SET_ASIDE + path.name)

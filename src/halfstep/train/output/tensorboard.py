@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,14 +41,3 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
-
-
-def check_installed() -> None:
-    """Raise UserError if the package tensorboard is missing."""
-    if find_spec("tensorboard") is None:
-        message = (
-            "--tensorboard needs the package tensorboard: install with pip install "
-            "'halfstep[tensorboard]', or in a checkout pip install -e "
-            "'.[tensorboard]'; or leave it out."
-        )
-        raise UserError(message)
