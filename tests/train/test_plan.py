@@ -39,13 +39,6 @@ def plan_of(
     return resolve_plan(TrainConfig(**given), corpus, world, scratch=scratch)
 
 
-def test_rate_by_hand() -> None:
-    """Law: the rate rises over the warm-up, then falls to zero after the last step."""
-    rates = [lr_factor(applied, 10, 0.4) for applied in range(11)]
-    rise, fall = [1 / 4, 2 / 4, 3 / 4, 1], [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
-    assert rates == pytest.approx(rise + fall)
-
-
 @given(st.integers(1, 500), st.floats(0, 1, exclude_max=True))
 def test_rate_properties(total: int, warmup: float) -> None:
     """Law: each step has a rate above 0; one peak of 1; straight lines beside it."""

@@ -97,22 +97,6 @@ def test_whole_or_not_at_all(tmp_path: Path, before: str | None) -> None:
         assert json.loads(path.read_text("utf-8"))["label"] == "sun"
 
 
-def test_old_until_the_last(tmp_path: Path) -> None:
-    """Law: until the last prediction is there, readers see the file from before."""
-    path = tmp_path / "out.jsonl"
-    path.write_text("old", encoding="utf-8")
-    seen: list[str] = []
-
-    def watched() -> Iterator[Label]:
-        for each in (SUNNY, RAINY):
-            yield each
-            seen.append(path.read_text(encoding="utf-8"))
-
-    write(watched(), path)
-    assert seen == ["old", "old"]
-    assert len(path.read_text("utf-8").splitlines()) == 2
-
-
 def test_through_a_link(tmp_path: Path) -> None:
     """Law: a link stays one; the file that it leads to is replaced."""
     (tmp_path / "there").mkdir()

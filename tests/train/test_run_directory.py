@@ -407,14 +407,17 @@ def test_write(folder: RunFolder) -> None:
     """Law: a file is written in one piece; where it cannot be, the reason is told."""
     folder.write("summary.json", "{}")
     assert (folder.path / "summary.json").read_text() == "{}"
-    path = folder.path / "report.html"
-    path.mkdir()
-    with pytest.raises(UserError) as caught:
-        folder.write("report.html", "x")
-    assert str(caught.value) == (
-        f"{path} could not be written: Is a directory. Fix that, then go on with "
-        "--resume."
-    )
+    for name, use in (
+        ("report.html", lambda: folder.write("report.html", "x")),
+        ("metrics.jsonl", lambda: folder.log({"step": 1})),
+    ):
+        (folder.path / name).mkdir()
+        with pytest.raises(UserError) as caught:
+            use()
+        assert str(caught.value) == (
+            f"{folder.path / name} could not be written: Is a directory. Fix that, "
+            "then go on with --resume."
+        )
 
 
 def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,11 +130,6 @@ def test_the_weight_is_that_of_the_whole_batch() -> None:
         assert [work.weight for work in works] == [expected] * 3
 
 
-def alike(one: list[StepBatch], other: list[StepBatch]) -> bool:
-    """Say whether all is equal, to the bit."""
-    return same(one, other)
-
-
 HIDING = TokenMasking(0.5, MASK, torch.tensor([0, 100]))
 
 
@@ -146,15 +141,15 @@ def test_workers_and_resuming_change_nothing() -> None:
     here = list(iterate_steps(made, 1, last, workers=0, pin=False))
     assert [work.number for work in here] == list(range(1, last + 1))
     assert [work.epoch for work in here] == [0] * 5 + [1] * 5 + [2] * 5
-    assert alike(list(iterate_steps(made, 1, last, workers=2, pin=False)), here)
+    assert same(list(iterate_steps(made, 1, last, workers=2, pin=False)), here)
     for workers in (0, 2):
         fresh = steps(held(18), order, hiding=HIDING)
-        assert alike(
+        assert same(
             list(iterate_steps(fresh, 8, last, workers=workers, pin=False)), here[7:]
         )
     assert list(iterate_steps(made, last + 1, last, workers=0, pin=False)) == []
     other = steps(held(18), Order(4, 3, 2, 8), hiding=HIDING)
-    assert not alike(list(iterate_steps(other, 1, last, workers=0, pin=False)), here)
+    assert not same(list(iterate_steps(other, 1, last, workers=0, pin=False)), here)
 
 
 def test_hiding() -> None:
@@ -222,9 +217,7 @@ def test_workers_ignore_signals() -> None:
     handlers = [signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)]
     got = list(iterate_steps(struck, 1, struck.per_epoch, workers=1, pin=False))
     calm = steps(held(18), order)
-    assert alike(
-        got, list(iterate_steps(calm, 1, calm.per_epoch, workers=0, pin=False))
-    )
+    assert same(got, list(iterate_steps(calm, 1, calm.per_epoch, workers=0, pin=False)))
     # The process that trains keeps its own.
     names = (signal.SIGTERM, signal.SIGINT)
     assert [signal.getsignal(name) for name in names] == handlers
@@ -251,4 +244,4 @@ def test_feeding_draws_from_nobody() -> None:
     first = made[2]
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(99)
-    assert alike([made[2]], [first])
+    assert same([made[2]], [first])
