@@ -135,37 +135,6 @@ def test_as_one_at_a_time(task: str) -> None:
     assert loss == pytest.approx(right_loss, rel=EVAL_BATCH * 9 * EPS)
 
 
-@pytest.mark.parametrize("count", [1, EVAL_BATCH, 3 * EVAL_BATCH + 1])
-@pytest.mark.parametrize("size", [2, 3])
-def test_each_example_once(
-    count: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: whatever the number of processes, the sum over them is the whole.
-
-    Without a process group nothing is summed, so each process shows its own places;
-    and all run the model as often, for a sharded one waits for them.
-    """
-    encoded = classes(count)
-    model = Reader("classify")
-    whole, loss = ask(model, "classify", encoded)
-    parts: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        "halfstep.distributed.process_group.all_reduce_sum",
-        lambda part: parts.append(part) or part,
-    )
-    calls = []
-    for rank in range(size):
-        model.widths.clear()
-        ask(model, "classify", encoded, World(rank, size, ALONE.device))
-        calls.append(len(model.widths))
-    assert len(set(calls)) == 1
-    assert torch.equal(sum(parts[::2]), whole)
-    assert sum((part != 0).any(-1).sum() for part in parts[::2]) == count
-    summed, targets = sum(parts[1::2]).tolist()
-    assert targets == count
-    assert summed / targets == pytest.approx(loss, rel=4 * EPS)
-
-
 def test_longest_first() -> None:
     """Law: batches come longest first, padded to the multiple that is asked for."""
     model = Reader("classify")

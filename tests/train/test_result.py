@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from halfstep.reporting.table import Table
 from halfstep.train.metrics.result import (
     EvalMetrics,
     confusion_table,
-    score_title,
     unique_name,
 )
 
@@ -56,21 +54,6 @@ def test_data_is_flat_json() -> None:
         "weighted_average": [0.875, 0.4375, 0.5625],
         "per_class": [["a", 1.0, 0.5, 0.625, 3], ["b", 0.5, 0.25, 0.375, 1]],
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("accuracy", "accuracy"),
-        ("f1", "F1"),
-        ("macro_f1", "macro F1"),
-        ("macro_recall", "macro recall"),
-        ("mcc", "MCC"),
-    ],
-)
-def test_words_of_a_score(name: str, words: str) -> None:
-    """Law: names of scores are shown as people write them."""
-    assert score_title(name) == words
 
 
 @given(st.lists(st.sampled_from(["a", "a'", "a''", "b"])), st.sampled_from("ab"))

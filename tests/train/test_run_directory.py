@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -336,24 +336,27 @@ def test_prune_and_damage(folder: RunFolder) -> None:
 # The model
 
 
+def saved_as(name: str, text: str) -> SimpleNamespace:
+    """Return what saves itself as a file of some text."""
+
+    def save_pretrained(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        (place / name).write_text(text)
+
+    return SimpleNamespace(save_pretrained=save_pretrained)
+
+
 def test_publish_model(folder: RunFolder) -> None:
     """Law: the model appears whole; a failure leaves the one from before."""
-
-    def writer(name: str, text: str) -> Any:
-        def save_pretrained(place: Path) -> None:
-            place.mkdir(exist_ok=True)
-            (place / name).write_text(text)
-
-        return SimpleNamespace(save_pretrained=save_pretrained)
 
     def broken(_: Path) -> None:
         raise NO_SPACE
 
-    folder.save_model(writer("weights", "old"), writer("vocabulary", "old"))
+    folder.save_model(saved_as("weights", "old"), saved_as("vocabulary", "old"))
     assert unsealed(folder) == {"weights": b"old", "vocabulary": b"old"}
     with pytest.raises(UserError) as caught:
         folder.save_model(
-            writer("weights", "new"), SimpleNamespace(save_pretrained=broken)
+            saved_as("weights", "new"), SimpleNamespace(save_pretrained=broken)
         )
     assert str(caught.value) == (
         f"{folder.model} could not be written: No space left on device. Fix that, "
@@ -364,7 +367,7 @@ def test_publish_model(folder: RunFolder) -> None:
     part = folder.path / f".model.part-{OF_NO_PROCESS}"
     part.mkdir()
     (part / "rest").write_text("of a killed process")
-    folder.save_model(writer("weights", "new"), writer("words", "new"))
+    folder.save_model(saved_as("weights", "new"), saved_as("words", "new"))
     assert unsealed(folder) == {"weights": b"new", "words": b"new"}
     assert not [*folder.path.glob(".model.*")]
 
@@ -379,25 +382,15 @@ def unsealed(folder: RunFolder) -> dict[str, bytes | None]:
     }
 
 
-def model_of(text: str) -> SimpleNamespace:
-    """Return what saves itself as a file of some text."""
-
-    def save_pretrained(place: Path) -> None:
-        place.mkdir(exist_ok=True)
-        (place / "weights").write_text(text)
-
-    return SimpleNamespace(save_pretrained=save_pretrained)
-
-
 @pytest.mark.parametrize("renamed", [True, False])
 def test_a_run_killed_while_it_publishes(folder: RunFolder, *, renamed: bool) -> None:
     """Law: a kill between the renames, or after, leaves one model, and no other."""
-    folder.save_model(model_of("old"), model_of("old"))
+    folder.save_model(*[saved_as("weights", "old")] * 2)
     folder.rewind(0)
     before = tree(folder.path)
     folder.model.rename(folder.path / ".model.old-99")
     if renamed:
-        folder.save_model(model_of("new"), model_of("new"))
+        folder.save_model(*[saved_as("weights", "new")] * 2)
     folder.rewind(0)
     assert tree(folder.path).keys() == before.keys()
     assert unsealed(folder) == {"weights": b"new" if renamed else b"old"}
