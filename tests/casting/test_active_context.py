@@ -220,6 +220,15 @@ def test_closed_in_another_thread() -> None:
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
 
+def test_closed_in_another_thread_without_a_policy() -> None:
+    """Law: where no policy was active, torch is left as it was at once."""
+    pushed = active_context.push("cpu", None, dtype=torch.bfloat16)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(active_context.pop, pushed).result()
+    assert active_context.patches._users == 0
+    assert not active_context.in_context()
+
+
 # Caches
 
 

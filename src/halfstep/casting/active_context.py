@@ -444,6 +444,10 @@ def pop(pushed: Pushed, undo: Callable[[], object] | None = None) -> None:
         dtype = None if remaining is None else remaining.dtype
         if dtype != pushed.dtype and not _is_excluded(_BELOW_AUTOGRAD):
             torch.clear_autocast_cache()
+    had_policy = pushed.context or pushed.outer_number is not None or undo
+    if not had_policy and (remaining is None or remaining.context is None):
+        patches.release()  # the thread that pushed has nothing to restore
+        return
     state.popped.append((pushed.outer_number, pushed.compile_settings, undo))
     if state is _thread.state:
         run_pending()

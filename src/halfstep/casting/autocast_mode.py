@@ -329,11 +329,9 @@ class PolicyAutocast:
                 "context manager write: with autocast(...):"
             )
             raise TypeError(message)
-        is_enabled, cache = (
-            self._torch_context._enabled,  # noqa: SLF001
-            self._torch_context._cache_enabled,  # noqa: SLF001
-        )
-        settings = (self.device, self._torch_context.fast_dtype, is_enabled, cache)
+        own = self._torch_context
+        is_enabled, cache = own._enabled, own._cache_enabled  # noqa: SLF001
+        settings = (self.device, own.fast_dtype, is_enabled, cache)
         record = self._recorder is not None
         rules = self.policy.rules if self.policy else ()
         modules = any(rule.kind != "op" for rule in rules)

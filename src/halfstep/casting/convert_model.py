@@ -467,25 +467,25 @@ def _cast_outputs(_module: nn.Module, _args: object, output: object) -> object:
     return cast_floating(output, torch.float32)
 
 
+@dataclass(frozen=True)
 class DtypeErrorHook:
     """Forward hook: adds advice to errors about dtypes if autocast is off.
 
     Why: such errors are explained by the autocast context, which is missing here.
     """
 
-    def __init__(self, stored: str, device: str) -> None:
-        self._stored = stored
-        self._device = device
+    stored: str
+    device: str
 
     def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
         """Add the advice to the exception that the forward pass raised, if any."""
         if torch.compiler.is_compiling() or output is not None:
             return
         error = sys.exc_info()[1]
-        if error is None or torch.is_autocast_enabled(self._device):
+        if error is None or torch.is_autocast_enabled(self.device):
             return
         if dtype_mismatch.is_about_dtypes(error) and _ADVICE not in error.args[0]:
-            advice = f"-> the model's weights are {self._stored}, {_ADVICE}"
+            advice = f"-> the model's weights are {self.stored}, {_ADVICE}"
             error.args = (f"{error.args[0].rstrip()}\n{advice}", *error.args[1:])
 
 

@@ -156,10 +156,7 @@ def check_policy(policy: Policy, device: str, model: nn.Module | None) -> None:
         raise UserError(message)
 
 
-@cache
-def _check_ops(policy: Policy) -> None:
-    """Check a policy's operation names; cached, as it takes milliseconds per rule."""
-    rules.check_ops(policy)
+_check_ops = cache(rules.check_ops)  # it takes milliseconds per rule
 
 
 def check_device(policy: Policy, device: str) -> None:
