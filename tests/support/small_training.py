@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,17 @@ def interrupt_before(patch: pytest.MonkeyPatch, *steps: int) -> None:
         return step(self, batch, *rest)
 
     patch.setattr(Trainer, "train_step", interrupted)
+
+
+def overflow_in(patch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make the loss of some optimizer steps inf."""
+    clean = Trainer.micro_batch_loss
+
+    def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
+        bad = self.state.step + 1 in steps
+        return clean(self, part) * (math.inf if bad else 1.0)
+
+    patch.setattr(Trainer, "micro_batch_loss", loss)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from small_training import (
     interrupt_before,
+    overflow_in,
     same,
     small_settings,
     steps_of,
@@ -16,7 +17,6 @@ from small_training import (
 
 from halfstep.checkpoint import single
 from halfstep.scaling import LossScaleCollapse
-from halfstep.train.loop import Trainer
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
@@ -71,43 +71,11 @@ def test_statistics(settings: dict[str, Any], tmp_path: Path) -> None:
     assert not events(result, "non_finite")
 
 
-def test_sampled(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Law: the first step has statistics, and then each hundredth."""
-    result = run(settings | {"out": str(tmp_path / "run"), "probe": "sampled"})
-    assert [event["step"] for event in events(result, "stats")] == [1]
-
-
-def test_flags_name_what_is_not_finite(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a step with an inf has its places written down, the replay's passes not."""
-    clean = Trainer.micro_batch_loss
-
-    def loss(self: Trainer, part: dict[str, Any]) -> Any:
-        spoilt = self.state.step + 1 == 3
-        return clean(self, part) * (float("inf") if spoilt else 1.0)
-
-    monkeypatch.setattr(Trainer, "micro_batch_loss", loss)
-    result = run(settings | {"out": str(tmp_path / "run"), "probe": "flags"})
-    (event,) = events(result, "non_finite")
-    assert event["step"] == 3
-    assert not any(name.endswith(":output") for name in event["where"])
-    assert event["where"][0] == "model:grad" or "classifier:grad" in event["where"]
-    assert "classifier.weight:grad" in event["where"]
-    (bad,) = events(result, "bad_op")
-    assert bad["step"] == 3
-
-
 def test_a_collapse_is_seen(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: the step that ends a run is among the events of its probe."""
-    clean = Trainer.micro_batch_loss
-
-    def loss(self: Trainer, part: dict[str, Any]) -> Any:
-        return clean(self, part) * float("inf")
-
-    monkeypatch.setattr(Trainer, "micro_batch_loss", loss)
+    overflow_in(monkeypatch, *range(1, 99))
     given = settings | {"dtype": "fp16", "loss_scale": "dynamic", "probe": "flags"}
     given |= {"epochs": 9, "eval_every": 99, "out": str(tmp_path / "run")}
     with pytest.raises(LossScaleCollapse):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_training import (
+    interrupt_before,
     small_settings,
     write_letters,
 )
@@ -149,18 +150,11 @@ def test_a_resumed_run_is_not_young(
 ) -> None:
     """Law: what overflows soon after a run was resumed is not laid to its start."""
     given = settings | {"level": "O1", "dtype": "fp16"}
-    step, cut_at = Trainer.train_step, 25 if resumed else 0
-
-    def cut(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
-        if work.number == cut_at + 1:
-            raise KeyboardInterrupt
-        return step(self, work, *rest)
-
+    cut_at = 25 if resumed else 0
     if resumed:
-        monkeypatch.setattr(Trainer, "train_step", cut)
+        interrupt_before(monkeypatch, cut_at + 1)
         with pytest.raises(KeyboardInterrupt):
             run(given | {"eval_every": 5})
-        monkeypatch.setattr(Trainer, "train_step", step)
         given = {"out": given["out"]}
     spoil(monkeypatch, *range(cut_at + 3, 99), factor=1e6)
     histories, find = [], replay_step.replay
