@@ -140,13 +140,20 @@ def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
 
 @report(
     "microsoft/Swin-Transformer#311 huggingface/transformers#24449 "
-    "hiyouga/LlamaFactory#77 pytorch/pytorch#36601",
+    "hiyouga/LlamaFactory#77 pytorch/pytorch#36601 Haian-Jin/LVSM#19 "
+    "espnet/espnet#2362",
     symptom="RuntimeError: unscale_() has already been called on this optimizer.",
-    cause="unscale_ is called after each micro-batch, not once before the step.",
+    cause=(
+        "unscale_ is called after each micro-batch, or a step that the program "
+        "skips itself skips scaler.update(), too."
+    ),
     command="run",
     says=r"first call was at .*\.py:\d+; .* after the last micro-batch",
     truth=r"unscale_\(\)",
-    cure="Call `scaler.unscale_(optimizer)` after the last micro-batch only.",
+    cure=(
+        "Call `scaler.unscale_(optimizer)` after the last micro-batch only, and "
+        "`scaler.update()` in each iteration."
+    ),
 )
 def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
     """Accumulate two micro-batches, and clip after each."""
@@ -222,36 +229,6 @@ def update_forgotten(amp: Amp, *, cured: bool) -> Program:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         if cured:
-            scaler.update()
-
-    return Program(model, step)
-
-
-@report(
-    "Haian-Jin/LVSM#19 espnet/espnet#2362",
-    symptom="unscale_() has already been called, an iteration after a large gradient.",
-    cause="A step that the program skips itself skips scaler.update(), too.",
-    command="run",
-    says=r"first call was at .*\.py:\d+; .* and update\(\) at its end",
-    truth=r"update\(\)",
-    cure="Call `scaler.update()` in each iteration, with or without a step.",
-)
-def update_skipped_with_step(amp: Amp, *, cured: bool) -> Program:
-    """Skip steps of large gradients by hand."""
-    model, optimizer, scaler = linear(amp)
-    batches = iter([torch.randn(16, 8) * 10**n for n in (0, 2, 0, 0) * 4])
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = distance(model(next(batches)))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        is_large = bool(norm > 20)
-        if not is_large:
-            scaler.step(optimizer)
-        if cured or not is_large:
             scaler.update()
 
     return Program(model, step)

@@ -191,12 +191,22 @@ def root_at_zero(amp: Amp, *, cured: bool) -> Program:
 
 @report_zero(
     "pytorch/pytorch#33596 pytorch/pytorch#192017 kornia/kornia#3966 "
-    "pyg-team/pytorch_geometric#2106",
-    symptom="Normalised vectors are NaN in float16 where they are 0.",
-    cause="eps=1e-8 or 1e-12 rounds to 0 in float16: 0 / 0.",
+    "pyg-team/pytorch_geometric#2106 "
+    "AUTOMATIC1111/stable-diffusion-webui#14071",
+    symptom=(
+        "Normalised vectors are NaN in float16 where they are 0. After "
+        "model.half() the noisiest steps of sampling give inf."
+    ),
+    cause=(
+        "A small number (an eps of 1e-8, the last alphas_cumprod) rounds to 0 in "
+        "float16: a division by 0."
+    ),
     says=r"(div|normalize).*(0|zero)",
     truth="div|Div|normalize",
-    cure="An eps that float16 holds (1e-4), or `F.normalize(x.float())`.",
+    cure=(
+        "An eps that float16 holds (1e-4), `F.normalize(x.float())`; a schedule "
+        "in float32."
+    ),
 )
 def eps_of_a_norm(amp: Amp, *, cured: bool) -> Program:
     """Normalise rows of which one is 0."""
@@ -291,44 +301,23 @@ def sum_of_two_scores(amp: Amp, *, cured: bool) -> Program:
     return training(amp, Between(attend))
 
 
-class Residual(nn.Module):
-    """A block that adds what it computes to a stream of large numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        nn.init.constant_(self.mlp.weight, 5e3)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the stream after the block."""
-        return self.norm(hidden + self.mlp(hidden / hidden.max()))  # type: ignore[no-any-return]
-
-
 @report(
-    "huggingface/transformers#39972 huggingface/transformers#36832 "
-    "huggingface/transformers#19229 awslabs/sockeye#1051",
-    symptom="Gemma 3 or LongT5 in float16 gives empty texts: hidden states are NaN.",
-    cause="The residual stream, which bfloat16 held, passes 65504 at an addition.",
-    command="find_nonfinite",
-    says=r"\(add\) produced inf.*65504",
-    truth=r"\badd\b|Add",
-    cure="Run the model in bfloat16: `model.to(torch.bfloat16)`.",
-)
-def residual_stream(amp: Amp, *, cured: bool) -> Program:
-    """Run a block of a model that was trained in bfloat16."""
-    del amp
-    dtype = torch.bfloat16 if cured else torch.float16
-    return inference(Residual().to(dtype), torch.full((2, WIDTH), 4e4, dtype=dtype))
-
-
-@report(
-    "huggingface/diffusers#7188 Comfy-Org/ComfyUI#1401 huggingface/candle#1060",
-    symptom="Images that SDXL's VAE decodes in fp16 are black.",
-    cause="Activations of a convolution pass 65504; the norm makes NaN of inf.",
+    "huggingface/diffusers#7188 Comfy-Org/ComfyUI#1401 "
+    "huggingface/candle#1060 huggingface/transformers#39972 "
+    "huggingface/transformers#36832 huggingface/transformers#19229 "
+    "awslabs/sockeye#1051",
+    symptom=(
+        "Images that SDXL's VAE decodes in fp16 are black. Gemma 3 or LongT5 in "
+        "float16 gives empty texts: hidden states are NaN."
+    ),
+    cause=(
+        "Activations of a convolution, or the residual stream of a model that was "
+        "made for bfloat16, pass 65504; the norm makes NaN of inf."
+    ),
     command="find_nonfinite",
     says=r"conv_out \(conv\w*\) produced inf.*65504",
     truth="conv_out",
-    cure="Decode in bfloat16 or float32: `vae.to(torch.float32)`.",
+    cure="Run it in bfloat16 or float32: `vae.to(torch.float32)`.",
 )
 def decoder_of_images(amp: Amp, *, cured: bool) -> Program:
     """Decode latents."""

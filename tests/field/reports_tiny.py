@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.nets import WIDTH, inference, training
+from tests.field.nets import WIDTH, training
 from tests.field.report import Program, reports_of
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -246,38 +246,3 @@ def recording_too_short(amp: Amp, *, cured: bool) -> Program:
         return F.ctc_loss(logp, text, *lengths, zero_infinity=cured)
 
     return training(amp, loss_of=loss_of)
-
-
-class Sampler(nn.Module):
-    """Scales a sample by how noisy it is, by a schedule in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("alphas_cumprod", torch.linspace(1, 2e-8, 1000))
-
-    def forward(self, x: Tensor, t: int) -> Tensor:
-        """Return the noise in `x` at time `t`."""
-        alpha = self.alphas_cumprod[t]
-        sigma = ((1 - alpha) / alpha).sqrt()
-        return self.net(x * sigma / (sigma.square() + 1).sqrt())  # type: ignore[no-any-return]
-
-
-@report(
-    "AUTOMATIC1111/stable-diffusion-webui#14071",
-    symptom="After model.half() the noisiest steps of sampling give inf.",
-    cause="alphas_cumprod of the last steps is 0 in float16: a division by 0.",
-    command="find_nonfinite",
-    says=r"\(div\) produced (inf|NaN).*its divisor is 0.*float16",
-    truth="div|Div|alphas_cumprod",
-    cure="Keep the schedule in float32: compute it in `forward`, or no buffer.",
-)
-def schedule_in_half(amp: Amp, *, cured: bool) -> Program:
-    """Begin to sample."""
-    del amp
-    model = Sampler()
-    schedule = model.alphas_cumprod
-    model.half()
-    if cured:
-        model.alphas_cumprod = schedule
-    return inference(model, torch.randn(2, WIDTH).half(), 999)
