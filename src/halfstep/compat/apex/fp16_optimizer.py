@@ -148,11 +148,11 @@ class FP16_Optimizer:
                     f"OVERFLOW! Skipping step. Attempted loss scale: {used}, "
                     f"reducing to {self.loss_scale}"
                 )
-            self._clear()
+            self._optimizer_state.clear_master_grads()
             return None
         result = self.optimizer.step()
         self._masters.publish()
-        self._clear()
+        self._optimizer_state.clear_master_grads()
         return result
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -173,10 +173,6 @@ class FP16_Optimizer:
         self.first_closure_call_this_step = True
         self._masters.publish()
         return result
-
-    def _clear(self) -> None:
-        for _, master in self._masters.pairs:
-            master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return apex's fields; the loss scaler is saved as plain numbers."""

@@ -180,7 +180,7 @@ class AmpOptimizerState:
         if self.skipped_by is not None:
             log(self.skipped_by.skip_message())
             self.skipped_by = None
-            self._clear()
+            self.clear_master_grads()
             # Otherwise schedulers warn that they step before the optimizer.
             vars(self.optimizer)["_opt_called"] = True
             return None
@@ -188,7 +188,7 @@ class AmpOptimizerState:
             result = run(*args, **kwargs)
         if self.masters is not None:
             self.masters.publish()
-        self._clear()
+        self.clear_master_grads()
         return result
 
     def _check_unscaled(self) -> None:
@@ -213,7 +213,7 @@ class AmpOptimizerState:
             )
             raise AmpError(message)
 
-    def _clear(self) -> None:
+    def clear_master_grads(self) -> None:
         """Free gradients of master weights, which model.zero_grad() does not clear."""
         for _, master in self.pairs:
             master.grad = None
