@@ -142,11 +142,15 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _show(tables: Sequence[Table], json_file: Path | None) -> None:
-    """Print tables, and write them as JSON on request."""
+def _show(
+    tables: Sequence[Table],
+    json_file: Path | None,
+    data: Callable[[], object] | None = None,
+) -> None:
+    """Print tables, and write them, or other data, as JSON on request."""
     _print_and_write(
         lambda width: "\n\n".join(table.text(width).rstrip() for table in tables),
-        lambda: [table.data() for table in tables],
+        data or (lambda: [table.data() for table in tables]),
         json_file,
     )
 
@@ -217,9 +221,8 @@ def _train(arguments: argparse.Namespace) -> None:
     from halfstep.train import dependencies
     from halfstep.train.flags import explicit_settings
 
-    dependencies.check(
-        "halfstep train", dependencies.TO_TRAIN
-    )  # the next import needs some
+    # The next import needs some.
+    dependencies.check("halfstep train", dependencies.TO_TRAIN)
     from halfstep.train.run import run as train
 
     # Only rank 0 prints.
@@ -342,14 +345,7 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
 def _bench(arguments: argparse.Namespace) -> None:
     from halfstep.bench.commands import run_workload
 
-    def show(tables: Sequence[Table], data: Callable[[], object]) -> None:
-        _print_and_write(
-            lambda width: "\n\n".join(each.text(width).rstrip() for each in tables),
-            data,
-            arguments.json,
-        )
-
-    run_workload(arguments, show)
+    run_workload(arguments, lambda tables, data: _show(tables, arguments.json, data))
 
 
 def _add_run(commands: Any) -> None:  # noqa: ANN401
@@ -554,10 +550,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     if arguments.explain:
         tables = [plan_report.explain(chosen, arguments.explain)]
-    _print_and_write(
-        lambda width: "\n\n".join(table.text(width).rstrip() for table in tables),
-        lambda: [table.data() for table in (*tables, chosen.table())],
+    _show(
+        tables,
         arguments.json,
+        lambda: [table.data() for table in (*tables, chosen.table())],
     )
     if arguments.save:
         chosen.save(arguments.save)

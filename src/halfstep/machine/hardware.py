@@ -389,14 +389,10 @@ def keep_memory() -> bool:
     return bool(changed and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
-def tables(*, refresh: bool = False) -> tuple[Table, ...]:
-    """Return the machine, its measured rates, and the recommendation, as tables.
-
-    Args:
-        refresh: Measure again, and ignore the cache.
-    """
+def machine_table() -> Table:
+    """Return what this machine has, as a table."""
     facts = capabilities()
-    machine_rows: list[tuple[Cell, ...]] = [
+    rows: list[tuple[Cell, ...]] = [
         ("processor", facts.cpu),
         ("cores", str(facts.cores)),
         ("torch", f"{facts.torch}, {format_count(facts.threads, 'thread')}"),
@@ -404,17 +400,26 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     ]
     quota, limits = cpu.cgroup_limit(), cpu.instruction_limits()
     if quota is not None:
-        machine_rows.append(("cgroup limit", f"{quota:g} CPUs"))
+        rows.append(("cgroup limit", f"{quota:g} CPUs"))
     if limits:
-        machine_rows.append(("instruction limits", _spelled(limits)))
+        rows.append(("instruction limits", _spelled(limits)))
     for gpu in facts.gpus:
         gibibytes = gpu.memory_bytes / 2**30
         major, minor = gpu.capability
         about = f"{gpu.name}, compute capability {major}.{minor}, {gibibytes:.0f} GiB"
-        machine_rows.append(("GPU", about))
+        rows.append(("GPU", about))
+    return Table("Machine", ("what", "value"), tuple(rows))
+
+
+def tables(*, refresh: bool = False) -> tuple[Table, ...]:
+    """Return the machine, its measured rates, and the recommendation, as tables.
+
+    Args:
+        refresh: Measure again, and ignore the cache.
+    """
     rows: list[tuple[Cell, ...]] = []
     notes: list[str] = []
-    for where in dict.fromkeys((facts.device, "cpu")):
+    for where in dict.fromkeys((capabilities().device, "cpu")):
         gemms = measured_rates(where, refresh=refresh)
         fp32 = gemms.rates["fp32"]
         age = _age(time.time() - gemms.time) if gemms.time else "-"
@@ -429,7 +434,7 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     advice = recommend()
     columns = ("device", "format", "TFLOP/s", "x fp32", "spread", "measured")
     return (
-        Table("Machine", ("what", "value"), tuple(machine_rows)),
+        machine_table(),
         Table(
             "Matmul rates, measured",
             (*columns, "hardware for it"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +30,6 @@ _OF_HOST = (
     "Times are taken on the host: the GPU works on after the part that launched the "
     "work, and the next part that synchronizes is charged for it."
 )
-
-
-def machine_table() -> Table:
-    """Return the machine's hardware and versions as a table."""
-    facts = hardware.capabilities()
-    rows = [
-        ("processor", facts.cpu),
-        ("cores", str(facts.cores)),
-        ("threads", str(facts.threads)),
-        ("instruction sets", ", ".join(facts.instruction_sets) or "none detected"),
-        *(("GPU", f"{gpu.name}, {gpu.memory_bytes >> 30} GiB") for gpu in facts.gpus),
-        ("torch", facts.torch),
-        ("Python", platform.python_version()),
-    ]
-    return Table("", ("what", "value"), tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -100,7 +84,7 @@ def page(report: ReportData) -> str:
         _skips(steps),
         Section("Precision", tables=(replace(report.precision, title=""),)),
         Section("Configuration", tables=(_settings(report.settings, report.chosen),)),
-        Section("Machine", tables=(machine_table(),)),
+        Section("Machine", tables=(replace(hardware.machine_table(), title=""),)),
     ]
     non_empty = [section for section in sections if section != Section(section.heading)]
     return html.page(report.title, non_empty, report.lead, _headline(report))
