@@ -281,18 +281,6 @@ def from_a_model(folder: Path, one: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_program_itself(one: Path, tmp_path: Path) -> None:
-    """Law: `torchrun -m halfstep train` trains as one process does, and speaks once."""
-    words = from_a_model(tmp_path, one)
-    done = torchrun("-m", "halfstep", *words, timeout=300)
-    assert done.stdout.count("\nreport: ") == 1
-    shared = [r["loss"] for r in records(tmp_path / "O2")]
-    assert cli.run([*words, "--overwrite"]) == 0
-    alone = [r["loss"] for r in records(tmp_path / "O2")]
-    assert shared == pytest.approx(alone, rel=bound("O2"))
-
-
-@pytest.mark.slow
 def test_two_agents(one: Path, tmp_path: Path) -> None:
     """Law: two machines of one process each train as one machine of two, to the bit."""
     words = from_a_model(tmp_path, one)

@@ -57,15 +57,6 @@ def test_it_checks_what_it_would_train(
     assert "1.00000" in gradients or "0.999" in gradients
 
 
-def test_masters_in_another_form(settings: dict[str, Any]) -> None:
-    """Law: a lean form of masters is checked as it is asked for, and fp32 without."""
-    result = run(settings | {"master": "split"}, check=True)
-    data = next(t for t in result.tables if t.title == "Time and memory").data()
-    wide, low = data["rows"]
-    assert wide["masters MB"] == 0
-    assert 0 < low["masters MB"] < low["weights MB"] * 1.1
-
-
 def test_it_leaves_a_run_alone(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,12 +103,6 @@ def test_texts_that_leak(settings: dict[str, Any], tmp_path: Path) -> None:
     table = run(settings | {"data": str(folder)}, check=True).tables[0]
     (told,) = [note for note in table.notes if note.startswith("dev texts: ")]
     assert "100 of 100 texts, 100%, are in train too" in told
-
-
-def test_it_refuses_what_a_run_would(settings: dict[str, Any]) -> None:
-    """Law: settings that no run could use are refused alike."""
-    with pytest.raises(UserError, match="matches no parameter"):
-        run(settings | {"freeze": "nothing.like.it"}, check=True)
 
 
 def test_a_disk_without_room(

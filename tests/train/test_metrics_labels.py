@@ -53,25 +53,6 @@ def by_hand(pairs: list[tuple[int, int]]) -> dict[str, float]:
     }
 
 
-def test_by_hand() -> None:
-    """Law: precision, recall, F1 and their mean are those of the textbook."""
-    truth = torch.tensor([0, 0, 0, 0, 1, 1, 2])
-    found = compute_metrics(with_answers(0, 0, 0, 1, 1, 0, 1), truth, LABELS)
-    # a: 3 of 4 guesses right, 3 of 4 found. b: 1 of 3, 1 of 2. c: never guessed.
-    expected = [
-        ("a", 3 / 4, 3 / 4, 3 / 4, 4),
-        ("b", 1 / 3, 1 / 2, 2 / 5, 2),
-        ("c", 0.0, 0.0, 0.0, 1),
-    ]
-    for row, right in zip(found.per_class, expected, strict=True):
-        assert row == (right[0], *map(pytest.approx, right[1:4]), right[4])
-    assert found.scores["accuracy"] == pytest.approx(4 / 7)
-    assert found.scores["macro_f1"] == pytest.approx((3 / 4 + 2 / 5) / 3)
-    assert found.confusion is not None
-    assert found.confusion.columns == ("true", "a", "b", "c")
-    assert found.confusion.rows == (("a", 3, 1, 0), ("b", 1, 1, 0), ("c", 0, 1, 0))
-
-
 @settings(deadline=None)
 @given(pairs)
 def test_scores_are_those_counted_one_by_one(pairs: list[tuple[int, int]]) -> None:

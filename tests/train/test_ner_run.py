@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from small_training import (
-    assert_same_run,
-    interrupt_before,
     marked_text,
     steps_of,
     write_marked,
@@ -82,17 +80,6 @@ def test_it_learns(trained: Any) -> None:
     best = max(evals, key=lambda record: float(record["dev_f1"]))
     assert trained.summary["best_step"] == best["step"]
     assert trained.summary["dev"]["f1"] == best["dev_f1"]
-
-
-def test_resumed_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a run of entities that breaks off in an epoch ends as if it had not."""
-    given = settings(tmp_path, "O2 bf16") | {"epochs": 2, "eval_every": 4}
-    run(given | {"out": str(tmp_path / "straight")})
-    interrupt_before(monkeypatch, 7)
-    with pytest.raises(KeyboardInterrupt):
-        run(given)
-    run({"out": given["out"]}, resume=True)
-    assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
 def test_it_learns_from_context(tmp_path: Path) -> None:

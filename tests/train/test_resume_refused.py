@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
 from data_files import tree
 
 from halfstep import cli
@@ -16,9 +15,6 @@ from halfstep.checkpoint import atomic_directory, single
 from halfstep.train import checkpointing, model
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 
@@ -55,25 +51,6 @@ def last(run_folder: Path) -> Path:
     return folder.checkpoint_path(step)
 
 
-def cut(path: Path) -> None:
-    """Cut the second half of a file."""
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "cut weights": ("weights.safetensors", cut, "is truncated or altered: "),
-    "bit in state": ("state.pt", flip, "is damaged: its SHA-256 is not "),
-    "no manifest": ("manifest.json", Path.unlink, "it has no manifest.json."),
-}
-
-
 def refused(place: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Resume; return the one line that refuses to, all files left alone."""
     before = tree(place)
@@ -94,26 +71,14 @@ OTHER_DATA = (
 )
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_checkpoints(
-    copy: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_damaged_checkpoint(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: without a whole checkpoint nothing is gone on with, nor touched."""
-    file, damage, fault = DAMAGE[name]
-    damage(last(copy) / file)
+    weights = last(copy) / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
     line = refused(copy, capsys)
     checkpoints = copy / "checkpoints"
     assert line.startswith(f"no checkpoint in {checkpoints} can be used (step-")
-    assert fault in line
-    assert str(copy) in line
-
-
-def test_foreign_checkpoint(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: a sound checkpoint of something else is refused."""
-    notes = atomic_directory.read(last(copy))["notes"]
-    foreign = {"w": torch.ones(2)}, {"epoch": 3}, notes | {"fingerprint": "other"}
-    single.save(last(copy), *foreign, replace=True)
-    assert refused(copy, capsys) == OTHER_DATA
+    assert f"{weights} is truncated or altered: " in line
 
 
 MISSING = object()
@@ -172,28 +137,13 @@ def test_another_model(
     assert line.endswith("; build the model that was saved.")
 
 
-@pytest.mark.parametrize("change", ["text", "label", "order", "names"])
-def test_other_data(
-    copy: Path, capsys: pytest.CaptureFixture[str], change: str
-) -> None:
-    """Law: data that changed in any way since the checkpoint is refused."""
+def test_other_data(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: data that changed since the checkpoint is refused."""
     config = copy / "config.json"
     saved = json.loads(config.read_text())
     rows: list[list[Any]] = json.loads(Path(saved["data"]).read_text())
-    if change == "text":
-        rows[7][0] += "a"
-    elif change == "label":
-        rows[7][1] = 1 - rows[7][1]
-    elif change == "order":
-        rows[6], rows[7] = rows[7], rows[6]
-    else:
-        rows = [[written, ("no", "yes")[label]] for written, label in rows]
+    rows[7][0] += "a"
     other = copy / "letters.json"
     other.write_text(json.dumps(rows))
     config.write_text(json.dumps(saved | {"data": str(other)}))
     assert refused(copy, capsys) == OTHER_DATA
-
-
-def test_the_copy_is_sound(copy: Path) -> None:
-    """Law: nothing but the damage makes the others fail."""
-    assert cli.run(["train", "--resume", "--out", str(copy)]) == 0
