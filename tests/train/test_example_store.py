@@ -97,6 +97,17 @@ def test_a_store_holds_the_entities_of_each_text(name: str) -> None:
     ] == [(row, kind) for row, (_, spans, _) in enumerate(read) for _, _, kind in spans]
 
 
+def test_a_text_file_is_for_entities() -> None:
+    """Law: a .txt file for classes is refused with the forms that hold labels."""
+    Path("notes.txt").write_text("a b", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        open_store(Path("notes.txt"), "classify", None)
+    assert str(caught.value) == (
+        "notes.txt: .txt is for --task ner; save it as .tsv (a text, a tab and its "
+        "label in each line), or as .json, .jsonl, .ndjson, .csv or .tsv."
+    )
+
+
 def test_reading_stops_at_the_limit() -> None:
     """Law: what comes after the first rows is neither held nor checked."""
     path = lines("a.jsonl", [["x", "a"], ["y", "b"], ["z"]])

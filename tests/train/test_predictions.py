@@ -61,6 +61,13 @@ def test_table_of_entities() -> None:
     assert len(table.notes) == 1
 
 
+def test_nothing_but_blanks() -> None:
+    """Law: where all texts are blank, that is refused by their numbers."""
+    with pytest.raises(UserError) as caught:
+        drop_blank([" ", ""])
+    assert str(caught.value) == "text 1, 2 is blank; give at least one character."
+
+
 def test_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: one JSON object a text, in UTF-8; what was cut is told beside it."""
     path = tmp_path / "out.jsonl"

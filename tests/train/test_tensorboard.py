@@ -7,8 +7,10 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from small_training import small_settings, write_letters
 
 from halfstep.train.output.tensorboard import TensorBoardWriter
+from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,3 +86,14 @@ def test_a_run_that_is_resumed(tmp_path: Path) -> None:
     assert read(tmp_path) == {
         "train/loss": [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0)],
     }
+
+
+@pytest.mark.usefixtures("small_runs")
+def test_a_run(tmp_path: Path) -> None:
+    """Law: TensorBoard shows the numbers of the run's records."""
+    given = small_settings(tmp_path, write_letters(tmp_path), level="O0", epochs=1)
+    records = run(given | {"tensorboard": True}).folder.records()
+    shown = read(tmp_path / "run" / "tensorboard")
+    steps = [(r["step"], single(r["loss"])) for r in records if "event" not in r]
+    assert shown["train/loss"] == steps
+    assert [step for step, _ in shown["dev/loss"]] == [len(steps)]
