@@ -1,8 +1,9 @@
 """A program: `halfstep` with the size "mini", which trains in a moment.
 
-In: --hold STEP@FILE, before which it waits until there is that file; --fail RANK@STEP,
-where that process raises; --kill RANK@STEP, where it kills itself, if torchrun did not
-start it again; then the words of a command line. Out: what `halfstep` does with these.
+In: --pause SECONDS that each step takes longer; --hold STEP@FILE, before which it waits
+until there is that file; --fail RANK@STEP, where that process
+raises; --kill RANK@STEP, where it kills itself, if torchrun did not start it again;
+then the words of a command line. Out: what `halfstep` does with these.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def _gate(text: str) -> tuple[int, Path]:
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--hold", type=_gate, default=(0, Path()))
     parser.add_argument("--fail", type=_blow)
     parser.add_argument("--kill", type=_blow)
@@ -53,6 +55,7 @@ def _disturb(patch: pytest.MonkeyPatch, told: argparse.Namespace) -> None:
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def disturbed(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
+        time.sleep(told.pause)
         while told.hold[0] == work.number and not told.hold[1].exists():
             time.sleep(0.01)
         here = (self.world.rank, work.number)

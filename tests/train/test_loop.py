@@ -130,3 +130,13 @@ def test_a_seed_is_a_run(settings: dict[str, Any]) -> None:
     one, again = records(settings), records(settings)
     assert timeless(one) == timeless(again)
     assert one[0]["loss"] != records(settings, seed=1)[0]["loss"]
+
+
+def test_hiding_leaves_evaluation_alone(settings: dict[str, Any]) -> None:
+    """Law: tokens are hidden from training only."""
+    result = run(settings | {"mask_tokens": 0.99, "dropout": 0.0, "lr": 1e-9})
+    found = result.folder.records()
+    evals = [r["dev_loss"] for r in found if r.get("event") == "eval"]
+    # The weights hardly move, so any difference would be the hiding's.
+    assert evals[0] == pytest.approx(evals[1], rel=1e-5)
+    assert len({round(r["loss"], 6) for r in steps_of(found)}) > 1
