@@ -181,7 +181,10 @@ def test_without_transformers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: a missing library is named, with the command that installs it."""
-    monkeypatch.setattr(commands.dependencies, "find_spec", lambda _: None)
+    absent = {"transformers": None}
+    monkeypatch.setattr(
+        commands.dependencies, "find_spec", lambda name: absent.get(name, name)
+    )
     line = "halfstep bench encoder needs transformers: install with pip install "
     assert rejected("encoder", "", capsys).startswith(line)
 
