@@ -424,7 +424,7 @@ RETURNED = "return the loss, one floating-point number, such as loss_fn"
     [
         (None, f"step is of type NoneType; {CALLED}"),
         (MODEL(ONES).sum(), f"step is of type Tensor; {CALLED}"),
-        ([], f"step is of type list; {CALLED}"),
+        ([], r"step=\[\] is empty; it must be a function, or a list of"),
         ([shape, "loss"], f"step is of type str; {CALLED}"),
         (with_backward, "step ran the backward pass itself, which find_nonfinite does"),
         (nothing, f"step 'nothing' returned a NoneType: {RETURNED}"),

@@ -1,4 +1,4 @@
-"""Two processes against one: the same losses, the same weights.
+"""Two processes against one: the same losses, the same weights, the same skips.
 
 Started by `run_ranks`, this file is the program of one process; it writes what it saw.
 """
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from forks import run_ranks
 from processes import group_of_one
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import halfstep as hs
 from halfstep.distributed.ddp import data_parallel, no_sync
@@ -28,17 +30,19 @@ from halfstep.distributed.process_group import (
     barrier,
     join,
 )
+from halfstep.errors import UserError
 
 if TYPE_CHECKING:
+    from halfstep.scaling.step_report import StepReport
     from halfstep.session.session import Session
 
 LEVELS = ("O0 fp32", "O1 bf16", "O2 bf16")
 RUNS = [(kind, accumulate) for kind in LEVELS for accumulate in (1, 2)]
-STEPS, ROWS = 4, 16
+STEPS, ROWS, SPOILT = 4, 16, 1
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-def session_of(kind: str, accumulate: int) -> Session:
+def session_of(kind: str, **more: Any) -> Session:
     """Return a session over the same small network in every process."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -46,26 +50,39 @@ def session_of(kind: str, accumulate: int) -> Session:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     level, dtype = kind.split()
-    return hs.prepare(model, optimizer, level, dtype=dtype, accumulate=accumulate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That fp16 is slow on some processors.
+        return hs.prepare(model, optimizer, level, dtype=dtype, **more)
 
 
-def micro_batch(session: Session, seed: int, rows: slice) -> Tensor:
+def micro_batch(
+    session: Session, seed: int, rows: slice, factor: float = 1.0
+) -> Tensor:
     """Run forward and backward over some rows of a batch; return the loss."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(ROWS, 6, generator=generator)
     targets = inputs[:, :3] * inputs[:, 3:] + 0.5
     with session.autocast():
         out = session.model(inputs[rows])
-        loss = nn.functional.mse_loss(out.float(), targets[rows])
+        loss = nn.functional.mse_loss(out.float(), targets[rows]) * factor
     session.backward(loss)
     return loss.detach()
 
 
 def train(kind: str, accumulate: int, world: World) -> dict[str, Any]:
     """Train under DDP, each process and micro-batch on its share of every batch."""
-    session = session_of(kind, accumulate)
+    session = session_of(kind, accumulate=accumulate)
     before = {name: tensor.clone() for name, tensor in session.weights().items()}
     session.model = data_parallel(session.model, world)
+    exchanged: list[int] = []
+    if isinstance(session.model, nn.parallel.DistributedDataParallel):
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        session.model.register_comm_hook(
+            exchanged,
+            # No def: DDP reads annotations, and takes none that are text.
+            lambda log, bucket: log.append(1) or allreduce_hook(everyone, bucket),
+        )
     share = ROWS // world.size // accumulate
     losses = []
     for seed in range(STEPS):
@@ -82,7 +99,41 @@ def train(kind: str, accumulate: int, world: World) -> dict[str, Any]:
         "weights": weights,
         "stored": stored,
         "losses": losses,
+        "exchanges": len(exchanged) / STEPS,
     }
+
+
+def skip(world: World, wrapped: bool) -> dict[str, Any]:
+    """Let the last process overflow in one step, under DDP or with a group."""
+    group = None if wrapped else dist.group.WORLD
+    session = session_of("O1 fp16", process_group=group)
+    if wrapped:
+        session.model = data_parallel(session.model, world)
+    reports: list[StepReport] = []
+    kept = []
+    for seed in range(3):
+        before = [tensor.clone() for tensor in session.weights().values()]
+        bad = seed == SPOILT and world.rank == world.size - 1
+        micro_batch(session, seed, slice(ROWS), float("inf") if bad else 1.0)
+        reports.append(session.step())
+        kept.append(all(map(torch.equal, session.weights().values(), before)))
+    return {
+        "skipped": [report.skipped for report in reports],
+        "kept": kept,
+        "names": [report.found_inf_in for report in reports],
+        "scale": session.scaler.state.scale.item(),
+        "weights": {name: t.clone() for name, t in session.weights().items()},
+    }
+
+
+def refusal(world: World) -> str:
+    """Return what is said when a wrapped model is prepared at O2."""
+    wrapped = data_parallel(nn.Linear(2, 2), world)
+    try:
+        hs.prepare(wrapped, torch.optim.SGD(wrapped.parameters()), "O2", dtype="bf16")
+    except UserError as error:
+        return str(error)
+    return "nothing"
 
 
 def process(folder: Path) -> None:
@@ -93,6 +144,8 @@ def process(folder: Path) -> None:
             "highest": all_reduce_max(torch.tensor([float(world.rank), 5.0])),
             "total": all_reduce_sum(torch.tensor([float(world.rank), 5.0])),
             "runs": {run: train(*run, world) for run in RUNS},
+            "skips": {wrapped: skip(world, wrapped) for wrapped in (True, False)},
+            "refusal": refusal(world),
         }
         barrier()
         if world.is_first:
@@ -152,11 +205,45 @@ def test_ranks_hold_the_same_bits(
     assert first["losses"] == second["losses"]
 
 
+def test_gradients_travel_once_a_step(ranks: list[dict[str, Any]]) -> None:
+    """Law: accumulation exchanges once a step; masters, that fold, each time."""
+    counts = {run: seen["exchanges"] for run, seen in ranks[0]["runs"].items()}
+    # O2 fills two buckets, one for each dtype of its parameters.
+    once = {(kind, n): 1.0 for kind in LEVELS[:2] for n in (1, 2)}
+    assert counts == once | {("O2 bf16", 1): 2.0, ("O2 bf16", 2): 4.0}
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "group"])
+def test_one_overflow_skips_everywhere(
+    ranks: list[dict[str, Any]], wrapped: bool
+) -> None:
+    """Law: inf on one rank skips that step on both, and the scale backs off on both."""
+    for number, rank in enumerate(ranks):
+        seen = rank["skips"][wrapped]
+        assert seen["skipped"] == [False, True, False]
+        assert seen["kept"] == [False, True, False]
+        assert seen["scale"] == 2.0**15
+        # Averaged gradients carry the inf; a flag alone leaves rank 0 without culprit.
+        blamed = wrapped or number == 1
+        assert bool(seen["names"][SPOILT]) == blamed
+    if wrapped:
+        weights = [rank["skips"][wrapped]["weights"] for rank in ranks]
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 def test_agreement(ranks: list[dict[str, Any]]) -> None:
     """Law: maxima and sums are the same on every rank; one rank leads."""
     assert [rank["world"] for rank in ranks] == [(0, 2, True), (1, 2, False)]
     assert [rank["highest"].tolist() for rank in ranks] == [[1.0, 5.0]] * 2
     assert [rank["total"].tolist() for rank in ranks] == [[1.0, 10.0]] * 2
+
+
+def test_a_wrapped_model_is_refused(ranks: list[dict[str, Any]]) -> None:
+    """Law: a model that is in DDP already cannot be stored low."""
+    assert ranks[0]["refusal"] == (
+        "level=O2 changes the dtype of weights, and the model is already in "
+        "DistributedDataParallel. Prepare the bare model, then wrap session.model."
+    )
 
 
 def test_one_process_is_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:

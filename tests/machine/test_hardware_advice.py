@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -220,6 +222,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row[0]: row[1] for row in facts.rows} == {
         "processor": "a processor",
         "cores": "8",
+        "Python": platform.python_version(),
         "torch": "2.99, 4 threads",
         "instruction sets": "AMX-BF16",
         "cgroup limit": "1.5 CPUs",

@@ -228,3 +228,18 @@ def test_data_that_is_no_file(
         f"{name} is a pipe or a device, not a file; save its rows as .json, .jsonl, "
         ".ndjson, .csv or .tsv."
     )
+
+
+def test_nul_in_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: NUL is refused however it is written, in texts, labels and entities."""
+    odd = here / "odd.jsonl"
+    for task, row in (
+        ("classify", '["a\\u0000b", 1]'),
+        ("classify", '["ab", "b\\u0000"]'),
+        ("ner", '{"text": "a\\u0000b", "entities": []}'),
+    ):
+        odd.write_text(f"{row}\n", encoding="utf-8")
+        words = ("train", "--task", task, "--data", "odd.jsonl", "--out", "new")
+        assert refusal(capsys, *words) == (
+            "odd.jsonl line 1: it holds a NUL character; remove it."
+        )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from small_training import small_settings, write_letters
 
+from halfstep.errors import UserError
+from halfstep.train import dependencies
 from halfstep.train.output.tensorboard import TensorBoardWriter
 from halfstep.train.run import run
 
@@ -97,3 +99,17 @@ def test_a_run(tmp_path: Path) -> None:
     steps = [(r["step"], single(r["loss"])) for r in records if "event" not in r]
     assert shown["train/loss"] == steps
     assert [step for step, _ in shown["dev/loss"]] == [len(steps)]
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: without the library a run does not begin, and how to get it is told."""
+    absent = {"tensorboard": None}
+    monkeypatch.setattr(dependencies, "find_spec", lambda name: absent.get(name, name))
+    settings = small_settings(tmp_path, write_letters(tmp_path), tensorboard=True)
+    with pytest.raises(UserError) as caught:
+        run(settings)
+    assert str(caught.value) == (
+        "--tensorboard needs tensorboard: install with pip install "
+        "'halfstep[tensorboard]', or in a checkout pip install -e '.[tensorboard]'."
+    )
+    assert not (tmp_path / "run").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ DELAY_STEPS = 2
 is unusually far ahead; then it waits for them, once per step."""
 
 
-@cache  # several calls in each step
 def is_cpu(device: torch.device) -> bool:
     """Return whether the host can read tensors on a device without synchronization."""
     return device.type == "cpu"

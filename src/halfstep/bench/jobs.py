@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy import stats
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -229,7 +230,10 @@ def matmul_flops(config: TrainConfig, data: Corpus) -> float:
     encoded = tokenized.encode_split(data.train, network.tokenizer, config.task)
     plan = resolve_plan(config, data, _alone("cpu"), scratch=network.from_scratch)
     length = min(round(encoded.lengths.mean()), network.tokenizer.model_max_length)
-    with FlopCounterMode(display=False) as counter:
+    network.model.train()
+    # FlopCounterMode knows no FLOPs of the CPU's flash attention.
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH):
         output: Any = network.model(input_ids=torch.zeros(1, length, dtype=torch.long))
         output.logits.sum().backward()
     return float(counter.get_total_flops() * len(encoded) * plan.order.epochs)

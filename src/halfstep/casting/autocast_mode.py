@@ -151,7 +151,7 @@ class Autocast(torch_autocast):
         """Set torch's state and make a context the active one; see `push`.
 
         Returns:
-            The argument for `close`.
+            What `__exit__` needs to undo this.
         """
         active_context.run_pending()
         # One torch context per entry: it stores the state to restore on itself.

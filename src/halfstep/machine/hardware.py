@@ -395,6 +395,7 @@ def machine_table() -> Table:
     rows: list[tuple[Cell, ...]] = [
         ("processor", facts.cpu),
         ("cores", str(facts.cores)),
+        ("Python", platform.python_version()),
         ("torch", f"{facts.torch}, {format_count(facts.threads, 'thread')}"),
         ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
     ]

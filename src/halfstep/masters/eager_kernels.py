@@ -1,8 +1,8 @@
 """Optimizer updates with torch ops, on chunks that fit into the CPU cache.
 
-Rounds like the compiled kernels, except for torch's
-square root, which may be off by one ulp. Small tensors share one chunk, so that they
-cost a few ops together instead of dozens each.
+Rounds like the compiled kernels, except for torch's square root, which may be off by
+one ulp. Small tensors share one chunk, so that they cost a few ops together instead of
+dozens each.
 """
 
 from __future__ import annotations

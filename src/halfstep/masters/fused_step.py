@@ -304,7 +304,7 @@ class FusedStep:
             found_inf: 1.0 if nothing must change, shape (); for kernels on a device.
         """
         rule = rule_of(self.optimizer, group)
-        assert rule is not None, "choose_kernel() has rejected it"  # noqa: S101
+        assert rule is not None, "_choose_kernel() has rejected it"  # noqa: S101
         updates: dict[str, list[ParamUpdate]] = {self.encoding.name: [], PLAIN: []}
         keys = rule.state_keys
         for param in params:

@@ -189,7 +189,7 @@ static void randoms(uint64_t words, int64_t start, uint32_t *restrict to, int64_
     for (int64_t i = 0; i < n; i++) to[i] = mix(mix(first + (uint32_t)i) ^ second);
 }
 
-/* SGD and Adam over arrays, in place, see update_rules.py.
+/* SGD and Adam over arrays, in place, see fused_step.py.
 
    Arrays are fp32, do not overlap, and have at most BLOCK elements. The order of operations
    is that of torch.optim; without multiply-add fusion each operation rounds separately. */

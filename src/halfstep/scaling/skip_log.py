@@ -128,8 +128,10 @@ class SkipLog:
 
 def cause_text(bad_op: BadOp) -> str:
     """Return a cause with its evidence and the advice, as sentences."""
-    where = "" if bad_op.place == "model" else f"{bad_op.place}: "
-    return f"Cause: {bad_op.cause} ({where}{bad_op.evidence}). {bad_op.advice}"
+    place, evidence = bad_op.place, bad_op.evidence
+    if place != "model" and not evidence.startswith(place):
+        evidence = f"{place}: {evidence}"
+    return f"Cause: {bad_op.cause} ({evidence}). {bad_op.advice}"
 
 
 def second_opinion(bad_op: BadOp) -> str:

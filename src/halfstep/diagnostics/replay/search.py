@@ -151,11 +151,14 @@ def _check_steps(step: Step | Sequence[Step]) -> list[Step]:
     """Return one callable for each micro-batch; raise UserError for invalid ones."""
     several = isinstance(step, Sequence) and not isinstance(step, str)
     steps: list[Any] = [*step] if several else [step]  # type: ignore[misc]
+    if not steps:
+        message = "step=[] is empty; it must be a function, or a list of at least one."
+        raise UserError(message)
     expected = (
-        f"a function that computes the loss, {_EXAMPLE}, or a list with one for each "
-        "micro-batch"
+        "a function that computes the loss, such as lambda: loss_fn(model(x), y), or "
+        "a list with one for each micro-batch"
     )
-    for one in steps or [step]:
+    for one in steps:
         require_type("step", one, callable(one), expected)
     return steps
 

@@ -15,9 +15,9 @@ POOL = 50
 """Batches sorted together: enough for similar lengths, few compared with an epoch."""
 
 RANDOM_STEPS = 200
-"""Steps in which whole epochs begin a run with random batches. Where the length of a
-text says something about its label, batches of similar length hold few classes, and a
-model that has learned nothing yet learns little from them."""
+"""Epochs that end within so many steps have random batches. Where the length of a text
+says something about its label, batches of similar length hold few classes, and a model
+that has learned nothing yet learns little from them."""
 
 
 def epoch(
@@ -26,8 +26,8 @@ def epoch(
     """Return the batches of one epoch: similar lengths within, random order overall.
 
     Sorting the whole epoch by length would make the same batches in every epoch; so
-    only random pools are sorted, and in the first `RANDOM_STEPS` none is. The result
-    depends on the arguments alone, so that a resumed run continues in mid-epoch.
+    only random pools are sorted, and none in epochs that end within `RANDOM_STEPS`. The
+    result depends on the arguments alone, so that a resumed run continues in mid-epoch.
 
     Args:
         lengths: Tokens of each example, shape (N,).
