@@ -56,7 +56,8 @@ def page() -> str:
 
 Search this page for what you see: {len(REPORTS)} kinds of problems with mixed
 precision from public issue trackers, each with its cause, the call that finds the
-cause, and the fix. The call to begin with takes one step of your loop, as it is:
+cause, and the fix. Symptoms in one row have one cause; the tests run the first of
+them. The call to begin with takes one step of your loop, as it is:
 
 ```python
 import torch
