@@ -172,6 +172,14 @@ def test_train_table() -> None:
     assert (plain["seconds"], plain["examples/s"], plain["x plain-amp"]) == (8, 8, 1)
     assert (ours["x plain-amp"], ours["x plain-fp32"]) == (4.0, None)
     assert (ours["floor s"], ours["of floor"]) == (2.5, 1.25)
+
+
+def test_train_table_of_runs_that_diverge() -> None:
+    """Law: who diverged is counted and left out; of no other run there is no figure."""
+    runs = {"plain-amp": [DIVERGED], "O2-bf16": [result(0.5, 2.0, 1), DIVERGED]}
+    plain, ours = jobs.run_rows(runs)
+    assert {*plain.values()} == {"plain-amp", None, 1}
+    assert (ours["seconds"], ours["x plain-amp"], ours["diverged"]) == (2, None, 1)
     assert (ours["peak MiB"], ours["accuracy"], ours["dev loss"]) == (1, 0.5, 1)
 
 

@@ -107,38 +107,43 @@ def train(arguments: Namespace) -> list[Table]:
         "train loss: mean over the last tenth of the steps; dev loss: on dev texts",
         "all: no masked tokens, which halfstep train has by default from scratch",
         "peak: the whole process; halfstep's also evaluates, saves and reports",
+        "skipped, diverged: in all runs; a run that diverged has no other figure",
         *more,
     )
     return [measure.table("Training a text classifier", run_rows(runs), notes)]
 
 
 def run_rows(runs: Runs) -> list[dict[str, Cell]]:
-    """Return a row of medians for each candidate."""
+    """Return a row of medians for each candidate, over the runs that ended well."""
+    ended = {
+        name: [each for each in own if "diverged" not in each]
+        for name, own in runs.items()
+    }
 
-    def middle(name: str, key: str) -> float:
-        return statistics.median(float(each[key]) for each in runs[name])
+    def middle(name: str, key: str) -> float | None:
+        return median([each[key] for each in ended.get(name, ())])
 
-    def speed(name: str, base: str) -> float | None:
-        key = "examples_per_s"
-        return middle(name, key) / middle(base, key) if base in runs else None
+    def ratio(name: str, key: str, base: str, of: str) -> float | None:
+        own, other = middle(name, key), middle(base, of)
+        return own / other if own is not None and other else None
 
+    speed = "examples_per_s"
     return [
         {
             "candidate": name,
             "seconds": middle(name, "seconds"),
             "floor s": middle(name, "floor_seconds"),
-            "of floor": middle(name, "floor_seconds") / middle(name, "seconds"),
-            "examples/s": middle(name, "examples_per_s"),
-            **{f"x {base}": speed(name, base) for base in PLAIN},
-            "peak MiB": middle(name, "peak_bytes") / MIB,
+            "of floor": ratio(name, "floor_seconds", name, "seconds"),
+            "examples/s": middle(name, speed),
+            **{f"x {base}": ratio(name, speed, base, speed) for base in PLAIN},
+            "peak MiB": median([each["peak_bytes"] / MIB for each in own]),
             "train loss": middle(name, "train_loss"),
             "dev loss": middle(name, "dev_loss"),
-            "accuracy": statistics.median(
-                each["scores"]["accuracy"] for each in runs[name]
-            ),
-            "skipped": int(middle(name, "skipped")),
+            "accuracy": median([each["scores"]["accuracy"] for each in own]),
+            "skipped": sum(each["skipped"] for each in own) if own else None,
+            "diverged": len(runs[name]) - len(own),
         }
-        for name in runs
+        for name, own in ended.items()
     ]
 
 
@@ -229,7 +234,7 @@ def matmul_flops(config: TrainConfig, data: Corpus) -> float:
     network = build_network(config, data)
     encoded = tokenized.encode_split(data.train, network.tokenizer, config.task)
     plan = resolve_plan(config, data, _alone("cpu"), scratch=network.from_scratch)
-    length = min(round(encoded.lengths.mean()), network.tokenizer.model_max_length)
+    length = round(encoded.lengths.mean())
     network.model.train()
     # FlopCounterMode knows no FLOPs of the CPU's flash attention.
     counter = FlopCounterMode(display=False)
