@@ -520,7 +520,7 @@ def test_a_failed_pass(*, ends: bool) -> None:
 @pytest.mark.parametrize("mode", ["flags", "full"])
 def test_nothing_waits(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: no number is read from a tensor, in passes or in `step`."""
-    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     monkeypatch.setattr(async_read.DelayedTensors, "submit", lambda *_: [])
     model = net()
     with hs.Probe(model, mode) as probe, NoWaiting():  # type: ignore[no-untyped-call]
@@ -535,7 +535,7 @@ def test_elsewhere(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model[1].broken.forward_value = INF
     with hs.Probe(model, mode) as probe:
         here = step(probe, model)
-    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     with hs.Probe(model, mode) as probe:
         assert step(probe, model) == here
 
@@ -546,7 +546,7 @@ def test_order_over_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleList([net()[0], narrow[0], wide[0]])
     for where in ("here", "elsewhere"):
         if where == "elsewhere":
-            monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+            monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
         with hs.Probe(model) as probe:
             model[0](X)
             model[1](X.half() * NAN)

@@ -47,7 +47,7 @@ def _gpu(
     if request.node.get_closest_marker("gpu"):
         yield
         return
-    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     monkeypatch.setattr(async_read.DelayedScalars, "submit", lambda *_: None)
     # The kernels of a CPU read memory, which fake tensors have none of.
     monkeypatch.setattr(fused_step, "why_not_fused", lambda _: "torch's own step")

@@ -202,14 +202,14 @@ def test_without_bincount(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where reading the largest bin would wait, the same is counted."""
     drawn = torch.randn(999)
     found = [measure(drawn.to(dtype)).data() for dtype in WIDTHS]
-    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     assert [measure(drawn.to(dtype)).data() for dtype in WIDTHS] == found
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_nothing_waits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: neither measuring nor merging reads a number; the first property does."""
-    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     with NoWaiting():  # type: ignore[no-untyped-call]
         stats = measure(torch.randn(50).to(dtype))
         both = stats.merge(stats)

@@ -195,7 +195,7 @@ class Slow(async_read.DelayedScalars):
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numbers come late, and nothing else be known of them."""
     monkeypatch.setattr("halfstep.scaling.collapse.DelayedScalars", Slow)
-    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
 
 
 @pytest.mark.usefixtures("slow")

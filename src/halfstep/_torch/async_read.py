@@ -18,10 +18,8 @@ DELAY_STEPS = 2
 """Steps after which a GPU's values are read. By then they have arrived, unless the host
 is unusually far ahead; then it waits for them, once per step."""
 
-
-def is_cpu(device: torch.device) -> bool:
-    """Return whether the host can read tensors on a device without synchronization."""
-    return device.type == "cpu"
+READABLE_DEVICES = frozenset({"cpu"})
+"""Types of devices whose tensors the host reads without synchronization."""
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
@@ -29,7 +27,7 @@ def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
 
     Copies to the host block, since the host could not know when the values arrive.
     """
-    return tensor.to(device, non_blocking=not is_cpu(device))
+    return tensor.to(device, non_blocking=device.type not in READABLE_DEVICES)
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:

@@ -114,7 +114,7 @@ def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
         _add_16bit(into, values, casts)
     else:
         for piece in torch.split(
-            values, _CHUNK_NUMEL[async_read.is_cpu(values.device)]
+            values, _CHUNK_NUMEL[values.device.type in async_read.READABLE_DEVICES]
         ):
             _add_chunk(into, piece, casts)
 

@@ -240,7 +240,7 @@ class CollapseMonitor:
         self._loss = loss.detach()
         value = 0.0
         if loss.numel() == 1 and not loss.is_complex():
-            if async_read.is_cpu(loss.device):
+            if loss.device.type in async_read.READABLE_DEVICES:
                 value = float(self._loss)
             else:
                 # The sum over micro-batches is non-finite if one of them is.
@@ -263,7 +263,10 @@ class CollapseMonitor:
         Not on a CPU, where names are known anyway. On other devices it costs a pass
         over all gradients, so only after a step is known to have overflowed.
         """
-        return self._history.in_a_row > 0 and not async_read.is_cpu(device)
+        return (
+            self._history.in_a_row > 0
+            and device.type not in async_read.READABLE_DEVICES
+        )
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
         """Return whether the scale may be below 1, given the values read so far.
@@ -312,7 +315,7 @@ class CollapseMonitor:
         values.append(scale_used if loss_sum is None else loss_sum)
         self._loss_sum = None
         read_culprits = culprits
-        if async_read.is_cpu(scale_used.device):  # there is nothing to wait for
+        if scale_used.device.type in async_read.READABLE_DEVICES:
             numbers, self._steps_unread = [*map(float, values)], 0
         else:
             values += self._submit_names(culprits, scale_used.device)

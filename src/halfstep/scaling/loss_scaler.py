@@ -70,7 +70,7 @@ def advance(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018: why to scale.
         torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
     """
-    if async_read.is_cpu(state.scale.device):
+    if state.scale.device.type in async_read.READABLE_DEVICES:
         # Reading is free, and thirty tensor operations on one number cost more than
         # checking a thousand gradients.
         return _advance_on_host(state, bool(found_inf), rule, proposal)

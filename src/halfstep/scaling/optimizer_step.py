@@ -45,7 +45,8 @@ class HostScale:
         if not is_new and scale._version == self._version:  # noqa: SLF001
             return None
         value = init_scale if is_new else 0.0
-        value = scale.item() if async_read.is_cpu(scale.device) else value
+        if scale.device.type in async_read.READABLE_DEVICES:
+            value = scale.item()
         self.mark_written(scale)
         self.is_power_of_two = is_power_of_two(value)
         return value

@@ -209,7 +209,7 @@ class OptimizerGrads:
         self._version = 0 if first is None else first._version  # noqa: SLF001
         self._nonfinite: tuple[NonFiniteParam, ...] | None = None
         flags = list(flags)
-        if all(async_read.is_cpu(flag.device) for flag in flags):
+        if all(flag.device.type in async_read.READABLE_DEVICES for flag in flags):
             bad = any(bool(flag) for flag in flags)
             self._nonfinite = (
                 find_nonfinite_params(self.gradients() or []) if bad else ()

@@ -182,7 +182,7 @@ class OptimizerStep:
         return (
             inside
             and not self.masters.encoding.is_compact
-            and not async_read.is_cpu(self._device)
+            and self._device.type not in async_read.READABLE_DEVICES
         )
 
     @torch.no_grad()

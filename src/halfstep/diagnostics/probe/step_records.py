@@ -90,7 +90,7 @@ class StepRecords:
                 counts = Counts.zeros(len(self._casts), values.device)
                 add_(counts, values, self._casts)
                 return counts, _WORDS[values.dtype]
-            if async_read.is_cpu(values.device):
+            if values.device.type in async_read.READABLE_DEVICES:
                 return _is_nonfinite(values)
             # One kernel; its result is non-finite if a value is.
             peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
@@ -125,7 +125,7 @@ class StepRecords:
                 groups[values.device, values.dtype].append((number, values))
         for group in groups.values():
             numbers, tensors = zip(*group, strict=True)
-            if not async_read.is_cpu(tensors[0].device):
+            if tensors[0].device.type not in async_read.READABLE_DEVICES:
                 norms = torch._foreach_norm(tensors, torch.inf)  # noqa: SLF001
                 self.peaks += zip(numbers, norms, strict=True)
                 continue
