@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from benchmarks.page import parser, write
-from tests.field.report import REPORTS, Halfstep, Torch, load
+from tests.field.report import HALFSTEP, REPORTS, TORCH, load
 from transformers.debug_utils import DebugUnderflowOverflow
 
 from halfstep.machine import hardware
@@ -95,7 +95,7 @@ def words(report: Report, watch: Callable[[Program], object]) -> str:
     ):
         warnings.simplefilter("always")
         try:
-            program = report.program(Torch())
+            program = report.program(TORCH)
             with watch(program):
                 for _ in range(report.steps):
                     program.step()
@@ -113,7 +113,7 @@ def answer(report: Report) -> Answer:
     said = [
         words(report, watch) for watch in (nothing, anomaly_mode, hooks_of_transformers)
     ]
-    ours, occurs = report.answer(), bool(report.trouble(Halfstep()))
+    ours, occurs = report.answer(), bool(report.trouble(HALFSTEP))
     names = re.compile(report.truth or "(?!)", re.DOTALL)
     named = [names.search(each) is not None for each in (*said, ours)]
     named[-1] = named[-1] or not occurs

@@ -1,18 +1,18 @@
 """Troubles that people reported, each as a small program: what it is made of.
 
-A report is a function that builds the program, sick or cured, for torch's classes or
-for ours. What is claimed of it stands beside it, and `test_field` holds it to that.
+A report is a row of docs/reports.md, which says symptom, cause, the call that finds it
+and the cure, and a function of the same name that builds the program, sick or cured,
+for torch's classes or for ours. `test_field` holds the program to the row.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,56 +23,40 @@ from halfstep.diagnostics.doctor import rules_speed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Command = Literal["diagnose", "check", "find_nonfinite", "run", "impossible"]
-"""What answers: `hs.diagnose` of the program as it is, `hs.check` before training,
-`hs.find_nonfinite` after it; "run": our drop-in classes, by an error or a warning;
-"impossible": nothing, since the trouble does not occur with our classes."""
+PAGE = Path(__file__).parents[2] / "docs" / "reports.md"
+COMMANDS = {
+    "`hs.diagnose(step)`": "diagnose",
+    "`hs.check(model, loss_fn, batch)`": "check",
+    "`hs.find_nonfinite(model, step)`": "find_nonfinite",
+    "error or warning": "run",
+    "does not occur": "impossible",
+}
+"""What answers, as the page says it: `hs.diagnose` of the program as it is, `hs.check`
+before training, `hs.find_nonfinite` after it; our drop-in classes, by an error or a
+warning; or nothing, since the trouble does not occur with our classes."""
 
-SPEED = "speed and memory"
-"""The area of the reports about the time of a step."""
 SPEED_RULES = frozenset(rule.name for rule in rules_speed.RULES)
-"""Findings of `hs.diagnose` about that: small programs on a CPU have them, and reports
-of other areas are not about them."""
+"""Findings of `hs.diagnose` about the time of a step: small programs on a CPU have
+them, and reports of other areas are not about them."""
 
 
-class Amp(Protocol):
+@dataclass(frozen=True)
+class Amp:
     """The classes that a program is written with."""
 
     name: str
-
-    def autocast(self, dtype: torch.dtype = ..., **options: Any) -> Any:
-        """Return a context for the CPU."""
-
-    def scaler(self, **options: Any) -> Any:
-        """Return a `GradScaler` for the CPU."""
-
-
-class Torch:
-    """torch.amp's."""
-
-    name = "torch"
+    context: Callable[..., Any]
+    grad_scaler: Callable[..., Any]
 
     def autocast(self, dtype: torch.dtype = torch.float16, **options: Any) -> Any:
-        """Return torch's context."""
-        return torch.autocast("cpu", dtype, **options)
+        return self.context("cpu", dtype, **options)
 
     def scaler(self, **options: Any) -> Any:
-        """Return torch's scaler."""
-        return torch.amp.GradScaler("cpu", **options)
+        return self.grad_scaler("cpu", **options)
 
 
-class Halfstep:
-    """Ours, as drop-ins."""
-
-    name = "halfstep"
-
-    def autocast(self, dtype: torch.dtype = torch.float16, **options: Any) -> Any:
-        """Return our context."""
-        return hs.autocast("cpu", dtype, **options)
-
-    def scaler(self, **options: Any) -> Any:
-        """Return our scaler."""
-        return hs.GradScaler("cpu", **options)
+TORCH = Amp("torch", torch.autocast, torch.amp.GradScaler)
+HALFSTEP = Amp("halfstep", hs.autocast, hs.GradScaler)
 
 
 @dataclass
@@ -98,25 +82,15 @@ class Report:
 
     name: str
     area: str
-    symptom: str
-    """What people see, in their words."""
-    sources: tuple[str, ...]
-    """Public threads, as owner/repository#number."""
-    cause: str
-    command: Command
+    command: str
+    is_explained: bool
     says: str
     """Regular expression, found in what the command prints: the cause, by its name."""
     truth: str
     """Regular expression that knows no tool's wording: what names the culprit."""
-    cure: str
-    """What to do, for the page; `build(..., cured=True)` does it."""
     build: Callable[..., Program]
-    steps: int = 4
+    steps: int
     """After which the trouble shows."""
-
-    def __str__(self) -> str:
-        """Return its name."""
-        return self.name
 
     def program(self, amp: Amp, *, cured: bool = False) -> Program:
         """Return the program, from the same random numbers each time."""
@@ -140,106 +114,81 @@ class Report:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                texts = _COMMANDS[self.command](self, cured)
+                texts = self._ask(cured=cured)
             except Exception as error:  # noqa: BLE001 -- an error is an answer, too
                 texts = [str(error), *getattr(error, "__notes__", ())]
         return "\n".join([*texts, *(str(each.message) for each in warned)])
 
-
-def _diagnose(report: Report, cured: bool) -> list[str]:
-    program = report.program(Torch(), cured=cured)
-    diagnosis = hs.diagnose(program.step, **program.given)
-    unasked = SPEED_RULES if report.area != SPEED else frozenset()
-    return [str(one) for one in diagnosis.findings if one.rule not in unasked]
-
-
-def _check(report: Report, cured: bool) -> list[str]:
-    program = report.program(Halfstep(), cured=cured)
-    return [str(one) for one in hs.check(program.model, **program.check).findings]
-
-
-def _find_nonfinite(report: Report, cured: bool) -> list[str]:
-    program = report.program(Halfstep(), cured=cured)
-    assert program.loss is not None, f"{report}: no loss="
-    bad_op = hs.find_nonfinite(program.model, program.loss)
-    return [] if bad_op is None else [str(bad_op)]
-
-
-def _run(report: Report, cured: bool) -> list[str]:
-    program = report.program(Halfstep(), cured=cured)
-    for _ in range(report.steps):
-        program.step()
-    return []
+    def _ask(self, *, cured: bool) -> list[str]:
+        if self.command == "impossible":
+            return []
+        amp = TORCH if self.command == "diagnose" else HALFSTEP
+        program = self.program(amp, cured=cured)
+        if self.command == "diagnose":
+            found = hs.diagnose(program.step, **program.given).findings
+            unasked = SPEED_RULES if self.area != "Speed and memory" else ()
+            return [str(one) for one in found if one.rule not in unasked]
+        if self.command == "check":
+            found = hs.check(program.model, **program.check).findings
+            return [str(one) for one in found]
+        if self.command == "find_nonfinite":
+            assert program.loss is not None, f"{self.name}: no loss="
+            bad_op = hs.find_nonfinite(program.model, program.loss)
+            return [] if bad_op is None else [str(bad_op)]
+        for _ in range(self.steps):
+            program.step()
+        return []
 
 
-_COMMANDS: dict[str, Callable[[Report, bool], list[str]]] = {
-    "diagnose": _diagnose,
-    "check": _check,
-    "find_nonfinite": _find_nonfinite,
-    "run": _run,
-    "impossible": lambda *_: [],
-}
+def rows() -> dict[str, dict[str, Any]]:
+    """Return what the page says of each program, by its name."""
+    row = re.compile(r"\|.*\| (.*?)( \(not found yet\))? \|.*\|.*\| `(\w+)` \|")
+    area, found = "", {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            area = line.removeprefix("## ")
+        elif match := row.fullmatch(line):
+            by, unexplained, name = match.groups()
+            assert name not in found, f"{name}: two rows name this program"
+            found[name] = {
+                "area": area,
+                "command": COMMANDS[by],
+                "is_explained": unexplained is None,
+            }
+    return found
 
+
+ROWS = rows()
 REPORTS: dict[str, Report] = {}
-"""By name."""
+"""By name, in the order of the page once `load` has run."""
 
 
 def load() -> None:
     """Import the files that register reports."""
     for path in sorted(Path(__file__).parent.glob("reports_*.py")):
         importlib.import_module(f"tests.field.{path.stem}")
+    assert REPORTS.keys() == ROWS.keys()
 
 
 def report(
-    sources: str,
-    *,
-    area: str,
-    symptom: str,
-    cause: str,
-    cure: str,
-    command: Command = "diagnose",
-    says: str = "",
-    truth: str = "",
-    steps: int = 4,
+    *, says: str = "", truth: str = "", steps: int = 4
 ) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
-    """Register a function `build(amp, *, cured)` as the program of a report.
+    """Register a function `build(amp, *, cured)` as the program of a row of the page.
 
     Args:
-        sources: Public threads, each as owner/repository#number, with spaces between.
-        area: Chapter of the page: "call order", "range", "dtype error" ...
-        symptom: What people see.
-        cause: What it is.
-        cure: What ends it.
-        command: What answers.
-        says: Of the answer, for all but "impossible".
+        says: See `Report`; for all but what is impossible.
         truth: See `Report`; by default `says`.
         steps: After which the trouble shows.
     """
-    assert says or command == "impossible"
-    threads = tuple(sources.split())
-    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", thread) for thread in threads)
 
     def register(build: Callable[..., Program]) -> Callable[..., Program]:
         name = build.__name__
-        assert name not in REPORTS, f"{name}: two reports bear this name"
+        assert name not in REPORTS, f"{name}: two programs bear this name"
+        row = ROWS[name]
+        assert says or row["command"] == "impossible"
         REPORTS[name] = Report(
-            name=name,
-            area=area,
-            symptom=symptom,
-            sources=threads,
-            cause=cause,
-            command=command,
-            says=says,
-            truth=truth or says,
-            cure=cure,
-            build=build,
-            steps=steps,
+            name, **row, says=says, truth=truth or says, build=build, steps=steps
         )
         return build
 
     return register
-
-
-def reports_of(area: str) -> Callable[..., Any]:
-    """Return `report` for the reports of one area."""
-    return functools.partial(report, area=area)

@@ -6,26 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from tests.field.nets import WIDTH, distance, is_nonfinite, loop, mean_square
-from tests.field.report import Program, reports_of
+from tests.field.report import Program, report
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-report = reports_of("buffers")
-
 
 @report(
-    "pytorch/pytorch#115500 pytorch/pytorch#88474 pytorch/pytorch#96798 "
-    "pytorch/pytorch#90342",
-    symptom="Training goes on after a skipped step, and evaluation gives NaN.",
-    cause="A step that overflowed wrote inf into BatchNorm's running statistics.",
     says=r"running_(mean|var).* since step 2.*reset_running_stats\(\)",
     truth="running_(mean|var)",
-    cure="Keep that layer in float32; call `norm.reset_running_stats()`.",
 )
 def statistics_after_overflow(amp: Amp, *, cured: bool) -> Program:
-    """Let one batch overflow before a norm."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = amp.scaler(init_scale=1024.0)
@@ -48,16 +40,8 @@ def statistics_after_overflow(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, is_sick)
 
 
-@report(
-    "NVIDIA/apex#144 pytorch/pytorch#126525",
-    symptom="After model.half() the norm's running variance is inf; outputs are zero.",
-    cause="A variance above 65504 is stored in float16.",
-    says=r"running_var.*(float16|fp16).*65504",
-    truth="running_var",
-    cure="Keep norms in float32: `prepare(model, optimizer, 'O2')` does.",
-)
+@report(says=r"running_var.*(float16|fp16).*65504", truth="running_var")
 def statistics_in_half(amp: Amp, *, cured: bool) -> Program:
-    """Normalise inputs of some thousands."""
     del amp
     norm, head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1).half()
     model = nn.Sequential(norm if cured else norm.half(), head)
@@ -68,17 +52,8 @@ def statistics_in_half(amp: Amp, *, cured: bool) -> Program:
     return loop(None, model, lambda: distance(model(x)), optimizer, is_sick=is_sick)
 
 
-@report(
-    "huggingface/transformers#17306 huggingface/transformers#18467 "
-    "microsoft/onnxscript#2992",
-    symptom="After model.half() the loss is NaN; in float32 the same batch is fine.",
-    cause="The mask's value, float32's lowest number, is -inf in float16.",
-    says=r"softmax\): zero: a mask covers a whole row",
-    truth="(?i)softmax|mask",
-    cure="Make masks of the scores' dtype: `torch.finfo(scores.dtype).min`.",
-)
+@report(says=r"softmax\): zero: a mask covers a whole row", truth="(?i)softmax|mask")
 def mask_in_half(amp: Amp, *, cured: bool) -> Program:
-    """Attend with a mask in a buffer, where a padded row is masked whole."""
     del amp
 
     class Attention(nn.Module):
@@ -102,18 +77,8 @@ def mask_in_half(amp: Amp, *, cured: bool) -> Program:
     return loop(None, model, lambda: mean_square(model(x)), optimizer, is_sick=is_sick)
 
 
-@report(
-    "InternLM/InternLM#237 EleutherAI/gpt-neox#1016 Nerogar/OneTrainer#1177 "
-    "pytorch/pytorch#137774",
-    symptom="Long inputs are mixed up once the model is in bfloat16.",
-    cause="Positions are stored in a buffer: in bfloat16, 257 is 256.",
-    command="check",
-    says=r"rope \(Rope\): .*module:rope=fp32",
-    truth=r"rope(?!\.layer)",
-    cure="Keep the module in float32: `policy='lean + module:rope=fp32'`.",
-)
+@report(says=r"rope \(Rope\): .*module:rope=fp32", truth=r"rope(?!\.layer)")
 def positions_in_bf16(amp: Amp, *, cured: bool) -> Program:
-    """Turn features by angles that positions give."""
     del amp
 
     class Rope(nn.Module):

@@ -8,33 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tests.field.nets import batch, distance, linear, loop, unchanged, updates_of
-from tests.field.report import Program, reports_of
+from tests.field.report import Program, report
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-report = reports_of("call order")
 
-
-@report(
-    "Lightning-AI/pytorch-lightning#9330 Lightning-AI/pytorch-lightning#9694 "
-    "milesial/Pytorch-UNet#468 pytorch/examples#1196 rwth-i6/returnn#1590 "
-    "catalyst-team/catalyst#1319",
-    symptom=(
-        "With gradient clipping, by norm or by value, the loss stands still under "
-        "GradScaler."
-    ),
-    cause="Gradients are clipped while they are scaled.",
-    says=r"gradients were multiplied by .* before unscale_",
-    truth="unscale_",
-    cure=(
-        "Call `scaler.unscale_(optimizer)` before `clip_grad_norm_` or "
-        "`clip_grad_value_`."
-    ),
-)
+@report(says=r"gradients were multiplied by .* before unscale_", truth="unscale_")
 def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
-    """Train a layer with clipped gradients."""
     model, optimizer, scaler = linear(amp, lr=0.1, scale=2.0**16)
     x = batch()
 
@@ -50,16 +32,8 @@ def clip_before_unscale(amp: Amp, *, cured: bool) -> Program:
     return loop(amp, model, loss_of, optimizer, scaler, **hooks)
 
 
-@report(
-    "rwth-i6/returnn#1595",
-    symptom="Gradient noise has no effect under GradScaler, however large.",
-    cause="Noise is added to gradients while they are scaled: then it is divided, too.",
-    says=r"gradients were changed .* before unscale_",
-    truth="unscale_",
-    cure="Call `scaler.unscale_(optimizer)` before gradients are changed.",
-)
+@report(says=r"gradients were changed .* before unscale_", truth="unscale_")
 def noise_before_unscale(amp: Amp, *, cured: bool) -> Program:
-    """Train two layers with noise on the gradients."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = amp.scaler(init_scale=1024.0)
@@ -85,15 +59,10 @@ def noise_before_unscale(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "nerfstudio-project/nerfacc#307",
-    symptom="The loss explodes in the first steps, though it is fine in fp32.",
-    cause="optimizer.step() takes gradients that GradScaler has scaled.",
     says=r"the scaler was not asked: they were updated with scaled gradients",
     truth=r"scaler\.step",
-    cure="Call `scaler.step(optimizer)` in place of `optimizer.step()`.",
 )
 def optimizer_step_without_scaler(amp: Amp, *, cured: bool) -> Program:
-    """Scale the loss, and step the optimizer as in fp32."""
     model, optimizer, scaler = linear(amp)
     x, losses = batch(), []
 
@@ -113,15 +82,10 @@ def optimizer_step_without_scaler(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "IAHispano/Applio#860",
-    symptom="NaN in the weights after the first overflow, though GradScaler skips it.",
-    cause="optimizer.step() is called besides scaler.step(optimizer).",
     says=r"optimizer\.step\(\) .*(again|besides|twice).*scaler\.step",
     truth=r"optimizer\.step\(\)",
-    cure="Remove `optimizer.step()`: `scaler.step(optimizer)` calls it.",
 )
 def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
-    """Step by the scaler, then by the optimizer itself."""
     model, optimizer, scaler = linear(amp, scale=2.0**16)
     x = batch()
 
@@ -139,24 +103,10 @@ def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "microsoft/Swin-Transformer#311 huggingface/transformers#24449 "
-    "hiyouga/LlamaFactory#77 pytorch/pytorch#36601 Haian-Jin/LVSM#19 "
-    "espnet/espnet#2362",
-    symptom="RuntimeError: unscale_() has already been called on this optimizer.",
-    cause=(
-        "unscale_ is called after each micro-batch, or a step that the program "
-        "skips itself skips scaler.update(), too."
-    ),
-    command="run",
     says=r"first call was at .*\.py:\d+; .* after the last micro-batch",
     truth=r"unscale_\(\)",
-    cure=(
-        "Call `scaler.unscale_(optimizer)` after the last micro-batch only, and "
-        "`scaler.update()` in each iteration."
-    ),
 )
 def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
-    """Accumulate two micro-batches, and clip after each."""
     model, optimizer, scaler = linear(amp)
     batches = torch.randn(2, 16, 8)
 
@@ -176,15 +126,10 @@ def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#36601 huggingface/accelerate#641",
-    symptom="With accumulation under GradScaler only the first micro-batch counts.",
-    cause="Scaled gradients are added to gradients that are unscaled already.",
     says=r"scaled gradients were added to .*unscale_|backward.* after unscale_",
     truth="unscale_",
-    cure="Call `scaler.unscale_(optimizer)` after the last micro-batch.",
 )
 def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
-    """Accumulate two micro-batches, and clip after the first."""
     model, optimizer, scaler = linear(amp)
     batches, before = torch.randn(2, 16, 8), model.weight.detach().clone()
 
@@ -204,21 +149,10 @@ def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "Azure/MS-AMP#45 HorizonRobotics/alf#1770",
-    symptom="RuntimeError: step() has already been called since the last update().",
-    cause=(
-        "scaler.update() is missing: in the loop, or between two steps of one "
-        "optimizer."
-    ),
-    command="run",
     says=r"step\(\) has already been called since the last update\(\)",
     truth=r"update\(\)",
-    cure=(
-        "Call `scaler.update()` after each `scaler.step(optimizer)` of one optimizer."
-    ),
 )
 def update_forgotten(amp: Amp, *, cured: bool) -> Program:
-    """Never call update."""
     model, optimizer, scaler = linear(amp)
     x = batch()
 
@@ -234,16 +168,8 @@ def update_forgotten(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step)
 
 
-@report(
-    "huggingface/accelerate#439 neosr-project/neosr#9",
-    symptom="With two optimizers one of them makes jumps of twice the size.",
-    cause="update() moves the loss scale before the second optimizer is unscaled.",
-    says=r"update\(\) .*between .*(steps|optimizers)",
-    truth=r"update\(\)",
-    cure="Call `scaler.update()` once, after the steps of all optimizers.",
-)
+@report(says=r"update\(\) .*between .*(steps|optimizers)", truth=r"update\(\)")
 def update_between_optimizers(amp: Amp, *, cured: bool) -> Program:
-    """Train two layers, each with an optimizer; the first overflows once."""
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False)
     model = nn.Sequential(first, second)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in model]
@@ -269,16 +195,8 @@ def update_between_optimizers(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: any(move > 1.5 for move in moves))
 
 
-@report(
-    "OpenBMB/BMTrain#39",
-    symptom="With a GradScaler for each loss one of the losses gets no weight.",
-    cause="Two scalers add gradients of different scales into one model.",
-    says=r"two GradScalers|scaled by (two|2|another)",
-    truth="scalers",
-    cure="Scale all losses of a model by one `GradScaler`.",
-)
+@report(says=r"two GradScalers|scaled by (two|2|another)", truth="scalers")
 def two_scalers_of_one_model(amp: Amp, *, cured: bool) -> Program:
-    """Give each of two losses a scaler; the second's scale has fallen."""
     model, optimizer, main = linear(amp, outputs=2)
     other = main if cured else amp.scaler(init_scale=4.0)
     x, before = batch(), model.weight.detach().clone()
@@ -300,15 +218,10 @@ def two_scalers_of_one_model(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "ashawkey/stable-dreamfusion#158",
-    symptom="Beside a regulariser the main loss has no effect under GradScaler.",
-    cause="A custom backward returns a gradient of its own, at scale 1.",
     says=r"GivenGradient.* (does not|loss scale)|not proportional to the loss scale",
     truth="GivenGradient",
-    cure="Multiply in the incoming gradient: `return grad * ctx.saved_tensors[0]`.",
 )
 def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
-    """Hand a gradient that was computed elsewhere to the backward pass."""
     model, optimizer, scaler = linear(amp)
     x = batch()
 
@@ -331,16 +244,8 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
     return loop(amp, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
 
-@report(
-    "conservationtechlab/animl-py#298 mosaicml/composer#1376",
-    symptom="The first steps of each epoch are skipped.",
-    cause="A new GradScaler in each epoch searches for its scale again.",
-    says="each step makes a new GradScaler",
-    truth="GradScaler",
-    cure="Make the `GradScaler` once, before the first epoch.",
-)
+@report(says="each step makes a new GradScaler", truth="GradScaler")
 def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
-    """Train epochs of ten batches."""
     model, optimizer, once = linear(amp, scale=2.0**16)
     x, updates = batch(), updates_of(optimizer)
 
@@ -359,15 +264,10 @@ def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "IDEA-Research/DN-DETR#18",
-    symptom="Weights do not change, and there is no message.",
-    cause="zero_grad() between unscale_ and step clears the gradients.",
     says=r"dropped between scaler\.unscale_\(optimizer\) and scaler\.step",
     truth="zero_grad",
-    cure="Call `optimizer.zero_grad()` before the backward pass or after the step.",
 )
 def zero_grad_before_step(amp: Amp, *, cured: bool) -> Program:
-    """Clear the gradients before they are used."""
     model, optimizer, scaler = linear(amp)
     x = batch()
 
@@ -381,17 +281,8 @@ def zero_grad_before_step(amp: Amp, *, cured: bool) -> Program:
     return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **hooks)
 
 
-@report(
-    "espnet/espnet#3283",
-    symptom="After one overflow every step is skipped, and the scale falls to 0.",
-    cause="Gradients are cleared only after a step that was applied.",
-    says=r"not cleared after a skipped step|zero_grad",
-    truth="zero_grad",
-    cure="Call `optimizer.zero_grad()` in each iteration.",
-    steps=12,
-)
+@report(says=r"not cleared after a skipped step|zero_grad", truth="zero_grad", steps=12)
 def zero_grad_only_after_step(amp: Amp, *, cured: bool) -> Program:
-    """Clear gradients only where the scale says that a step was made."""
     model, optimizer, scaler = linear(amp, scale=2.0**16)
     x, updates = batch(), updates_of(optimizer)
 
@@ -408,15 +299,8 @@ def zero_grad_only_after_step(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: not updates)
 
 
-@report(
-    "facebookresearch/fairseq2#1346",
-    symptom="AssertionError: Attempted unscale_ but _scale is None, after resuming.",
-    cause="torch's scaler has no scale between load_state_dict and the first scale().",
-    command="impossible",
-    cure="Scale the loss by `scaler.scale(loss)`, not by `scaler.get_scale()`.",
-)
+@report()
 def unscale_after_load(amp: Amp, *, cured: bool) -> Program:
-    """Resume, and scale the loss by hand."""
     model, optimizer, scaler = linear(amp)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
     x = batch()
@@ -434,34 +318,16 @@ def unscale_after_load(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step)
 
 
-@report(
-    "thisserand/alpaca-lora-finetune-language#4 d8ahazard/sd_dreambooth_extension#1002",
-    symptom="AssertionError: No inf checks were recorded for this optimizer.",
-    cause="All parameters of the optimizer are frozen.",
-    command="run",
-    says="they are frozen",
-    truth="frozen|requires_grad",
-    cure="Set `requires_grad_(True)` on the parameters to train.",
-)
+@report(says="they are frozen", truth="frozen|requires_grad")
 def frozen_parameters(amp: Amp, *, cured: bool) -> Program:
-    """Train a head over an adapter that is frozen."""
     model, optimizer, scaler = linear(amp)
     head, x = nn.Linear(1, 1), batch()
     model.requires_grad_(cured)
     return loop(amp, model, lambda: distance(head(model(x))), optimizer, scaler)
 
 
-@report(
-    "open-mmlab/mmsegmentation#3230 Haochen-Wang409/HPM#10",
-    symptom="AssertionError: No inf checks were recorded for this optimizer.",
-    cause="The loss is a new tensor, which does not depend on the weights.",
-    command="run",
-    says="a loss that does not depend on them",
-    truth="not depend",
-    cure="Compute the loss from the output: no `torch.tensor(value)`, no `.item()`.",
-)
+@report(says="a loss that does not depend on them", truth="not depend")
 def loss_from_numbers(amp: Amp, *, cured: bool) -> Program:
-    """Build the loss of numbers."""
     model, optimizer, scaler = linear(amp)
     x = batch()
 
@@ -473,16 +339,10 @@ def loss_from_numbers(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/accelerate#328",
-    symptom="AssertionError: No inf checks were recorded for this optimizer.",
-    cause="The optimizer was made before the model was moved or replaced.",
-    command="run",
     says="an optimizer over another model's parameters",
     truth="optimizer (over|before)|another model",
-    cure="Move the model, then make the optimizer from `model.parameters()`.",
 )
 def optimizer_of_old_parameters(amp: Amp, *, cured: bool) -> Program:
-    """Wrap a copy of the model after the optimizer was made."""
     model, optimizer, scaler = linear(amp)
     trained = model if cured else copy.deepcopy(model)
     x = batch()
@@ -490,17 +350,11 @@ def optimizer_of_old_parameters(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "lucidrains/stylegan2-pytorch#101 lucidrains/stylegan2-pytorch#100 "
-    "pytorch/pytorch#44667",
-    symptom="A gradient penalty overflows at any loss scale; without it all works.",
-    cause="The penalty is computed from scaled gradients.",
     says=r"penalty.* scale|autograd\.grad.* scale|not proportional to the loss scale",
     truth=r"unscale|divide|get_scale|proportional",
-    cure="Divide the result of `autograd.grad` by `scaler.get_scale()` first.",
     steps=8,
 )
 def penalty_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
-    """Train a critic with a penalty on its gradients."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler, updates = amp.scaler(init_scale=2.0**13), updates_of(optimizer)
@@ -521,15 +375,8 @@ def penalty_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: len(updates) < 4)
 
 
-@report(
-    "pfnet/pytorch-pfn-extras#636 skorch-dev/skorch#826",
-    symptom="RuntimeError: Closure use is not currently supported by GradScaler.",
-    cause="torch's scaler cannot step an optimizer that takes a closure.",
-    command="impossible",
-    cure="Train with LBFGS in fp32, or use `halfstep.GradScaler`.",
-)
+@report()
 def closure(amp: Amp, *, cured: bool) -> Program:
-    """Train with LBFGS."""
     model, _, scaler = linear(amp)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
     x = batch()
@@ -552,16 +399,9 @@ def closure(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "languini-kitchen/languini-kitchen#7 wandb/wandb#4369 wandb/wandb#9092 "
-    "Lightning-AI/pytorch-lightning#4151",
-    symptom="The gradient norm in the log is 65536 times too large, and jumps.",
-    cause="It is computed from scaled gradients.",
-    says=r"(norm|gradients) .*(read|taken|logged) .*before unscale_",
-    truth="unscale_",
-    cure="Call `scaler.unscale_(optimizer)` before the norm is computed.",
+    says=r"(norm|gradients) .*(read|taken|logged) .*before unscale_", truth="unscale_"
 )
 def norm_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
-    """Log the norm of the gradients."""
     model, optimizer, scaler = linear(amp)
     x, norms = batch(), []
 
@@ -575,17 +415,8 @@ def norm_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
     return loop(amp, model, lambda: distance(model(x)), optimizer, scaler, **hooks)
 
 
-@report(
-    "pytorch/pytorch#36601",
-    symptom="AssertionError: No inf checks were recorded prior to update.",
-    cause="scaler.update() is called after each micro-batch, not once a step.",
-    command="run",
-    says=r"Call step\(optimizer\) before update\(\)",
-    truth=r"step\(",
-    cure="Call `scaler.update()` in iterations that call `scaler.step(optimizer)`.",
-)
+@report(says=r"Call step\(optimizer\) before update\(\)", truth=r"step\(")
 def update_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
-    """Accumulate two micro-batches, and update after each."""
     model, optimizer, scaler = linear(amp)
     batches = torch.randn(2, 16, 8)
 

@@ -16,7 +16,7 @@ from tests.field.nets import (
     unchanged,
     updates_of,
 )
-from tests.field.report import Program, reports_of
+from tests.field.report import Program, report
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -26,19 +26,12 @@ if TYPE_CHECKING:
 
     from tests.field.report import Amp
 
-report = reports_of("autocast context")
-
 
 @report(
-    "luyug/GradCache#17 pytorch/pytorch#177287 pytorch/pytorch#120930",
-    symptom="Gradients overflow, or errors are weird, with a whole step in autocast.",
-    cause="backward() runs inside autocast, which casts its operations again.",
     says="the backward pass ran inside autocast",
     truth="backward.* (inside|under|in) autocast",
-    cure="Leave the autocast context before `backward()`.",
 )
 def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
-    """Train by a custom matmul whose gradient needs the range of fp32."""
     model, optimizer, scaler = linear(amp)
     x, updates = batch() * 1e5, updates_of(optimizer)
 
@@ -69,17 +62,8 @@ def backward_inside_autocast(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: len(updates) < 4)
 
 
-@report(
-    "pytorch/pytorch#50941 cvlab-stonybrook/PathLDM#16 Megvii-BaseDetection/YOLOX#731",
-    symptom="RuntimeError: Found dtype Float but expected Half, in backward().",
-    cause="The loss is computed outside autocast, from 16-bit predictions.",
-    command="run",
-    says="loss was computed outside autocast",
-    truth="(?i)huber|loss",
-    cure="Compute the loss inside the context, or from `predictions.float()`.",
-)
+@report(says="loss was computed outside autocast", truth="(?i)huber|loss")
 def loss_outside_autocast(amp: Amp, *, cured: bool) -> Program:
-    """Compute a Huber loss after the context."""
     model, optimizer, scaler = linear(amp)
     x = batch()
 
@@ -97,17 +81,8 @@ def loss_outside_autocast(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step)
 
 
-@report(
-    "pytorch/pytorch#79085",
-    symptom="expected m1 and m2 to have the same dtype, but got Half and Float.",
-    cause="A block with autocast disabled gets the 16-bit output of what comes before.",
-    command="run",
-    says=r"module 'quantizer'.*Autocast was off.* cast by hand",
-    truth="quantizer",
-    cure="Begin the block with `x = x.float()`.",
-)
+@report(says=r"module 'quantizer'.*Autocast was off.* cast by hand", truth="quantizer")
 def disabled_block(amp: Amp, *, cured: bool) -> Program:
-    """Compute a quantizer outside of autocast, of what the encoder gives."""
 
     class Quantizer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -126,16 +101,8 @@ def disabled_block(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step)
 
 
-@report(
-    "pytorch/pytorch#116183 catalyst-team/catalyst#992 pytorch/pytorch#50170",
-    symptom="Autocast has no effect: outputs are fp32, and memory is as before.",
-    cause="The forward pass runs in a thread, and autocast is a thread's own state.",
-    says=r"(thread|Thread).*autocast|autocast.*(thread|Thread)",
-    truth="thread",
-    cure="Open `torch.autocast` in the function that the thread runs.",
-)
+@report(says=r"(thread|Thread).*autocast|autocast.*(thread|Thread)", truth="thread")
 def forward_in_thread(amp: Amp, *, cured: bool) -> Program:
-    """Run the forward pass in a pool of threads."""
     model, optimizer, scaler = linear(amp)
     x, outputs = batch(), []
 
@@ -154,15 +121,8 @@ def forward_in_thread(amp: Amp, *, cured: bool) -> Program:
     return loop(amp, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
 
-@report(
-    "ai2cm/ace#733",
-    symptom="Autocast has no effect on a function that yields.",
-    cause="The decorator leaves the context before the generator's body runs.",
-    says="generator",
-    cure="Open the context inside the generator, around each forward pass.",
-)
+@report(says="generator")
 def decorated_generator(amp: Amp, *, cured: bool) -> Program:
-    """Yield one forward pass after another."""
     model, optimizer, scaler = linear(amp)
     x, outputs = batch(), []
 
@@ -186,16 +146,8 @@ def decorated_generator(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: outputs[0].dtype == torch.float32)
 
 
-@report(
-    "ai-forever/Real-ESRGAN#12 pytorch/pytorch#67676 pytorch/pytorch#83733",
-    symptom="Autocast has no effect on a CPU.",
-    cause='The context is opened for "cuda".',
-    command="run",
-    says="CUDA is not available",
-    cure="Open `torch.autocast(x.device.type)`.",
-)
+@report(says="CUDA is not available")
 def autocast_of_another_device(amp: Amp, *, cured: bool) -> Program:
-    """Train on a CPU under a context for CUDA."""
     model, x, dtypes = nn.Linear(8, 1), batch(), []
     autocast = torch.autocast if amp.name == "torch" else hs.autocast
 
@@ -208,16 +160,8 @@ def autocast_of_another_device(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: dtypes[-1] == torch.float32)
 
 
-@report(
-    "pytorch/pytorch#100565 huggingface/diffusers#9628",
-    symptom="Autocast has no effect on a CPU.",
-    cause="Its dtype is float32.",
-    command="run",
-    says="the target dtype is not supported",
-    cure="Open the context with `dtype=torch.bfloat16`.",
-)
+@report(says="the target dtype is not supported")
 def autocast_to_float32(amp: Amp, *, cured: bool) -> Program:
-    """Train under a context for float32."""
     model, x, dtypes = nn.Linear(8, 1), batch(), []
 
     def step() -> None:
@@ -229,15 +173,8 @@ def autocast_to_float32(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: dtypes[-1] == torch.float32)
 
 
-@report(
-    "X-GenGroup/Flow-Factory#186",
-    symptom="The loss of a fine-tuned fp32 model stays flat within each outer loop.",
-    cause="One autocast context spans several steps, and keeps its casts of weights.",
-    command="impossible",
-    cure="Open a context for each forward pass.",
-)
+@report()
 def steps_inside_one_context(amp: Amp, *, cured: bool) -> Program:
-    """Make three updates within one context."""
     model = nn.Linear(8, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, losses = batch(), []
@@ -264,15 +201,10 @@ def steps_inside_one_context(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "X-GenGroup/Flow-Factory#186",
-    symptom="The KL divergence to the reference, or the averaged weights, is 0.",
-    cause="Weights are swapped through .data where autocast has kept their casts.",
     says=r"weights .*changed .*(inside|within) .*autocast|stale",
     truth="stale|cache|cast",
-    cure="Leave the autocast context before weights are swapped.",
 )
 def weights_swapped_inside_context(amp: Amp, *, cured: bool) -> Program:
-    """Compare outputs with those of reference weights, put in through .data."""
     model, optimizer, scaler = linear(amp)
     reference = torch.randn_like(model.weight)
     x, gaps = batch(), []
@@ -302,16 +234,8 @@ def weights_swapped_inside_context(amp: Amp, *, cured: bool) -> Program:
     return Program(model, step, lambda: max(gaps) < 0.1)
 
 
-@report(
-    "huggingface/accelerate#1036 decoderesearch/SAELens#723 ecmwf/WeatherGenerator#874",
-    symptom="Steps of bf16 training are skipped, and each is unscaled for nothing.",
-    cause="A GradScaler is used with bfloat16, which has the range of fp32.",
-    says="bf16 with loss scale dynamic",
-    truth="bf16|bfloat16",
-    cure="Make it `GradScaler(enabled=dtype == torch.float16)`.",
-)
+@report(says="bf16 with loss scale dynamic", truth="bf16|bfloat16")
 def scaler_with_bf16(amp: Amp, *, cured: bool) -> Program:
-    """Scale the loss of a bf16 model."""
     model, optimizer, scaler = linear(amp, lr=1e-36, scale=2.0**16)
     scaler = amp.scaler(enabled=False) if cured else scaler
     x, updates = batch(), updates_of(optimizer)
@@ -327,21 +251,10 @@ def scaler_with_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "dianwen-ng/Keyword-Spotting-ConvMixer#5 fideus-labs/KonfAI#178 "
-    "engichang1467/Open-Rig3R#35 NVlabs/tiny-cuda-nn#472",
-    symptom=(
-        "float16 autocast trains, but the loss stands still early, without an error."
-    ),
-    cause=(
-        'There is no GradScaler, or `GradScaler()`, which is for "cuda", switches '
-        "itself off on a CPU: small gradients are 0."
-    ),
     says="fp16 without a loss scale: gradients below .* become 0",
     truth="(?i)gradscaler|loss scale",
-    cure='`GradScaler("cpu")`, or bfloat16.',
 )
 def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
-    """Train by gradients below the range of float16."""
     model, optimizer, _ = linear(amp, lr=1e7)
     scaler = amp.scaler(enabled=cured)  # as GradScaler("cuda") on a CPU
     x = batch()

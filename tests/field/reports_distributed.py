@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from tests.field.nets import is_nonfinite, loop
-from tests.field.report import Program, reports_of
+from tests.field.report import Program, report
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
-
-report = reports_of("several processes")
 
 
 def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -24,16 +22,8 @@ def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     return nn.parallel.DistributedDataParallel(model)
 
 
-@report(
-    "pytorch/pytorch#57410 pytorch/pytorch#59522",
-    symptom="With compressed communication, finite gradients become inf.",
-    cause="DDP's hook sends gradients in float16, which holds 65504.",
-    says=r"fp16_compress_hook",
-    truth="compress_hook",
-    cure="Leave the hook out; on GPUs `bf16_compress_hook` reaches as far as float32.",
-)
+@report(says=r"fp16_compress_hook", truth="compress_hook")
 def compressed_gradients(amp: Amp, *, cured: bool) -> Program:
-    """Train with large gradients and the hook."""
     layer = nn.Linear(8, 1)
     model = data_parallel(layer)
     if not cured:

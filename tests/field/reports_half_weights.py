@@ -13,26 +13,15 @@ from tests.field.nets import (
     mean_square,
     unchanged,
 )
-from tests.field.report import Program, reports_of
+from tests.field.report import Program, report
 from torch import nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
-report = reports_of("weights in 16 bits")
 
-
-@report(
-    "afiaka87/glide-finetune#5 sanghyun-son/EDSR-PyTorch#36 "
-    "suvojit-0x55aa/mixed-precision-pytorch#2",
-    symptom="After `model.half()` the first step of Adam makes all weights NaN.",
-    cause="Adam's eps of 1e-8 is 0 in float16.",
-    says=r"eps.*(0 in|rounds to 0|underflow).*",
-    truth=r"\beps\b",
-    cure="Keep weights in fp32 (autocast, or O2's masters), or `eps=1e-4`.",
-)
+@report(says=r"eps.*(0 in|rounds to 0|underflow).*", truth=r"\beps\b")
 def eps_of_adam(amp: Amp, *, cured: bool) -> Program:
-    """Train a model that was cast as a whole."""
     del amp
     model = nn.Linear(WIDTH, WIDTH).half()
     eps = 1e-4 if cured else 1e-8
@@ -45,16 +34,8 @@ def eps_of_adam(amp: Amp, *, cured: bool) -> Program:
     return loop(None, model, loss_of, optimizer, is_sick=is_nonfinite(model.weight))
 
 
-@report(
-    "meta-pytorch/torchtune#2254 pytorch/ao#1124 pytorch/pytorch#120376",
-    symptom="With bf16 weights and a small learning rate the loss hardly moves.",
-    cause="Updates below 1/256 of a weight are rounded away.",
-    says=r"updates were rounded away",
-    truth=r"(?i)rounding|lost|master",
-    cure='`halfstep.prepare(..., "O2")` with fp32 masters; or a larger rate.',
-)
+@report(says=r"updates were rounded away", truth=r"(?i)rounding|lost|master")
 def updates_lost(amp: Amp, *, cured: bool) -> Program:
-    """Fine-tune a model in bfloat16."""
     del amp
     dtype = torch.float32 if cured else torch.bfloat16
     model = nn.Linear(WIDTH, WIDTH).to(dtype)
@@ -70,18 +51,10 @@ def updates_lost(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#74739 huggingface/transformers#23165 "
-    "Lightning-AI/pytorch-lightning#5140 huggingface/diffusers#6442 "
-    "mk-minchul/AdaFace#127 yk7333/d3po#6 haotian-liu/LLaVA#363",
-    symptom="ValueError: Attempting to unscale FP16 gradients.",
-    cause="Weights that are trained are in float16 already, so gradients are, too.",
-    command="run",
     says=r"unscale FP16 gradients.*(float32|fp32|float\(\))",
     truth=r"float32|fp32|\.float\(\)",
-    cure="Load trained weights in float32: `model.float()`; autocast casts them.",
 )
 def gradients_in_half(amp: Amp, *, cured: bool) -> Program:
-    """Train a model that was loaded in float16 under a scaler."""
     model = nn.Linear(WIDTH, 1)
     model = model if cured else model.half()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amp.scaler()
@@ -89,16 +62,8 @@ def gradients_in_half(amp: Amp, *, cured: bool) -> Program:
     return loop(amp, model, lambda: mean_square(model(x)), optimizer, scaler)
 
 
-@report(
-    "warner-benjamin/optimi#15 soumith/cudnn.torch#377",
-    symptom="With weights in float16 Adam's first steps are huge, though eps is 1e-6.",
-    cause="Squares of gradients below 2e-4 are 0 in float16: eps alone divides.",
-    says=r"eps=1e-06 is all that it divides by",
-    truth=r"\beps\b|exp_avg_sq",
-    cure="Keep weights in fp32 (autocast, or O2's masters).",
-)
+@report(says=r"eps=1e-06 is all that it divides by", truth=r"\beps\b|exp_avg_sq")
 def squares_of_gradients(amp: Amp, *, cured: bool) -> Program:
-    """Train a half model on small gradients."""
     del amp
     dtype = torch.float32 if cured else torch.float16
     model = nn.Linear(WIDTH, WIDTH).to(dtype)
@@ -115,16 +80,8 @@ def squares_of_gradients(amp: Amp, *, cured: bool) -> Program:
     return loop(None, model, loss_of, optimizer, is_sick=is_sick)
 
 
-@report(
-    "Nerogar/OneTrainer#996",
-    symptom="Weight decay has no effect on weights in bf16.",
-    cause="lr * weight_decay is far below 1/256 of a weight: it is rounded away.",
-    says=r"weight decay has no effect in bf16",
-    truth=r"(?i)weight.decay",
-    cure='`halfstep.prepare(..., "O2")` with fp32 masters.',
-)
+@report(says=r"weight decay has no effect in bf16", truth=r"(?i)weight.decay")
 def weight_decay_lost(amp: Amp, *, cured: bool) -> Program:
-    """Decay weights that get no gradients."""
     del amp
     dtype = torch.float32 if cured else torch.bfloat16
     model = nn.Linear(WIDTH, WIDTH).to(dtype)
@@ -137,16 +94,10 @@ def weight_decay_lost(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "deepspeedai/DeepSpeed#2768 deepspeedai/DeepSpeed#1800 "
-    "NVIDIA/Megatron-LM#372 mlnomadpy/flaxchat#6",
-    symptom="In bf16 many micro-batches give a smaller gradient than one batch.",
-    cause="Gradients are added up in bf16: what is below 1/256 of the sum is lost.",
     says=r"gradients: those of 33 backward passes are added up in bf16.*lost",
     truth=r"(?i)accumulat|micro-batch|added up",
-    cure='`halfstep.prepare(model, optimizer, "O2", accumulate=33)` adds in fp32.',
 )
 def gradients_added_in_bf16(amp: Amp, *, cured: bool) -> Program:
-    """Accumulate over 33 micro-batches, of which the first has large inputs."""
     del amp
     dtype = torch.float32 if cured else torch.bfloat16
     model = nn.Linear(WIDTH, 1).to(dtype)
@@ -164,15 +115,10 @@ def gradients_added_in_bf16(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "tracel-ai/burn#5699 facebookresearch/fairscale#263",
-    symptom="With a hand-written clipping by norm, float16 weights never change.",
-    cause="Squares of gradients above 255 are inf in float16, and 1 / inf is 0.",
     says=r"square of gradients: makes inf of finite numbers in float16.*65504",
     truth=r"\bpow\b|square",
-    cure="`torch.nn.utils.clip_grad_norm_`, or square `grad.float()`.",
 )
 def norm_of_gradients_by_hand(amp: Amp, *, cured: bool) -> Program:
-    """Clip gradients of 300 to a norm of 1."""
     del amp
     model = nn.Linear(WIDTH, 1).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -193,16 +139,10 @@ def norm_of_gradients_by_hand(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "tensorflow/tensorflow#43719",
-    symptom="A converted model gives NaN, though no activation is large.",
-    cause="A constant of 1e30 among the weights is inf in float16, and 0 * inf is NaN.",
-    command="find_nonfinite",
     says=r"holds? inf.*(buffer|parameter) gate .*cast to float16.*65504",
     truth=r"\bgate\b",
-    cure="Clamp before the cast: `w.clamp(-65504, 65504).half()`; or use bfloat16.",
 )
 def constant_among_weights(amp: Amp, *, cured: bool) -> Program:
-    """Convert a model with a large constant."""
     del amp
 
     class Gated(nn.Module):

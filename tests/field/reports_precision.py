@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from tests.field.nets import WIDTH, mean_square
-from tests.field.report import Program, reports_of
+from tests.field.report import Program, report
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.field.report import Amp
-
-report = reports_of("precision")
 
 
 class Middle(nn.Module):
@@ -60,25 +58,10 @@ def checked(
 
 
 @report(
-    "huggingface/diffusers#13920 EleutherAI/gpt-neox#1003 "
-    "huggingface/transformers#25681 huggingface/diffusers#9405 "
-    "modelscope/DiffSynth-Studio#562 utensils/mold#786 "
-    "kohya-ss/musubi-tuner#729",
-    symptom=(
-        "With rotary embeddings in bf16 long contexts are worse. A diffusion "
-        "model in bf16 sees timestep 1000 in place of 998.4."
-    ),
-    cause=(
-        "Positions, timesteps and angles are computed in bf16: from 256 on they "
-        "skip integers."
-    ),
-    command="check",
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth=r"Middle|positions|angles",
-    cure='Compute angles in fp32, or `policy="lean + module:rope=fp32"`.',
 )
 def rotary_angles(amp: Amp, *, cured: bool) -> Program:
-    """Turn features by angles that follow from positions."""
 
     def turn(x: Tensor) -> Tensor:
         dtype = torch.float32 if cured else x.dtype
@@ -90,28 +73,8 @@ def rotary_angles(amp: Amp, *, cured: bool) -> Program:
     return checked(amp, turn, torch.bfloat16, length=2000)
 
 
-@report(
-    "facebookresearch/ConvNeXt#71 ml-explore/mlx#4228 "
-    "microsoft/onnxruntime#29043 pytorch/pytorch#69512 zhuchen03/FreeLB#8 "
-    "pytorch/vision#3371 zylo117/Yet-Another-EfficientDet-Pytorch#153 "
-    "MultimediaTechLab/YOLO#234 tracel-ai/burn#4109 "
-    "google-ai-edge/LiteRT#9249 numpy/numpy#7930",
-    symptom=(
-        "A hand-written norm is far from fp32 in float16, without any inf. "
-        "cosine_similarity gives 0 for float16. NMS in float16 suppresses "
-        "nothing: all boxes stay. A mean over many positions is 0 in float16."
-    ),
-    cause=(
-        "A product (x * x, of two norms, of areas, of counts) passes 65504, and x "
-        "/ inf is 0."
-    ),
-    command="check",
-    says=r"1 \(mul\): .*65504.*module:1=fp32",
-    truth="mul",
-    cure='Square `x.float()`, or `policy="lean + module:norm=fp32"`.',
-)
+@report(says=r"1 \(mul\): .*65504.*module:1=fp32", truth="mul")
 def squares_of_a_norm(amp: Amp, *, cured: bool) -> Program:
-    """Divide by a root mean square."""
 
     def normalise(x: Tensor) -> Tensor:
         wide = x.float() if cured else x
@@ -121,16 +84,10 @@ def squares_of_a_norm(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "huggingface/diffusers#13922 nkalyanv99/UNI-D2#6",
-    symptom="Under autocast a rotary embedding written in float32 gives one colour.",
-    cause="Autocast casts the matmul of positions and rates: 65536 + i is 65536.",
-    command="check",
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth="Middle|positions",
-    cure='Compute the table inside `torch.autocast("cuda", enabled=False)`.',
 )
 def positions_in_a_matmul(amp: Amp, *, cured: bool) -> Program:
-    """Multiply positions and rates as matrices."""
 
     def turn(x: Tensor) -> Tensor:
         positions = 65536.0 + torch.arange(x.shape[1])
@@ -143,20 +100,10 @@ def positions_in_a_matmul(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "pytorch/pytorch#70179 pytorch/pytorch#17584 pytorch/pytorch#94816 "
-    "pytorch/pytorch#96429 princeton-vl/RAFT#54",
-    symptom=(
-        "Rows are mixed up in float16 once there are more than 2048. Optical flow "
-        "in float16 has steps: it moves by whole pixels."
-    ),
-    cause="Indices and coordinates are floating numbers: 2049 is 2048 in float16.",
-    command="check",
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth="Middle|index|order",
-    cure="Keep indices as integers, `order.long()`, and coordinates in float32.",
 )
 def indices_as_floats(amp: Amp, *, cured: bool) -> Program:
-    """Pick rows by numbers that were stored among features."""
 
     def pick(x: Tensor) -> Tensor:
         order = torch.arange(x.shape[1] - 10)
@@ -167,16 +114,9 @@ def indices_as_floats(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(
-    "numpy/numpy#24443 pytorch/pytorch#180150",
-    symptom="A box filter by cumulative sums is noise towards the end, in 16 bits.",
-    cause="Sums of thousands are coarse, and a difference of two keeps the error.",
-    command="check",
-    says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
-    truth="Middle|cumsum",
-    cure="`x.cumsum(1, dtype=torch.float32)`, and take the difference before a cast.",
+    says=r"1 \(Middle\): its output is .* away .*module:1=fp32", truth="Middle|cumsum"
 )
 def window_of_cumulative_sums(amp: Amp, *, cured: bool) -> Program:
-    """Average over 4 neighbours."""
 
     def average(x: Tensor) -> Tensor:
         dtype = torch.float32 if cured else x.dtype
@@ -186,16 +126,8 @@ def window_of_cumulative_sums(amp: Amp, *, cured: bool) -> Program:
     return checked(amp, average, torch.bfloat16, length=1024)
 
 
-@report(
-    "huggingface/trl#454 CarperAI/trlx#107 jingyaogong/minimind#813",
-    symptom="PPO's ratio is not 1 before the first update.",
-    cause="Old log-probabilities are computed under autocast, new ones in bf16.",
-    says=r"log_softmax: ran in bf16, .*a ratio .* is not 1",
-    truth="log_softmax",
-    cure="Take `logits.float().log_softmax(-1)` in both places.",
-)
+@report(says=r"log_softmax: ran in bf16, .*a ratio .* is not 1", truth="log_softmax")
 def two_precisions_of_one_policy(amp: Amp, *, cured: bool) -> Program:
-    """Compare a policy with itself."""
     model = nn.Linear(WIDTH, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x, ratios = torch.randn(16, WIDTH), []

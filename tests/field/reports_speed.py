@@ -5,26 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tests.field.report import SPEED, Program, reports_of
+from tests.field.report import Program, report
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
 
 
-report = reports_of(SPEED)
-
-
 @report(
-    "sgl-project/sglang-omni#1715 LAION-AI/CLIP_benchmark#8",
-    symptom="With AMP nothing is faster, and the memory is the same.",
-    cause="The model runs before the context is opened: only the loss is inside.",
-    says=r"of a step of .* in fp32 matmuls.*inside the autocast",
-    truth="autocast|fp32",
-    cure="Call the model inside the context, too.",
+    says=r"of a step of .* in fp32 matmuls.*inside the autocast", truth="autocast|fp32"
 )
 def only_the_loss_in_autocast(amp: Amp, *, cured: bool) -> Program:
-    """Open the context after the forward pass."""
     # Products large enough to take most of a step, also on a busy machine.
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -26,6 +26,6 @@ def test_the_page_counts_answers_by_area() -> None:
     """Law: a row an area and one for all, with the command that made it."""
     answers = [field.answer(REPORTS[name]) for name in ("bilinear", "index_add")]
     page = field.page(answers, "the command")
-    assert "| dtype error | 2 | 2 | 2 | 2 | 2 | 0 | 2 |" in page
+    assert "| Dtype error | 2 | 2 | 2 | 2 | 2 | 0 | 2 |" in page
     assert "| all | 2 | 2 | 2 | 2 | 2 | 0 | 2 |" in page
     assert "the command" in page

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from tests.field.healthy import HEALTHY, load
-from tests.field.report import SPEED_RULES, Halfstep, Torch
+from tests.field.report import HALFSTEP, SPEED_RULES, TORCH
 
 import halfstep as hs
 
@@ -22,24 +22,6 @@ if TYPE_CHECKING:
 load()
 MODELS = [name for name, build in HEALTHY.items() if "models" in build.__module__]
 """Programs with what `hs.check` needs."""
-
-ACCUSED: dict[str, str] = {}
-"""Programs that are accused all the same, and of what: none should be."""
-WARNED: dict[str, str] = {}
-"""Likewise, by a warning of our classes."""
-
-
-def programs(accused: dict[str, str]) -> list[Any]:
-    """Return the names of all, those that are accused marked."""
-    return [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(reason=accused[name], strict=True)]
-            if name in accused
-            else [],
-        )
-        for name in HEALTHY
-    ]
 
 
 def program(name: str, amp: Amp) -> Program:
@@ -57,8 +39,8 @@ def accusations(findings: Iterable[Finding]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("amp", [Torch(), Halfstep()], ids=lambda amp: amp.name)
-@pytest.mark.parametrize("name", programs(ACCUSED))
+@pytest.mark.parametrize("amp", [TORCH, HALFSTEP], ids=lambda amp: amp.name)
+@pytest.mark.parametrize("name", HEALTHY)
 def test_diagnose_accuses_no_healthy_program(name: str, amp: Amp) -> None:
     """Law: as it is, whichever classes it is written with."""
     healthy = program(name, amp)
@@ -66,10 +48,10 @@ def test_diagnose_accuses_no_healthy_program(name: str, amp: Amp) -> None:
     assert accusations(diagnosis.findings) == []
 
 
-@pytest.mark.parametrize("name", programs(WARNED))
+@pytest.mark.parametrize("name", HEALTHY)
 def test_the_classes_warn_of_no_healthy_program(name: str) -> None:
     """Law: a warning would be an error here; and what it trains is well afterwards."""
-    healthy = program(name, Halfstep())
+    healthy = program(name, HALFSTEP)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(6):
@@ -81,7 +63,7 @@ def test_the_classes_warn_of_no_healthy_program(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_check_accuses_no_healthy_model(name: str) -> None:
     """Law: before training, of models that are trained by torch's own loop."""
-    healthy = program(name, Torch())
+    healthy = program(name, TORCH)
     report = hs.check(healthy.model, **healthy.check)
     assert report.good
     # A dynamic scale that begins too high settles, so this is no accusation.
