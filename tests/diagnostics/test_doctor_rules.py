@@ -367,7 +367,7 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "it begins at 1, reaches 1.6 about step 42, and ends at 1.6 (medians)",
     ),
     (
-        "loss rises again",
+        "loss rebound",
         losses(*[2.0] * 10, *[1.0] * 20, *[1.5] * 10),
         losses(*[2.0] * 10, *[1.0] * 20, *[1.6] * 10),
         "it fell from 2 to 1 about step 14, and is back at 1.6 in the end",

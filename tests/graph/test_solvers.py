@@ -7,8 +7,6 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.graph.min_cut import cheapest
-from halfstep.graph.painting import paint
 from halfstep.graph.problem import (
     ALLOW,
     CLEAR,
@@ -19,6 +17,7 @@ from halfstep.graph.problem import (
     Problem,
     TensorUse,
 )
+from halfstep.graph.solvers import cheapest, paint
 
 MOST = 9  # operations: brute force tries 2**9 assignments
 

@@ -8,7 +8,7 @@ import random
 import pytest
 from scipy import stats
 
-from halfstep.parity.equivalence import judge, seeds_needed, t_quantile
+from halfstep.parity.equivalence import equivalence_test, seeds_needed, t_quantile
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29, 30, 200, 999])
@@ -30,12 +30,12 @@ def test_equivalent_is_two_one_sided_tests(shift: float) -> None:
             stats.ttest_1samp(values, margin, alternative="less"),
         )
         expected = all(bool(test.pvalue < 0.05) for test in tests)
-        assert (judge(values, margin).kind == "equivalent") is expected
+        assert (equivalence_test(values, margin).kind == "equivalent") is expected
 
 
 def test_no_difference_is_not_equivalence() -> None:
     """Law: two seeds that differ widely say nothing, though their mean is 0."""
-    verdict = judge([-0.1, 0.1], margin=0.01)
+    verdict = equivalence_test([-0.1, 0.1], margin=0.01)
     assert verdict.kind == "unknown"
     assert str(verdict) == (
         "cannot tell (90 % CI -0.631 to 0.631): needs more than 1000 seeds"
@@ -51,23 +51,31 @@ def test_no_difference_is_not_equivalence() -> None:
 )
 def test_direction(lower_is_better: bool, words: str) -> None:
     """Law: more of a loss is worse, more of anything else is better."""
-    verdict = judge([0.05, 0.06, 0.04], 0.01, lower_is_better=lower_is_better)
+    verdict = equivalence_test(
+        [0.05, 0.06, 0.04], 0.01, lower_is_better=lower_is_better
+    )
     assert str(verdict) == words
 
 
 def test_worse_below_the_margin() -> None:
     """Law: a difference below the margin that may exceed it does not pass, and why."""
-    assert str(judge([-0.006, -0.010, -0.008], 0.01)) == (
+    assert str(equivalence_test([-0.006, -0.010, -0.008], 0.01)) == (
         "worse by 0.008, perhaps by more than 0.01 (90 % CI -0.0114 to -0.00463)"
     )
 
 
 def test_diverged_runs_are_worse() -> None:
     """Law: a run that diverged makes a level worse, however close the others are."""
-    assert str(judge([0.0, 0.0], 0.01, num_diverged=1)) == "worse: 1 run diverged"
-    assert judge([], 0.01, num_diverged=2).kind == "worse"
-    assert str(judge([], 0.01)) == "no verdict: fp32 diverged"
-    assert str(judge([0.0], 0.01)) == "no verdict: fewer than 2 pairs of runs ended"
+    assert (
+        str(equivalence_test([0.0, 0.0], 0.01, num_diverged=1))
+        == "worse: 1 run diverged"
+    )
+    assert equivalence_test([], 0.01, num_diverged=2).kind == "worse"
+    assert str(equivalence_test([], 0.01)) == "no verdict: fp32 diverged"
+    assert (
+        str(equivalence_test([0.0], 0.01))
+        == "no verdict: fewer than 2 pairs of runs ended"
+    )
 
 
 def test_needed_seeds_suffice() -> None:
@@ -78,7 +86,7 @@ def test_needed_seeds_suffice() -> None:
 
     def decided(size: int) -> float:
         samples = ([draw.gauss(0, spread) for _ in range(size)] for _ in range(400))
-        kinds = [judge(sample, margin).kind for sample in samples]
+        kinds = [equivalence_test(sample, margin).kind for sample in samples]
         return kinds.count("equivalent") / len(kinds)
 
     assert decided(count) > 0.9
@@ -91,5 +99,7 @@ def test_rate_of_false_equivalence() -> None:
     """Law: of levels that are worse by just the margin, at most 5 % pass."""
     draw = random.Random(2)  # noqa: S311 -- no secret
     samples = ([draw.gauss(-0.01, 0.004) for _ in range(5)] for _ in range(2000))
-    passed = sum(judge(sample, 0.01).kind == "equivalent" for sample in samples)
+    passed = sum(
+        equivalence_test(sample, 0.01).kind == "equivalent" for sample in samples
+    )
     assert passed / 2000 == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / 2000))

@@ -24,7 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from halfstep.casting import dtype_mismatch
 from halfstep.casting.module_rules import ModuleRuleHook, hooks_for
 from halfstep.errors import UserError
-from halfstep.numerics.formats import cast_floating, is_low, word
+from halfstep.numerics.formats import AUTOCAST_DTYPES, cast_floating, is_low, word
 from halfstep.numerics.local_tensor import local_part
 from halfstep.policy import decision, op_tables
 from halfstep.policy import rules as policy_rules
@@ -52,8 +52,6 @@ PARAMETRIZED = Rule(
 )
 """At levels with 16-bit weights, a parametrized weight is computed in fp32 from fp32
 parameters and rounded once. These parameters need no master weights and have none."""
-
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,8 @@ def convert_(
         low_tensors = [
             tensor
             for tensor in chain(model.parameters(), buffers)
-            if tensor.dtype in _FLOATS - {low_dtype} and id(tensor) not in fp32_ids
+            if tensor.dtype in AUTOCAST_DTYPES - {low_dtype}
+            and id(tensor) not in fp32_ids
         ]
         # In a model that is already 16-bit: tensors that the level stores in fp32.
         fp32_tensors = [
@@ -463,7 +462,7 @@ class _CastInputs:
 def _cast_outputs(_module: nn.Module, _args: object, output: object) -> object:
     """Forward hook: casts a model's 16-bit outputs to fp32."""
     if type(output) is Tensor:  # in every step of most models
-        return output.float() if output.dtype in _FLOATS else output
+        return output.float() if output.dtype in AUTOCAST_DTYPES else output
     return cast_floating(output, torch.float32)
 
 

@@ -28,6 +28,7 @@ from torch.library import Library
 
 from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import active_context
+from halfstep.numerics.formats import AUTOCAST_DTYPES
 from halfstep.policy import op_tables
 from halfstep.policy.decision import cast_to
 from halfstep.policy.rules import KEEP
@@ -286,7 +287,6 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
     return run
 
 
-_ELIGIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _DTYPE = attrgetter("dtype")
 _cast_to = cache(cast_to)
 _ANY_DTYPE = (torch.float32,)
@@ -310,7 +310,9 @@ def _are_fp32(weights: Sequence[Tensor | None]) -> bool:
 def _is_eligible(value: object, is_on_device: IsOnDevice) -> bool:
     """Return whether torch would cast a value at the device's autocast key."""
     return (
-        isinstance(value, Tensor) and value.dtype in _ELIGIBLE and is_on_device(value)
+        isinstance(value, Tensor)
+        and value.dtype in AUTOCAST_DTYPES
+        and is_on_device(value)
     )
 
 
@@ -338,7 +340,7 @@ def _cast(
         if isinstance(value, Tensor):
             if (
                 value.dtype is not dtype
-                and value.dtype in _ELIGIBLE
+                and value.dtype in AUTOCAST_DTYPES
                 and is_on_device(value)
             ):
                 cast_values.append(

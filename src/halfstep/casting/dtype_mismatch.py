@@ -23,6 +23,7 @@ from halfstep.casting.failed_call import (
     frames_of,
     innermost_module,
 )
+from halfstep.numerics.formats import AUTOCAST_DTYPES
 from halfstep.policy.op_tables import FP32, LEAN, LOW, PROMOTE, TABLES
 
 if TYPE_CHECKING:
@@ -260,9 +261,6 @@ def _dtypes_in(text: str) -> tuple[torch.dtype, ...]:
 
 # The fix
 
-_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that autocast casts; not float64, complex or integers."""
-
 _DTYPE = inspect.getattr_static(Tensor, "dtype")
 
 
@@ -276,7 +274,7 @@ def _names_by_dtype(call: FailedCall, text_dtypes: tuple[torch.dtype, ...]) -> G
             if dtype.is_floating_point or dtype.is_complex or dtype in text_dtypes:
                 names_by_dtype.setdefault(dtype, []).append(name)
     is_complete = len(names_by_dtype) > 1 and all(
-        dtype in names_by_dtype or dtype in _CASTABLE for dtype in text_dtypes
+        dtype in names_by_dtype or dtype in AUTOCAST_DTYPES for dtype in text_dtypes
     )
     return (
         names_by_dtype
@@ -310,7 +308,7 @@ def _fix_for(
     """Return (the rule that fixes it or "", the advice as a sentence)."""
     name = call.operation
     unsupported = next(
-        (dtype for dtype in names_by_dtype if dtype not in _CASTABLE), None
+        (dtype for dtype in names_by_dtype if dtype not in AUTOCAST_DTYPES), None
     )
     if call.writes:
         wanted = (

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from halfstep.casting.convert_model import low_parameters
 from halfstep.errors import UserError, require, require_type
-from halfstep.graph import capture, min_cut, painting, ranges
+from halfstep.graph import capture, ranges, solvers
 from halfstep.graph.op_times import OpTimes, preserve_rng
 from halfstep.graph.plan import Plan, PlannedCast, PlannedNode, Slowdown
 from halfstep.graph.problem import (
@@ -215,8 +215,8 @@ def plan_graph(
                 facts[node] = replace(fact, kind=DENY, reason=_EXACT)
         denied = {n: replace(problem.operations[n], kind=DENY) for n in exact}
         problem = replace(problem, operations={**problem.operations, **denied})
-    choose = min_cut.cheapest if method == "min-cut" else painting.paint
-    chosen_low = choose(problem)
+    solve = solvers.cheapest if method == "min-cut" else solvers.paint
+    chosen_low = solve(problem)
     for node, fact in facts.items():
         facts[node] = replace(fact, reason=_why(fact, low=node.name in chosen_low))
     return assemble(
@@ -240,7 +240,7 @@ def measure_slowdown(
 ) -> Slowdown:
     """Time a pass of the model in fp32, and a painted one with fp32 weights."""
     problem = replace(problem, low_weights=frozenset())
-    low = painting.paint(problem)
+    low = solvers.paint(problem)
     try:
         fp32 = times.time_pass(graph_module, batch) / (problem.cost(()) or 1)
     except torch.OutOfMemoryError:

@@ -1,7 +1,7 @@
 """Formats of a graph's operations as a two-color problem with costs.
 
-`Problem` computes what an assignment costs and which casts it needs. `painting` and
-`min_cut` solve it. This module does not depend on torch.
+`Problem` computes what an assignment costs and which casts it needs; `solvers` solve
+it. This module does not depend on torch.
 """
 
 from __future__ import annotations

@@ -74,6 +74,8 @@ FP16 = FloatFormat("fp16", torch.float16, 5, 10)
 
 FORMATS = {format_.name: format_ for format_ in (FP32, BF16, FP16)}
 _BY_DTYPE = {format_.dtype: format_ for format_ in FORMATS.values()}
+AUTOCAST_DTYPES = frozenset(_BY_DTYPE)
+"""What autocast casts: not float64, complex or integers."""
 _LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"} | {
     "float16": "fp16",
     "half": "fp16",
@@ -153,7 +155,7 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype in _BY_DTYPE else tensor
+        return tensor.to(dtype) if tensor.dtype in AUTOCAST_DTYPES else tensor
 
     return map_tensors(value, cast)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.diagnostics.preflight.comparison import worst_first
 from halfstep.parity.candidate import PERTURBED, REFERENCE
-from halfstep.parity.equivalence import Verdict, judge
+from halfstep.parity.equivalence import Verdict, equivalence_test
 from halfstep.reporting import html, json_fields
 from halfstep.reporting.html import Card, Chart, Curve, Section
 from halfstep.reporting.table import Cell, Table, write_text
@@ -73,7 +73,7 @@ class Comparison:
         verdicts = {}
         for level in self.levels:
             pairs = [pair for pair in self._pairs(level) if not pair[1].diverged]
-            verdict = judge(
+            verdict = equivalence_test(
                 [run.metric - base.metric for run, base in pairs if not run.diverged],
                 self.margin,
                 lower_is_better=self.lower_is_better,

@@ -59,7 +59,7 @@ class Verdict:
         return f"{self.kind} by {size:.3g}{above * (size < self.margin)} ({interval})"
 
 
-def judge(
+def equivalence_test(
     differences: Sequence[float],
     margin: float,
     *,
@@ -79,11 +79,11 @@ def judge(
         num_diverged: Runs that diverged where fp32 did not: one makes a level worse.
 
     Example:
-        >>> print(judge([0.001, -0.002, 0.0], margin=0.01))
+        >>> print(equivalence_test([0.001, -0.002, 0.0], margin=0.01))
         equivalent within 0.01
-        >>> print(judge([-0.05, -0.06, -0.04], margin=0.01))
+        >>> print(equivalence_test([-0.05, -0.06, -0.04], margin=0.01))
         worse by 0.05 (90 % CI -0.0669 to -0.0331)
-        >>> print(judge([0.02, -0.02, 0.01], margin=0.01))
+        >>> print(equivalence_test([0.02, -0.02, 0.01], margin=0.01))
         cannot tell (90 % CI -0.0318 to 0.0384): needs about 108 seeds
     """
     pairs = len(differences)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.errors import UserError
+from halfstep.numerics.formats import AUTOCAST_DTYPES
 from halfstep.policy import op_tables
 from halfstep.policy.rules import KEEP, TORCH, Policy, _spellings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def cast_to(
 ) -> torch.dtype | None:
     """Return the dtype that a category casts floating operands to; None: no cast."""
     if category == op_tables.FOLLOW:
-        return dtypes[0] if dtypes and dtypes[0] in _AUTOCAST_DTYPES else None
+        return dtypes[0] if dtypes and dtypes[0] in AUTOCAST_DTYPES else None
     if category == op_tables.FP32_IN_FP16:
         category = op_tables.FP32 if low == torch.float16 else KEEP
-    eligible = [dtype for dtype in dtypes if dtype in _AUTOCAST_DTYPES]
+    eligible = [dtype for dtype in dtypes if dtype in AUTOCAST_DTYPES]
     if not eligible or category in (KEEP, op_tables.FP32_RESULT, op_tables.BANNED):
         return None
     if category == op_tables.PROMOTE:

@@ -111,7 +111,7 @@ class ConvertedModel:
                 param.grad = None
             low.grad = None
 
-    def convert_again(self) -> None:
+    def reconvert(self) -> None:
         """Convert weights that `restore` made fp32 to 16 bits again."""
         for param in self._low_params:
             if param.dtype != self.choice.format.dtype:
@@ -281,7 +281,7 @@ class LevelEngine:
                 f"{now}, or has another policy: build the model anew."
             )
             raise UserError(message)
-        converted.convert_again()
+        converted.reconvert()
         if converted not in self._models:
             self._models.append(converted)
         self._param_names |= {id(p): name for name, p in model.named_parameters()}

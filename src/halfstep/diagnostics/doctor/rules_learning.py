@@ -116,7 +116,7 @@ def divergence(facts: RunFacts) -> Iterator[Observation]:
 
 
 @RULES.add(OURS, needs=("losses",), severity="error", limit=Limit(0.5, "{:.0%}"))
-def loss_rises_again(facts: RunFacts) -> Iterator[Observation]:
+def loss_rebound(facts: RunFacts) -> Iterator[Observation]:
     """Rise of the training loss after its minimum, as a share of the fall before."""
     losses = _losses(facts)
     if len(losses) < 2 * _FIRST:

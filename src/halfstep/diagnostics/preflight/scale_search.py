@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +19,8 @@ from halfstep.diagnostics.preflight.rules import COSINE_WARN
 from halfstep.diagnostics.preflight.validation import misplaced, raised
 from halfstep.errors import UserError
 from halfstep.machine.recommendation import Choice
-from halfstep.numerics import tree
 from halfstep.numerics.exponents import largest_safe_scale
-from halfstep.numerics.formats import FP16, FP32, map_tensors
+from halfstep.numerics.formats import FP16, FP32, map_tensors, tensors_in
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy, Rule
 from halfstep.scaling import ScaleRule
@@ -157,7 +157,7 @@ class ScaleSearch:
         if len(self.fp32_passes) > 1:
             return self.fp32_passes[0].gradients, self.fp32_passes[1].gradients
         try:
-            cut = tree.halves(self.batches[0])
+            cut = halves(self.batches[0])
             if cut is None:
                 why = "the batch cannot be halved: gradient noise was not measured"
                 self.notes.append(why)
@@ -322,3 +322,33 @@ def line_of(error: Exception) -> str:
     """Return the message of an error as one line of limited length."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _MAX_ERROR_CHARS else f"{words[:_MAX_ERROR_CHARS]}..."
+
+
+def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
+    """Return the first half of a batch's examples, and equally many of the rest.
+
+    A tensor is split along its first dimension if that has the most common length of
+    all tensors; other tensors and objects go into both halves.
+
+    Args:
+        batch: Input of a model.
+
+    Returns:
+        None if no tensor can be split.
+    """
+    sizes = Counter(item.shape[0] for item in tensors_in(batch) if item.ndim)
+    if not sizes:
+        return None
+    examples = sizes.most_common(1)[0][0]
+    half = examples // 2
+    if not half:
+        return None
+
+    def first(item: Tensor) -> Tensor:
+        return item[:half] if item.ndim and item.shape[0] == examples else item
+
+    def second(item: Tensor) -> Tensor:
+        is_batched = item.ndim and item.shape[0] == examples
+        return item[half : 2 * half] if is_batched else item
+
+    return map_tensors(batch, first), map_tensors(batch, second)

@@ -1,4 +1,4 @@
-"""Tensors inside batches: found, and halved."""
+"""Halves of a batch, for the noise of gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from halfstep.diagnostics.preflight.scale_search import halves
 from halfstep.numerics.formats import tensors_in
-from halfstep.numerics.tree import halves
 
 X, Y = torch.arange(10.0).view(5, 2), torch.arange(5)
 
