@@ -24,16 +24,13 @@ class Slow(DelayedScalars):
 
     @property
     def num_pending(self) -> int:
-        """How many have not come."""
         return len(self.queue)
 
     def submit(self, values: Any) -> list[float] | None:
-        """Queue them."""
         self.queue.append([float(value) for value in values])
         return self.queue.pop(0) if len(self.queue) > DELAY_STEPS else None
 
     def read_pending(self) -> list[list[float]]:
-        """Return what is in the queue."""
         return self.queue
 
 

@@ -107,17 +107,12 @@ def test_torch_is_as_it_was() -> None:
 
 
 class Owner:
-    """Stands for a class of torch's."""
-
     @staticmethod
     def method() -> list[str]:
-        """Return who has wrapped it."""
         return []
 
 
 def wrapping(name: str) -> SharedPatches:
-    """Return patches that add a name to what the method returns."""
-
     def wrap(original: Any) -> Any:
         return staticmethod(lambda: [*original.__func__(), name])
 

@@ -145,15 +145,9 @@ def test_wrong_arguments_get_torchs_answer(args: tuple[Any, ...]) -> None:
     assert autocast_state() == OFF
 
 
-def test_answers_can_differ() -> None:
-    """Law: the comparison above sees another text, another warning, another state."""
-    seen = [answers(torch.autocast, *args) for args in [*WRONG, ("cpu", torch.float16)]]
-    assert len({str(answer) for answer in seen}) == len(seen)
-
-
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_decorator_needs_a_function(kind: str) -> None:
-    """Law: torch's text where torch's class answers."""
+    """Law: torch's text where torch's class answers, else ours."""
     more: Any = KINDS[kind]
     texts = []
     regions: list[Any] = [torch.autocast("cpu"), autocast("cpu", **more)]
@@ -165,10 +159,6 @@ def test_a_decorator_needs_a_function(kind: str) -> None:
             text = str(error)
         texts.append(text)
     assert texts[0] == texts[1]
-
-
-def test_a_steered_decorator_needs_a_function() -> None:
-    """Law: a steered region refuses likewise."""
     with pytest.raises(TypeError) as caught:
         autocast("cpu", policy="lean")(7)  # type: ignore[arg-type]
     assert str(caught.value) == (
@@ -191,9 +181,6 @@ def test_a_decorated_function_keeps_its_name(kind: str) -> None:
     assert (inside.__name__, inside.__doc__) == ("named", "Say so.")
     assert inside(2, right=3) == (5, (True, torch.float16))
     assert autocast_state() == OFF
-
-
-# Twice entered
 
 
 # Exceptions and copies
@@ -283,7 +270,7 @@ NO_POLICY = "policy='leen' is not known; the named policies are 'torch' and 'lea
     ("policy", "model", "message"),
     [
         ("torch + op:mm=fp32 + type:LayerNorm=fp32", None, NO_MODEL),
-        ("torch + module:head=fp32", nn.Linear(2, 2), NO_MATCH),
+        ("torch + module:*=low + module:head=fp32", nn.Linear(2, 2), NO_MATCH),
         ("lean + op:sofmax=fp32", None, NO_OP),
         ("leen", None, NO_POLICY),
     ],
@@ -295,3 +282,4 @@ def test_policies_that_cannot_be_followed(
     with pytest.raises(UserError) as caught:
         autocast("cpu", policy=policy, model=model)
     assert str(caught.value) == message
+    assert model is None or not model._forward_pre_hooks

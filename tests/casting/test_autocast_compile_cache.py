@@ -31,7 +31,6 @@ def run(m: Tensor) -> tuple[Tensor, ...]:
 
 
 def dtypes(policy: str, function: Any) -> list[str]:
-    """Return the dtypes of the results in a region around a function."""
     with autocast("cpu", policy=policy):
         return [str(result.dtype) for result in function(torch.ones(4, 4))]
 
@@ -48,7 +47,6 @@ def _on(device: str) -> bool:
 
 
 def process(what: str, policies: list[str], cache: Path) -> list[list[object]]:
-    """Return what a process of its own says of policies, one after the other."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, what, *policies],
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
@@ -87,7 +85,6 @@ if __name__ == "__main__":
         compiled = torch.compile(run, fullgraph=True)
 
         def for_one(policy: str) -> list[str]:
-            """Return dtypes under a policy."""
             return dtypes(policy, compiled)
 
     sys.stdout.write(str([for_one(policy) for policy in sys.argv[2:]]))

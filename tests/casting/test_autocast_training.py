@@ -31,14 +31,12 @@ DEVICES = pytest.mark.parametrize(
 
 
 def mlp(device: str) -> nn.Module:
-    """Return a small network with matrix products, a norm and a softmax."""
     torch.manual_seed(1)
     layers = (nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
     return nn.Sequential(*layers, nn.LogSoftmax(1)).to(device)
 
 
 def train(make: Any, device: str, dtype: torch.dtype, **more: Any) -> list[Tensor]:
-    """Take three steps, each in a region; return losses, gradients and weights."""
     model = mlp(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     seen = []
@@ -55,7 +53,6 @@ def train(make: Any, device: str, dtype: torch.dtype, **more: Any) -> list[Tenso
 
 
 def exact(left: Any, right: Any) -> None:
-    """Compare to the bit."""
     torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
@@ -81,8 +78,6 @@ def test_numbers_are_torchs(dtype: torch.dtype, device: str, kind: str) -> None:
 
 
 class Net(nn.Module):
-    """A network with a layer of its own for each rule."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -91,7 +86,6 @@ class Net(nn.Module):
         self.seen: list[torch.dtype] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute; take down the dtypes."""
         hidden = self.body(x)
         normal = checkpoint(self.norm, hidden, use_reentrant=False)
         assert isinstance(normal, Tensor)
@@ -126,7 +120,6 @@ def gradients(policy: str, rows: slice, *, wrap: bool) -> dict[str, Any]:
 
 
 def process(folder: Path) -> None:
-    """Do all of it in one of two processes."""
     with process_group.join("cpu") as world:
         rows = slice(4 * world.rank, 4 * world.rank + 4)
         found = {policy: gradients(policy, rows, wrap=True) for policy in POLICIES}
@@ -136,7 +129,6 @@ def process(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what two processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]

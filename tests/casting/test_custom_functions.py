@@ -27,9 +27,7 @@ T = TypeVar("T")
 
 
 class Decorator(Protocol):
-    """What keeps the type of what it decorates."""
-
-    def __call__(self, target: T, /) -> T: ...  # noqa: D102 -- the class says it
+    def __call__(self, target: T, /) -> T: ...
 
 
 ROWS: list[tuple[Decorator, Contexts, tuple[torch.dtype, ...], torch.dtype]] = [
@@ -68,7 +66,6 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def operands(*dtypes: torch.dtype) -> list[Tensor]:
-    """Return the same matrices each time."""
     torch.manual_seed(1)
     return [torch.randn(5, 5, dtype=dtype, requires_grad=True) for dtype in dtypes]
 

@@ -39,8 +39,6 @@ Log = list[tuple[object, ...]]
 
 
 def backward_of(log: Log) -> Any:
-    """Return the backward of x @ w, which logs what it sees."""
-
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         log.append(("backward", x.dtype, w.dtype, grad.dtype, *state()))
@@ -91,7 +89,6 @@ def with_setup(log: Log, cast_inputs: torch.dtype | None, bwd: Any = None) -> An
 
 
 def operands(dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor]:
-    """Return the same two matrices each time."""
     torch.manual_seed(1)
     x = torch.randn(3, 4, dtype=dtype, requires_grad=True)
     return x, torch.randn(4, 2, dtype=dtype, requires_grad=True)
@@ -162,7 +159,6 @@ def test_the_regions_differ() -> None:
 
 
 def unmarked(amp: Any) -> None:
-    """Run a classic Function whose forward is not decorated."""
     product = classic(amp, [], None)
 
     class Forgot(product):  # type: ignore[misc, valid-type]
@@ -301,7 +297,6 @@ def test_exceptions_restore_the_state() -> None:
 
 
 def second(product: Callable[..., Tensor], regions: Contexts) -> list[Tensor]:
-    """Return the gradients of a gradient's sum."""
     x, w = whole()
     with entered(regions):
         y = product(x, w)

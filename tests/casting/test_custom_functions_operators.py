@@ -31,20 +31,17 @@ OPS: Any = torch.ops.hs_test
 
 
 def define(schema: str) -> None:
-    """Define an operator that records the dtypes of its arguments."""
     LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     LIBRARY.impl(schema.partition("(")[0], record, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 def record(*args: Any, **kwargs: Any) -> Tensor:
-    """Record dtypes; return the first tensor's sum."""
     values = [*args, *kwargs.values()]
     seen.append([dtypes_in(value) for value in values])
     return next(value for value in values if torch.is_tensor(value)).sum()
 
 
 def dtypes_in(value: Any) -> Any:
-    """Return a value with dtypes in place of tensors."""
     if isinstance(value, list):
         return [dtypes_in(item) for item in value]
     return value.dtype if isinstance(value, Tensor) else value
@@ -69,7 +66,6 @@ def _nothing_seen() -> None:
 
 @custom_op("hs_test::matrix", mutates_args=())
 def matrix(x: Tensor, w: Tensor) -> Tensor:
-    """Return x @ w."""
     seen.append([x.dtype, w.dtype])
     return x @ w
 
@@ -88,7 +84,6 @@ matrix.register_autograd(_backward, setup_context=_keep)
 
 
 def operands() -> tuple[Tensor, Tensor]:
-    """Return the same matrices each time."""
     torch.manual_seed(1)
     return torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
 

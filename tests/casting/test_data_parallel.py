@@ -52,14 +52,11 @@ def _cpu_as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Seen(nn.Module):
-    """A layer, and what torch says in the thread where it runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
 
     def forward(self, x: Tensor, *, fails: bool = False) -> dict[str, Any]:
-        """Multiply by a matrix and by a vector."""
         if fails:
             message = "on purpose"
             raise ValueError(message)

@@ -213,8 +213,6 @@ def test_an_asked_for_dtype_stays() -> None:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what runs below autograd."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[Any] = []
@@ -222,7 +220,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, _: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Note, and run."""
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
@@ -296,7 +293,6 @@ def test_the_cache_serves_weights() -> None:
 
 @pytest.fixture
 def library() -> Iterator[str]:
-    """Define an operator; return its name."""
     lib: Any = Library("halfstep_test_kernels", "DEF")  # type: ignore[no-untyped-call]
     lib.define("twice(Tensor x, float by=2.0) -> Tensor")
     lib.impl("twice", lambda x, by=2.0: x * by, "CompositeExplicitAutograd")

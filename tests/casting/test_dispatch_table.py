@@ -22,12 +22,10 @@ DEVICES = pytest.mark.parametrize("device", TABLES)
 
 
 def parse(*words: str) -> Policy:
-    """Return a policy of a base and rules."""
     return Policy.parse(" + ".join(words))
 
 
 def word(table: dict[str, op_tables.Row], op: str) -> str:
-    """Return an operation's category in a table."""
     return table[op].category if op in table else KEEP
 
 

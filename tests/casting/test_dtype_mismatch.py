@@ -41,14 +41,12 @@ def refusal(run: Callable[..., object], *args: object) -> RuntimeError:
 
 
 def found_in(error: BaseException) -> DtypeMismatch:
-    """Return what is said about an error that must be recognised."""
     found = explain(error)
     assert found is not None, error
     return found
 
 
 def line_of(found: DtypeMismatch) -> str:
-    """Return what is said below torch's own text."""
     return str(found).splitlines()[-1]
 
 
@@ -96,7 +94,6 @@ MENDED = [
 
 
 def refused_under_autocast(run: Run, low: torch.dtype) -> RuntimeError:
-    """Return torch's error on an fp32 and a low operand in an autocast region."""
     with torch.autocast("cpu", low):
         return refusal(run, torch.rand(2, 2), torch.rand(2, 2).to(low))
 
@@ -204,7 +201,6 @@ CAST = [
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the attention of one head."""
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -302,7 +298,6 @@ def test_complex_and_integers() -> None:
 
 
 def assign(a: Tensor, b: Tensor) -> None:
-    """Write at indices."""
     a[INDEX] = b
 
 
@@ -348,14 +343,11 @@ def test_assigned_gradient() -> None:
 
 
 class Refused(nn.Module):
-    """Calls what has no 16-bit kernel, or takes a number that 16 bits do not hold."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.layer = name, nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return numbers that depend on the layer."""
         y = self.layer(x)
         match self.name:
             case "masked_fill":
@@ -384,17 +376,13 @@ def test_one_dtype_that_will_not_do(name: str) -> None:
 
 
 class Product(torch.autograd.Function):
-    """A product that keeps what it is given."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x times weight."""
         ctx.save_for_backward(x, weight)
         return x @ weight.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply by weights in their own dtype."""
         x, weight = ctx.saved_tensors
         return grad @ weight.T, x.T @ grad
 

@@ -31,17 +31,14 @@ class Mixer(nn.Module):
         self.vector = nn.Parameter(torch.rand(2))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Fail, if rows are not fp32."""
         return torch.mv(rows, self.vector)
 
 
 def nested() -> nn.Sequential:
-    """Return a model that fails in its module '1.1'."""
     return nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), Mixer()))
 
 
 def found_in(run: Callable[..., object], *args: object) -> DtypeMismatch:
-    """Return what is said about the error of a call."""
     with pytest.raises(RuntimeError) as caught:
         run(*args)
     found = explain(caught.value)
@@ -50,12 +47,10 @@ def found_in(run: Callable[..., object], *args: object) -> DtypeMismatch:
 
 
 def line_of(found: DtypeMismatch) -> str:
-    """Return what is said below torch's own text."""
     return str(found).splitlines()[1]
 
 
 def rows() -> Tensor:
-    """Return what the mixer does not take."""
     return torch.rand(2, 2, dtype=BF16)
 
 
@@ -81,7 +76,6 @@ class Compiled(nn.Module):
         self._orig_mod = model
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Fail."""
         out: Tensor = self._orig_mod(rows)
         return out
 
@@ -111,7 +105,6 @@ class Hoarder(nn.Module):
         self.hidden = [Mixer()]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Fail in a module that is none of the model's."""
         out: Tensor = self.hidden[0](rows)
         return out
 
@@ -124,25 +117,18 @@ def test_unregistered_module() -> None:
 
 
 class Crooked(torch.autograd.Function):
-    """Has a backward that mixes dtypes."""
-
     @staticmethod
     def forward(_ctx: Any, rows: Tensor) -> Tensor:
-        """Return a copy."""
         return rows.clone()
 
     @staticmethod
     def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        """Fail."""
         vector = torch.rand(2, dtype=BF16)
         return torch.mv(grad, vector)
 
 
 class Trainer(nn.Module):
-    """Runs backward in a method, as some trainers' modules do."""
-
     def forward(self, loss: Tensor) -> None:
-        """Run the backward pass."""
         torch.autograd.backward(loss)
 
 
@@ -158,12 +144,9 @@ def test_backward() -> None:
 
 
 class Late(Mixer):
-    """Mixes dtypes only when it runs again."""
-
     again = False
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Fail the second time."""
         vector = self.vector.bfloat16() if self.again else self.vector
         self.again = True
         return torch.mv(rows, vector)
@@ -187,7 +170,6 @@ class Opaque(nn.Module):
         self.norm.forward = functools.partial(torch.mv)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Fail inside of what is called."""
         out: Tensor = self.norm(rows, torch.rand(2))
         return out
 
@@ -202,8 +184,6 @@ def test_module_is_no_operation() -> None:
 
 
 class Passing(TorchFunctionMode):
-    """Hands each call on, in two steps."""
-
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make the call."""
         return call(*args, **kwargs)
@@ -211,7 +191,6 @@ class Passing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Hand it on."""
         return self.run(func, args, kwargs or {})
 
 
@@ -225,7 +204,6 @@ def mv(*args: Tensor) -> object:
 
 
 def run_with(op: Callable[..., object], args: tuple[Tensor, ...]) -> object:
-    """Run an operation that the caller has chosen."""
     return op(*args)
 
 

@@ -29,26 +29,21 @@ REFUSED = "expected scalar type Half but found Float"
 
 
 def error_of(run: Callable[[], object]) -> RuntimeError:
-    """Return what a call raises."""
     with pytest.raises(RuntimeError) as caught:
         run()
     return caught.value
 
 
 def of(text: str) -> DtypeMismatch | None:
-    """Return what is said about an error that was never raised."""
     return explain(RuntimeError(text))
 
 
 class Refuses(nn.Module):
-    """Raises what a kernel would that is not here."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.text = text
 
     def forward(self) -> None:
-        """Raise."""
         raise RuntimeError(self.text)
 
 
@@ -189,7 +184,6 @@ class Plain(Tensor):
 
 
 def rows() -> Tensor:
-    """Return what an fp32 vector cannot be multiplied with."""
     return torch.rand(2, 2, dtype=BF16)
 
 
@@ -205,12 +199,10 @@ class Counting(nn.Module):
 
     @property
     def vector(self) -> Tensor:
-        """An fp32 vector."""
         self.asked += 1
         return torch.rand(2)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Fail."""
         return torch.mv(rows, self.vector)
 
 
@@ -218,7 +210,6 @@ class Forbidding(TorchFunctionMode):
     """Lets nobody ask a tensor anything."""
 
     def __torch_function__(self, *_: object) -> NoReturn:
-        """Raise."""
         message = "a tensor was asked"
         raise ValueError(message)
 
@@ -260,32 +251,26 @@ def test_nothing_is_kept() -> None:
 
 
 def sprung(*_: object) -> NoReturn:
-    """Raise."""
     message = "a trap was sprung"
     raise ValueError(message)
 
 
 class Trap:
-    """Raises whatever is done to it."""
-
     __getattribute__ = __eq__ = __hash__ = __bool__ = sprung
     __iter__ = __len__ = __getitem__ = __contains__ = __repr__ = sprung
 
 
 def uninitialised() -> nn.Module:
-    """Return a module whose `__init__` has not run."""
     return nn.Module.__new__(nn.Module)
 
 
 def recursive() -> nn.Module:
-    """Return a module that contains itself."""
     module = nn.Sequential(Counting())
     module.append(module)
     return module
 
 
 def without_table() -> nn.Module:
-    """Return a module whose table of submodules is gone."""
     module = nn.Sequential(Counting())
     module.__dict__["_modules"] = None
     return module
@@ -307,13 +292,11 @@ def plainly(self: object, text: str) -> NoReturn:  # noqa: ARG001
 
 
 def without_self(self: object, text: str) -> NoReturn:
-    """Raise where the name is gone."""
     del self
     raise RuntimeError(text)
 
 
 def in_exec(self: object, text: str) -> None:
-    """Raise where there is no source."""
     exec("plainly(self, text)", {"plainly": plainly, "self": self, "text": text})  # noqa: S102 -- the point
 
 
@@ -325,7 +308,6 @@ def in_this_file(self: object, text: str) -> None:
 
 
 def without_positions(self: object, text: str) -> None:
-    """Raise in code that does not know its lines."""
     code = plainly.__code__.replace(co_linetable=b"")
     FunctionType(code, globals())(self, text)
 

@@ -24,7 +24,6 @@ LOW = pytest.mark.parametrize("dtype", [BF16, FP16])
 
 
 def random(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    """Return numbers of many magnitudes."""
     return (torch.randn(shape) * torch.exp2(torch.randn(shape) * 3)).to(dtype)
 
 
@@ -113,7 +112,6 @@ def opened() -> Fp32GradAccumulator:
 
 
 def weight() -> nn.Parameter:
-    """Return a weight without a gradient."""
     return nn.Parameter(torch.zeros(4, 3))
 
 

@@ -83,13 +83,11 @@ def test_recursion(category: str) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a model that was pickled."""
     twin: nn.Module = pickle.loads(pickle.dumps(model))  # noqa: S301 -- our own bytes
     return twin
 
 
 def saved(model: nn.Module) -> nn.Module:
-    """Return a model that torch has saved whole."""
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -202,7 +200,6 @@ def test_a_given_cache_serves_modules() -> None:
 
 @pytest.fixture
 def _compiler() -> Iterator[None]:
-    """Begin and end without compiled code."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -212,19 +209,15 @@ class Layer(nn.Linear):
     """A layer whose code torch.compile does not know."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 class Small(nn.Module):
-    """Three like layers, and the dtypes that they give."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = Layer(4, 4), Layer(4, 4), Layer(4, 4)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Compute."""
         return [layer(x) for layer in (self.a, self.b, self.c, self.a)]
 
 

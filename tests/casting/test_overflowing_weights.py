@@ -21,8 +21,6 @@ FITS, OVERFLOWS = 65519.0, 65520.0
 
 
 class Net(nn.Module):
-    """A layer, a norm, a parameter of the model's own, and a buffer."""
-
     table: torch.Tensor
 
     def __init__(self) -> None:
@@ -34,13 +32,11 @@ class Net(nn.Module):
 
 
 def prepared(model: nn.Module, level: str, dtype: str, **more: Any) -> Session:
-    """Return a session."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     return hs.prepare(model, optimizer, level, dtype=dtype, **more)
 
 
 def put(tensor: torch.Tensor, value: float) -> None:
-    """Write a value into the first place."""
     with torch.no_grad():
         tensor.view(-1)[0] = value
 

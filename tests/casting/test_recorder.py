@@ -31,7 +31,6 @@ AS_CALLED = ("no row", "it runs as it is called")
 
 
 def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:
-    """Return the table of a model's loss, taken several times in one region."""
     with autocast("cpu", record=True, **more) as region:
         for _ in range(times):
             loss(net)
@@ -39,7 +38,6 @@ def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:
 
 
 def why(op: str, base: str) -> tuple[str, str]:
-    """Return rule and reason of a row of a table."""
     row = op_tables.NAMED[base]["cpu"][op]
     return f"{base} cpu table: {op}={row.category}", row.reason
 
@@ -194,7 +192,6 @@ def test_the_table() -> None:
 
 @pytest.fixture
 def _group() -> Iterator[None]:
-    """Be a group of one process."""
     with group_of_one():
         yield
 
@@ -398,7 +395,6 @@ class Inside(nn.Module):
         self.region = autocast("cpu", policy="lean", record=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Open the region, and leave it open."""
         self.region.__enter__()
         out: Tensor = self.net(x)
         return out

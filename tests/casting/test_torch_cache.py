@@ -27,8 +27,6 @@ EYE = torch.eye(4)
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
@@ -71,19 +69,16 @@ def look(layer: nn.Linear) -> None:
 
 
 def nest(_: nn.Linear) -> None:
-    """Open regions that ask for nothing else."""
     with autocast("cpu"), autocast("cpu", enabled=False):
         pass
 
 
 def nest_torchs(_: nn.Linear) -> None:
-    """Likewise, regions of torch's."""
     with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
         pass
 
 
 def nest_other(_: nn.Linear) -> None:
-    """Open a region with another dtype."""
     with autocast("cpu", FP16):
         pass
 
@@ -200,13 +195,11 @@ def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
 
 @pytest.fixture
 def others() -> Any:
-    """Give threads that do what they are told, one thing after the other."""
     with ExitStack() as stack:
         yield [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
 
 
 def flag() -> bool:
-    """Say whether torch's cache serves this thread."""
     return torch.is_autocast_cache_enabled()
 
 
@@ -325,8 +318,6 @@ def test_contexts_in_a_handler_of_operations(handler: str) -> None:
 
 
 class Zeroes(TorchDispatchMode):
-    """Writes to a weight in the middle of an operation."""
-
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.weight = weight

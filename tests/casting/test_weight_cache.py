@@ -31,25 +31,21 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def weight(rows: int = 4, *, learns: bool = True) -> nn.Parameter:
-    """Return a weight whose numbers bf16 holds."""
     numbers = torch.arange(1.0, 4 * rows + 1).view(rows, 4)
     return nn.Parameter(numbers, requires_grad=learns)
 
 
 def counts(cache: CastCache) -> tuple[int, int]:
-    """Return hits and misses."""
     return cache.hits, cache.misses
 
 
 def sums_up(out: Tensor, param: Tensor, expected: float) -> bool:
-    """Say whether every gradient of a weight is a number, after a backward pass."""
     out.float().sum().backward()  # type: ignore[no-untyped-call]
     assert param.grad is not None
     return torch.equal(param.grad, torch.full_like(param, expected))
 
 
 def region(cache: CastCache, dtype: torch.dtype = BF16) -> Any:
-    """Return a region with a cache."""
     return hs.autocast("cpu", dtype, cache=cache)
 
 
@@ -68,8 +64,6 @@ def test_a_cast_is_the_weight_rounded() -> None:
 
 
 def stepped(make: Callable[..., torch.optim.Optimizer]) -> Callable[[Any], object]:
-    """Return an edit: a step of an optimizer."""
-
     def edit(param: nn.Parameter) -> None:
         param.grad = torch.ones_like(param)
         make([param], lr=0.5).step()
@@ -78,17 +72,14 @@ def stepped(make: Callable[..., torch.optim.Optimizer]) -> Callable[[Any], objec
 
 
 def adamw(params: Any, **more: Any) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW."""
     return torch.optim.AdamW(params, **more, fused=True)
 
 
 def foreach(params: Any, **more: Any) -> torch.optim.Optimizer:
-    """Return an SGD that updates lists of tensors."""
     return torch.optim.SGD(params, **more, foreach=True)
 
 
 def fused(params: Any, **more: Any) -> torch.optim.Optimizer:
-    """Return torch's fused SGD."""
     return torch.optim.SGD(params, **more, fused=True)
 
 
@@ -332,8 +323,6 @@ def test_an_older_graph_that_needs_no_cast_is_right() -> None:
 
 
 class Net(nn.Module):
-    """A weight used twice, one used once, a frozen one."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -341,7 +330,6 @@ class Net(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         x = self.twice(self.frozen(self.twice(x)).float().sigmoid())
         out: Tensor = self.once(x.tanh())
         return out.float()
@@ -362,7 +350,6 @@ def pair(gradients: Any) -> list[tuple[Net, Callable[[], Any]]]:
 
 
 def in_several_passes(net: Net, make: Callable[[], Any]) -> list[Tensor | None]:
-    """Run several backward passes, through each graph and through both."""
     for seed in range(3):
         torch.manual_seed(seed)
         with make():
@@ -376,7 +363,6 @@ def in_several_passes(net: Net, make: Callable[[], Any]) -> list[Tensor | None]:
 def through_graphs_of_four_contexts(
     net: Net, make: Callable[[], Any]
 ) -> list[Tensor | None]:
-    """Run one backward pass for all."""
     losses = []
     for seed in range(4):
         torch.manual_seed(seed)
@@ -387,7 +373,6 @@ def through_graphs_of_four_contexts(
 
 
 def twice_differentiated(net: Net, make: Callable[[], Any]) -> list[Tensor | None]:
-    """Return gradients of chosen inputs, and run a backward pass through those."""
     x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
     with make():
         loss = net(x).square().sum()

@@ -40,20 +40,17 @@ def dense() -> NDArray[np.uint32]:
 
 
 def floats(patterns: NDArray[np.uint32] | list[int]) -> Tensor:
-    """Return fp32 numbers of these bits."""
     unsigned = np.asarray(patterns, dtype=np.uint32)
     return torch.from_numpy(unsigned.view(np.int32)).view(torch.float32)
 
 
 def bits(values: Tensor) -> Any:
-    """Return the bits of fp32, bf16 or int16, unsigned."""
     if values.dtype is torch.float32:
         return values.detach().view(torch.int32).numpy().view(np.uint32)
     return values.detach().view(torch.int16).numpy().view(np.uint16)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight and remainder of a master."""
     weight = torch.empty_like(master, dtype=BF16)
     remainder = torch.empty_like(master, dtype=torch.int16)
     bf16_codecs.split_encode_(master, weight, remainder)
@@ -61,14 +58,12 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the master of a weight and remainder."""
     master = torch.empty_like(weight, dtype=torch.float32)
     bf16_codecs.split_decode_(weight, remainder, master)
     return master
 
 
 def kahan(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight and compensation of a master."""
     weight = torch.empty_like(master, dtype=BF16)
     compensation = torch.empty_like(master, dtype=BF16)
     bf16_codecs.kahan_encode_(master, weight, compensation)
@@ -83,7 +78,6 @@ def added(weight: Tensor, compensation: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, random_bits: Tensor) -> Tensor:
-    """Return values rounded with these draws."""
     out = torch.empty_like(values, dtype=BF16)
     bf16_codecs.stochastic_round_(values, out, random_bits)
     return out
@@ -93,7 +87,6 @@ def rounded(values: Tensor, random_bits: Tensor) -> Tensor:
 
 
 def is_nan(patterns: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """Say which bits are NaN."""
     return (patterns & np.uint32(0x7FFFFFFF)) > INF
 
 
@@ -275,7 +268,6 @@ def test_kahan_of_zeros() -> None:
 
 
 def drawn(seed: int, step: int, index: int, stream: int, numel: int) -> list[Tensor]:
-    """Return both halves of one tensor's random numbers."""
     words = bf16_codecs.key(seed, step, index, stream)
     return list(bf16_codecs.random_bits16(words, numel, "cpu"))
 
@@ -436,7 +428,6 @@ def test_the_mean_is_the_value() -> None:
 
 
 def encode_all(values: Tensor) -> list[Tensor]:
-    """Return what each codec makes of values, and what it decodes that to."""
     high, low = bf16_codecs.random_bits16((1, 2), values.numel(), values.device)
     parts, sums = split(values), kahan(values)
     drawn_ = rounded(values, high ^ low)

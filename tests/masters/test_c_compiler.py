@@ -48,7 +48,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def script(path: Path, text: str) -> str:
-    """Write a program in shell."""
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
@@ -332,7 +331,6 @@ def test_runtime_is_torchs() -> None:
 
 
 def only(folder: Path) -> Path:
-    """Return the one file of a folder."""
     (file,) = folder.iterdir()
     return file
 

@@ -36,20 +36,17 @@ def update(
     inverse: float,
     clock: tuple[int, int],
 ) -> None:
-    """Update with certain kernels."""
     factor = torch.tensor(inverse)
     cpu_kernels.update(items, rule, form, inverse=factor, clock=clock, kernels=kernels)
 
 
 def norm_of(gradients: list[torch.Tensor], kernels: Kernels) -> float:
-    """Return the sum of squares that certain kernels compute."""
     squares = cpu_kernels.check_finite(gradients, norm=True, kernels=kernels)[1]
     assert squares is not None
     return squares.item()
 
 
 def all_bits() -> torch.Tensor:
-    """Return each 16-bit pattern, int16."""
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
 
 

@@ -29,7 +29,6 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def weights(dtype: torch.dtype, seed: int = 0) -> list[nn.Parameter]:
-    """Return a matrix and a vector."""
     torch.manual_seed(seed)
     return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((4, 3), (5,))]
 
@@ -41,13 +40,11 @@ def gradients(params: list[nn.Parameter], seed: int) -> list[Tensor]:
 
 
 def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
-    """Write gradients where a backward pass would leave them."""
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
 
 
 def adopted(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return what the optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -231,8 +231,6 @@ def test_originals_may_lie_otherwise(form: str) -> None:
 
 
 class Odd(nn.Module):
-    """A weight of any make, and one more."""
-
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)

@@ -28,7 +28,6 @@ TOLD = "weights were changed outside the optimizer"
 
 
 def trained(form: str, steps: int = 2, **more: Any) -> Session:
-    """Return a session that has trained for a few steps."""
     session = cases.start(cases.ADAMW, form, **more)
     for number in range(steps):
         cases.go(session, cases.slopes_of(session.model, number))
@@ -36,25 +35,21 @@ def trained(form: str, steps: int = 2, **more: Any) -> Session:
 
 
 def loaded(session: Session) -> None:
-    """Load other weights into the model."""
     held = session.model.state_dict()
     session.model.load_state_dict({k: v + 0.5 for k, v in held.items()})
 
 
 def clamped(session: Session) -> None:
-    """Clamp a weight, as a GAN's critic does."""
     with torch.no_grad():
         session.model.linear.weight.clamp_(-0.125, 0.125)
 
 
 def copied(session: Session) -> None:
-    """Copy other numbers into a weight."""
     with torch.no_grad():
         session.model.conv.weight.copy_(torch.full((2, 3, 2, 2), 0.75))
 
 
 def swapped(session: Session) -> None:
-    """Swap weights with an average of them, and leave them."""
     with torch.no_grad():
         for param in session.model.parameters():
             param.copy_(param * 0.5 + 0.25)

@@ -158,7 +158,6 @@ BAD = {"-inf": -torch.inf, "nan": torch.nan}
 
 
 def poisoned(session: Session, seed: int, value: float, *names: str) -> dict:  # type: ignore[type-arg]
-    """Return slopes with one number that is not finite in some parameters."""
     slopes = cases.slopes_of(session.model, seed)
     for name in names:
         slopes[name].view(-1)[-1] = value

@@ -52,7 +52,6 @@ class Chain(nn.Module):
         self.segments = segments
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         for layer in self.layers:
             run = nn.Sequential(layer, nn.Tanh())
             if self.segments is None:
@@ -71,7 +70,6 @@ def batch(seed: int, fill: float | None = None) -> Tensor:
 
 
 def go(session: Session, seed: int) -> StepReport:
-    """Run a step of a chain."""
     with session.autocast():
         out = session.model(batch(seed)).float()
         loss = (out - torch.linspace(-1, 1, 6)).square().mean()

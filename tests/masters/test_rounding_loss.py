@@ -26,7 +26,6 @@ TINY: Make = partial(torch.optim.SGD, lr=2.0**-12)
 
 
 def held(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return copies of the truth and of the weights."""
     truth = {name: value.clone() for name, value in session.weights().items()}
     state = session.model.state_dict()
     return truth, {name: value.clone() for name, value in state.items()}

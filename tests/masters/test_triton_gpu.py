@@ -28,7 +28,6 @@ def step(items: list[ParamUpdate], rule: Adam, form: str, one: torch.Tensor) -> 
 
 
 def small(form: str, count: int) -> list[ParamUpdate]:
-    """Return small items on the device."""
     dtypes = (WEIGHTS[form][0], BF16)
     items = [item_of(form, ADAM, 8, dtypes, 2 * (n % 9)) for n in range(count)]
     return [moved(item, CUDA) for item in items]

@@ -56,7 +56,6 @@ triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 
 def said_by(program: str, *words: str, **more: str) -> Any:
-    """Run a program in a process of its own; return what it printed last."""
     path = {
         "PYTHONPATH": os.pathsep.join(
             [str(Path(__file__).parents[1] / "support"), *sys.path]

@@ -35,16 +35,12 @@ class Frozen:
 
 @dataclasses.dataclass(slots=True)
 class Slots:
-    """Without a dictionary."""
-
     values: Tensor
     note: str = ""
 
 
 @dataclasses.dataclass
 class Node:
-    """A tree whose nodes know what is above them."""
-
     values: Tensor
     above: Any = None
     below: list[Any] = dataclasses.field(default_factory=list)
@@ -52,8 +48,6 @@ class Node:
 
 @dataclasses.dataclass
 class Part(nn.Module):
-    """A module that is a dataclass as well."""
-
     values: Tensor
 
     def __post_init__(self) -> None:
@@ -63,8 +57,6 @@ class Part(nn.Module):
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     left: Tensor
     right: Tensor
 
@@ -75,32 +67,25 @@ class Strict(Pair):
     note: str
 
     def __new__(cls, both: Tensor) -> Self:
-        """Make it of one tensor."""
         made = super().__new__(cls, both, both)
         made.note = "made"
         return made
 
 
 class Sized(tuple[Any, ...]):
-    """A tuple whose constructor wants more."""
-
     __slots__ = ()
 
     def __new__(cls, *items: object) -> Self:
-        """Make it of any number of things."""
         return super().__new__(cls, items)
 
 
 class Named(list[Any]):
-    """A list whose constructor wants more."""
-
     def __init__(self, name: str, items: list[Any]) -> None:
         super().__init__(items)
         self.name = name
 
 
 def ones(dtype: torch.dtype = FP32) -> Tensor:
-    """Return two ones."""
     return torch.ones(2, dtype=dtype)
 
 
@@ -196,8 +181,6 @@ def test_what_holds_itself() -> None:
 
 
 class Locked(MutableMapping[str, Any]):
-    """A mapping that cannot be copied."""
-
     def __init__(self, **items: object) -> None:
         self.items_ = items
         self.lock = threading.Lock()
@@ -219,8 +202,6 @@ class Locked(MutableMapping[str, Any]):
 
 
 class Unknown:
-    """An object that holds a tensor."""
-
     def __init__(self) -> None:
         self.values = ones()
 

@@ -76,13 +76,11 @@ def by_numpy(values: np.ndarray[Any, Any], shift: int) -> dict[int, int]:
 
 
 def by_us(histogram: Tensor) -> dict[int, int]:
-    """Return bin -> count, without the empty ones."""
     filled = histogram.nonzero().flatten().tolist()
     return {one: int(histogram[one]) for one in filled}
 
 
 def exponents(tensors: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """Count the numbers of some tensors as they were before they were scaled."""
     counts = [count_exponents(tensor) for tensor in tensors]
     return unscale_histogram(torch.stack(counts).sum(0), scale)
 

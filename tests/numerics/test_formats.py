@@ -108,16 +108,12 @@ def test_is_low() -> None:
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     left: Tensor
     right: object
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A frozen dataclass with a field that only it may fill."""
-
     values: Tensor
     ids: Tensor
     inner: object = None
@@ -128,7 +124,6 @@ class Batch:
 
 
 def leaf(dtype: torch.dtype) -> Tensor:
-    """Return a small tensor with the numbers 0 and 1."""
     return torch.tensor([0, 1]).to(dtype)
 
 

@@ -38,7 +38,6 @@ Wide = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def wide_of(tensor: Tensor) -> Wide:
-    """Return a tensor's numbers as fp64, by numpy alone."""
     width, integer = WIDTHS[tensor.dtype]
     bits = tensor.contiguous().view(integer).numpy().reshape(-1)
     with np.errstate(invalid="ignore"):
@@ -86,7 +85,6 @@ def by_numpy(tensor: Tensor, casts: tuple[FloatFormat, ...]) -> dict[str, Any]:
 
 
 def losses_by_numpy(good: Wide, form: FloatFormat) -> dict[str, float]:
-    """Return what a cast does to finite magnitudes."""
     low = cast_by_numpy(good, form)
     most = tensor_counts.LARGEST
     signal = np.minimum(good, most)

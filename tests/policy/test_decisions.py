@@ -89,7 +89,6 @@ POLICIES = RULES | {base: Policy.parse(f"{base} + op:lgamma=fp32") for base in B
 
 
 def eligible(value: object) -> bool:
-    """Say whether autocast sees a value."""
     return isinstance(value, Tensor) and value.dtype in CASTABLE
 
 
@@ -123,14 +122,12 @@ def outcome(run: Callable[[], Any]) -> Any:
 
 
 def dtypes_of(call: Any) -> list[torch.dtype]:
-    """Return the formats of an operation's floating operands, in order."""
     leaves = _pytree.tree_leaves(call[1:])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return [t.dtype for t in tensors if t.is_floating_point()]
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Say whether two outcomes are the same, tensors in dtype and every bit."""
     if isinstance(found, str) or isinstance(expected, str):
         return bool(found == expected)
     try:

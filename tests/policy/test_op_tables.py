@@ -162,7 +162,6 @@ LOWS = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 
 
 def cast(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
-    """Return arguments with floating tensors of that dtype, the first as a leaf."""
     found = [
         value.detach().to(dtype)
         if isinstance(value, Tensor) and value.is_floating_point()
@@ -174,7 +173,6 @@ def cast(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
 
 
 def first(value: Any) -> Tensor:
-    """Return an operation's first result."""
     found: Tensor = value[0] if isinstance(value, tuple) else value
     return found
 

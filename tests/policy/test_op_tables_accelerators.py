@@ -33,7 +33,6 @@ with NO_MEMORY:
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating tensors by hand, in tuples and lists too."""
     if isinstance(value, tuple | list):
         return type(value)(cast(item, dtype) for item in value)
     seen = isinstance(value, Tensor) and value.is_floating_point()
@@ -41,7 +40,6 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def dtypes_of(value: Any) -> list[torch.dtype]:
-    """Return the dtypes of floating tensors in nested tuples and lists."""
     if isinstance(value, tuple | list):
         return [dtype for item in value for dtype in dtypes_of(item)]
     seen = isinstance(value, Tensor) and value.is_floating_point()
@@ -50,7 +48,6 @@ def dtypes_of(value: Any) -> list[torch.dtype]:
 
 @contextmanager
 def region(device: str, low: torch.dtype) -> Iterator[None]:
-    """Turn autocast on, which its constructor refuses without the device."""
     before = torch.get_autocast_dtype(device)
     torch.set_autocast_dtype(device, low)
     torch.set_autocast_enabled(device, True)  # noqa: FBT003 -- torch's own
@@ -71,7 +68,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Record one kernel, and run it."""
         if func is not torch.ops.prim.device.default:
             self.seen.append(f"{func} {dtypes_of(args)}")
         return func(*args, **(kwargs or {}))

@@ -157,7 +157,6 @@ def test_refusals(make: Callable[[], object], message: str) -> None:
 
 
 def told(kind: str, pattern: str, category: str) -> Rule:
-    """Return a rule whose reason names its row."""
     return Rule(kind, pattern, category, f"{kind} {pattern}")
 
 

@@ -161,13 +161,11 @@ def test_operations_of_others(pattern: str, matches: bool) -> None:
 
 
 def ops(pattern: str) -> tuple[str, ...]:
-    """Return the operations that a pattern speaks of."""
     return matching_ops(Rule("op", pattern, "fp32"))
 
 
 @pytest.fixture
 def library() -> Iterator[str]:
-    """Register operations of somebody's own while a test runs."""
     make: Any = torch.library.Library
     own = make("halfstep_test", "DEF")
     own.define("smooth(Tensor x, float by) -> Tensor")

@@ -39,7 +39,6 @@ RULES = (SGD, MOMENTUM, NESTEROV, ADAMW, AMSGRAD, FAR)
 
 
 def ready(kernel: Any) -> Any:
-    """Return a kernel; skip the test with its reason where there is none."""
     if not kernel.available():
         pytest.skip(kernel.describe())
     return kernel
@@ -56,7 +55,6 @@ def make(
     low: torch.dtype = torch.bfloat16,
     sizes: Sequence[tuple[int, ...]] = SIZES,
 ) -> list[ParamUpdate]:
-    """Return items whose truths are normal random numbers, with empty state."""
     items = []
     kept = torch.bfloat16 if form in LEAN else torch.float32
     for index, size in enumerate(sizes):
@@ -77,7 +75,6 @@ def make(
 
 
 def next_step(items: Sequence[ParamUpdate], dtype: torch.dtype, number: int) -> None:
-    """Give items new gradients, and count a step (the first is 0)."""
     for item in items:
         item.gradient = torch.randn(item.weight.shape).to(dtype)
         item.is_first_step = number == 0
@@ -86,7 +83,6 @@ def next_step(items: Sequence[ParamUpdate], dtype: torch.dtype, number: int) -> 
 
 
 def copied(items: Sequence[ParamUpdate]) -> list[ParamUpdate]:
-    """Return items with memory of their own."""
     return [
         ParamUpdate(
             item.weight.clone(),
@@ -162,13 +158,11 @@ def in_form(
 
 
 def held(item: ParamUpdate) -> tuple[Tensor, ...]:
-    """Return all that an update of an item writes."""
     extra = () if item.residual is None else (item.residual,)
     return (item.weight, *extra, *item.states)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors hold the same bits; one NaN is as good as another."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     whole = torch.int32 if one.dtype == torch.float32 else torch.int16
@@ -177,10 +171,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def optimizer_of(rule: Sgd | Adam, item: ParamUpdate, inverse: float) -> Tensor:
-    """Return what torch's own optimizer makes of an item of the form "plain".
-
-    Its states are written into those of the item, so give it a copy.
-    """
     param = nn.Parameter(item.weight.clone())
     param.grad = item.gradient.float() * torch.tensor(inverse)
     common: dict[str, Any] = {
@@ -224,8 +214,6 @@ def optimizer_of(rule: Sgd | Adam, item: ParamUpdate, inverse: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Bound:
-    """How far fp32 results of one step may lie apart."""
-
     weight: Tensor
     states: tuple[Tensor, ...]
 
@@ -288,7 +276,6 @@ def bound(rule: Sgd | Adam, item: ParamUpdate, inverse: float) -> Bound:
 
 
 def beyond(one: Tensor, other: Tensor, allowed: Tensor) -> float:
-    """Return by how much two tensors lie further apart than allowed; 0 at best."""
     # What is smaller than all normal fp32 is rounded to a multiple of 2**-149.
     excess = (one.double() - other.double()).abs() - allowed - 2.0**-148
     return max(0.0, excess.max().item()) if excess.numel() else 0.0
@@ -296,7 +283,6 @@ def beyond(one: Tensor, other: Tensor, allowed: Tensor) -> float:
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Let torch have so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -81,12 +81,6 @@ windows = pytest.mark.parametrize(
 
 
 class Mixed(nn.Module):
-    """Weights of several shapes and layouts, and a norm that stays in fp32.
-
-    Args:
-        matrices: Of no other shape.
-    """
-
     def __init__(self, *, matrices: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -98,7 +92,6 @@ class Mixed(nn.Module):
             self.conv = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
 
     def forward(self, slopes: dict[str, Tensor]) -> Tensor:
-        """Return a loss whose gradients are the slopes."""
         parts = [
             (param * slopes[name].to(param.dtype)).float().sum()
             for name, param in self.named_parameters()
@@ -108,14 +101,12 @@ class Mixed(nn.Module):
 
 
 def model_for(name: str) -> Mixed:
-    """Return a model that an optimizer takes: Muon takes matrices alone."""
     return Mixed(matrices=name == "muon")
 
 
 def prepare(
     model: nn.Module, optimizer: Any, *, kernel: bool = True, **more: Any
 ) -> Session:
-    """Return a session at O2 in bf16, whatever the machine's speed."""
     with mock.patch.object(hardware, "emulation_warning", return_value=None):
         session = hs.prepare(model, optimizer, "O2", dtype="bf16", **more)
     if not kernel:
@@ -124,7 +115,6 @@ def prepare(
 
 
 def masters_of(session: Session) -> MasterWeights:
-    """Return the master weights of a session."""
     return session._masters
 
 
@@ -160,12 +150,10 @@ class Watched:
         self.seen.setdefault(name, []).append(gradient.clone())
 
     def clear(self) -> None:
-        """Forget them."""
         self.seen.clear()
 
 
 def go(session: Session, *slopes: dict[str, Tensor]) -> StepReport:
-    """Run one micro-batch for each set of slopes; return the last report."""
     for each in slopes:
         with session.autocast():
             loss = session.model(each)
@@ -175,7 +163,6 @@ def go(session: Session, *slopes: dict[str, Tensor]) -> StepReport:
 
 
 def by_name(session: Session) -> dict[str, Tensor]:
-    """Return the optimizer's parameter for each of the model's."""
     masters = masters_of(session)
     held = {id(masters.model_param(p)): p for p in adopted(session.optimizer)}
     return {
@@ -186,7 +173,6 @@ def by_name(session: Session) -> dict[str, Tensor]:
 
 
 def adopted(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

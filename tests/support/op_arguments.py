@@ -32,7 +32,6 @@ def torch_lists(device: str) -> Any:
 
 
 def listed() -> list[Case]:
-    """Return torch's lists for the CPU as one, promotions in their first form."""
     return [
         (kind, entry[0], entry[1], entry[2] if isinstance(entry[-1], dict) else {})
         for kind, entries in vars(torch_lists("cpu")).items()
@@ -50,7 +49,6 @@ def function(kind: str, operation: str) -> Any:
 
 
 def cpu_arguments() -> dict[str, tuple[Any, ...]]:
-    """Return what to call rows with that torch's list for the CPU leaves out."""
     x, y = torch.randn(6, 6), torch.randn(6, 6)
     spd = x @ x.T + 6 * torch.eye(6)
     a, b, m = x.bfloat16(), y.bfloat16(), spd.bfloat16()
@@ -140,7 +138,6 @@ def cpu_arguments() -> dict[str, tuple[Any, ...]]:
 
 
 def randn(device: str, *size: int) -> Tensor:
-    """Return numbers."""
     return torch.randn(size, device=device)
 
 
@@ -261,7 +258,6 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
 
 
 def recurrent_arguments() -> dict[str, tuple[Any, ...]]:
-    """Return what to call recurrent layers with, whole and packed."""
     calls: dict[str, tuple[Any, ...]] = {}
     x, hidden = torch.randn(3, 2, 4), torch.randn(1, 2, 4)
     packed = x[:2].reshape(4, 4), torch.tensor([2, 2])

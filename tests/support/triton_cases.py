@@ -54,7 +54,6 @@ SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 1e-30, 
 
 
 def guarded(values: Tensor, offset: int, device: torch.device) -> Tensor:
-    """Return values in memory that begins off a multiple of 16 and ends in canaries."""
     memory = torch.full((offset + len(values) + CANARY,), 3, dtype=values.dtype)
     memory = memory.to(device)
     memory[offset : len(memory) - CANARY] = values.to(device)
@@ -62,7 +61,6 @@ def guarded(values: Tensor, offset: int, device: torch.device) -> Tensor:
 
 
 def canaries(tensor: Tensor) -> Tensor:
-    """Return what lies beyond a tensor."""
     end = tensor.storage_offset() + len(tensor)
     return tensor.as_strided((CANARY,), (1,), end)
 
@@ -70,7 +68,6 @@ def canaries(tensor: Tensor) -> Tensor:
 def item_of(
     form: str, rule: Rule, numel: int, dtypes: tuple[torch.dtype, ...], index: int
 ) -> ParamUpdate:
-    """Return an item with special numbers in it, on the CPU; odd ones lie askew."""
     torch.manual_seed(index)
     lean = form in ("kahan", "stochastic")
     truth, gradient = torch.randn(numel), torch.randn(numel)
@@ -99,7 +96,6 @@ def item_of(
 
 
 def items_of(form: str, rule: Rule) -> list[ParamUpdate]:
-    """Return items of all sizes, dtypes and alignments that one update may meet."""
     dtypes = list(product(WEIGHTS[form], GRADIENTS))
     return [
         item_of(form, rule, numel, dtypes[index % len(dtypes)], index)
@@ -122,7 +118,6 @@ def moved(item: ParamUpdate, device: torch.device) -> ParamUpdate:
 
 
 def parts(item: ParamUpdate) -> dict[str, Tensor]:
-    """Return what an item is made of, by name."""
     named = {"weight": item.weight, "gradient": item.gradient}
     named |= {} if item.residual is None else {"extra": item.residual}
     named |= {} if item.step is None else {"step": item.step}
@@ -130,13 +125,11 @@ def parts(item: ParamUpdate) -> dict[str, Tensor]:
 
 
 def update_in_c(item: ParamUpdate, rule: Rule, form: str, inverse: Tensor) -> None:
-    """Update an item by the kernel in C, which others tests compare with torch."""
     kernel_twin.ready(cpu_kernels)
     cpu_kernels.update([item], rule, form, inverse=inverse, clock=CLOCK)
 
 
 def same(ours: Tensor, other: Tensor, where: str, nan: Tensor | None = None) -> None:
-    """Assert equality to the bit, but for the payload of NaN."""
     ours = ours.cpu()
     either = ours.isnan() & other.isnan()
     if nan is not None:
@@ -150,7 +143,6 @@ def same(ours: Tensor, other: Tensor, where: str, nan: Tensor | None = None) -> 
 
 
 def check_update(form: str, name: str, skip: float, device: torch.device) -> None:
-    """Compare an update of all items with that in C, to the bit."""
     rule = RULES[name]
     expected = items_of(form, rule)
     ours = [moved(item, device) for item in expected]
@@ -173,7 +165,6 @@ def check_update(form: str, name: str, skip: float, device: torch.device) -> Non
 
 
 def check_split(device: torch.device) -> None:
-    """Take every high half through an update that changes nothing."""
     torch.manual_seed(0)
     high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
     low = torch.randint(0, 1 << 16, high.shape, dtype=torch.int32)
@@ -194,7 +185,6 @@ def check_split(device: torch.device) -> None:
 
 
 def check_edges(device: torch.device) -> None:
-    """Round beyond the largest bf16, and decode zeros that somebody else wrote."""
     numel = 1500
     largest = torch.full((numel,), torch.finfo(BF16).max, dtype=BF16)
     largest[::2] *= -1
@@ -215,7 +205,6 @@ def check_edges(device: torch.device) -> None:
 
 
 def check_lazy(device: torch.device) -> None:
-    """Read a gradient whose sign is yet to be turned."""
     one = torch.ones((), device=device)
     item = ParamUpdate(one.repeat(9), one.repeat(9))
     item.gradient = torch._neg_view(2 * item.gradient)
@@ -224,7 +213,6 @@ def check_lazy(device: torch.device) -> None:
 
 
 def check_look(device: torch.device) -> None:
-    """Find each of the bad numbers, and add squares as fp64 would."""
     for dtype, numel, bad in product(GRADIENTS, (1, 4096, 9001), (None, 0, -1)):
         for value in (torch.inf, -torch.inf, torch.nan):
             torch.manual_seed(numel)
@@ -252,7 +240,6 @@ def check_look(device: torch.device) -> None:
 
 
 def check_launches(device: torch.device) -> None:
-    """Count launches, and see that no number of the rule is an argument."""
     seen: list[tuple[str, list[Any], dict[str, Any]]] = []
     true = tk._code()
 
@@ -300,7 +287,6 @@ CASES: dict[str, Callable[[torch.device], None]] = {
 
 
 def verdicts() -> dict[str, str]:
-    """Run all cases here; return what each raised, or nothing."""
     said = {}
     for name, case in CASES.items():
         try:

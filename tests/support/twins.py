@@ -35,6 +35,11 @@ class Case:
     right: object
 
 
+def patched() -> bool:
+    """Whether torch is patched, as it is while a context is open in any thread."""
+    return hasattr(torch.no_grad.__exit__, "__wrapped__")
+
+
 def outcome(program: Callable[[Make], object], make: Make) -> object:
     """Return what a program gives, or that torch refused it."""
     try:
@@ -44,7 +49,6 @@ def outcome(program: Callable[[Make], object], make: Make) -> object:
 
 
 def autocast_state(device: str = "cpu") -> tuple[object, ...]:
-    """Return all that torch keeps about autocast in this thread, depth included."""
     torch.autocast_increment_nesting()
     return (
         torch.is_autocast_enabled(device),
@@ -60,7 +64,6 @@ Contexts = tuple[torch.dtype | None, ...]
 
 @contextmanager
 def entered(contexts: Contexts) -> Iterator[None]:
-    """Enter contexts of torch's."""
     with ExitStack() as stack:
         for dtype in contexts:
             stack.enter_context(torch.autocast("cpu", dtype, dtype is not None))
