@@ -33,7 +33,6 @@ def _fresh_state() -> Iterator[None]:
 
 
 def make(fused: bool = False) -> tuple[nn.Module, Optimizer, Any, DataLoader[Any]]:
-    """Return a model, its optimizer, a schedule and 10 batches, always the same."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1)

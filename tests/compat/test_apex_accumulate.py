@@ -18,7 +18,6 @@ from halfstep.compat.apex.state import STATE
 
 
 def start(level: str, **kwargs: Any) -> tuple[nn.Linear, Any]:
-    """Return a layer and its optimizer, prepared."""
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
@@ -28,20 +27,17 @@ def start(level: str, **kwargs: Any) -> tuple[nn.Linear, Any]:
 
 
 def loss_of(net: nn.Module, seed: int) -> Tensor:
-    """Return a loss of its own for each seed."""
     draw = torch.Generator().manual_seed(seed)
     x, y = torch.randn(5, 4, generator=draw), torch.randn(5, 3, generator=draw)
     return nn.functional.mse_loss(net(x).float(), y)
 
 
 def backward(net: nn.Module, optimizer: Any, seed: int, **kwargs: Any) -> None:
-    """Run one pass."""
     with amp.scale_loss(loss_of(net, seed), optimizer, **kwargs) as scaled:
         scaled.backward()
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
-    """Return what the optimizer would use."""
     return [p.grad.clone() for p in amp.master_params(optimizer) if p.grad is not None]
 
 

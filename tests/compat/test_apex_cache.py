@@ -22,15 +22,12 @@ DTYPES = pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
 
 
 class Product(nn.Module):
-    """A weight in a half-list, a float-list or a promoted operation."""
-
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind = kind
         self.weight = nn.Parameter(torch.linspace(0.5, 1, 4).view(2, 2).to(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         if self.kind == "half":
             return functional.linear(x, self.weight)
         if self.kind == "float":
@@ -74,7 +71,6 @@ def test_train_evaluate_train(kind: str, dtype: torch.dtype) -> None:
 
 
 def start(net: nn.Module) -> torch.optim.Optimizer:
-    """Prepare a net for O1."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     # Sums of fp16 numbers, times 65536, are no fp16 numbers.
     amp.initialize(net, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
@@ -189,7 +185,6 @@ def test_recurrent_cells(kind: str, dtype: torch.dtype) -> None:
 
 
 def first(out: Any) -> Tensor:
-    """Return the output of a cell."""
     found: Tensor = out[0] if isinstance(out, tuple) else out
     return found
 
@@ -205,7 +200,6 @@ REGISTER = {
 
 
 def twice(x: Tensor, more: list[Tensor]) -> Tensor:
-    """Return a sum."""
     return x + more[0]
 
 

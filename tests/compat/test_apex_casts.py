@@ -127,7 +127,6 @@ MATCHES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def ran(program: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the dtypes of what comes out, and of the input's gradient."""
     x = torch.rand(shape).to(dtype).requires_grad_()
     out = program(x)
     out.backward(torch.ones_like(out))

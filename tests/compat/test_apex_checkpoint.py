@@ -18,8 +18,6 @@ from halfstep.compat.apex import amp
 
 
 class Net(nn.Module):
-    """A convolution, a batch norm, and a lone parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 3, 3)
@@ -27,7 +25,6 @@ class Net(nn.Module):
         self.factor = nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         out: Tensor = self.norm(functional.relu(self.conv(x * self.factor)))
         return out
 
@@ -37,14 +34,12 @@ DATA = torch.randn(6, 4, 2, 6, 6, generator=torch.Generator().manual_seed(1))
 
 
 def build(seed: int) -> Pair:
-    """Return a net and its optimizer."""
     torch.manual_seed(seed)
     net = Net()
     return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
 def prepare(pair: Pair, level: str, num_losses: int) -> None:
-    """Initialize both."""
     kwargs: dict[str, Any] = {"loss_scale": 128.0} if level in {"O0", "O3"} else {}
     amp.initialize(*pair, opt_level=level, num_losses=num_losses, verbosity=0, **kwargs)
 
@@ -66,7 +61,6 @@ def train(pair: Pair, batches: Tensor, num_losses: int) -> list[Tensor]:
 
 
 def saved(pair: Pair) -> dict[str, Any]:
-    """Return a checkpoint, through a file, as programs of apex write it."""
     state = {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict()}
     file = io.BytesIO()
     torch.save(state | {"amp": amp.state_dict()}, file)
@@ -76,7 +70,6 @@ def saved(pair: Pair) -> dict[str, Any]:
 
 
 def load(pair: Pair, state: dict[str, Any]) -> None:
-    """Load model and optimizer."""
     pair[0].load_state_dict(state["model"])
     pair[1].load_state_dict(state["optimizer"])
 
@@ -123,7 +116,6 @@ def test_between_levels(here: str, there: str, first: str, num_losses: int) -> N
 
 
 def rounds(level: str, value: Tensor) -> bool:
-    """Say whether a level keeps a value in fp16 alone."""
     return level == "O3" and value.is_floating_point()
 
 
@@ -278,6 +270,5 @@ def test_moments_stay_fp32() -> None:
 
 
 def train_plain(pair: Pair) -> None:
-    """Take one step without amp."""
     pair[0](DATA[0]).pow(3).mean().backward()
     pair[1].step()

@@ -21,8 +21,6 @@ HALF, FLOAT = torch.float16, torch.float32
 
 
 class Deep(nn.Module):
-    """Batch norms at two depths, a buffer, an integer buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
@@ -32,7 +30,6 @@ class Deep(nn.Module):
         self.register_buffer("places", torch.ones(2, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         out: Tensor = self.norm(self.layers(x)) * self.table
         return out
 
@@ -148,7 +145,6 @@ def test_static_scaler() -> None:
 
 
 def wrapped(**kwargs: Any) -> tuple[nn.Module, Any]:
-    """Return a halved net with one fp32 layer, and its wrapped optimizer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4).half(), Widen(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -156,15 +152,11 @@ def wrapped(**kwargs: Any) -> tuple[nn.Module, Any]:
 
 
 class Widen(nn.Module):
-    """Casts to fp32."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """Cast."""
         return x.float()
 
 
 def loss_of(net: Callable[[Tensor], Tensor], seed: int) -> Tensor:
-    """Return a loss."""
     draw = torch.Generator().manual_seed(seed)
     x, y = torch.randn(5, 3, generator=draw), torch.randn(5, 2, generator=draw)
     return functional.mse_loss(net(x.half()), y)

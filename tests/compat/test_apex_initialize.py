@@ -18,8 +18,6 @@ from halfstep.compat.apex.state import STATE
 
 
 class Net(nn.Module):
-    """A convolution, a batch norm, a layer norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 2, 3)
@@ -29,18 +27,15 @@ class Net(nn.Module):
         self.register_buffer("table", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute."""
         out: torch.Tensor = self.layer(self.batch(self.conv(x))) * self.table
         return out
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer."""
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
 
 
 def start(level: str = "O2", **kwargs: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """Return a net and its optimizer, prepared."""
     net = Net()
     kwargs = {"opt_level": level, "verbosity": 0} | kwargs
     prepared: tuple[Net, torch.optim.Optimizer] = amp.initialize(
@@ -140,23 +135,17 @@ Pair = namedtuple("Pair", "one other")  # noqa: PYI024 -- an untyped one, on pur
 
 
 class Batch:
-    """A batch class of the user's own."""
-
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """Cast."""
         return Batch(self.values.to(dtype))
 
 
 class Mirror(nn.Module):
-    """Returns what it gets, and takes it down."""
-
     seen: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the arguments."""
         self.seen = args, kwargs
         return args
 

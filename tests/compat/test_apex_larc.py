@@ -18,7 +18,6 @@ TRUST, EPS, LR, DECAY = 0.02, 1e-8, 0.5, 0.1
 
 
 def adapted(weight: Tensor, grad: Tensor, lr: float, *, clip: bool) -> Tensor:
-    """Return the gradient that LARC hands on, in float64."""
     weight, grad = weight.double(), grad.double()
     size, slope = weight.square().sum().sqrt(), grad.square().sum().sqrt()
     if size == 0 or slope == 0:
@@ -141,7 +140,6 @@ def test_failed_step_keeps_the_decay() -> None:
 
 
 def net() -> nn.Module:
-    """Return a small net."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class Two(nn.Module):
-    """Two weights, one fp32 and one fp16, or both fp64."""
-
     def __init__(self, unique: int, *, exact: bool) -> None:
         super().__init__()
         dtypes = [torch.float64] * 2 if exact else [torch.float32, torch.float16]
@@ -32,15 +30,12 @@ class Two(nn.Module):
         self.low = nn.Parameter(1 + unique + torch.arange(2, dtype=dtypes[1]))
 
     def forward(self) -> Tensor:
-        """Compute."""
         kind = self.wide.dtype
         return (self.wide * self.low.to(kind)).sum()
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Who trains what."""
-
     optimizers: tuple[tuple[int, ...], ...]
     """Numbers of the models of each."""
     losses: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -48,7 +43,6 @@ class Shape:
 
     @property
     def models(self) -> int:
-        """How many there are."""
         return sum(map(len, self.optimizers))
 
 
@@ -64,8 +58,6 @@ MOMENTUM = 0.125
 
 @dataclass(frozen=True)
 class Plant:
-    """An inf in a gradient."""
-
     iteration: int
     loss: int
     model: int
@@ -74,7 +66,6 @@ class Plant:
 
 
 def build(shape: Shape, *, exact: bool) -> tuple[list[Two], list[Any]]:
-    """Return models and optimizers."""
     models = [Two(number + 1, exact=exact) for number in range(shape.models)]
     optimizers: list[Any] = [
         torch.optim.SGD(
@@ -87,7 +78,6 @@ def build(shape: Shape, *, exact: bool) -> tuple[list[Two], list[Any]]:
 
 
 def reference(shape: Shape, plant: Plant | None, iterations: int) -> list[list[Tensor]]:
-    """Return each model's weights after plain training without the skipped steps."""
     models, optimizers = build(shape, exact=True)
     for iteration in range(iterations):
         bad = set()
@@ -105,7 +95,6 @@ def reference(shape: Shape, plant: Plant | None, iterations: int) -> list[list[T
 
 
 def clear(how: str, models: list[Two], optimizers: list[Any]) -> None:
-    """Clear gradients in one of the ways that users do."""
     for each in optimizers if how == "optimizer" else models:
         if how == "none":
             for param in each.parameters():
@@ -115,7 +104,6 @@ def clear(how: str, models: list[Two], optimizers: list[Any]) -> None:
 
 
 def plants(shape: Shape, iterations: int) -> Iterator[Plant]:
-    """Yield an inf in every iteration, loss, model of it, and kind of weight."""
     for iteration, loss in itertools.product(range(iterations), range(2)):
         for model, where in itertools.product(shape.losses[loss][0], ("wide", "low")):
             yield Plant(iteration, loss, model, where)
@@ -124,7 +112,6 @@ def plants(shape: Shape, iterations: int) -> Iterator[Plant]:
 def check(
     shape: Shape, level: str, how: str, own_scalers: bool, plant: Plant | None
 ) -> None:
-    """Train under amp, and compare with the reference."""
     iterations = 2 if plant is None else 3
     models, optimizers = build(shape, exact=False)
     STATE.allow_incoming_model_not_fp32 = True
@@ -161,7 +148,6 @@ def check(
 
 
 def two(model: Two) -> list[nn.Parameter]:
-    """Return a model's parameters."""
     return list(model.parameters())
 
 

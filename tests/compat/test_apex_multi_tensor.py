@@ -16,12 +16,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def flag() -> Tensor:
-    """Return a flag as programs make it."""
     return torch.zeros(1, dtype=torch.int32)
 
 
 def two(dtype: torch.dtype, *, spoilt: float = 0.5) -> list[Tensor]:
-    """Return tensors of two shapes."""
     return [torch.tensor([1.0, -2.0, spoilt], dtype=dtype), torch.ones(2, 2).to(dtype)]
 
 

@@ -34,7 +34,6 @@ def _apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def program(name: str) -> Callable[..., Any]:
-    """Return a program's main function."""
     main: Callable[..., Any] = runpy.run_path(str(PROGRAMS / f"{name}.py"))["main"]
 
     def run(*args: Any, **kwargs: Any) -> Any:

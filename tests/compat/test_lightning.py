@@ -39,14 +39,11 @@ def net() -> nn.Sequential:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Return the same batches each time."""
     inputs = torch.randn(STEPS, 16, 8, generator=torch.Generator().manual_seed(1))
     return [(x, x.sin().sum(-1, keepdim=True) / 4) for x in inputs]
 
 
 class Module(LightningModule):
-    """A regression. `make` returns what `configure_optimizers` is to return."""
-
     def __init__(self, make: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
         self.net = net()
@@ -66,7 +63,6 @@ class Module(LightningModule):
 
 
 def trainer(*plugins: MixedPrecision, **options: Any) -> Trainer:
-    """Return a quiet Trainer on the CPU."""
     defaults: dict[str, Any] = {
         "max_epochs": 1,
         "logger": False,
@@ -81,14 +77,12 @@ def trainer(*plugins: MixedPrecision, **options: Any) -> Trainer:
 
 
 def trained(*plugins: MixedPrecision, **options: Any) -> Module:
-    """Return a module after one epoch."""
     module = Module()
     trainer(*plugins, **options).fit(module)
     return module
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Say whether two states are equal to the bit."""
     return one.keys() == other.keys() and all(
         a.dtype == b.dtype and torch.equal(a, b)
         for a, b in zip(one.values(), other.values(), strict=True)
@@ -132,8 +126,6 @@ def test_as_a_session(level: str, dtype: str, accumulate: int) -> None:
 
 
 class OverflowAt(Callback):
-    """Makes the gradients of one batch inf."""
-
     def __init__(self, at: int) -> None:
         self.at = at
         self.rates: list[float] = []
@@ -197,7 +189,6 @@ def test_overflow(case: str, algorithm: str) -> None:
 
 
 def states_of(run: Trainer) -> list[dict[str, Any]]:
-    """Return the state of each parameter in the optimizer."""
     return [*run.optimizers[0].state_dict()["state"].values()]
 
 
@@ -245,8 +236,6 @@ def test_resume(case: str, tmp_path: Path) -> None:
 
 
 class Gan(Module):
-    """Two networks in turn, each with its optimizer, in the orders that people use."""
-
     def __init__(self, order: str) -> None:
         super().__init__()
         self.automatic_optimization = False

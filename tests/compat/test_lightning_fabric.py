@@ -26,8 +26,6 @@ CASES = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
 
 
 class Run:
-    """A network, its optimizer, and the plugin that they are trained with."""
-
     def __init__(self, case: str, *, optimizer_later: bool = False) -> None:
         level, dtype = case.split()
         scale = SCALE[dtype]
@@ -51,7 +49,6 @@ class Run:
         return loss.item()
 
     def train(self, data: list[tuple[Tensor, Tensor]], accumulate: int = 1) -> None:
-        """Take a step for each `accumulate` batches."""
         for number, batch in enumerate(data):
             self.backward(batch, accumulate)
             if (number + 1) % accumulate == 0:
@@ -203,7 +200,6 @@ def test_clipping_an_overflow() -> None:
 
 
 def pair(level: str, scale: Any) -> tuple[FabricMixedPrecision, Fabric, list[Any]]:
-    """Return two networks with an optimizer each, under one plugin."""
     plugin = FabricMixedPrecision(level, dtype="fp16", loss_scale=scale)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     parts = []

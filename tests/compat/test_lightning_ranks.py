@@ -30,7 +30,6 @@ ACCUMULATE = 2
 
 
 def half(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Return a rank's part of each batch."""
     part = slice(8 * rank, 8 * rank + 8)
     return [(x[part], y[part]) for x, y in batches()]
 
@@ -63,7 +62,6 @@ def by_trainer(case: str, rank: int, overflow: bool) -> dict[str, Any]:
 
 
 def by_fabric(case: str, rank: int, overflow: bool) -> dict[str, Any]:
-    """Train with Fabric."""
     level, dtype = case.split()
     plugin = FabricMixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
     strategy = FabricDDP(cluster_environment=TorchElasticEnvironment())
@@ -96,7 +94,6 @@ WAYS: dict[str, Callable[[str, int, bool], dict[str, Any]]] = {
 
 
 def main(folder: str) -> None:
-    """Be one rank."""
     warnings.simplefilter("ignore")
     rank = TorchElasticEnvironment().global_rank()
     seen = {
@@ -110,7 +107,6 @@ def main(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """Return what both ranks saw."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(__file__, str(folder), timeout=300)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]

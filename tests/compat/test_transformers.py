@@ -67,7 +67,6 @@ def make(
     trainer: dict[str, Any] | None = None,
     **args: Any,
 ) -> Any:
-    """Return a Trainer of a small BERT, always the same."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     transformers.set_seed(0)
@@ -88,7 +87,6 @@ def make(
 
 
 def losses(trainer: Any) -> list[float]:
-    """Return the losses that a Trainer logged."""
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 

@@ -43,7 +43,6 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def session_of(kind: str, **more: Any) -> Session:
-    """Return a session over the same small network in every process."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
@@ -70,7 +69,6 @@ def micro_batch(
 
 
 def train(kind: str, accumulate: int, world: World) -> dict[str, Any]:
-    """Train under DDP, each process and micro-batch on its share of every batch."""
     session = session_of(kind, accumulate=accumulate)
     before = {name: tensor.clone() for name, tensor in session.weights().items()}
     session.model = data_parallel(session.model, world)
@@ -104,7 +102,6 @@ def train(kind: str, accumulate: int, world: World) -> dict[str, Any]:
 
 
 def skip(world: World, wrapped: bool) -> dict[str, Any]:
-    """Let the last process overflow in one step, under DDP or with a group."""
     group = None if wrapped else dist.group.WORLD
     session = session_of("O1 fp16", process_group=group)
     if wrapped:
@@ -127,7 +124,6 @@ def skip(world: World, wrapped: bool) -> dict[str, Any]:
 
 
 def refusal(world: World) -> str:
-    """Return what is said when a wrapped model is prepared at O2."""
     wrapped = data_parallel(nn.Linear(2, 2), world)
     try:
         hs.prepare(wrapped, torch.optim.SGD(wrapped.parameters()), "O2", dtype="bf16")
@@ -137,7 +133,6 @@ def refusal(world: World) -> str:
 
 
 def process(folder: Path) -> None:
-    """Do all of it in one of the processes that `run_ranks` started."""
     with join("cpu") as world:
         found: dict[str, Any] = {
             "world": (world.rank, world.size, world.is_first),
@@ -157,7 +152,6 @@ def process(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what two processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
@@ -165,12 +159,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @functools.cache
 def alone(kind: str) -> dict[str, Any]:
-    """Train one process on whole batches."""
     return train(kind, 1, ALONE)
 
 
 def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Return the norm of the difference of all weights."""
     gaps = [(left[name] - right[name]).float().square().sum() for name in right]
     return float(torch.stack(gaps).sum().sqrt())
 

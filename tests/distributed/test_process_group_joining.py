@@ -28,7 +28,6 @@ LOST = "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 def refusal_to_join(
     patch: pytest.MonkeyPatch, device: str = "cpu", **environment: str
 ) -> str:
-    """Return the one line that says why this process cannot join the others."""
     for name, value in (STARTED | environment).items():
         patch.setenv(name, value)
     brief = functools.partial(process_group.rendezvous, timeout=timedelta(seconds=1))
@@ -121,7 +120,6 @@ def test_a_peer_lost_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store() -> dist.Store:
-    """Return a store of this process's own, as `join` uses it."""
     alone = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     return dist.PrefixStore("name", alone)
 

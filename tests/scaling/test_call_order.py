@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """A small fp16 program of torch.amp, whose steps a test writes in its own order."""
-
     def __init__(self, fused: bool = False) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -29,47 +27,39 @@ class Loop:
         self.scaler = GradScaler("cpu", init_scale=1024.0)
 
     def loss(self) -> torch.Tensor:
-        """Return the loss of a batch."""
         with torch.autocast("cpu", torch.float16):
             return self.model(torch.randn(4, 8)).float().square().mean()
 
     def backward(self) -> None:
-        """Run a backward pass of a scaled loss."""
         self.scaler.scale(self.loss()).backward()
 
     def penalty(self) -> torch.Tensor:
-        """Return the mean square of the gradients of a scaled loss."""
         scaled, params = self.scaler.scale(self.loss()), [*self.model.parameters()]
         grads = torch.autograd.grad(scaled, params, create_graph=True)
         return torch.stack([grad.square().mean() for grad in grads]).mean()
 
     def clip(self) -> None:
-        """Clip gradients as they are."""
         nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
 
     def finish(self) -> None:
-        """Step and update."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
 
 
 def clipped_by_norm(loop: Loop) -> None:
-    """Clip scaled gradients."""
     loop.backward()
     loop.clip()
     loop.finish()
 
 
 def clipped_by_value(loop: Loop) -> None:
-    """Cut scaled gradients at a value."""
     loop.backward()
     nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3)
     loop.finish()
 
 
 def clipped_too_early(loop: Loop) -> None:
-    """Clip, then unscale."""
     loop.backward()
     loop.clip()
     loop.scaler.unscale_(loop.optimizer)
@@ -77,14 +67,12 @@ def clipped_too_early(loop: Loop) -> None:
 
 
 def stepped_without_scaler(loop: Loop) -> None:
-    """Step the optimizer itself."""
     loop.optimizer.zero_grad()
     loop.backward()
     loop.optimizer.step()
 
 
 def dropped(loop: Loop) -> None:
-    """Drop gradients that were unscaled."""
     loop.backward()
     loop.scaler.unscale_(loop.optimizer)
     loop.optimizer.zero_grad()
@@ -92,14 +80,12 @@ def dropped(loop: Loop) -> None:
 
 
 def backward_inside(loop: Loop) -> None:
-    """Run the backward pass under autocast."""
     with torch.autocast("cpu", torch.float16):
         loop.backward()
     loop.finish()
 
 
 def added_to(loop: Loop) -> None:
-    """Unscale before the last micro-batch."""
     loop.backward()
     loop.scaler.unscale_(loop.optimizer)
     loop.backward()
@@ -107,13 +93,11 @@ def added_to(loop: Loop) -> None:
 
 
 def penalized(loop: Loop) -> None:
-    """Add a penalty on gradients of a scaled loss."""
     loop.scaler.scale(loop.loss() + loop.penalty()).backward()
     loop.finish()
 
 
 def made_anew(loop: Loop) -> None:
-    """Make a scaler for each step."""
     loop.scaler = GradScaler("cpu", init_scale=1024.0)
     gc.collect()
     loop.backward()
@@ -121,7 +105,6 @@ def made_anew(loop: Loop) -> None:
 
 
 def updated_between(loop: Loop) -> None:
-    """Update between the steps of two optimizers that share a loss."""
     first, second = (torch.optim.SGD(layer.parameters()) for layer in loop.model[::2])
     loop.backward()
     loop.scaler.step(first)
@@ -160,13 +143,11 @@ def test_wrong_orders(wrong: Callable[[Loop], None], fused: bool) -> None:
 
 
 def usual(loop: Loop) -> None:
-    """Train as torch's page on AMP does."""
     loop.backward()
     loop.finish()
 
 
 def clipped(loop: Loop) -> None:
-    """Clip what was unscaled."""
     loop.backward()
     loop.scaler.unscale_(loop.optimizer)
     loop.clip()
@@ -182,7 +163,6 @@ def accumulated(loop: Loop) -> None:
 
 
 def divided(loop: Loop) -> None:
-    """Divide by the number of micro-batches."""
     for _ in range(3):
         loop.backward()
     for param in loop.model.parameters():
@@ -191,7 +171,6 @@ def divided(loop: Loop) -> None:
 
 
 def divided_by_tokens(loop: Loop) -> None:
-    """Divide by a number that differs from step to step."""
     loop.backward()
     for param in loop.model.parameters():
         param.grad /= int(torch.randint(900, 1100, ()))
@@ -199,7 +178,6 @@ def divided_by_tokens(loop: Loop) -> None:
 
 
 def closure(loop: Loop) -> None:
-    """Let LBFGS evaluate and move as often as it likes."""
     loop.optimizer = torch.optim.LBFGS(loop.model.parameters(), max_iter=3)
 
     def evaluate() -> torch.Tensor:
@@ -213,7 +191,6 @@ def closure(loop: Loop) -> None:
 
 
 def shared(loop: Loop) -> None:
-    """Step two optimizers, then update."""
     first, second = (torch.optim.SGD(layer.parameters()) for layer in loop.model[::2])
     loop.backward()
     loop.scaler.step(first)
@@ -223,14 +200,12 @@ def shared(loop: Loop) -> None:
 
 
 def penalty(loop: Loop) -> None:
-    """Divide a penalty by the square of the scale, with its weight."""
     size = loop.penalty() * (10 / loop.scaler.get_scale() ** 2)
     loop.scaler.scale(loop.loss() + size).backward()
     loop.finish()
 
 
 def penalty_of_torchs_page(loop: Loop) -> None:
-    """Divide the gradients, as torch's page on AMP does."""
     scaled, params = loop.scaler.scale(loop.loss()), [*loop.model.parameters()]
     scaled_grads = torch.autograd.grad(scaled, params, create_graph=True)
     inv_scale = 1.0 / loop.scaler.get_scale()
@@ -251,13 +226,11 @@ def penalty_by_itself(loop: Loop) -> None:
 
 
 def resumed(loop: Loop) -> None:
-    """Hand the scaler's state on."""
     loop.scaler = pickle.loads(pickle.dumps(loop.scaler))  # noqa: S301 -- made here
     usual(loop)
 
 
 def sharpness(loop: Loop) -> None:
-    """Look at the loss from a point nearby, as SAM does, by scaled gradients."""
     loop.backward()
     weight = loop.model[0].weight
     direction = weight.grad / weight.grad.norm()

@@ -37,21 +37,17 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation, as it is usually written down."""
-
     def __init__(self, params: Any, base: Make, rho: float = 0.05) -> None:
         super().__init__(params, {"rho": rho})
         self.base = base(self.param_groups)
         self.param_groups = self.base.param_groups
 
     def parts(self) -> list[Tensor]:
-        """Return the parameters that have gradients."""
         every = [p for group in self.param_groups for p in group["params"]]
         return [param for param in every if param.grad is not None]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Climb, evaluate there, come back, and step with that gradient."""
         norm = torch.stack([p.grad.norm() for p in self.parts() if p.grad is not None])
         for param in self.parts():
             assert param.grad is not None
@@ -75,7 +71,6 @@ class Extragradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Evaluate and step three times."""
         for _ in range(3):
             loss = torch.enable_grad()(closure)()
             self.base.step()
@@ -85,8 +80,6 @@ class Extragradient(torch.optim.Optimizer):
 
 
 class Problem:
-    """A small regression, an optimizer, and a scaler or none."""
-
     def __init__(self, make: Make, scaler: Any = None) -> None:
         torch.manual_seed(0)
         layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
@@ -109,7 +102,6 @@ class Problem:
         return loss
 
     def forward(self) -> Tensor:
-        """Evaluate, and fill in gradients."""
         self.evaluations += 1
         loss: Tensor = (self.model(self.inputs) - self.targets).square().mean()
         scaled: Any = loss if self.scaler is None else self.scaler.scale(loss)
@@ -121,7 +113,6 @@ class Problem:
         return loss
 
     def step(self, *bad: int, update: bool = True) -> Any:
-        """Run one step whose evaluations `bad`, counted from 1, overflow."""
         self.evaluations, self.bad = 0, bad
         if isinstance(self.optimizer, SAM):
             self.optimizer.zero_grad()
@@ -146,7 +137,6 @@ class Problem:
 
 
 def scaler_of(**numbers: Any) -> hs.GradScaler:
-    """Return a scaler that begins at `SCALE`."""
     return hs.GradScaler("cpu", **({"init_scale": SCALE} | numbers))
 
 

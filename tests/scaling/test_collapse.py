@@ -33,7 +33,6 @@ class Net(nn.Module):
         self.outer = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row, above 0."""
         out: Tensor = self.outer(torch.tanh(self.inner(x)))
         return torch.sigmoid(out.float())
 
@@ -42,7 +41,6 @@ class Wide(Net):
     """Activations leave float16, though weights and data are small."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
         out: Tensor = self.outer(self.inner(x) * 1e5)
         return torch.sigmoid(out.float())
 
@@ -51,34 +49,28 @@ class Straight(Net):
     """Nothing holds the activations back: they grow with the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
         out: Tensor = self.outer(self.inner(x))
         return out.float()
 
 
 def mean(out: Tensor) -> Tensor:
-    """Return a loss as it should be."""
     return out.square().mean()
 
 
 def logarithm(out: Tensor) -> Tensor:
-    """Return a loss that forgets that a probability may be 0."""
     return -torch.log(out - out.detach()).mean()
 
 
 def enormous(out: Tensor) -> Tensor:
-    """Return a loss whose gradient is far too large."""
     return out.sum() * 1e9
 
 
 def data(step: int) -> Tensor:
-    """Return a batch."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(4, 8, generator=generator)
 
 
 def broken(step: int) -> Tensor:
-    """Return a batch that holds a NaN from the third step on."""
     batch = data(step)
     batch[1, 2] = math.nan if step > 2 else 0.0
     return batch
@@ -107,7 +99,6 @@ def by_hand(
     batches: Callable[[int], Tensor] = data,
     lr: float = 0.01,
 ) -> None:
-    """Train with autocast and a scaler until that ends."""
     torch.manual_seed(0)
     model = net()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=lr)
@@ -127,7 +118,6 @@ def by_session(
     batches: Callable[[int], Tensor] = data,
     lr: float = 0.01,
 ) -> None:
-    """Train with a session until that ends."""
     torch.manual_seed(0)
     model = net()
     rule = ScaleRule(max_consecutive_skips=LIMIT)
@@ -290,7 +280,6 @@ RANGE = 1e5
 
 
 def short() -> Any:
-    """Return a scaler that three skips in a row end."""
     return hs.GradScaler("cpu", 1024.0, max_consecutive_skips=3)
 
 

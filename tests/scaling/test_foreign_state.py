@@ -30,15 +30,12 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 class Loop:
-    """A weight, an optimizer and a scaler."""
-
     def __init__(self, scaler: Any) -> None:
         self.weight = nn.Parameter(torch.ones(4))
         self.optimizer: Any = SGD([("weight", self.weight)])
         self.scaler = scaler
 
     def step(self, factor: float, name: str | None = None) -> None:
-        """Run one step whose gradient is that of factor * weight**2, through fp16."""
         self.optimizer.zero_grad()
         loss = (self.weight.square() * factor).half().float().sum()
         if name is None:
@@ -50,7 +47,6 @@ class Loop:
 
 
 def ours(**numbers: Any) -> Any:
-    """Return a scaler with every number away from its default."""
     given = {
         "init_scale": 64.0,
         "growth_factor": 4.0,
@@ -67,7 +63,6 @@ TRACE = [INF, INF, INF, 1.0, 1.0, INF, INF]
 
 
 def through(way: str, state: Any) -> Any:
-    """Return a state that went through a file."""
     if way == "as it is":
         return state
     if way == "pickle":
@@ -241,7 +236,6 @@ def test_disabled_states() -> None:
 
 
 def worn(rule: ScaleRule) -> LossScaler:
-    """Return a scaler with every counter away from its beginning."""
     scaler = LossScaler(rule)
     for flag in (1.0, 0.0, 0.0, 1.0):
         scaler.unscale_([torch.ones(2)])
@@ -319,7 +313,6 @@ def test_a_broken_state_is_refused_whole(used: bool) -> None:
 
 
 def session(level: str = "O2", dtype: str = "fp16", **more: Any) -> Any:
-    """Return a session."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     return hs.prepare(model, SGD(model.parameters()), level, dtype=dtype, **more)
@@ -335,7 +328,6 @@ def go(one: Any, factor: float, names: tuple[str, ...] = ("",)) -> None:
 
 
 def bits(state: Any) -> list[Any]:
-    """Return what a state holds, flat, words left out."""
     if isinstance(state, dict):
         return [bits(value) for value in state.values() if not isinstance(value, str)]
     if isinstance(state, list | tuple):

@@ -26,8 +26,6 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 class Setup:
-    """One linear layer, an optimizer that knows names, and a scaler."""
-
     def __init__(self, make: Make = SGD, named: bool = True, **numbers: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
@@ -40,7 +38,6 @@ class Setup:
         return self.model.state_dict(), self.optimizer.state_dict()["state"]
 
     def iterate(self, value: float = 0.0) -> None:
-        """Run one iteration with `value` added to the bias's gradient."""
         self.optimizer.zero_grad()
         self.scaler.scale(self.model(torch.ones(1, 3)).square().sum()).backward()
         assert self.model.bias.grad is not None

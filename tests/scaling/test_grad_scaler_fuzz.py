@@ -57,10 +57,7 @@ FIVE = frozenset(
 
 
 class Tells(optim.SGD):
-    """An optimizer whose step takes an argument and returns it."""
-
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step."""
         super().step()
         return args, kwargs
 
@@ -92,7 +89,6 @@ class Outside(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Do as torch's kernels do with both attributes."""
         found_inf, scale = self.found_inf, self.grad_scale
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
@@ -229,7 +225,6 @@ class _World:
         return self.scaler.scale(thing)
 
     def plant(self, which: int, value: float) -> None:
-        """Write a number into one gradient."""
         grad = self._params[which % 3].grad
         if grad is not None:
             grad = grad._values() if grad.is_sparse else grad
@@ -289,24 +284,20 @@ class _World:
         self.scaler.was_loaded = self._kind.enabled
 
     def move(self, how: Callable[[Any], Any]) -> None:
-        """Go on with a copy, or with what pickle brings back."""
         self.scaler = how(self.scaler)
 
     def look(self, which: int) -> Any:
-        """Look for inf and leave the gradients alone, as libraries do it."""
         if self._kind.enabled:
             return dict(self.scaler._check_inf_per_device(self._pick(which)))
         return None
 
     def preset(self, which: int, factor: float) -> None:
-        """Give an optimizer that skips inside a scale of its own, besides."""
         self._pick(which).grad_scale = torch.tensor(factor)  # type: ignore[attr-defined]
 
     def _pick(self, which: int) -> optim.Optimizer:
         return self._optimizers[which % len(self._optimizers)]
 
     def flags(self, optimizer: optim.Optimizer) -> tuple[Any, list[Tensor]]:
-        """Return the stage and the flags of an optimizer, and make no entry."""
         states = self.scaler._per_optimizer_states if self._kind.enabled else {}
         state = states.get(id(optimizer), {})
         return state.get("stage"), [*state.get("found_inf_per_device", {}).values()]
@@ -420,7 +411,6 @@ def _draw(rng: random.Random, name: str = "") -> Line:
 
 
 def _iteration(rng: random.Random, count: int) -> Iterator[Line]:
-    """Yield the calls of an iteration in the right order."""
     odds: list[tuple[float, str, *tuple[Any, ...]]] = [
         (1.0, "backward"),
         (0.2, "backward"),
@@ -454,7 +444,6 @@ def _sequence(rng: random.Random, count: int) -> list[Line]:
 
 
 def _numbers(rng: random.Random) -> tuple[Any, ...]:
-    """Return four numbers to begin with, powers of two or not."""
     scales = (2.0**16, 2.0**16, 8.0, 1.0, 3.0, 1000.0, 0.75, 65504.0, 2.0**127, 3e38)
     growth, backoff = rng.choice((2.0, 2.0, 1.5, 4.0)), rng.choice((0.5, 0.5, 0.1, 0.7))
     return rng.choice(scales), growth, backoff, rng.choice((1, 1, 2, 3, 2000))

@@ -35,7 +35,6 @@ def loss_of(model: Any, seed: int, spoilt: float = 0.0) -> Any:
 
 
 def go(session: Any, seed: int, spoilt: float = 0.0, name: str = "") -> Any:
-    """Run one micro-batch."""
     with session.autocast():
         loss = loss_of(session.model, seed, spoilt)
     session.backward(loss, name=name)
@@ -128,14 +127,11 @@ def test_clipped_once(clip: float) -> None:
 
 
 class Shift(nn.Module):
-    """A parameter without a dimension."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Add it."""
         return inputs + self.shift
 
 
@@ -180,20 +176,16 @@ def test_a_bad_micro_batch_is_no_skip() -> None:
 
 
 class Loop:
-    """A model, an optimizer and a drop-in scaler."""
-
     def __init__(self, **numbers: Any) -> None:
         self.model = network()
         self.optimizer: Any = SGD(self.model.named_parameters())
         self.scaler: Any = hs.GradScaler("cpu", **numbers)
 
     def gradients(self) -> list[Tensor]:
-        """Return a copy of them."""
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
 
 def mean_of(seeds: list[int]) -> list[Tensor]:
-    """Return the gradient of a mean of losses, in double."""
     model = network().double()
 
     class Wide:

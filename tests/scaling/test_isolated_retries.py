@@ -32,15 +32,12 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 class Loop:
-    """A weight, an optimizer and a drop-in scaler."""
-
     def __init__(self, **numbers: Any) -> None:
         self.weight = nn.Parameter(torch.zeros(8))
         self.optimizer: Any = SGD([("weight", self.weight)])
         self.scaler: Any = hs.GradScaler("cpu", **numbers)
 
     def loss(self, factor: Any, power: int = 0) -> Tensor:
-        """Return a loss whose gradient is factor * 2**power, through fp16."""
         loss: Tensor = (self.weight.half() * factor).float().sum() * 2.0**power
         return loss
 
@@ -53,7 +50,6 @@ class Loop:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient there is."""
         assert self.weight.grad is not None
         return self.weight.grad
 
@@ -62,7 +58,6 @@ class Loop:
 
 
 def scale_of(scaler: Any, name: str) -> Any:
-    """Return the scale of a loss."""
     return scaler.state_dict()["_halfstep"][name]["scale"]
 
 

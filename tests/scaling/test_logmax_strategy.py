@@ -25,19 +25,15 @@ if TYPE_CHECKING:
 
 
 class Twin:
-    """LogMax as its formulas say it, on the host."""
-
     def __init__(self, beta1: float, beta2: float, k: float) -> None:
         self.beta1, self.beta2, self.k = beta1, beta2, k
         self.xs: list[float] = []
 
     def ema(self, values: Sequence[float], beta: float) -> float:
-        """Return the average with weights beta**age, from its definition."""
         weights = beta ** np.arange(len(values))[::-1]
         return float(np.average(values, weights=weights))
 
     def bound(self) -> float:
-        """Return 16 - (m + k * s)."""
         squares = [x * x for x in self.xs]
         slow = self.ema(self.xs, self.beta2)
         variance = max(self.ema(squares, self.beta2) - slow * slow, 0.0)

@@ -20,8 +20,6 @@ makes = pytest.mark.parametrize("make", [SGD, FUSED], ids=["plain", "fused"])
 
 
 class Loop:
-    """A linear layer, an optimizer that knows names or not, and a scaler."""
-
     def __init__(self, scaler: Any, make: Make = SGD, *, named: bool = True) -> None:
         self.model: Any = nn.Linear(2, 1)
         nn.init.ones_(self.model.weight)
@@ -72,7 +70,6 @@ def forgotten(loop: Loop) -> None:
 
 
 def frozen(loop: Loop) -> None:
-    """Step frozen parameters."""
     loop.model.requires_grad_(requires_grad=False)
     loop.scaler.scale(torch.ones(1))
     loop.scaler.step(loop.optimizer)

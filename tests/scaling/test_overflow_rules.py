@@ -23,15 +23,12 @@ WIDTH = 16
 
 
 class Ffn(nn.Module):
-    """Two layers with a squared ReLU between them."""
-
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(2))
         scale(2e3, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         hidden = self.up(x).relu()
         result: Tensor = self.down(hidden * hidden)
         return result
@@ -41,7 +38,6 @@ class PowFfn(Ffn):
     """The square as a power, which policies keep in fp32 until the next layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         result: Tensor = self.down(self.up(x).relu() ** 2)
         return result
 
@@ -50,15 +46,12 @@ class InPlaceFfn(Ffn):
     """The product written in place, which no rule for an operation changes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         hidden = self.up(x).relu()
         result: Tensor = self.down(hidden.clone().mul_(hidden))
         return result
 
 
 class Glu(nn.Module):
-    """A product of two layers, and a layer without bias after it."""
-
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(2))
@@ -66,14 +59,11 @@ class Glu(nn.Module):
         scale(1e3, self.gate, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         result: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return result
 
 
 class SquareLstm(nn.Module):
-    """An LSTM that takes a square."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
@@ -81,14 +71,11 @@ class SquareLstm(nn.Module):
         scale(2e3, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         result: Tensor = self.lstm(self.up(x) ** 2)[0]
         return result
 
 
 class Attention(nn.Module):
-    """Logits of one head, by a function of torch."""
-
     factor = 400.0
 
     def __init__(self) -> None:
@@ -98,7 +85,6 @@ class Attention(nn.Module):
         scale(self.factor, self.query, self.key)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         logits = self.query(x) @ self.key(x).transpose(-1, -2)
         result: Tensor = logits.softmax(-1) @ self.value(x)
         return result
@@ -108,7 +94,6 @@ class EinsumAttention(Attention):
     """The same by einsum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         logits = torch.einsum("btd,bsd->bts", self.query(x), self.key(x))
         result: Tensor = logits.softmax(-1) @ self.value(x)
         return result
@@ -120,15 +105,12 @@ class Denominator(Attention):
     factor = 4.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         weights = (self.query(x) @ self.key(x).transpose(-1, -2)).exp()
         result: Tensor = (weights @ self.value(x)) / weights.sum(-1, keepdim=True)
         return result
 
 
 class Large(nn.Linear):
-    """A layer whose result overflows."""
-
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         scale(1e5, self)
@@ -142,50 +124,40 @@ class TwoLarge(nn.Sequential):
 
 
 class Sum(nn.Module):
-    """A sum that overflows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         scale(3e4, self.layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         part = self.layer(x)
         result: Tensor = part + part + part
         return result
 
 
 class Blocks(nn.Module):
-    """Two numbered layers with the same overflow."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Ffn() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         for block in self.blocks:
             x = x + functional.layer_norm(block(x), (WIDTH,))
         return x
 
 
 def scale(factor: float, *layers: nn.Linear) -> None:
-    """Multiply weights in place."""
     for layer in layers:
         layer.weight.data.mul_(factor)
 
 
 class Net(nn.Module):
-    """An embedding, a part with an overflow, a norm and a head."""
-
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.embed, self.body = nn.Linear(WIDTH, WIDTH), part
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         logits: Tensor = self.head(self.norm(self.body(self.embed(x))))
         return logits
 
@@ -194,7 +166,6 @@ class AtRoot(Ffn):
     """No module encloses the operations but the model itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         return functional.layer_norm(super().forward(x), (WIDTH,))
 
 
@@ -202,31 +173,25 @@ class GluAtRoot(Glu):
     """The same with a product of two layers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         return functional.layer_norm(super().forward(x), (WIDTH,))
 
 
 class AtRootMatmul(nn.Module):
-    """A product with a parameter of the model itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH) * 3e4)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         logits: Tensor = self.head(self.norm(x.flatten(0, 1) @ self.weight))
         return logits[None]
 
 
 def large_product(logits: Tensor) -> Tensor:
-    """Return a loss with a product that overflows."""
     return (logits * 1e6).square().mean() * 1e-12
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return a loss on fixed targets."""
     targets = torch.arange(logits.shape[0] * logits.shape[1]) % 4
     return functional.cross_entropy(logits.flatten(0, 1), targets)
 
@@ -324,7 +289,6 @@ def by_scaler(
 
 
 def data() -> Tensor:
-    """Return a batch of shape (8, 6, WIDTH)."""
     return torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 
 

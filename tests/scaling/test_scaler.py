@@ -32,7 +32,6 @@ RULE = ScaleRule(
 
 
 def fp32(number: float) -> float:
-    """Return a number as fp32 holds it."""
     return float(np.float32(number))
 
 
@@ -45,7 +44,6 @@ class Twin:
         self.clean, self.left, self.skips = 0, rule.hysteresis, 0
 
     def step(self, bad: bool) -> None:
-        """Take in one step."""
         rule = self.rule
         if bad:
             self.clean = 0
@@ -68,7 +66,6 @@ class Twin:
 
 @st.composite
 def rules(draw: st.DrawFn) -> ScaleRule:
-    """Draw a rule whose bounds lie near, and are not always powers of two."""
     low = draw(st.sampled_from([2.0**-20, 0.1, 1.0, 3.0]))
     high = low * draw(st.sampled_from([1.0, 1.5, 16.0, 2.0**20]))
     return ScaleRule(
@@ -175,7 +172,6 @@ DTYPES = {
 
 
 def gradient(kind: str, seed: int, plant: tuple[int, float] | None = None) -> Tensor:
-    """Return 24 random numbers of a kind, one of them replaced by `plant`."""
     generator = torch.Generator().manual_seed(seed)
     dtype = DTYPES.get(kind, torch.float32)
     values = torch.randn(24, dtype=dtype, generator=generator)
@@ -190,7 +186,6 @@ def gradient(kind: str, seed: int, plant: tuple[int, float] | None = None) -> Te
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
-    """Return a tensor's numbers as float64 or complex128."""
     plain = tensor.to_dense().resolve_conj()
     wide = torch.complex128 if plain.is_complex() else torch.float64
     return plain.to(wide).numpy().copy()

@@ -37,8 +37,6 @@ ADAMW = functools.partial(optim.AdamW, lr=2.0**-4)
 
 @dataclass(frozen=True)
 class Plant:
-    """Inf in one gradient, after one backward pass."""
-
     iteration: int
     """When."""
     loss: int
@@ -84,7 +82,6 @@ def _planted(model: nn.Module, value: float) -> Any:
 
 
 def _scales(first: float, window: int, bad: set[int]) -> list[float]:
-    """Return the scale after each iteration, by torch's rule in plain words."""
     found, clean, scale = [], 0, first
     for iteration in range(ITERATIONS):
         clean = 0 if iteration in bad else clean + 1
@@ -108,7 +105,6 @@ class Short(nn.Module):
         self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 2)
 
     def forward(self, batch: Tensor) -> Tensor:
-        """Compute."""
         return torch.cat([self.first(batch), self.second(batch)], 1)
 
 

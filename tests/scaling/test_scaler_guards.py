@@ -19,14 +19,12 @@ from halfstep.scaling import ScaleRule
 
 
 def weight(value: float = 1.0) -> nn.Parameter:
-    """Return a parameter of one number."""
     return nn.Parameter(torch.tensor([value]))
 
 
 def spoil(
     scaler: hs.GradScaler, optimizer: torch.optim.Optimizer, w: Tensor, steps: int
 ) -> None:
-    """Make steps whose gradients are NaN."""
     for _ in range(steps):
         scaler.scale((w * math.nan).sum()).backward()
         scaler.step(optimizer)

@@ -61,13 +61,11 @@ IDLE = ("sgd", "adamw", "fused adamw", "fused sgd")
 
 
 def scaler_of(**more: Any) -> hs.GradScaler:
-    """Return a scaler that grows often."""
     settings: dict[str, Any] = {"init_scale": FIRST, "growth_interval": INTERVAL}
     return hs.GradScaler("cpu", **(settings | more))
 
 
 def parts_of(model: nn.Module, makes: tuple[Make, ...]) -> list[Any]:
-    """Return the parameters of each optimizer."""
     params = list(model.parameters())
     return [params] if len(makes) == 1 else [params[:2], params[2:]]
 
@@ -298,7 +296,6 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=[2, FOUR])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return what each of some processes saw."""
     return start(request.param)
 
 

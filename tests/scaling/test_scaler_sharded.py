@@ -83,7 +83,6 @@ class Sides(nn.Module):
         self.plain = nn.Linear(6, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Add up what the layers make of inputs, weighed."""
         left = (self.left(inputs) * _weights(8)).sum()
         right = (self.right(inputs.repeat(1, 2)[:, :8]) * _weights(8)).sum()
         plain = (self.plain(inputs) * _weights(3)).sum()
@@ -96,7 +95,6 @@ def _weights(size: int) -> Tensor:
 
 
 def sides() -> Sides:
-    """Return the same layers on every rank."""
     torch.manual_seed(0)
     return Sides()
 
@@ -108,7 +106,6 @@ def batch(step: int, share: int) -> Tensor:
 
 
 def sharded(kind: str) -> tuple[nn.Module, int, int]:
-    """Return layers in parts, this rank's share of the data, and how many there are."""
     size, names = dist.get_world_size(), MESHES[kind]
     shape = (size,) if len(names) == 1 else (2, size // 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -135,7 +132,6 @@ def whole(tensor: Any) -> Any:
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return whole weights and optimizer state."""
     state = optimizer.state_dict()["state"].items()
     return {
         "weights": [whole(param.detach()) for param in model.parameters()],
@@ -212,7 +208,6 @@ def without(
 
 
 def norm(group: Group, kind: str) -> dict[str, Any]:
-    """Take the norm of all gradients, unscaled, of one step."""
     del group
     model, share, shares = sharded(kind)
     scaler = hs.GradScaler("cpu", init_scale=FIRST)
@@ -277,7 +272,6 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=[2, FOUR])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return what each of some processes saw."""
     return start(request.param)
 
 
@@ -289,7 +283,6 @@ def shown(ranks: list[dict[str, Any]], case: str, kind: str) -> dict[str, Any]:
 
 
 def directions(kind: str) -> int:
-    """Return in how many directions weights are split."""
     return len({"data", "tensor"} & {*MESHES[kind]})
 
 

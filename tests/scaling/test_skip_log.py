@@ -25,7 +25,6 @@ LOGGER = "halfstep.scaling.skip_log"
 
 
 def loss_of(model: nn.Module, factor: float) -> Tensor:
-    """Return a finite loss whose gradient is `factor` in each weight."""
     out: Tensor = model(torch.ones(1, 2))
     return out.float().sum() * factor
 
@@ -47,7 +46,6 @@ def by_scaler(scale: float, **more: Any) -> Step:
 
 
 def by_session(scale: float, **more: Any) -> Step:
-    """Return a training step of a session."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 1e-9)
     rule = ScaleRule(scale, min_scale=2.0**-24, max_scale=2.0**127, **more)
@@ -186,14 +184,12 @@ class Slow(async_read.DelayedScalars):
         return len(self.queue)
 
     def submit(self, values: Any) -> list[float] | None:
-        """Queue them."""
         self.queue.append([number for v in values for number in v.flatten().tolist()])
         return self.queue.pop(0) if len(self.queue) > async_read.DELAY_STEPS else None
 
 
 @pytest.fixture(name="slow")
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let numbers come late, and nothing else be known of them."""
     monkeypatch.setattr("halfstep.scaling.collapse.DelayedScalars", Slow)
     monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
 

@@ -20,7 +20,6 @@ from halfstep.scaling.step_report import (
 
 
 def report(flag: float, *, complete: bool = True) -> StepReport:
-    """Return a report with every field away from its default."""
     return StepReport(
         step=3,
         complete=complete,
@@ -146,7 +145,6 @@ def test_culprits_seen_later() -> None:
 
 
 def names(count: int, *, inf: bool) -> tuple[NonFiniteParam, ...]:
-    """Return culprits called a, b, and so on."""
     return tuple(
         NonFiniteParam(name, inf=inf, nan=not inf) for name in "abcdef"[:count]
     )

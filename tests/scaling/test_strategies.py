@@ -18,14 +18,12 @@ from halfstep.scaling.strategies import MeasuredStrategy
 
 
 def gradients_at(loop: Loop, scale: float) -> list[Tensor]:
-    """Return the scaled gradients that a backward pass at a scale gives."""
     torch.manual_seed(1)
     (loop.loss() * scale).backward()  # type: ignore[no-untyped-call]
     return loop.gradients()
 
 
 def overflows(loop: Loop, scale: float) -> bool:
-    """Say whether a step at a scale would be lost."""
     return not all(g.isfinite().all() for g in gradients_at(loop, scale))
 
 
@@ -240,20 +238,16 @@ def test_losses_that_take_turns() -> None:
 
 
 class Counted(torch.autograd.Function):
-    """Counts its backward passes."""
-
     repeatable = False
     passes = 0
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return a copy."""
         ctx.repeatable = Counted.repeatable
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Count."""
         del ctx
         Counted.passes += 1
         return gradient
@@ -325,8 +319,6 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
 
 @dataclass(eq=False)
 class Saved:
-    """What a graph holds in the place of a tensor."""
-
     tensor: Tensor
 
 

@@ -29,7 +29,6 @@ KINDS = "ddp", "root", "nested"
 
 
 def wrapped(kind: str) -> nn.Module:
-    """Return a network, the same on each rank, under DDP or FSDP2."""
     torch.manual_seed(0)
     net = NETS["norm"]()
     if kind == "ddp":
@@ -41,7 +40,6 @@ def wrapped(kind: str) -> nn.Module:
 
 
 def asked(kind: str, own: ScaleStrategy, rank: int) -> Any:
-    """Return what a rank asks for, first and after each step, and what it knows."""
     net = wrapped(kind)
     # Low enough that nothing overflows: an overflow is the same on all ranks.
     state = replace(ScaleState.first(RULE), scale=torch.tensor(2.0))
@@ -65,7 +63,6 @@ def asked(kind: str, own: ScaleStrategy, rank: int) -> Any:
 
 
 def process(folder: Path) -> None:
-    """Ask on one rank."""
     with group(timedelta(seconds=60)):
         rank = dist.get_rank()
         seen = {}
@@ -77,7 +74,6 @@ def process(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """Return what each rank asked for."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]

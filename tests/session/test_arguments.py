@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 
 def network() -> nn.Sequential:
-    """Return a small network, the same each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer over all of a model."""
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
 
@@ -49,14 +47,11 @@ def one_step(session: Session) -> Any:
 
 
 class Inherits(torch.optim.Optimizer):
-    """A wrapper that is an Optimizer by name alone, as AcceleratedOptimizer is."""
-
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
     @property
     def param_groups(self) -> Any:
-        """Return those inside."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -65,13 +60,10 @@ class Inherits(torch.optim.Optimizer):
 
 
 class Wrapper:
-    """A wrapper that hands on whatever it is asked for."""
-
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the optimizer inside."""
         return getattr(self.optimizer, name)
 
 

@@ -42,13 +42,11 @@ class Net(nn.Module):
         self.reentrant: bool | None = None
 
     def block(self, x: Tensor) -> Tensor:
-        """Use a weight twice."""
         x = self.twice(self.norm(self.twice(x)).float().tanh())
         out: Tensor = self.frozen(x)
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         x = self.once(x)
         if self.reentrant is None:
             x = self.block(x)
@@ -64,15 +62,12 @@ frozen's two do not learn, and are cast likewise."""
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(5, 6, generator=generator)
     return x, x.flip(1) * 0.5
 
 
 class Ours:
-    """A session."""
-
     def __init__(
         self, dtype: torch.dtype, make: Any, accumulate: int, **more: Any
     ) -> None:
@@ -93,17 +88,13 @@ class Ours:
 
     @property
     def model(self) -> nn.Module:
-        """What is called."""
         return self.session.model
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        """Put the model into DDP."""
         self.session.model = wrapper(self.net)
 
 
 class Torchs:
-    """The loop that torch's manual shows."""
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -129,11 +120,9 @@ class Torchs:
         return regions
 
     def backward(self, loss: Tensor) -> None:
-        """Run a backward pass."""
         self.scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Step, after the last micro-batch."""
         self.micro = (self.micro + 1) % self.accumulate
         if self.micro:
             return
@@ -145,7 +134,6 @@ class Torchs:
         self.optimizer.zero_grad()
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        """Put the model into DDP."""
         self.model = wrapper(self.net)
 
 
@@ -154,13 +142,11 @@ Loop = Any
 
 
 def loss_of(loop: Loop, seed: int) -> Tensor:
-    """Return the loss of a batch."""
     x, target = batch(seed)
     return nn.functional.mse_loss(loop.model(x), target)
 
 
 def one_loss(loop: Loop, seed: int) -> Tensor:
-    """Run a micro-batch."""
     with loop.region():
         loss = loss_of(loop, seed)
     loop.backward(loss)
@@ -169,7 +155,6 @@ def one_loss(loop: Loop, seed: int) -> Tensor:
 
 
 def several_losses(loop: Loop, seed: int) -> Tensor:
-    """Run one backward pass through three losses, and one through another."""
     with loop.region():
         losses = [loss_of(loop, seed + n) for n in range(4)]
     loop.backward(losses[0] + losses[1] * 2 - losses[2] / 2)
@@ -179,7 +164,6 @@ def several_losses(loop: Loop, seed: int) -> Tensor:
 
 
 def two_regions(loop: Loop, seed: int) -> Tensor:
-    """Run one backward pass through two regions."""
     with loop.region():
         first = loss_of(loop, seed)
     with loop.region():
@@ -190,7 +174,6 @@ def two_regions(loop: Loop, seed: int) -> Tensor:
 
 
 def evaluating(loop: Loop, seed: int) -> Tensor:
-    """Evaluate before, after and amid the micro-batch."""
     with torch.no_grad(), loop.region():
         loop.net(batch(seed)[0])
     with loop.region():
@@ -206,7 +189,6 @@ def evaluating(loop: Loop, seed: int) -> Tensor:
 
 
 def averaging(loop: Loop, seed: int, *, inside: bool) -> Tensor:
-    """Evaluate with other weights, put in and taken out through `.data`."""
     loss = one_loss(loop, seed)
     params = list(loop.net.parameters())
     kept = [param.detach().clone() for param in params]
@@ -224,7 +206,6 @@ def averaging(loop: Loop, seed: int, *, inside: bool) -> Tensor:
 
 
 def perturbing(loop: Loop, seed: int) -> Tensor:
-    """Add the gradients of two places, the second of weights moved through `.data`."""
     for sign in (1, -1):
         with loop.region():
             loss = loss_of(loop, seed)
@@ -236,13 +217,11 @@ def perturbing(loop: Loop, seed: int) -> Tensor:
 
 
 def recomputing(loop: Loop, seed: int, *, reentrant: bool) -> Tensor:
-    """Compute a part again."""
     loop.net.reentrant = reentrant
     return one_loss(loop, seed)
 
 
 def overflowing(loop: Loop, seed: int) -> Tensor:
-    """Let every third step overflow."""
     with loop.region():
         loss = loss_of(loop, seed) * (float("inf") if seed // 10 % 3 == 1 else 1.0)
     loop.backward(loss)
@@ -251,19 +230,16 @@ def overflowing(loop: Loop, seed: int) -> Tensor:
 
 
 def halved(loop: Loop) -> None:
-    """Edit weights through `.data`."""
     for param in loop.net.parameters():
         param.data.mul_(0.5)
 
 
 def replaced(loop: Loop) -> None:
-    """Give weights other memory."""
     for param in loop.net.parameters():
         param.data = param.data.clone() * 0.5
 
 
 def loaded(loop: Loop) -> None:
-    """Load other weights."""
     state = loop.net.state_dict()
     loop.net.load_state_dict({name: value * 0.5 for name, value in state.items()})
 
@@ -317,7 +293,6 @@ PROGRAMS: dict[str, Program] = {
 
 
 def train(loop: Loop, program: Program, accumulate: int) -> list[Tensor]:
-    """Return losses and weights of some steps."""
     micro, between, *_ = program
     losses: list[Tensor] = []
     for step in range(STEPS):
@@ -327,7 +302,6 @@ def train(loop: Loop, program: Program, accumulate: int) -> list[Tensor]:
 
 
 def forgets_gradients() -> bool:
-    """Return whether torch caches casts made under no_grad for later, as 2.9 does."""
     layer = nn.Linear(1, 1)
     with torch.autocast("cpu", BF16):
         with torch.no_grad():
@@ -336,7 +310,6 @@ def forgets_gradients() -> bool:
 
 
 def exact(found: Any, expected: Any) -> None:
-    """Compare to the bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

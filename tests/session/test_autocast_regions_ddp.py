@@ -30,7 +30,6 @@ if LOOPS["forgets_gradients"]():
 
 
 def process(folder: Path) -> None:
-    """Train both loops under DDP, each process on its own batches."""
     found = {}
     with process_group.join("cpu") as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -46,7 +45,6 @@ def process(folder: Path) -> None:
 def under_ddp(
     kind: Any, program: Any, accumulate: int, views: bool, rank: int
 ) -> list[Tensor]:
-    """Return losses and weights."""
     _, between, make, dtype, more = program
     loop = kind(dtype, make, accumulate, **more)
     loop.wrap(
@@ -64,7 +62,6 @@ def under_ddp(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """Return what two processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]

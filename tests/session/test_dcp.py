@@ -47,7 +47,6 @@ INPUTS = torch.randn(12, 16, 8, generator=torch.Generator().manual_seed(1))
 
 
 def new(case: str, optimizer: str, seed: int) -> Session:
-    """Return a new session with a schedule and running statistics."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     steps = OPTIMIZERS[optimizer](model.parameters())
@@ -75,7 +74,6 @@ def train(session: Session, first: int, last: int) -> list[float]:
 
 
 def round_trip(case: str, optimizer: str, folder: Path, first: int) -> None:
-    """Save after some steps, load into a new session, and compare what follows."""
     session, loaded = (new(case, optimizer, seed) for seed in (0, 1))
     if dist.is_initialized():
         for each in (session, loaded):

@@ -42,7 +42,6 @@ HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 @contextlib.contextmanager
 def no_false_alarm() -> Iterator[None]:
-    """Let the warning that weights were changed from outside be an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "weights were changed")
         yield
@@ -55,13 +54,11 @@ def net(seed: int) -> nn.Sequential:
 
 
 def prepared(model: nn.Module, lr: float = 0.01, **more: Any) -> Any:
-    """Return an O2 session in bf16 over AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     return hs.prepare(model, optimizer, "O2", **({"dtype": "bf16"} | more))
 
 
 def wrap(session: Any, group: Group, **more: Any) -> None:
-    """Put the session's model into DDP."""
     session.model = DistributedDataParallel(session.model, process_group=group, **more)
 
 
@@ -76,7 +73,6 @@ def one_step(session: Any, step: int, micros: int = 1) -> Any:
 
 
 def truths(session: Any) -> list[Tensor]:
-    """Return copies of all that updates add up in."""
     masters = masters_of(session)
     params = [p for group in masters.optimizer.param_groups for p in group["params"]]
     return [masters.fp32_value(param).clone() for param in params]
@@ -182,12 +178,10 @@ class Watched:
 
 
 def rms(errors: list[tuple[float, float]]) -> float:
-    """Return the root of the mean square error."""
     return (sum(error**2 for error, _ in errors) / len(errors)) ** 0.5
 
 
 def wide_net() -> nn.Sequential:
-    """Return a network of some hundreds of numbers, the same on each rank."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 16))
 
@@ -211,7 +205,6 @@ def accuracy(group: Group) -> dict[str, Any]:
 
 
 def worst(errors: list[tuple[float, float]]) -> float:
-    """Return the largest error in bounds."""
     return max(error / bound if bound else 2.0 * error for error, bound in errors)
 
 
@@ -230,7 +223,6 @@ def kept_memory(group: Group) -> dict[str, Any]:
 
 
 def again(group: Group) -> dict[str, Any]:
-    """Wrap anew after some steps, in another DDP."""
     session = prepared(net(dist.get_rank()), master="split")
     bare = session.model
     with no_false_alarm():
@@ -262,7 +254,6 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=[2, FOUR])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return what each of some processes saw."""
     return start(request.param, FILES)
 
 

@@ -30,7 +30,6 @@ def group() -> Iterator[dist.ProcessGroup]:
 def params_of(
     numels: list[tuple[int, torch.dtype]],
 ) -> dict[Tensor, torch.dtype]:
-    """Return fp32 parameters with gradients, and what they travel in."""
     torch.manual_seed(0)
     found: dict[Tensor, torch.dtype] = {}
     for numel, wire in numels:

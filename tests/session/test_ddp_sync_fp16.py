@@ -40,19 +40,15 @@ NAMED = list(itertools.product(("O2 fp16", "O2 bf16"), (1, 2)))
 
 
 class Slopes(nn.Module):
-    """A weight whose gradient is what comes in."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3))
 
     def forward(self, slopes: Tensor) -> Tensor:
-        """Compute."""
         return self.weight * slopes
 
 
 def near(group: Group, accumulate: int) -> dict[str, Any]:
-    """Send gradients near the largest number, in each of some micro-batches."""
     model = Slopes()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rule = replace(RULE, init_scale=1.0)
@@ -137,7 +133,6 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=[2, FOUR])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return what each of some processes saw."""
     return start(request.param, FILES)
 
 

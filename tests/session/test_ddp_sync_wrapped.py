@@ -60,7 +60,6 @@ def gaps(watched: Watched, micros: int, steps: int = 5) -> float:
 
 
 def mean(group: Group, setting: str, accumulate: int, form: str) -> dict[str, Any]:
-    """Train with DDP set up in some way."""
     session = prepared(net(0), accumulate=accumulate, master=form)
     watched = Watched(session, group)
     wrap(session, group, **SETTINGS[setting])
@@ -77,14 +76,12 @@ class Branches(nn.Module):
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute."""
         self.calls += 1
         layer: Tensor = self.layers[(self.calls + dist.get_rank()) % 2](inputs)
         return layer
 
 
 def unused(group: Group, accumulate: int) -> dict[str, Any]:
-    """Let every rank use other parameters, and one of them nobody."""
     session = prepared(Branches(), accumulate=accumulate)
     watched = Watched(session, group)
     wrap(session, group, find_unused_parameters=True)
@@ -95,7 +92,6 @@ def unused(group: Group, accumulate: int) -> dict[str, Any]:
 
 
 def subgroups(_group: Group, accumulate: int) -> dict[str, Any]:
-    """Train half of the ranks on their own, and the other half."""
     half = dist.get_world_size() // 2
     halves = [list(range(half)), list(range(half, 2 * half))]
     mine, _ = dist.new_subgroups_by_enumeration(halves)
@@ -129,7 +125,6 @@ def sparse(group: Group) -> dict[str, Any]:
 
 
 def buffers(group: Group) -> dict[str, Any]:
-    """Take down what a batch norm has learnt when a step begins."""
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     session = prepared(model, accumulate=2)
@@ -165,7 +160,6 @@ def hooked(group: Group) -> dict[str, Any]:
 
 
 def joined(group: Group) -> dict[str, Any]:
-    """Give every rank another number of batches, within DDP's join()."""
     said = ""
     session = prepared(net(0))
     wrap(session, group)
@@ -199,7 +193,6 @@ def ignored(group: Group) -> dict[str, Any]:
 
 
 def released(group: Group, form: str) -> dict[str, Any]:
-    """Update inside the backward pass, or after it."""
     found = []
     for release in (True, False):
         session = prepared(net(1), master=form, optimizer_in_backward=release)
@@ -211,7 +204,6 @@ def released(group: Group, form: str) -> dict[str, Any]:
 
 
 def uneven(group: Group) -> dict[str, Any]:
-    """Let micro-batches be of other sizes on every rank."""
     session = prepared(net(0), accumulate=3)
     watched = Watched(session, group)
     wrap(session, group)
@@ -254,7 +246,6 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=[2, FOUR])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return what each of some processes saw."""
     return start(request.param, FILES)
 
 

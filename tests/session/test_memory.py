@@ -40,7 +40,6 @@ def _from_here_on() -> None:
 
 
 def alive() -> int:
-    """Return the bytes of all large memory that tensors of this test hold."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
@@ -55,14 +54,12 @@ def alive() -> int:
 
 
 def backward(session: Session) -> None:
-    """Run a backward pass, and leave nothing of it but gradients."""
     with session.autocast():
         loss = session.model(torch.ones(1, SIDE)).float().square().sum()
     session.backward(loss)
 
 
 def trained(word: str, *, release: bool) -> Session:
-    """Return a session at the end of its second backward pass."""
     model = nn.Linear(SIDE, SIDE, bias=False)
     session = cases.start(cases.ADAMW_PLAIN, word, model, optimizer_in_backward=release)
     backward(session)

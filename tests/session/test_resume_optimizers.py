@@ -39,7 +39,6 @@ class Net(nn.Module):
             self.gain = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         hidden = self.first(x)
         if not self.matrices:
             hidden = self.norm(hidden) * self.gain
@@ -47,7 +46,6 @@ class Net(nn.Module):
 
 
 def start(name: str, kind: str) -> Session:
-    """Return a session at its beginning."""
     level, dtype, master = kind.split()
     model = Net(matrices=name == "muon")
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -60,7 +58,6 @@ def start(name: str, kind: str) -> Session:
 
 
 def go(session: Session, *steps: int) -> None:
-    """Run some steps, each with its own batch."""
     for step in steps:
         draw = torch.Generator().manual_seed(step)
         x, y = (torch.randn(5, size, generator=draw) for size in (6, 3))
@@ -71,13 +68,11 @@ def go(session: Session, *steps: int) -> None:
 
 
 def everything(session: Session) -> Any:
-    """Return weights as stored and as updated, and what the optimizer keeps."""
     state = session.optimizer.state_dict()["state"]
     return dict(session.model.state_dict()), session.weights(), state
 
 
 def saved(session: Session) -> Any:
-    """Return a session's state, after a file."""
     file = io.BytesIO()
     torch.save(session.state_dict(), file)
     file.seek(0)
@@ -123,5 +118,4 @@ def test_another_level_goes_on(name: str, to: str) -> None:
 
 
 def same(one: Any, other: Any) -> None:
-    """Hold two nested values equal to the bit, dtypes included."""
     torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -21,7 +21,6 @@ BAD = 2
 
 
 def network() -> nn.Sequential:
-    """Return a network with a batch norm between two layers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
@@ -46,7 +45,6 @@ def batch(number: int) -> Tensor:
 
 
 def go(session: Session, number: int) -> StepReport:
-    """Run one micro-batch."""
     with session.autocast():
         loss = session.model(batch(number)).float().square().mean()
     session.backward(loss)
@@ -54,7 +52,6 @@ def go(session: Session, number: int) -> StepReport:
 
 
 def stats(session: Session) -> dict[str, Tensor]:
-    """Return a copy of the model's buffers."""
     return {name: b.clone() for name, b in session.model.named_buffers()}
 
 

@@ -49,7 +49,6 @@ optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Keep threads out of tiny products."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,12 +58,10 @@ def _one_thread() -> Iterator[None]:
 def build(
     kind: str = "O0 fp32", make: Make = SGD, seed: int = 0, **more: Any
 ) -> Session:
-    """Return a session over SGD with momentum."""
     return session_cases.build(kind, make, seed, **more)
 
 
 def loss_of(model: nn.Module, seed: int, rows: slice = slice(None)) -> Tensor:
-    """Return the loss of a batch of 16 rows, or some of them."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(16, 6, generator=generator)
     targets = inputs[:, :3] * inputs[:, 3:] + 0.5
@@ -74,7 +71,6 @@ def loss_of(model: nn.Module, seed: int, rows: slice = slice(None)) -> Tensor:
 
 
 def go(session: Session, seed: int = 0, rows: slice = slice(None)) -> StepReport:
-    """Run one micro-batch."""
     with session.autocast():
         loss = loss_of(session.model, seed, rows)
     session.backward(loss)
@@ -102,12 +98,10 @@ def everything(session: Session) -> Any:
 
 
 def numbers(session: Session) -> dict[str, Any]:
-    """Return a session's state without its words."""
     return without_words(session.state_dict())
 
 
 def without_words(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with its numbers and tensors only."""
     inner = {k: without_words(v) for k, v in state.items() if isinstance(v, dict)}
     return {k: inner.get(k, v) for k, v in state.items() if not isinstance(v, str)}
 
@@ -197,7 +191,6 @@ def test_state_round_trip(kind: str, make: Make) -> None:
 
 
 def plain_loop(make: Make, clip: float | None, dtype: torch.dtype | None) -> Any:
-    """Train as torch's documentation does it, one overflow among the steps."""
     model = network()
     optimizer = make(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)

@@ -21,7 +21,6 @@ LAYERS = 8
 
 
 def critic() -> nn.Sequential:
-    """Return a critic of images, with layers that need more than one product."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten()),
@@ -30,13 +29,11 @@ def critic() -> nn.Sequential:
 
 
 def images() -> Tensor:
-    """Return images that gradients are taken by."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 3, 4, 4, generator=generator).requires_grad_()
 
 
 def build(kind: str, model: nn.Module | None = None, **more: Any) -> Session:
-    """Return a session over a critic."""
     level, dtype = kind.split()
     model = critic() if model is None else model
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -44,12 +41,10 @@ def build(kind: str, model: nn.Module | None = None, **more: Any) -> Session:
 
 
 def penalty(slope: Tensor) -> Tensor:
-    """Return that of WGAN-GP."""
     return (slope.flatten(1).norm(dim=1) - 1).square().mean()
 
 
 def error(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Return the norm of the difference, relative to that of what is right."""
     ours, theirs = (
         torch.cat([one.detach().flatten() for one in tensors])
         for tensors in (found, right)

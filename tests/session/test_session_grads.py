@@ -39,7 +39,6 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a number."""
         out: Tensor = self.body(self.rows(x)).float()
         return out.pow(2).mean()
 
@@ -54,7 +53,6 @@ def build(kind: str, **options: Any) -> Session:
 
 
 def backward(session: Session, seed: int, names: tuple[str, ...] = ("",)) -> None:
-    """Run the passes of one micro-batch."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randint(8, (4,), generator=draw)
     for name in names:
@@ -64,7 +62,6 @@ def backward(session: Session, seed: int, names: tuple[str, ...] = ("",)) -> Non
 
 
 def read(session: Session) -> dict[str, Tensor]:
-    """Return the gradients, as dense copies, after reading their norm."""
     session.grad_norm()
     return {name: grad.to_dense().clone() for name, grad in session.grads()}
 

@@ -35,7 +35,6 @@ def build(kind: str, **more: Any) -> Session:
 
 
 def loss_of(session: Session, scale: float = 1.0) -> Tensor:
-    """Return the loss of a micro-batch."""
     with session.autocast():
         out = session.model(torch.arange(8.0).view(2, 4) * scale)
         loss: Tensor = (out.float() ** 3).mean()
@@ -248,7 +247,6 @@ def test_states_that_are_right_say_nothing() -> None:
 
 
 def micro(session: Session, *numbers: int) -> list[StepReport]:
-    """Run some micro-batches, told apart by their numbers."""
     reports = []
     for number in numbers:
         session.backward(loss_of(session, 1 + number / 4))
@@ -465,22 +463,17 @@ def test_three_losses_of_each_micro_batch() -> None:
 
 
 class Broken(torch.autograd.Function):
-    """An operation whose backward pass runs out of memory."""
-
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        """Hand the input on."""
         return x.clone()
 
     @staticmethod
     def backward(_ctx: Any, _grad: Tensor) -> Tensor:
-        """Fail."""
         message = "out of memory"
         raise RuntimeError(message)
 
 
 def break_off(session: Session) -> None:
-    """Run a backward pass that fails once the last layer has its gradients."""
     handle = session.model[0].register_forward_hook(lambda *x: Broken.apply(x[2]))
     loss = loss_of(session)
     handle.remove()
@@ -537,7 +530,6 @@ def test_a_loop_without_the_context(kind: str, dtype: str) -> None:
 
 
 def compiled(session: Session) -> Tensor:
-    """Return the loss of a compiled model."""
     run = torch.compile(session.model, backend="eager")
     with session.autocast():
         out: Tensor = run(torch.ones(2, 4))
@@ -545,7 +537,6 @@ def compiled(session: Session) -> Tensor:
 
 
 def recomputed(session: Session) -> Tensor:
-    """Return the loss of a checkpointed block."""
     with session.autocast():
         out: Tensor = checkpoint(
             session.model, torch.ones(2, 4, requires_grad=True), use_reentrant=True
@@ -554,7 +545,6 @@ def recomputed(session: Session) -> Tensor:
 
 
 def with_another_session(session: Session) -> Tensor:
-    """Return a loss computed in the context of a session made later."""
     other = build("O1 bf16")
     with other.autocast():
         out: Tensor = session.model(other.model[0].weight)

@@ -83,7 +83,6 @@ class Trainer:
             watch(self.params, self.box, group if how == "hooks" else None)
 
     def loss(self, step: int) -> Tensor:
-        """Run a forward pass on this rank's batch."""
         with self.session.autocast():
             out: Tensor = self.session.model(batch(step))
             return out.float().square().mean()
@@ -222,7 +221,6 @@ def named(group: Group, how: str, accumulate: int, step: int) -> dict[str, Any]:
 
 
 def chosen(group: Group, word: str, how: str) -> dict[str, Any]:
-    """Let a strategy choose the scale where ranks see losses of different size."""
     # Only "measured" sees activations, and keeps those of fp16 from overflow.
     kind = "O1 fp16" if word == "measured" else "O0 fp32"
     trainer = Trainer(group, kind, how, loss_scale=word)
@@ -238,7 +236,6 @@ def chosen(group: Group, word: str, how: str) -> dict[str, Any]:
 
 
 def flushed(group: Group, kind: str) -> dict[str, Any]:
-    """Train on windows of four with two micro-batches, and on windows of two."""
     half, whole = (Trainer(group, kind, "ddp", accumulate=n) for n in (4, 2))
     for step in range(STEPS):
         for micro in range(2):
@@ -265,7 +262,6 @@ def normed(group: Group) -> dict[str, Any]:
 
 
 def _cases(run: Callable[..., Any], choices: Iterable[Any]) -> dict[str, Any]:
-    """Return cases by name, one for each choice of arguments."""
     return {
         f"{run.__name__} {choice}": functools.partial(_with, run, choice)
         for choice in choices
@@ -290,7 +286,6 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=[2, FOUR])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Return what each of some processes saw."""
     return start(request.param)
 
 

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer over all of a model."""
     return torch.optim.SGD(model.parameters(), 0.05)
 
 
 def go(session: Session) -> StepReport:
-    """Run one micro-batch."""
     with session.autocast():
         loss = session.model(torch.ones(4, 6)).float().square().mean()
     session.backward(loss)
@@ -41,7 +39,6 @@ def spoil(session: Session, *names: str) -> list[Any]:
 
 
 def everything(session: Session) -> Any:
-    """Return a copy of all weights, stored and exact."""
     return copy.deepcopy([dict(session.model.state_dict()), session.weights()])
 
 

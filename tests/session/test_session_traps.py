@@ -34,26 +34,22 @@ every_kernel = pytest.mark.parametrize("kernel", [True, False])
 
 
 def backward(session: Session, slopes: dict[str, Tensor]) -> None:
-    """Run a micro-batch of `cases.Mixed`, without its step."""
     with session.autocast():
         loss = session.model(slopes)
     session.backward(loss)
 
 
 def window(session: Session, first: int) -> None:
-    """Run a whole step of `cases.Mixed`."""
     for number in range(session.accumulate):
         report = cases.go(session, cases.slopes_of(session.model, first + number))
     assert report.applied
 
 
 def short(error: pytest.ExceptionInfo[Exception]) -> bool:
-    """Say whether a refusal can be read at one glance."""
     return len(str(error.value).split()) <= 35
 
 
 def critic() -> nn.Sequential:
-    """Return the D of a GAN."""
     torch.manual_seed(1)
     inside = nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1)
     return nn.Sequential(*inside)
@@ -139,12 +135,10 @@ def test_a_window_is_forgotten(form: str, *, kernel: bool) -> None:
 
 
 def plainly(model: nn.Module, slopes: dict[str, Tensor]) -> None:
-    """Run somebody's own backward pass."""
     model(slopes).backward()
 
 
 def elsewhere(model: nn.Module, slopes: dict[str, Tensor]) -> None:
-    """Run the pass of another session, of a model before this one."""
     before = nn.Linear(1, 1)
     other = cases.start(cases.SGD, "fp32", before)
     with other.autocast():

@@ -38,13 +38,11 @@ RMSPROP: cases.Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
 
 
 def step(session: Session, *seeds: int) -> StepReport:
-    """Run a whole step, of as many of the seeds as it has micro-batches."""
     slopes = [cases.slopes_of(session.model, seed) for seed in seeds]
     return cases.go(session, *slopes[: session.accumulate])
 
 
 def without(model: nn.Module, name: str) -> tuple[int, int]:
-    """Return two seeds of slopes that leave a parameter out."""
     names = [found for found, _ in model.named_parameters()]
     place = names.index(name)
     assert name not in cases.slopes_of(model, place)
@@ -239,7 +237,6 @@ class Words(nn.Module):
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Compute."""
         return self.head(self.norm(self.table(words)))  # type: ignore[no-any-return]
 
 
@@ -320,7 +317,6 @@ def test_moments_of_other_types(
 
 
 def counters(session: Session) -> list[float]:
-    """Return Adam's counters."""
     return [float(state["step"]) for state in session.optimizer.state.values()]
 
 

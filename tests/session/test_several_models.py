@@ -14,7 +14,6 @@ import halfstep as hs
 
 
 def make() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    """Return two models, and an optimizer over each."""
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     second = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -24,7 +23,6 @@ def make() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
 
 
 def loss_of(models: list[nn.Module], x: Tensor) -> Tensor:
-    """Return a loss that uses both models."""
     one, two = models[0](x), models[1](x)
     return (2 * one + 3 * two - x.sum(1, keepdim=True)).square().mean()
 
@@ -41,7 +39,6 @@ def train(session: hs.Session, models: list[nn.Module], batches: Tensor) -> list
 
 
 def batches(number: int, seed: int = 1) -> Tensor:
-    """Return batches of shape (16, 4)."""
     return torch.randn(number, 16, 4, generator=torch.Generator().manual_seed(seed))
 
 
@@ -150,7 +147,6 @@ def test_one_model_and_two_optimizers() -> None:
 
 
 def shared() -> Any:
-    """Return two optimizers over the same parameters."""
     models, _ = make()
     return models, [torch.optim.SGD(models[0].parameters(), 0.1) for _ in range(2)]
 

@@ -81,7 +81,6 @@ def train(dtype: str, name: str, clip: float | None) -> dict[str, Any]:
 
 
 def traffic(level: str, dtype: str) -> dict[str, Any]:
-    """Take down what travels in two steps, all gathered and scattered."""
     model = sides()
     policy = fsdp_policy(level, dtype)
     for layer in (model.left, model.right):
@@ -99,15 +98,12 @@ def traffic(level: str, dtype: str) -> dict[str, Any]:
 
 
 def accuracy(level: str, *, sharded: bool) -> dict[str, Any]:
-    """Train a network with a hidden layer, on all ranks' data either way."""
     ranks = dist.get_world_size()
     losses, weights = trained(level, dist.get_rank() if sharded else None, ranks)
     return {"losses": losses, "weights": weights}
 
 
 class Normed(nn.Module):
-    """A layer, and norms of both kinds."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -117,7 +113,6 @@ class Normed(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute."""
         out: Tensor = self.head(torch.tanh(self.batch(self.norm(self.body(inputs)))))
         return out
 
@@ -128,8 +123,6 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A sharded model prepared otherwise than it must be."""
-
     said: str
     level: str = "O2"
     dtype: str = "bf16"
@@ -144,7 +137,6 @@ class Wrong:
 
 
 def refused(word: str) -> dict[str, Any]:
-    """Return how something is refused."""
     wrong, low = WRONG[word], fsdp_policy("O2", "bf16")
     model: Any = Normed().to(wrong.stored)
     early = _adamw(model)
@@ -170,7 +162,6 @@ def refused(word: str) -> dict[str, Any]:
 
 
 def apart() -> dict[str, Any]:
-    """Train where norms and the head are fp32 shards of their own."""
     model = Normed()
     for module in (model.batch, model.norm, model.head):
         fully_shard(module, mesh=mesh())
@@ -284,7 +275,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """Return what each of two processes saw."""
     return start("tests.session.test_sharded", 2)
 
 

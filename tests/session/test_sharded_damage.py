@@ -35,7 +35,6 @@ def _alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a sound directory."""
     path = tmp_path_factory.mktemp("original") / "c"
     with one_thread():
         fsdp_checkpoint.save(trained(), path, {"step": 1})
@@ -44,7 +43,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kept(original: Path, tmp_path: Path) -> Path:
-    """Return a copy that a test may spoil."""
     return shutil.copytree(original, tmp_path / "c")
 
 
@@ -64,7 +62,6 @@ def test_round_trip(kept: Path, original: Path) -> None:
 
 
 def other_shard(path: Path) -> None:
-    """Put the part of another checkpoint there, of the same size."""
     other = path.parent.with_name("other")
     fsdp_checkpoint.save(trained(3), other)
     shutil.copy(other / path.name, path)
@@ -211,7 +208,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each of two processes saw."""
     return start(
         "tests.session.test_sharded_damage", 2, str(tmp_path_factory.mktemp("ranks"))
     )

@@ -46,7 +46,6 @@ BEFORE, AFTER = (0, 1, 2), (3, 4)
 def build(
     kind: str, name: str, *, parts: bool, seed: int = 0, form: str = "fp32"
 ) -> Session:
-    """Return a session over layers in parts, or over whole ones."""
     level, dtype = kind.split()
     model = sides()
     with torch.no_grad():
@@ -70,7 +69,6 @@ def train(session: Session, steps: tuple[int, ...], share: int | None) -> None:
 
 
 def content(session: Session) -> dict[str, Any]:
-    """Return whole weights, moments by name and counters."""
     state = session.state_dict()
     groups = state["optimizer"]["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
@@ -88,7 +86,6 @@ def content(session: Session) -> dict[str, Any]:
 
 
 def saves(kind: str, name: str) -> dict[str, Any]:
-    """Train in parts, save, and go on."""
     session = build(kind, name, parts=True)
     train(session, BEFORE, dist.get_rank())
     fsdp_checkpoint.save(session, shared() / f"{kind} {name}")
@@ -98,7 +95,6 @@ def saves(kind: str, name: str) -> dict[str, Any]:
 
 
 def loads(kind: str, name: str, source: str) -> dict[str, Any]:
-    """Load what others have saved, into other weights, and go on."""
     session = build(kind, name, parts=True, seed=1)
     train(session, (7,), dist.get_rank())
     fsdp_checkpoint.load(session, shared() / source)
@@ -119,7 +115,6 @@ def hands_over(kind: str, name: str) -> dict[str, Any]:
 
 
 def refused(word: str) -> dict[str, Any]:
-    """Return how something is refused, and whether all is as it was."""
     session = build("O2 bf16", "adamw", parts=True, seed=1)
     train(session, (7,), dist.get_rank())
     if word == "as a Stateful":
@@ -205,7 +200,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    """Return what each of two processes saw."""
     return start("tests.session.test_sharded_saved", 2, str(folder))
 
 

@@ -38,8 +38,6 @@ def _eager() -> Iterator[None]:
 
 
 class Run:
-    """A network with one weight that torchao quantizes the state of."""
-
     def __init__(self, name: str, level: str, master: str) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(

@@ -51,8 +51,6 @@ FIRST = 2.0**10
 
 @dataclass(frozen=True)
 class Plant:
-    """A number that is not finite, in one gradient on one rank."""
-
     rank: int
     """Where."""
     param: int
@@ -61,7 +59,6 @@ class Plant:
     """inf, -inf or NaN."""
 
     def here(self) -> bool:
-        """This is the rank."""
         return dist.get_rank() == self.rank
 
 
@@ -101,13 +98,11 @@ def net() -> nn.Sequential:
 
 
 def batch(step: int) -> Tensor:
-    """Return inputs that differ from rank to rank."""
     seed = 100 * step + dist.get_rank()
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
 
 
 def average(tensors: Iterable[Tensor | None], group: dist.ProcessGroup) -> None:
-    """Make local gradients those of all ranks, by hand."""
     for tensor in tensors:
         if tensor is not None:
             dist.all_reduce(tensor, group=group)
@@ -140,7 +135,6 @@ def _changed(
 
 
 def spoil(box: list[Plant], index: int, gradient: Tensor | None) -> None:
-    """Write into a parameter's gradient what is planted there."""
     for plant in box:
         if gradient is not None and plant.here() and plant.param == index:
             gradient.view(-1)[0] = plant.value
@@ -148,7 +142,6 @@ def spoil(box: list[Plant], index: int, gradient: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
-    """Take down each collective that goes through torch.distributed."""
     calls: list[str] = []
 
     def spy(name: str) -> Callable[..., Any]:
@@ -167,7 +160,6 @@ def counted() -> Iterator[list[str]]:
 
 
 def held(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return copies of weights and optimizer state on this rank."""
     return {
         "weights": [p.detach().clone() for p in model.parameters()],
         "state": [_copy(o.state_dict()["state"]) for o in optimizers],
@@ -183,7 +175,6 @@ def _copy(value: Any) -> Any:
 
 
 def process(folder: Path, *files: str) -> None:
-    """Run every case in one of the processes that `run_ranks` started."""
     warnings.simplefilter("ignore")  # That fp16 is slow on some processors.
     with group(PATIENCE):
         found = {
@@ -195,7 +186,6 @@ def process(folder: Path, *files: str) -> None:
 
 
 def _attempt(name: str, case: Callable[[dist.ProcessGroup], dict[str, Any]]) -> Any:
-    """Return what a case saw, or its traceback."""
     # Ranks meet by the store, which bears that one of them has waited in vain; the
     # group that did so is of no further use, so each case has its own.
     store = dist.distributed_c10d._get_default_store()
@@ -231,7 +221,6 @@ def saw(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
 
 
 def agreed(ranks: list[dict[str, Any]], case: str, *keys: str) -> dict[str, Any]:
-    """Return what the first rank saw, once all have seen the same bits."""
     first, *others = saw(ranks, case)
     for key in keys or first:
         for rank, other in enumerate(others, 1):

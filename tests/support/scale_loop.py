@@ -37,7 +37,6 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator."""
         del types
         assert func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
@@ -78,7 +77,6 @@ class Loop:
         return found
 
     def gradients(self) -> list[Tensor]:
-        """Take all gradients away."""
         taken = [p.grad for p in self.parameters if p.grad is not None]
         for parameter in self.parameters:
             parameter.grad = None
@@ -104,7 +102,6 @@ class Block(nn.Module):
         self.reentrant = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         if self.reentrant is None:
             return self.inside(x)  # type: ignore[no-any-return]
         again: Tensor = checkpoint(
@@ -131,7 +128,6 @@ def training(
     device: str = "cpu",
     **options: Any,
 ) -> Loop:
-    """Return a loop over one batch under fp16 autocast, its loss `size` times."""
     net.to(device)
     x = torch.randn(4, 8, device=device)
 
@@ -144,7 +140,6 @@ def training(
 
 
 def plain(own: ScaleStrategy, *sizes: float, scale: float = 2.0**16) -> Loop:
-    """Return a loop whose one 16-bit gradient is of these sizes, then of the last."""
     weight = torch.ones(3, requires_grad=True)
     size = chain(sizes, repeat(sizes[-1]))
 

@@ -35,7 +35,6 @@ def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def network(seed: int = 0, device: str = "cpu") -> nn.Sequential:
-    """Return the network."""
     torch.manual_seed(seed)
     layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
     return nn.Sequential(*layers).to(device)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 @functools.cache
 def mesh() -> DeviceMesh:
-    """Return all ranks in a row."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -60,7 +59,6 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation."""
         del types
         word = COLLECTIVES.get(str(func))
         if word is not None:
@@ -73,7 +71,6 @@ class Traffic(TorchDispatchMode):
 
 
 def network() -> nn.Module:
-    """Return a network with a hidden layer, the same everywhere."""
     torch.manual_seed(0)
     layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
     return nn.Sequential(*layers)
@@ -82,7 +79,6 @@ def network() -> nn.Module:
 def session_of(
     kind: str, *, shard: bool, name: str = "adamw", **more: Any
 ) -> hs.Session:
-    """Return a session over that network, whole or in parts."""
     level, dtype = kind.split()
     model = network()
     if shard:
@@ -126,7 +122,6 @@ def trained(
 
 
 def process(file: str, folder: Path) -> None:
-    """Run every case in one of the processes that `run_ranks` started."""
     warnings.simplefilter("ignore")
     hardware.emulation_warning = lambda *_: None  # type: ignore[assignment]
     with group(timedelta(seconds=60)):
@@ -138,7 +133,6 @@ def process(file: str, folder: Path) -> None:
 
 
 def _attempt(case: Callable[[], dict[str, Any]]) -> Any:
-    """Return what a case saw, or its traceback."""
     try:
         return case()
     except Exception:  # noqa: BLE001 -- told by the test
@@ -146,7 +140,6 @@ def _attempt(case: Callable[[], dict[str, Any]]) -> Any:
 
 
 def shared() -> Path:
-    """Return the folder that `start` was told, in a process that it started."""
     return Path(sys.argv[3])
 
 

@@ -30,7 +30,6 @@ PATIENCE = 60
 
 
 def net() -> nn.Sequential:
-    """Return a model with weights that all threads of a kind share."""
     return nn.Sequential(
         nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)
     )
@@ -41,13 +40,11 @@ X, Y = torch.randn(16, 32), torch.randint(8, (16,))
 
 
 def loss_of(model: nn.Module, *, again: bool = False) -> torch.Tensor:
-    """Return the loss of a pass, perhaps with a part that is computed again."""
     out = checkpoint(model, X, use_reentrant=False) if again else model(X)
     return F.cross_entropy(out, Y)
 
 
 def torch_train(model: nn.Module) -> None:
-    """Train under torch's context."""
     with torch.autocast("cpu"):
         loss = loss_of(model)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -55,14 +52,12 @@ def torch_train(model: nn.Module) -> None:
 
 
 def torch_evaluate(model: nn.Module) -> None:
-    """Evaluate under torch's context, on weights that others train."""
     with torch.no_grad(), torch.autocast("cpu"):
         loss_of(model)
         torch.clear_autocast_cache()
 
 
 def drop_in(model: nn.Module) -> None:
-    """Train under halfstep's context without a policy."""
     with hs.autocast("cpu"):
         loss = loss_of(model)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -70,7 +65,6 @@ def drop_in(model: nn.Module) -> None:
 
 
 def policy(model: nn.Module) -> None:
-    """Train under a rule, with a part that is computed again after the context."""
     with hs.autocast("cpu", policy="lean + op:linear=fp32"):
         loss = loss_of(model, again=True)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -78,13 +72,11 @@ def policy(model: nn.Module) -> None:
 
 
 def recorded(model: nn.Module) -> None:
-    """Evaluate while each operation is recorded."""
     with torch.no_grad(), hs.autocast("cpu", record=True):
         loss_of(model)
 
 
 def session_step() -> Callable[[nn.Module], None]:
-    """Return a step of a session at O1, with a model of its own."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     session = hs.prepare(model, optimizer, "O1", dtype="bf16")
@@ -120,7 +112,6 @@ class Soak:
         return self.names[index % len(self.works)]
 
     def run(self, index: int) -> None:
-        """Be one of the threads."""
         work = self.works[index % len(self.works)]
         # One alone trains the shared model: two would collide over its gradients.
         evaluates = work in {torch_evaluate, recorded}
