@@ -52,7 +52,6 @@ ON_CPU = replace(BF16, device="cpu")
 
 
 def steps(records: Iterable[dict[str, Any]]) -> tuple[Step, ...]:
-    """Return the steps that some records tell of."""
     return tuple(map(Step.from_data, records))
 
 
@@ -75,13 +74,11 @@ def skipped(*numbers: int, of: int = 400, **more: Any) -> RunFacts:
 
 
 def scales(*values: float) -> RunFacts:
-    """Return a run with these loss scales."""
     records = [step(i, scale=value) for i, value in enumerate(values, 1)]
     return RunFacts(config=FP16, steps=steps(records))
 
 
 def profiled(config: Config, **more: Any) -> RunFacts:
-    """Return a run with a profile."""
     facts = profile(device=config.device, dtype=config.dtype, level="O2", **more)
     machine = MachineFacts.from_data(environment()["machine"])
     told = Profile.from_data(facts)
@@ -107,7 +104,6 @@ def rates(bf16: float) -> RunFacts:
 
 
 def weights(*words: str, level: str = "O1") -> RunFacts:
-    """Return a run whose parameters came in these formats."""
     named = {f"layer.{number}": word for number, word in enumerate(words)}
     return RunFacts(config=replace(BF16, level=level), weights=named)
 
@@ -119,7 +115,6 @@ def lost(share: float, config: Config | None = None) -> RunFacts:
 
 
 def bad(**more: Any) -> dict[str, Any]:
-    """Return what a replay found."""
     told = {
         "step": 12,
         "phase": "forward",
@@ -146,7 +141,6 @@ ROUNDS = [1024.0, 512.0] * 3
 
 
 def losses(*values: float) -> RunFacts:
-    """Return a run with these training losses."""
     records = [step(i, loss=value) for i, value in enumerate(values, 1)]
     return RunFacts(steps=steps(records))
 

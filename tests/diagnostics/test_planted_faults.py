@@ -48,7 +48,6 @@ def _one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, BadOp]:
-    """Return what is reported of each fault."""
     return {name: required(searched(name)) for name in FAULTS}
 
 

@@ -26,7 +26,6 @@ LOW = [(level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp1
 
 
 def adamw(model: nn.Module, eps: float) -> torch.optim.Optimizer:
-    """Return AdamW."""
     return torch.optim.AdamW(model.parameters(), eps=eps)
 
 
@@ -41,7 +40,6 @@ def checked(model: nn.Module, level: str, dtype: str, **more: Any) -> CheckRepor
 
 
 def rules_of(report: CheckReport) -> set[str]:
-    """Return the names of the rules that found something."""
     return {finding.rule for finding in report.findings}
 
 
@@ -249,14 +247,11 @@ class Normed(Net):
 
     def __init__(self, gain: float) -> None:
         super().__init__(gain)
-        self.norm = Rms()  # type: ignore[assignment]
+        self.norm = Rms()
 
 
 class Rms(nn.Module):
-    """Root mean square norm."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         return x / (x * x).mean(-1, keepdim=True).sqrt()
 
 
@@ -282,11 +277,10 @@ def test_a_mask_is_not_a_hidden_inf() -> None:
 
     class Masked(Net):
         def forward(self, x: Tensor) -> Tensor:
-            """Compute, with a mask that fp16 rounds to -inf."""
             hidden = self.norm(self.loud(self.inner(x)))
             mask = torch.zeros_like(hidden)
             mask[:, :3] = -1e9
-            return self.head((hidden + mask.to(hidden.dtype)).softmax(-1))  # type: ignore[no-any-return]
+            return self.head((hidden + mask.to(hidden.dtype)).softmax(-1))
 
     fault = checked(Masked(), "O2", "fp16").facts.fault
     assert fault is None or fault.phase == "backward"
@@ -310,8 +304,7 @@ def test_a_rule_around_the_module() -> None:
             self.block, self.head = Net(LOUD), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            """Compute."""
-            return self.head(self.block(x))  # type: ignore[no-any-return]
+            return self.head(self.block(x))
 
     report = checked(Outer(), "O3", "fp16")
     assert report.facts.fault is not None
@@ -446,8 +439,7 @@ def test_gradients_that_stray() -> None:
 
     class Coarse(Net):
         def forward(self, x: Tensor) -> Tensor:
-            """Compute; the backward pass is wrong in bf16."""
-            return self.head(Rounded.apply(self.loud(self.inner(x))))  # type: ignore[no-untyped-call, no-any-return]
+            return self.head(Rounded.apply(self.loud(self.inner(x))))
 
     x, y = batch()
     twice = torch.cat([x, x]), torch.cat([y, y])  # halves are alike: no noise
@@ -477,7 +469,6 @@ def test_a_level_that_fails() -> None:
 
     class Stubborn(Net):
         def forward(self, x: Tensor) -> Tensor:
-            """Compute; a product of two dtypes fails without autocast."""
             return functional.linear(x, self.head.weight.float().new_ones(8, 16))[
                 :, :8
             ] + self.head(torch.ones(1, 32))

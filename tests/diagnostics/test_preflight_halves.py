@@ -16,16 +16,12 @@ X, Y = torch.arange(10.0).view(5, 2), torch.arange(5)
 
 
 class Pair(NamedTuple):
-    """A batch of two."""
-
     x: Any
     y: Any
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Another."""
-
     x: Any
     y: Any
 

@@ -24,15 +24,12 @@ MASK[:4, 6:] = 0
 
 
 def gpt() -> nn.Module:
-    """Return a checkpointed decoder, whose head is its embedding."""
     model = hub("gpt2")
     parallelize.checkpoint_activations(model)
     return model
 
 
 class Lstm(nn.Module):
-    """Reads texts from left to right."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 16)
@@ -40,8 +37,7 @@ class Lstm(nn.Module):
         self.logits = nn.Linear(16, WORDS)
 
     def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
-        """Compute."""
-        return self.logits(self.body(self.words(input_ids))[0])  # type: ignore[no-any-return]
+        return self.logits(self.body(self.words(input_ids))[0])
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -49,11 +45,10 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     out = model(**batch)
     if isinstance(out, Tensor):
         return functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
-    return out.loss  # type: ignore[no-any-return]
+    return out.loss
 
 
 def checked(make: Any, level: str, dtype: str) -> CheckReport:
-    """Check a model."""
     torch.manual_seed(0)
     model = make().train()
     is_bert = hasattr(model, "bert")

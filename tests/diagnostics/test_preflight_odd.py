@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def checked(model: nn.Module, loss_fn: Any = loss, **more: Any) -> CheckReport:
-    """Check at O1 in bf16, without timing."""
     given = {"batch": batch(), "level": "O1", "dtype": "bf16", "steps": 0} | more
     return hs.check(model, loss_fn, **given)
 
@@ -130,10 +129,7 @@ def test_batches_stay_as_they_are() -> None:
 
 
 class Sealed(dict[str, Tensor]):
-    """Cannot be written to."""
-
     def __setitem__(self, key: str, value: Tensor) -> None:
-        """Refuse."""
         message = "sealed"
         raise TypeError(message)
 
@@ -211,7 +207,6 @@ def test_steps_that_fail() -> None:
 
     class Picky(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            """Refuse 16 bits."""
             group = self.param_groups[0]
             if group["lr"] == 1.0 or group["params"][0].dtype == torch.bfloat16:
                 message = "not so"
@@ -240,7 +235,6 @@ def test_models_that_are_odd() -> None:
             self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
 
         def forward(self, x: Tensor) -> Tensor:
-            """Compute."""
             return (self.body(x) * self.turn).abs()
 
     assert not checked(Complex(), steps=1).facts.failed
@@ -254,7 +248,7 @@ def test_models_that_are_odd() -> None:
             copied = Without(16, 8)
             del copied.weight
             copied.weight = nn.Parameter(self.weight.detach() * 1)
-            copied._parameters["weight"] = self.weight * 1  # type: ignore[assignment]
+            copied._parameters["weight"] = self.weight * 1
             return copied
 
     with pytest.raises(UserError, match="a copy of Without has no weights of its own"):
@@ -279,7 +273,6 @@ class Rope(nn.Module):
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of each position, turned."""
         dtype = self.dtype or x.dtype
         angles = torch.arange(x.shape[1], dtype=dtype)[:, None] * torch.tensor(
             [1.0, 0.1], dtype=dtype
@@ -288,7 +281,6 @@ class Rope(nn.Module):
 
 
 def check(net: nn.Module, level: str = "O1", **options: str) -> hs.CheckReport:
-    """Check it in bf16."""
     x = torch.randn(2, 2000, 4)
     return hs.check(
         net,
@@ -297,7 +289,7 @@ def check(net: nn.Module, level: str = "O1", **options: str) -> hs.CheckReport:
         level=level,
         dtype="bf16",
         steps=0,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -328,7 +320,6 @@ def test_modules_that_write_in_place() -> None:
 
 
 def notes_of(report: CheckReport) -> list[str]:
-    """Return what was left out."""
     return [one.measured for one in report.findings if one.rule == "note"]
 
 
@@ -418,7 +409,7 @@ def test_arguments_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"^model is of type function; it must be a torch"
     ):
-        hs.check(batch, loss, batch())  # type: ignore[arg-type]
+        hs.check(batch, loss, batch())
     with pytest.raises(UserError, match=r"CrossEntropyLoss\(\) takes no model"):
         hs.check(model, nn.CrossEntropyLoss(), batch())
     with pytest.raises(UserError, match="SGD holds no parameter of the model"):
@@ -431,7 +422,7 @@ def test_nothing_changes(level: str, gain: float) -> None:
     """Law: weights, gradients, buffers, state, hooks and generators stay to the bit."""
     model = Net(gain)
     optimizer = torch.optim.AdamW(model.parameters())
-    loss(model, batch()).backward()  # type: ignore[no-untyped-call]
+    loss(model, batch()).backward()
     optimizer.step()
     before = state_of(model, optimizer)
     for dtype in ("bf16", "fp16"):
@@ -491,8 +482,6 @@ def test_a_batch_elsewhere() -> None:
 
 
 class Owner(nn.Linear):
-    """Holds what cannot be copied."""
-
     def __deepcopy__(self, memo: object) -> Owner:
         message = "it holds a file"
         raise TypeError(message)
@@ -549,7 +538,7 @@ def test_a_batch_that_cannot_be_halved() -> None:
 def test_compiled_models_are_checked_eager() -> None:
     """Law: what torch.compile has wrapped is checked without it, and said to be."""
     model = torch.compile(Net(), backend="eager")
-    report = checked(model)  # type: ignore[arg-type]
+    report = checked(model)
     assert report.verdict == "good"
     assert "torch.compile" in str(report.findings[0])
 

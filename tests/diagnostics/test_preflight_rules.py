@@ -260,7 +260,7 @@ def verdicts(true: float, load: float) -> set[str]:
         def step(seconds: float, draw: random.Random = draw) -> float:
             return seconds * math.exp(draw.gauss(0.0, load))
 
-        times = rounds(lambda step=step: (step(true), step(1.0)), 5)  # type: ignore[misc]
+        times = rounds(lambda step=step: (step(true), step(1.0)), 5)
         ratios = tuple(plain / low for plain, low in times)
         assert len(ratios) <= 20
         said.add(rules.cost(replace(GOOD, **timed(true) | {"ratios": ratios}))[0])
@@ -294,7 +294,6 @@ def test_limits_of_lost_updates() -> None:
 
 
 def found(**changed: Any) -> dict[str, str]:
-    """Return what each rule says."""
     return {one.rule: str(one) for one in findings(replace(GOOD, **changed))}
 
 
@@ -375,7 +374,6 @@ def test_power(scale: float, words: str) -> None:
 
 
 def owner(name: str) -> str:
-    """Return the part before the last dot."""
     return name.rpartition(".")[0]
 
 

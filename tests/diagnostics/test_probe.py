@@ -36,7 +36,6 @@ class Broken(nn.Module):
         self.backward_value: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         x = x * 1
         if self.forward_value is not None:
             x = torch.cat([torch.full_like(x[:1], self.forward_value), x[1:]])
@@ -57,7 +56,6 @@ class Block(nn.Module):
         self.again = again
 
     def inside(self, x: Tensor) -> Tensor:
-        """Compute."""
         out: Tensor = self.last(self.broken(self.first(x)))
         return out
 
@@ -70,7 +68,6 @@ class Block(nn.Module):
 
 
 def net(again: bool | None = None) -> nn.Sequential:
-    """Return a small model."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), Block(6, again), nn.LayerNorm(6))
 
@@ -228,7 +225,6 @@ class Ragged(nn.Module):
     """Rows of several lengths, in both of torch's forms."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one row, and one without its last number."""
         rows = [x[:1], x[1:2, :-1]]
         strided = torch.nested.nested_tensor(rows)
         return strided, torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -253,7 +249,7 @@ def test_nested_tensors(mode: Any) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_scripted_parts() -> None:
     """Law: a part that torch lets nobody hook is passed over, and the rest is seen."""
-    scripted: Any = torch.jit.script(nn.Linear(2, 2))  # type: ignore[no-untyped-call]
+    scripted: Any = torch.jit.script(nn.Linear(2, 2))
     model = nn.Sequential(scripted, nn.ReLU())
     with hs.Probe(model) as probe:
         model(torch.full((2, 2), NAN)).sum().backward()
@@ -288,7 +284,6 @@ class Residual(nn.Module):
         self.part = part
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         out: Tensor = x + self.part(x)
         return out
 
@@ -297,14 +292,11 @@ class Pair(nn.Module):
     """Returns one of two tensors that a submodule returns."""
 
     class Two(nn.Module):
-        """Returns two tensors."""
-
         def __init__(self) -> None:
             super().__init__()
             self.broken = Broken()
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            """Compute."""
             return self.broken(x), x.abs().detach()
 
     def __init__(self) -> None:
@@ -312,7 +304,6 @@ class Pair(nn.Module):
         self.two = self.Two()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         out: Tensor = self.two(x)[0]
         return out
 
@@ -523,7 +514,7 @@ def test_nothing_waits(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     monkeypatch.setattr(async_read.DelayedTensors, "submit", lambda *_: [])
     model = net()
-    with hs.Probe(model, mode) as probe, NoWaiting():  # type: ignore[no-untyped-call]
+    with hs.Probe(model, mode) as probe, NoWaiting():
         for _ in range(3):
             step(probe, model)
 
@@ -559,7 +550,6 @@ def test_order_over_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Return all that somebody could find on a model."""
     return {
         path: {
             key: len(value) if "hooks" in key else str(value)
@@ -611,9 +601,7 @@ def test_a_graph_outlives_the_probe() -> None:
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    "mode='all' must be one of flags, sampled, full.": (
-        lambda: hs.Probe(net(), "all")  # type: ignore[arg-type]
-    ),
+    "mode='all' must be one of flags, sampled, full.": (lambda: hs.Probe(net(), "all")),
     "every=0 must be 1 or more.": lambda: hs.Probe(net(), every=0),
     "every=True must be 1 or more.": lambda: hs.Probe(net(), every=True),
     "after=-1 must be 0 or more.": lambda: hs.Probe(net(), after=-1),

@@ -44,7 +44,7 @@ def broken(value: float, *, backward: bool) -> nn.Sequential:
     class Breaks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if backward:
-                return Gate.apply(x)  # type: ignore[no-any-return]
+                return Gate.apply(x)
             return x * torch.where(x.abs().amax() > 10, value, 1.0)
 
     class Gate(torch.autograd.Function):
@@ -115,7 +115,7 @@ def test_statistics(again: bool | None, backend: str) -> None:
 def test_without_a_trace(backend: str) -> None:
     """Law: the graph computes the same bits with a probe; after it, without it."""
     model = net()
-    out = passes(torch.compile(model, backend=backend))  # type: ignore[arg-type]
+    out = passes(torch.compile(model, backend=backend))
     torch._dynamo.reset()
     probe = hs.Probe(model)
     compiled: Any = torch.compile(model, backend=backend, fullgraph=True)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def rows_of(found: Profile, op: str) -> list[Row]:
-    """Return the rows of one operation."""
     return [row for row in found.rows if row.op == op]
 
 
@@ -66,7 +65,7 @@ def test_nothing_is_counted_twice() -> None:
 @pytest.mark.parametrize("fetch", ["batches", "loader inside"])
 def test_input_is_seen(fetch: str) -> None:
     """Law: fetching a batch is input, with all that it calls; what follows is not."""
-    loader = DataLoader([torch.ones(4)] * 100, batch_size=1)  # type: ignore[arg-type]
+    loader = DataLoader([torch.ones(4)] * 100, batch_size=1)
     if fetch == "batches":
         found = profile(torch.neg, batches=loader)
     else:

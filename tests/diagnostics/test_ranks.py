@@ -32,7 +32,6 @@ SHARDED = ("bert overflow eager", "bert amplified eager", "bert root eager")
 
 
 def wrapped(run: Run, *, sharded: bool) -> nn.Module:
-    """Return the model as its processes share it."""
     if sharded:
         for layer in run.model.encoder.layers:
             fully_shard(layer)
@@ -176,7 +175,6 @@ CASES |= {f"together {name}": together(name) for name in SHARDED}
 
 
 def seen_by_ranks(case: str) -> list[dict[str, Any]]:
-    """Return what each of two processes saw."""
     return saw(start(2, ("tests.diagnostics.test_ranks",)), case)
 
 

@@ -33,9 +33,8 @@ class Net(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
         hidden = torch.tanh(self.inner(x)) * self.factor
-        return self.outer(self.norm(self.wide(hidden)))  # type: ignore[no-any-return]
+        return self.outer(self.norm(self.wide(hidden)))
 
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -174,18 +173,18 @@ def test_gradients_elsewhere_and_hooks(*, reentrant: bool) -> None:
     inputs = X.clone().requires_grad_()
     ran: list[Tensor] = []
     for leaf in (*model.parameters(), *head.parameters()):
-        leaf.register_post_accumulate_grad_hook(ran.append)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(ran.append)
 
     def step() -> Tensor:
         hidden = checkpoint(model, inputs, use_reentrant=reentrant)
-        return head(hidden).sum()  # type: ignore[no-any-return]
+        return head(hidden).sum()
 
     inputs.grad = torch.ones_like(X)
     assert hs.find_nonfinite(model, step) is None
     assert not ran
     assert head.weight.grad is None
     assert torch.equal(inputs.grad, torch.ones_like(X))
-    step().backward()  # type: ignore[no-untyped-call]
+    step().backward()
     assert len(ran) == 4
 
 
@@ -273,7 +272,6 @@ class Bare(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it."""
         return self.function(x * self.weight)
 
 
@@ -318,20 +316,17 @@ def test_nan_of_small_numbers_is_no_matter_of_range() -> None:
 def test_a_hook_that_spoils_a_gradient() -> None:
     """Law: what a hook on a parameter makes is told at the parameter's module."""
     model = Net()
-    model.wide.weight.register_hook(lambda grad: grad * math.inf)  # type: ignore[no-untyped-call]
+    model.wide.weight.register_hook(lambda grad: grad * math.inf)
     bad = required(hs.find_nonfinite(model, lambda: model(X).sum()))
     assert (bad.module, bad.op, bad.phase) == ("wide", "mul", "backward")
 
 
 class Waves(nn.Module):
-    """Complex weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Filter."""
         return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
 
 
@@ -399,17 +394,14 @@ ONES = torch.ones(3, 2)
 
 
 def shape() -> Any:
-    """Return what a model gives, and no loss."""
     return MODEL(ONES)
 
 
 def nothing() -> Any:
-    """Forget to return the loss."""
     MODEL(ONES).sum()
 
 
 def with_backward() -> Any:
-    """Return a loss whose backward pass has run."""
     loss = MODEL(ONES).square().sum()
     loss.backward()
     return loss
@@ -449,7 +441,7 @@ def test_a_bad_step_is_refused(step: Any, says: str) -> None:
 def test_a_model_that_is_none_is_refused() -> None:
     """Law: the message says what was given in the model's place."""
     with pytest.raises(hs.UserError, match=r"^model is of type function; it must"):
-        hs.find_nonfinite(shape, shape)  # type: ignore[arg-type]
+        hs.find_nonfinite(shape, shape)
 
 
 @pytest.mark.parametrize("kind", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d()])

@@ -32,20 +32,16 @@ CLASSES = torch.tensor([0, 2])
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread."""
     with one_thread():
         yield
 
 
 def encoder() -> nn.Module:
-    """Return torch's encoder."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 class Gru(nn.Module):
-    """Words through a gated recurrent layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(11, 16)
@@ -53,9 +49,8 @@ class Gru(nn.Module):
         self.out = nn.Linear(16, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits."""
         found, _ = self.gru(self.words(ids))
-        return self.out(found[:, -1])  # type: ignore[no-any-return]
+        return self.out(found[:, -1])
 
 
 class Vae(nn.Module):
@@ -68,7 +63,6 @@ class Vae(nn.Module):
         self.decoder = nn.Linear(4, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss."""
         mean, spread = self.mean(x), self.spread(x)
         code = mean + torch.randn_like(mean) * torch.exp(0.5 * spread)
         miss = functional.mse_loss(self.decoder(code).float(), x)
@@ -94,7 +88,6 @@ HUB: dict[str, tuple[str, str, dict[str, int]]] = {
 
 
 def hub(name: str, **more: Any) -> nn.Module:
-    """Return a small model of transformers'."""
     transformers = pytest.importorskip("transformers")
     config_name, model_name, sizes = HUB[name]
     attention = more.get("attention", "eager")
@@ -128,15 +121,15 @@ def loss_of(name: str, model: nn.Module, labels: Tensor = CLASSES) -> Tensor:
     if kind == "encoder":
         padding = torch.zeros(2, 5, dtype=torch.bool)
         padding[0, 3:] = True
-        return model(X, src_key_padding_mask=padding).float().square().mean()  # type: ignore[no-any-return]
+        return model(X, src_key_padding_mask=padding).float().square().mean()
     if kind == "gru":
         return functional.cross_entropy(model(IDS).float(), labels)
     if kind == "vae":
-        return model(X)  # type: ignore[no-any-return]
+        return model(X)
     given = {"input_ids": IDS, "labels": labels if kind == "bert" else IDS}
     if kind != "gpt2":
         given["attention_mask"] = KEEP
-    return model(**given).loss  # type: ignore[no-any-return]
+    return model(**given).loss
 
 
 def told(name: str, plant: Plant | None = None, **more: Any) -> BadOp | None:
@@ -155,8 +148,6 @@ def told(name: str, plant: Plant | None = None, **more: Any) -> BadOp | None:
 
 
 def wide(path: str) -> Plant:
-    """Return what makes a layer's product leave float16."""
-
     def plant(model: nn.Module) -> None:
         # Not all inputs: behind a norm they all sum to 0.
         model.get_submodule(path).weight[::2, ::2] = 6e4
@@ -165,8 +156,6 @@ def wide(path: str) -> Plant:
 
 
 def nan(path: str) -> Plant:
-    """Return what puts NaN into a parameter."""
-
     def plant(model: nn.Module) -> None:
         model.get_parameter(path).view(-1)[0] = math.nan
 
@@ -190,7 +179,6 @@ def scores(model: nn.Module) -> None:
 
 
 def vae_bias(model: nn.Module) -> None:
-    """Let a logarithm of a deviation grow."""
     model.get_parameter("spread.bias").fill_(40.0)
 
 
@@ -204,7 +192,6 @@ FAULTS: dict[str, tuple[str, Plant, str, str, tuple[str, str]]] = {}
 def add(
     name: str, plant: Plant, module: str, ops: str, verdict: tuple[str, str]
 ) -> None:
-    """Write a fault down."""
     FAULTS[f"{name}: {module} {verdict[0]}"] = (name, plant, module, ops, verdict)
 
 
@@ -262,7 +249,6 @@ def test_a_healthy_model_raises_no_alarm(name: str) -> None:
 
 
 def plain(function: Callable[[nn.Linear], Tensor]) -> BadOp | None:
-    """Return what is said of a loss in float32."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     return hs.find_nonfinite(model, lambda: function(model))

@@ -26,7 +26,6 @@ class PathLoss(nn.Module):
     """What radio waves lose on their way: a layer like another."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape, too large for fp16."""
         return (x.half() * 0 + 300) * 300
 
 
@@ -34,7 +33,6 @@ class Level(nn.Module):
     """One number for a whole batch, which layers then use."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what fp16 does not hold."""
         return ((x.half() * 0 + 300) * 300).mean()
 
 
@@ -46,8 +44,7 @@ class Objective(nn.Module):
         self.first = PathLoss()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number for the batch."""
-        return self.first(x).sum()  # type: ignore[no-any-return]
+        return self.first(x).sum()
 
 
 class BalanceLoss(Level):
@@ -55,10 +52,7 @@ class BalanceLoss(Level):
 
 
 class Squares(nn.MSELoss):
-    """Torch's own, for each row."""
-
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
-        """Return a number for each place."""
         return (input.half() * 0 + 300) * 300 + 0 * target
 
 
@@ -73,12 +67,11 @@ class Model(nn.Module):
             self.outer = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what comes of it."""
         hidden = self.inner(x)
         given = (hidden, X) if isinstance(self.middle, nn.MSELoss) else (hidden,)
         made: Tensor = self.middle(*given)
         if hasattr(self, "outer"):
-            return self.outer(hidden * made)  # type: ignore[no-any-return]
+            return self.outer(hidden * made)
         return made
 
 
@@ -87,11 +80,9 @@ class TrainingLoss(Model):
 
 
 def told(model: nn.Module) -> BadOp:
-    """Return what is said of a model."""
-
     def step() -> Tensor:
         with hs.autocast("cpu", torch.float16):
-            return model(X).float().mean()  # type: ignore[no-any-return]
+            return model(X).float().mean()
 
     return required(hs.find_nonfinite(model, step))
 
@@ -130,7 +121,7 @@ def test_a_loss_made_anew_in_the_model_is_one() -> None:
             self.inner = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return BalanceLoss()(self.inner(x))  # type: ignore[no-any-return]
+            return BalanceLoss()(self.inner(x))
 
     bad = told(Labelled())
     assert (bad.module, bad.kind, bad.cause) == (
@@ -150,7 +141,7 @@ def test_checkpoints_change_no_verdict() -> None:
             self.end = Steep()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.end(checkpoint(self.inner, x, use_reentrant=False))  # type: ignore[no-any-return]
+            return self.end(checkpoint(self.inner, x, use_reentrant=False))
 
     class Steep(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -161,7 +152,6 @@ def test_checkpoints_change_no_verdict() -> None:
 
 
 def probability(out: Tensor) -> Tensor:
-    """Return a loss whose targets are not probabilities."""
     return functional.binary_cross_entropy(out.sigmoid(), torch.full_like(out, 2.0))
 
 
@@ -252,7 +242,6 @@ class Root(nn.Module):
 
 
 def loss(model: nn.Module, x: Tensor, dtype: torch.dtype, rule: str = "") -> Tensor:
-    """Return the loss of a step under a rule."""
     policy = "torch" + f" + {rule}" * bool(rule)
     with hs.autocast("cpu", dtype, policy=policy, model=model):
         out: Tensor = model(x)
@@ -260,7 +249,6 @@ def loss(model: nn.Module, x: Tensor, dtype: torch.dtype, rule: str = "") -> Ten
 
 
 def found(model: nn.Module, x: Tensor) -> BadOp:
-    """Return what is named in float16."""
     return required(hs.find_nonfinite(model, lambda: loss(model, x, FP16)))
 
 
@@ -315,18 +303,15 @@ class Inner(nn.Module):
         self.cast = cast
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the cast makes."""
         return self.cast(self.before(x))
 
 
 def net(cast: Callable[[Tensor], Tensor]) -> nn.Sequential:
-    """Return a model with that module in the middle."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), Inner(cast), nn.Linear(8, 2))
 
 
 def filled(y: Tensor) -> Tensor:
-    """Write into a buffer in float16."""
     buffer = torch.zeros(y.shape, dtype=FP16)
     buffer[:] = y.float() * 0 + 1e5
     return buffer

@@ -22,59 +22,54 @@ def late(model: nn.Module) -> None:
     """Register a buffer, and a second of a size that a set remembers."""
     if not hasattr(model, "table"):
         model.register_buffer("table", torch.ones(8))
-    if 8 not in model.sizes:  # type: ignore[operator]
-        model.sizes.add(8)  # type: ignore[operator, union-attr]
+    if 8 not in model.sizes:
+        model.sizes.add(8)
         model.register_buffer("mask8", torch.ones(8), persistent=False)
 
 
 def removed(model: nn.Module) -> None:
-    """Take a buffer away."""
     if hasattr(model, "old"):
         del model.old
 
 
 def replaced(model: nn.Module) -> None:
     """Put another tensor in a buffer's place, of another size."""
-    model.old = torch.zeros(len(model.old) + 1)  # type: ignore[arg-type, assignment]
+    model.old = torch.zeros(len(model.old) + 1)
 
 
 def grown(model: nn.Module) -> None:
-    """Let the memory of a buffer grow."""
-    model.old.resize_(5).fill_(7)  # type: ignore[operator, union-attr]
+    model.old.resize_(5).fill_(7)
 
 
 def renormed(model: nn.Module) -> None:
     """Write into a weight, as a table with a largest norm does."""
     with torch.no_grad():
-        model.inner.weight.mul_(0.5)  # type: ignore[operator, union-attr]
+        model.inner.weight.mul_(0.5)
 
 
 def swapped(model: nn.Module) -> None:
     """Put other memory under a weight, as clipping by hand does, and write there."""
-    weight = model.inner.weight  # type: ignore[union-attr]
-    weight.data = weight.data * 0.5  # type: ignore[operator, union-attr]
-    weight.data.add_(1)  # type: ignore[operator, union-attr]
+    weight = model.inner.weight
+    weight.data = weight.data * 0.5
+    weight.data.add_(1)
 
 
 def narrowed(model: nn.Module) -> None:
     """Write into a weight, then store it in another format."""
-    model.inner.bias.data.add_(1)  # type: ignore[operator, union-attr]
-    model.inner.bias.data = model.inner.bias.data.half()  # type: ignore[operator, union-attr]
+    model.inner.bias.data.add_(1)
+    model.inner.bias.data = model.inner.bias.data.half()
 
 
 def cleared(model: nn.Module) -> None:
-    """Write into a gradient."""
-    model.inner.weight.grad.zero_()  # type: ignore[operator, union-attr]
+    model.inner.weight.grad.zero_()
 
 
 def frozen(model: nn.Module) -> None:
-    """Train no longer."""
-    model.inner.bias.requires_grad_(requires_grad=False)  # type: ignore[operator, union-attr]
+    model.inner.bias.requires_grad_(requires_grad=False)
     model.eval()
 
 
 def hooked(model: nn.Module) -> None:
-    """Add hooks, a parameter, a module."""
     model.inner.register_forward_hook(lambda *_: None)
     model.register_full_backward_pre_hook(lambda *_: None)
     model.register_parameter("more", nn.Parameter(torch.zeros(2)))
@@ -83,16 +78,15 @@ def hooked(model: nn.Module) -> None:
 
 def noted(model: nn.Module) -> None:
     """Count, list, and write into a tensor that is no buffer."""
-    model.calls += 1  # type: ignore[assignment, operator]
-    model.seen.append(1)  # type: ignore[operator, union-attr]
-    model.deep["a"].append(2)  # type: ignore[index]
-    model.plain.add_(1)  # type: ignore[operator, union-attr]
-    model.state[1][0].add_(1)  # type: ignore[index, operator, union-attr]
-    model.kinds["a"] += 1  # type: ignore[index, operator]
+    model.calls += 1
+    model.seen.append(1)
+    model.deep["a"].append(2)
+    model.plain.add_(1)
+    model.state[1][0].add_(1)
+    model.kinds["a"] += 1
 
 
 def drawn(model: nn.Module) -> None:
-    """Draw from all that draws."""
     import numpy as np
 
     del model
@@ -120,7 +114,6 @@ class Restless(nn.Module):
         self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer gives."""
         out: Tensor = self.inner(x)
         self.change(self)
         return out
@@ -132,7 +125,7 @@ def state(model: nn.Module) -> dict[str, Any]:
 
     found: dict[str, Any] = {"random": random.getstate()}
     found["torch"] = torch.get_rng_state().tolist()
-    found["numpy"] = np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+    found["numpy"] = np.random.get_state()[1].tolist()  # noqa: NPY002
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             found[f"{path}.{name}"] = repr(value)
@@ -162,7 +155,7 @@ def test_nothing_is_left_behind(change: Callable[[nn.Module], None], ends: str) 
         out = model(X).sum()
         if ends == "raised":
             raise KeyError(ends)
-        return out * float("nan" if ends == "badly" else 1)  # type: ignore[no-any-return]
+        return out * float("nan" if ends == "badly" else 1)
 
     if ends == "raised":
         with pytest.raises(KeyError):
@@ -194,7 +187,7 @@ def test_rules_on_modules_still_act() -> None:
     def run() -> Tensor:
         policy = "torch + module:0=fp32"
         with hs.autocast("cpu", torch.float16, policy=policy, model=model):
-            return model[0](X)  # type: ignore[no-any-return]
+            return model[0](X)
 
     assert hs.find_nonfinite(model, lambda: run().sum()) is None
     assert run().dtype == torch.float32

@@ -32,26 +32,20 @@ X = torch.linspace(-1, 1, 32).sin().view(4, 8)
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread."""
     with one_thread():
         yield
 
 
 class Mid(nn.Module):
-    """A function, as a module."""
-
     def __init__(self, change: Change) -> None:
         super().__init__()
         self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it."""
         return self.change(x)
 
 
 class Net(nn.Module):
-    """A layer, a function, a layer."""
-
     def __init__(self, change: Change) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -60,8 +54,7 @@ class Net(nn.Module):
         self.outer = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
-        return self.outer(self.mid(self.inner(x)))  # type: ignore[no-any-return]
+        return self.outer(self.mid(self.inner(x)))
 
 
 def found(
@@ -71,10 +64,10 @@ def found(
 
     def step() -> Tensor:
         if dtype is None:
-            return model(x).float().square().mean()  # type: ignore[no-any-return]
+            return model(x).float().square().mean()
         policy = f"torch + {rule}" if rule else None
         with hs.autocast("cpu", dtype, policy=policy, model=model if rule else None):
-            return model(x).float().square().mean()  # type: ignore[no-any-return]
+            return model(x).float().square().mean()
 
     return hs.find_nonfinite(model, step)
 
@@ -84,21 +77,17 @@ class Reciprocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        """Change nothing."""
         ctx.save_for_backward(x)
         ctx.eps = eps
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Divide by nothing."""
         (x,) = ctx.saved_tensors
         return grads[0] / (x - x + ctx.eps), None
 
 
 def assigned(number: float) -> Change:
-    """Return what writes a number into a column."""
-
     def change(x: Tensor) -> Tensor:
         y = x * 1
         y[:, 0] = number
@@ -112,7 +101,6 @@ CORNER = torch.eye(4, 8, dtype=torch.bool)
 
 
 def masked(x: Tensor, places: Tensor = FIRST, fill: float = -math.inf) -> Tensor:
-    """Mask some places."""
     return x.masked_fill(places, fill)
 
 
@@ -122,13 +110,11 @@ def whitened(x: Tensor, ridge: float) -> Tensor:
 
 
 def in_place(x: Tensor, eps: float) -> Tensor:
-    """Divide in place."""
     y = x * 1
     return y.div_((y - y).detach() + eps)
 
 
 def magnitude(x: Tensor, eps: float) -> Tensor:
-    """Take magnitudes of a spectrum of zeros."""
     z = torch.fft.fft(x * 0)
     return torch.sqrt(z.real**2 + z.imag**2 + eps)
 
@@ -228,7 +214,7 @@ def test_a_row_for_a_layer_that_runs_twice() -> None:
 
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:
-            return self.outer(self.inner(self.inner(x)) * 1e-6)  # type: ignore[no-any-return]
+            return self.outer(self.inner(self.inner(x)) * 1e-6)
 
     model = Twice(lambda x: x)
     nn.init.constant_(model.inner.weight, 100.0)
@@ -249,7 +235,7 @@ def test_blocks_recomputed_in_blocks() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.before(x)
-            return checkpoint(self.inside, y, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self.inside, y, use_reentrant=False)
 
     root = Mid(lambda x: (x * 0).sqrt() + x)
     bad = required(found(Block(Block(root))))
@@ -275,11 +261,11 @@ def test_work_of_a_modules_hooks_is_its_own() -> None:
 def test_a_running_variance_below_zero() -> None:
     """Law: a buffer that no variance can be is told as what is stored wrongly."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
-    model[1].running_var[2] = -1.0  # type: ignore[operator, index]
+    model[1].running_var[2] = -1.0
     bad = required(found(model))
     assert (bad.module, bad.op, bad.cause) == ("1", "batch_norm", "weight")
     assert (bad.phase, "negative at 1 of 8 places" in bad.evidence) == ("weight", True)
-    model[1].reset_running_stats()  # type: ignore[operator]
+    model[1].reset_running_stats()
     assert found(model) is None
 
 
@@ -290,7 +276,7 @@ def test_running_statistics_with_nan() -> None:
     bad = required(found(model.eval()))
     assert "buffer 1.running_mean held NaN" in bad.evidence
     assert "reset_running_stats()" in bad.advice
-    model[1].reset_running_stats()  # type: ignore[operator]
+    model[1].reset_running_stats()
     assert found(model) is None
 
 
@@ -303,7 +289,7 @@ def test_words_and_places_that_are_not_there() -> None:
             self.bag, self.out = nn.EmbeddingBag(10, 8), nn.Linear(8, 3)
 
         def forward(self, ids: Tensor) -> Tensor:
-            return self.out(self.bag(ids))  # type: ignore[no-any-return]
+            return self.out(self.bag(ids))
 
     model, ids = Bag(), torch.tensor([[1, 30], [2, 4]])
     bad = required(found(model, ids))
@@ -319,8 +305,6 @@ def test_words_and_places_that_are_not_there() -> None:
 
 
 class Pair:
-    """A container of a user's own."""
-
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -332,7 +316,6 @@ class Arguments(Net):
     """A model that takes any arguments, and adds what is in them."""
 
     def forward(self, pair: Any, *more: Tensor, **named: Tensor) -> Tensor:
-        """Return one number a row."""
         first = pair["x"] if isinstance(pair, dict) else pair.x
         return super().forward(first + sum((*more, *named.values())))
 
@@ -386,23 +369,20 @@ class Half(nn.Module):
         self.outer = nn.Linear(4, 1, bias=False).half()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
         # A row of ones, whatever comes in, so that slopes are known.
-        return self.outer(self.inner(x) * 0 + 1)  # type: ignore[no-any-return]
+        return self.outer(self.inner(x) * 0 + 1)
 
 
 X_SUMS = torch.ones(1, 4).half()
 
 
 def steps(model: nn.Module, factor: float, parts: int = PARTS) -> list[Step]:
-    """Return micro-batches whose gradients are `factor` at each place."""
     return [lambda: (model(X_SUMS) * factor).float().sum() for _ in range(parts)]
 
 
 def added_up(model: nn.Module, given: list[Step], scale: float) -> bool:
-    """Say whether torch's own accumulation gives finite gradients."""
     for step in given:
-        (step() * scale).backward()  # type: ignore[no-untyped-call]
+        (step() * scale).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return all(bool(grad.isfinite().all()) for grad in found)
@@ -514,7 +494,7 @@ def test_sparse_gradients_are_added_up() -> None:
     ids = torch.tensor([1, 3])
 
     def step() -> Tensor:
-        return (table(ids).float() * 1.5e38).sum()  # type: ignore[no-any-return]
+        return (table(ids).float() * 1.5e38).sum()
 
     assert hs.find_nonfinite(table, [step] * 2) is None
     bad = required(hs.find_nonfinite(table, [step] * 3))
@@ -539,7 +519,7 @@ def test_all_processes_run_as_many(
     def step() -> Tensor:
         nonlocal count
         count += 1
-        return model(torch.eye(4)).square().sum() * factor  # type: ignore[no-any-return]
+        return model(torch.eye(4)).square().sum() * factor
 
     bad = hs.find_nonfinite(model, [step] * 3, scale=2.0)
     assert ((bad is None), count) == (factor == 1, runs)

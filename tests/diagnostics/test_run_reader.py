@@ -35,7 +35,6 @@ SOUND = {
 
 
 def sound(folder: Path, **more: Any) -> Path:
-    """Write a run with nothing wrong."""
     tensors = {"fc:output": tally(0, dtype="bfloat16"), "fc:grad": tally(-9)}
     records = [step(n, scale=1.0) for n in range(1, 59)]
     records.append({"step": 10, "event": "stats", "tensors": tensors})
@@ -241,7 +240,6 @@ def test_what_cannot_be_is_damaged(tmp_path: Path, line: str, said: str) -> None
 
 
 def tried(*numbers: int, **more: Any) -> list[dict[str, Any]]:
-    """Return records of steps whose scale falls with each."""
     return [step(n, scale=2.0 ** (16 - n), **more) for n in numbers]
 
 
@@ -451,7 +449,6 @@ def shown(html: str) -> ET.Element:
 
 
 def headings(html: str) -> list[str]:
-    """Return the names of a page's parts."""
     return ["".join(h2.itertext()) for h2 in shown(html).iter("h2")]
 
 

@@ -48,25 +48,21 @@ class Loop:
         self.x = torch.randn(16, 8)
 
     def backward(self) -> None:
-        """Run a backward pass of a scaled loss."""
         with torch.autocast("cpu", torch.float16):
             loss = self.model(self.x).float().square().mean()
         self.scaler.scale(loss).backward()
 
     def update(self) -> None:
-        """Step, and close the iteration."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def step(self) -> None:
-        """Make a step as torch's page on AMP does."""
         self.optimizer.zero_grad()
         self.backward()
         self.update()
 
 
 def found(step: Callable[[], object]) -> list[Finding]:
-    """Return what is said of the calls."""
     findings = hs.diagnose(step).findings
     return [each for each in findings if each.rule in CHECKED]
 
@@ -83,17 +79,14 @@ def test_a_scaler_is_found(kind: str) -> None:
 
 
 def lerp(average: Tensor, weight: Tensor) -> None:
-    """Average by one call."""
     average.lerp_(weight.to(average.dtype), 1e-4)
 
 
 def multiply_add(average: Tensor, weight: Tensor) -> None:
-    """Average as many programs do."""
     average.data.mul_(0.9999).add_(weight.data.to(average.dtype), alpha=1e-4)
 
 
 def foreach(average: Tensor, weight: Tensor) -> None:
-    """Average as torch's AveragedModel does."""
     torch._foreach_lerp_([average], [weight.to(average.dtype)], 1e-4)
 
 
@@ -263,7 +256,6 @@ def test_a_model_beside_the_one_that_trains() -> None:
 
 
 def rules(found: hs.diagnostics.step_diagnosis.Diagnosis) -> set[str]:
-    """Return the names of the rules that found something."""
     return {each.rule for each in found.findings}
 
 
@@ -354,15 +346,12 @@ def test_low_weights_under_o1() -> None:
 
 
 def session(level: str, dtype: str, **options: Any) -> hs.Session:
-    """Return a small session."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     return hs.prepare(model, optimizer, level=level, dtype=dtype, **options)
 
 
 def stepping(of: hs.Session) -> Callable[[Tensor], hs.StepReport]:
-    """Return what makes one step of a session."""
-
     def step(x: Tensor) -> hs.StepReport:
         with of.autocast():
             loss = of.model(x).float().square().mean()
@@ -411,7 +400,7 @@ def test_what_it_says() -> None:
     parts, step = by_hand(autocast=torch.float16)
     found = hs.diagnose(step, **parts)
     findings, times = found.tables()
-    named = [row["rule"] for row in findings.data()["rows"]]  # type: ignore[attr-defined]
+    named = [row["rule"] for row in findings.data()["rows"]]
     assert named == [each.rule for each in found.findings]
     assert [each["rule"] for each in found.data()["findings"]] == named
     assert json.loads(json.dumps(found.data()))["profile"]["dtype"] == "fp16"
@@ -456,7 +445,7 @@ def test_refused(given: dict[str, Any], words: str) -> None:
 def test_a_step_that_is_none() -> None:
     """Law: a step is a function."""
     with pytest.raises(UserError, match=r"^step is of type int; it must be a function"):
-        hs.diagnose(5)  # type: ignore[arg-type]
+        hs.diagnose(5)
 
 
 def lacked(found: hs.diagnostics.step_diagnosis.Diagnosis) -> dict[str, str]:

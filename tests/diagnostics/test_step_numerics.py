@@ -47,9 +47,8 @@ class Net(nn.Module):
             self.wide.weight.copy_(torch.eye(8) * factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
         hidden = self.drop(self.norm(self.inner(x)))
-        return self.outer(self.last(self.wide(hidden * 10)))  # type: ignore[no-any-return]
+        return self.outer(self.last(self.wide(hidden * 10)))
 
 
 def batches(bad: int = 99, count: int = 9) -> list[Tensor]:
@@ -77,12 +76,10 @@ def plain(model: nn.Module, lr: float = 0.01) -> Parts:
 
 
 def nobody(model: nn.Module) -> Parts:
-    """Return the same loop, of which nothing is told."""
     return plain(model)[0], {}, model
 
 
 def scaled(model: nn.Module, scale: float = 2.0**8) -> Parts:
-    """Return a loop with torch's autocast and torch's scaler."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
@@ -114,7 +111,6 @@ def drop_in(model: nn.Module) -> Parts:
 
 
 def ours(model: nn.Module, **options: Any) -> Parts:
-    """Return a loop with a session."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"level": "O1", "dtype": "fp16", "loss_scale": RULE_OF_SCALE} | options
     session = hs.prepare(model, optimizer, **options)
@@ -349,10 +345,10 @@ def test_a_closure_is_run_again() -> None:
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss: Tensor = model(x).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
 
     found = hs.diagnose(step, model=model, batches=batches(bad=1))
     assert "argument 'x' of the model holds NaN" in first(found)[1].measured
@@ -375,6 +371,6 @@ def test_two_models_that_nobody_named() -> None:
 def test_a_compiled_model() -> None:
     """Law: it is run again as it was written."""
     model = Net()
-    step, parts, _ = plain(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    step, parts, _ = plain(torch.compile(model, backend="eager"))
     found = hs.diagnose(step, batches=batches(bad=1), **parts)
     assert first(found)[1].where == "inner (linear)"

@@ -20,14 +20,12 @@ HEALTHY: dict[str, Callable[[Amp], Program]] = {}
 
 
 def healthy(build: Callable[[Amp], Program]) -> Callable[[Amp], Program]:
-    """Register a program."""
     assert build.__name__ not in HEALTHY, f"{build.__name__}: two bear this name"
     HEALTHY[build.__name__] = build
     return build
 
 
 def load() -> None:
-    """Import the files that register programs."""
     for path in sorted(Path(__file__).parent.glob("healthy_*.py")):
         importlib.import_module(f"tests.field.{path.stem}")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from tests.field.healthy import healthy
+from tests.field.healthy import HEALTHY, healthy
 from tests.field.nets import loop
 from tests.field.report import Program
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ BF16 = torch.bfloat16
 
 
 def net(outputs: int = 4) -> nn.Sequential:
-    """Return a small net with layer norm and dropout."""
     return nn.Sequential(
         nn.Linear(16, 32),
         nn.LayerNorm(32),
@@ -35,12 +35,10 @@ def net(outputs: int = 4) -> nn.Sequential:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return inputs and classes."""
     return torch.randn(32, 16), torch.randint(4, (32,))
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return the usual optimizer."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -69,12 +67,10 @@ def classifying(
 
 @healthy
 def clip_norm(amp: Amp) -> Program:
-    """Clip after `unscale_`."""
     return clipped(amp, net(), amp.scaler())
 
 
 def clipped(amp: Amp, model: nn.Module, scaler: Any, **more: Any) -> Program:
-    """Return a loop that clips by norm."""
     optimizer = adamw(model)
 
     def clip() -> None:
@@ -106,7 +102,6 @@ def clip_value(amp: Amp) -> Program:
 
 @healthy
 def clip_in_bf16(amp: Amp) -> Program:
-    """Without a scaler nothing is to be unscaled."""
     model = net()
 
     def clip() -> None:
@@ -117,7 +112,6 @@ def clip_in_bf16(amp: Amp) -> Program:
 
 @healthy
 def accumulation(amp: Amp) -> Program:
-    """Four micro-batches a step, each loss a quarter."""
     model, (x, y) = net(), batch()
     optimizer, scaler = adamw(model), amp.scaler()
 
@@ -166,8 +160,7 @@ def mean_of_gradients_by_hand(amp: Amp) -> Program:
                 loss = F.cross_entropy(model(inputs), classes)
             scaler.scale(loss).backward()
         for param in model.parameters():
-            if param.grad is not None:
-                param.grad /= 4
+            param.grad /= 4
         scaler.step(optimizer)
         scaler.update()
 
@@ -177,17 +170,15 @@ def mean_of_gradients_by_hand(amp: Amp) -> Program:
 @healthy
 def gradient_penalty(amp: Amp) -> Program:
     """The penalty is taken of unscaled gradients, outside autocast."""
-    model, (x, y) = (
-        nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)),
-        (batch()),
-    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    x, y = batch()
     optimizer, scaler = adamw(model), amp.scaler()
+    params = list(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
         with amp.autocast():
             loss = F.cross_entropy(model(x), y)
-        params = list(model.parameters())
         scaled = torch.autograd.grad(scaler.scale(loss), params, create_graph=True)
         grads = [grad / scaler.get_scale() for grad in scaled]
         with amp.autocast():
@@ -205,7 +196,6 @@ def gradient_penalty(amp: Amp) -> Program:
 
 @healthy
 def fused_adamw(amp: Amp) -> Program:
-    """An optimizer that unscales by itself."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return classifying(amp, model, optimizer=optimizer)
@@ -213,7 +203,6 @@ def fused_adamw(amp: Amp) -> Program:
 
 @healthy
 def lbfgs(amp: Amp) -> Program:
-    """A closure that is called several times a step."""
     model, x = nn.Linear(16, 1), torch.randn(64, 16)
     y = x @ torch.randn(16, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -284,7 +273,6 @@ def scaler_that_is_off(amp: Amp) -> Program:
 
 @healthy
 def training_in_fp32(amp: Amp) -> Program:
-    """No mixed precision at all."""
     del amp
     model, (x, y) = net(), batch()
     return loop(None, model, lambda: F.cross_entropy(model(x), y), adamw(model))
@@ -305,34 +293,25 @@ def one_cycle(amp: Amp) -> Program:
 
 @healthy
 def schedule_of_applied_steps(amp: Amp) -> Program:
-    """The first steps are skipped, and the schedule waits."""
-    model, (x, y) = net(), batch()
-    optimizer, scaler = adamw(model), amp.scaler(init_scale=2.0**22)
+    model, scaler = net(), amp.scaler(init_scale=2.0**22)
+    optimizer, scales = adamw(model), [2.0**22]
     schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() >= scale:
+    def move_on() -> None:
+        scales.append(scaler.get_scale())
+        if scales[-1] >= scales[-2]:
             schedule.step()
 
-    return Program(model, step)
+    more = {"scaler": scaler, "after_step": move_on}
+    return classifying(amp, model, optimizer=optimizer, **more)
 
 
 @healthy
 def warm_up_from_zero(amp: Amp) -> Program:
     """The first rate is 0, and groups have their own decay."""
     model = net()
-    groups = [
-        {"params": model[0].parameters()},
-        {"params": model[1:].parameters(), "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    rest = {"params": model[1:].parameters(), "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, rest], lr=1e-3)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
     more = {"dtype": BF16, "after_step": schedule.step}
     return classifying(amp, model, optimizer=optimizer, **more)
@@ -340,7 +319,6 @@ def warm_up_from_zero(amp: Amp) -> Program:
 
 @healthy
 def moving_average(amp: Amp) -> Program:
-    """An average of fp32 weights, by hand."""
     model = net()
     average = copy.deepcopy(model).requires_grad_(requires_grad=False)
 
@@ -355,15 +333,10 @@ def moving_average(amp: Amp) -> Program:
 
 @healthy
 def averaged_model(amp: Amp) -> Program:
-    """The class that torch has for that."""
     model = net()
-    average = swa_utils.AveragedModel(
-        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.999)
-    )
-
-    def update() -> None:
-        average.update_parameters(model)
-
+    mean = swa_utils.get_ema_multi_avg_fn(0.999)
+    average = swa_utils.AveragedModel(model, multi_avg_fn=mean)
+    update = partial(average.update_parameters, model)
     return classifying(amp, model, dtype=BF16, after_step=update)
 
 
@@ -404,16 +377,8 @@ def gan(amp: Amp, *, own_scalers: bool) -> Program:
     return Program(nn.ModuleList([generator, discriminator]), step)
 
 
-@healthy
-def gan_of_one_scaler(amp: Amp) -> Program:
-    """One update of the scale after both steps."""
-    return gan(amp, own_scalers=False)
-
-
-@healthy
-def gan_of_two_scalers(amp: Amp) -> Program:
-    """Each optimizer has its own."""
-    return gan(amp, own_scalers=True)
+HEALTHY["gan_of_one_scaler"] = partial(gan, own_scalers=False)
+HEALTHY["gan_of_two_scalers"] = partial(gan, own_scalers=True)
 
 
 @healthy
@@ -441,7 +406,6 @@ def several_losses(amp: Amp) -> Program:
 
 @healthy
 def evaluation_between_steps(amp: Amp) -> Program:
-    """A validation loss in each step, without gradients."""
     model, (x, y) = net(), batch()
 
     def evaluate() -> None:
@@ -455,8 +419,6 @@ def evaluation_between_steps(amp: Amp) -> Program:
 
 @healthy
 def resumed(amp: Amp) -> Program:
-    """Model, optimizer and scaler begin from saved states."""
-
     def start(model: nn.Module) -> tuple[tuple[Any, ...], Program]:
         optimizer, scaler = adamw(model), amp.scaler()
         program = classifying(amp, model, optimizer=optimizer, scaler=scaler)
@@ -473,7 +435,6 @@ def resumed(amp: Amp) -> Program:
 
 @healthy
 def inference(amp: Amp) -> Program:
-    """Nothing is trained."""
     model, (x, _) = net().eval(), batch()
 
     @torch.no_grad()
@@ -486,57 +447,37 @@ def inference(amp: Amp) -> Program:
 
 @healthy
 def compiled(amp: Amp) -> Program:
-    """The model is traced by torch.compile."""
     model, (x, y) = net(), batch()
     fast = torch.compile(model, backend="eager")
     loss = lambda: F.cross_entropy(fast(x), y)  # noqa: E731
     return loop(amp, model, loss, adamw(model), amp.scaler())
 
 
-class _TorchSquare(torch.autograd.Function):
-    """A square in float32, with torch's decorators."""
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
-class _HalfstepSquare(torch.autograd.Function):
-    """The same with ours."""
-
-    @staticmethod
-    @hs.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @hs.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
 @healthy
 def custom_function(amp: Amp) -> Program:
-    """An operation with a backward pass of its own."""
+    """A square in float32, with the decorators of either library."""
+    decorators = {"torch": torch.amp, "halfstep": hs}[amp.name]
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @decorators.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @decorators.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * x * grad
+
     model, (x, y) = net(), batch()
-    square = {"torch": _TorchSquare, "halfstep": _HalfstepSquare}[amp.name]
-    loss = lambda: F.cross_entropy(square.apply(model(x)), y)  # noqa: E731
+    loss = lambda: F.cross_entropy(Square.apply(model(x)), y)  # noqa: E731
     return loop(amp, model, loss, adamw(model), amp.scaler())
 
 
 @healthy
 def data_parallel(amp: Amp) -> Program:
-    """DDP with one process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     return clipped(amp, nn.parallel.DistributedDataParallel(net()), amp.scaler())
@@ -545,9 +486,9 @@ def data_parallel(amp: Amp) -> Program:
 # Sessions
 
 
-def in_session(model: nn.Module, level: str, dtype: str, **options: Any) -> Program:
+def in_session(_: Amp, level: str, dtype: str, **options: Any) -> Program:
     """Return the loop of a session; it needs no classes."""
-    x, y = batch()
+    model, (x, y) = net(), batch()
     session = hs.prepare(model, adamw(model), level, dtype=dtype, **options)
 
     def step() -> None:
@@ -559,29 +500,11 @@ def in_session(model: nn.Module, level: str, dtype: str, **options: Any) -> Prog
     return Program(model, step, given={"session": session})
 
 
-@healthy
-def session_at_o1_in_bf16(amp: Amp) -> Program:
-    """`hs.prepare` at O1."""
-    del amp
-    return in_session(net(), "O1", "bf16")
-
-
-@healthy
-def session_at_o1_in_fp16(amp: Amp) -> Program:
-    """With a loss scale, and clipping by the session."""
-    del amp
-    return in_session(net(), "O1", "fp16", clip_grad_norm=0.1)
-
-
-@healthy
-def session_at_o2_in_fp16(amp: Amp) -> Program:
-    """Weights in float16 with fp32 masters."""
-    del amp
-    return in_session(net(), "O2", "fp16")
-
-
-@healthy
-def session_at_o2_with_accumulation(amp: Amp) -> Program:
-    """Four micro-batches a step."""
-    del amp
-    return in_session(net(), "O2", "bf16", accumulate=4)
+HEALTHY |= {
+    "session O1 bf16": partial(in_session, level="O1", dtype="bf16"),
+    "session O1 fp16": partial(
+        in_session, level="O1", dtype="fp16", clip_grad_norm=0.1
+    ),
+    "session O2 fp16": partial(in_session, level="O2", dtype="fp16"),
+    "session O2 bf16": partial(in_session, level="O2", dtype="bf16", accumulate=4),
+}

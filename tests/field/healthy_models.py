@@ -28,7 +28,6 @@ def classified(*shape: int, classes: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def mlp(*sizes: int) -> nn.Sequential:
-    """Return linear layers with GELU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.GELU()]
@@ -37,20 +36,17 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 @healthy
 def classifier_in_fp16(amp: Amp) -> Program:
-    """An MLP."""
     return loop(amp, mlp(16, 32, 4), classification, classified(32, 16))
 
 
 @healthy
 def classifier_in_bf16(amp: Amp) -> Program:
-    """The same without a loss scale."""
     batch = classified(32, 16)
     return loop(amp, mlp(16, 32, 4), classification, batch, dtype=torch.bfloat16)
 
 
 @healthy
 def cnn_with_batch_norm(amp: Amp) -> Program:
-    """Convolutions, batch norms and pooling, with SGD."""
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -68,8 +64,6 @@ def cnn_with_batch_norm(amp: Amp) -> Program:
 
 
 class Segmenter(nn.Module):
-    """Down, up, and a path beside."""
-
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.Conv2d(1, 8, 3, stride=2, padding=1)
@@ -78,7 +72,6 @@ class Segmenter(nn.Module):
         self.head = nn.Conv2d(9, 1, 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return a logit for each pixel."""
         coarse = F.silu(self.norm(self.down(image)))
         return self.head(torch.cat([self.up(coarse), image], dim=1))
 
@@ -107,7 +100,6 @@ class Tagger(nn.Module):
         self.head = nn.Linear(32, 5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits for each token."""
         lengths = (tokens != 0).sum(1)
         packed = rnn.pack_padded_sequence(
             self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False
@@ -134,13 +126,11 @@ def padded_tokens() -> tuple[Tensor, Tensor]:
 
 @healthy
 def lstm_with_ignored_labels(amp: Amp) -> Program:
-    """A tagger whose padding has the label -100."""
     return loop(amp, Tagger(nn.LSTM), tagging, padded_tokens(), dtype=torch.bfloat16)
 
 
 @healthy
 def gru_in_fp16(amp: Amp) -> Program:
-    """The same with a GRU and a loss scale."""
     return loop(amp, Tagger(nn.GRU), tagging, padded_tokens())
 
 
@@ -160,7 +150,6 @@ class Decoder(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the next token."""
         x = self.embedding(tokens) + self.positions
         query, key, value = self.queries_keys_values(self.norm(x)).chunk(3, dim=-1)
         scores = query @ key.mT / 32**0.5 + self.mask
@@ -169,7 +158,6 @@ class Decoder(nn.Module):
 
 @healthy
 def language_model_with_tied_weights(amp: Amp) -> Program:
-    """The output layer is the embedding."""
     tokens = torch.randint(40, (4, 13))
     return loop(amp, Decoder(), tagging, (tokens[:, :-1], tokens[:, 1:]))
 
@@ -204,7 +192,6 @@ def ctc(amp: Amp) -> Program:
 
 @healthy
 def contrastive(amp: Amp) -> Program:
-    """Two encoders of normalised outputs and a learned temperature."""
     towers = nn.ModuleDict({"image": mlp(16, 32, 8), "text": mlp(12, 32, 8)})
     towers.register_parameter("temperature", nn.Parameter(torch.tensor(2.66)))
 
@@ -222,7 +209,6 @@ def contrastive(amp: Amp) -> Program:
 
 @healthy
 def variational_autoencoder(amp: Amp) -> Program:
-    """A reconstruction and a divergence, both of them means."""
     model = nn.ModuleDict({"encoder": mlp(16, 32, 8), "decoder": mlp(4, 32, 16)})
 
     def loss_of(model: Any, batch: Any) -> Tensor:
@@ -244,7 +230,6 @@ class MixtureOfExperts(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         scores, choices = self.gate(x).float().softmax(-1).topk(2)
         mixed = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -262,7 +247,6 @@ def mixture_of_experts(amp: Amp) -> Program:
 
 @healthy
 def normalised_weights(amp: Amp) -> Program:
-    """Weight norm and spectral norm."""
     model = mlp(16, 32, 32, 4)
     parametrizations.weight_norm(model[0])
     parametrizations.spectral_norm(model[2])
@@ -278,7 +262,6 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         for block in self.blocks:
             x = x + checkpoint(block, x, use_reentrant=False)
         return self.head(x)
@@ -286,7 +269,6 @@ class Checkpointed(nn.Module):
 
 @healthy
 def activation_checkpointing(amp: Amp) -> Program:
-    """Without re-entrance."""
     return loop(amp, Checkpointed(), classification, classified(32, 16))
 
 
@@ -307,7 +289,6 @@ def frozen_backbone(amp: Amp) -> Program:
 
 @healthy
 def distillation(amp: Amp) -> Program:
-    """A teacher whose answers the student learns."""
     teacher, student = mlp(16, 64, 4).eval(), mlp(16, 16, 4)
 
     def loss_of(model: Any, batch: Any) -> Tensor:
@@ -369,7 +350,6 @@ class Observer(nn.Module):
         self.register_buffer("high", torch.tensor(-torch.inf))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what was given."""
         with torch.no_grad():
             self.low.copy_(torch.minimum(self.low, x.min()))
             self.high.copy_(torch.maximum(self.high, x.max()))
@@ -387,7 +367,6 @@ def observed_ranges(amp: Amp) -> Program:
 
 @healthy
 def sparse_embedding(amp: Amp) -> Program:
-    """Gradients of an embedding are sparse tensors."""
     embedding = nn.EmbeddingBag(100, 16, sparse=True, mode="mean")
     model = nn.Sequential(embedding, nn.Linear(16, 4))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,7 +7,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.field.nets import batch, distance, linear, loop, unchanged, updates_of
+from tests.field.nets import (
+    batch,
+    distance,
+    is_nonfinite,
+    linear,
+    loop,
+    unchanged,
+    updates_of,
+)
 from tests.field.report import Program, report
 from torch import Tensor, nn
 
@@ -88,25 +96,16 @@ def optimizer_step_without_scaler(amp: Amp, *, cured: bool) -> Program:
 def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp, scale=2.0**16)
     x = batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x) - 3).square().sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        if not cured:
-            optimizer.step()
-        scaler.update()
-
-    return Program(model, step, lambda: not bool(model.weight.isfinite().all()))
+    more = {"after_step": bool if cured else optimizer.step}
+    more["is_sick"] = is_nonfinite(model.weight)
+    loss_of = lambda: (model(x) - 3).square().sum()  # noqa: E731
+    return loop(amp, model, loss_of, optimizer, scaler, **more)
 
 
-@report(
-    says=r"first call was at .*\.py:\d+; .* after the last micro-batch",
-    truth=r"unscale_\(\)",
-)
-def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
+def accumulation(
+    amp: Amp, *, clips: tuple[int, ...] = (), updates: tuple[int, ...] = (2,)
+) -> Program:
+    """Return a step of two micro-batches: after which of them it clips, and updates."""
     model, optimizer, scaler = linear(amp)
     batches = torch.randn(2, 16, 8)
 
@@ -116,13 +115,23 @@ def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
             with amp.autocast():
                 loss = distance(model(x)) / len(batches)
             scaler.scale(loss).backward()
-            if number == len(batches) or not cured:
+            if number in clips:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+            if number == len(batches):
+                scaler.step(optimizer)
+            if number in updates:
+                scaler.update()
 
     return Program(model, step)
+
+
+@report(
+    says=r"first call was at .*\.py:\d+; .* after the last micro-batch",
+    truth=r"unscale_\(\)",
+)
+def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
+    return accumulation(amp, clips=(2,) if cured else (1, 2))
 
 
 @report(
@@ -130,22 +139,10 @@ def unscale_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
     truth="unscale_",
 )
 def backward_after_unscale(amp: Amp, *, cured: bool) -> Program:
-    model, optimizer, scaler = linear(amp)
-    batches, before = torch.randn(2, 16, 8), model.weight.detach().clone()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for number, x in enumerate(batches, 1):
-            with amp.autocast():
-                loss = distance(model(x)) / len(batches)
-            scaler.scale(loss).backward()
-            if number == (2 if cured else 1):
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Program(model, step, lambda: bool((model.weight - before).norm() > 1))
+    program = accumulation(amp, clips=(2,) if cured else (1,))
+    stays = unchanged(program.model.weight, 1)
+    program.is_sick = lambda: not stays()
+    return program
 
 
 @report(
@@ -246,19 +243,17 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
 
 @report(says="each step makes a new GradScaler", truth="GradScaler")
 def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
+    """Train epochs of ten batches."""
     model, optimizer, once = linear(amp, scale=2.0**16)
     x, updates = batch(), updates_of(optimizer)
+    loss_of = lambda: (model(x) - 3).abs().sum()  # noqa: E731
 
     def epoch() -> None:
         scaler = once if cured else amp.scaler()
         updates.clear()
+        program = loop(amp, model, loss_of, optimizer, scaler)
         for _ in range(10):
-            optimizer.zero_grad()
-            with amp.autocast():
-                loss = (model(x) - 3).abs().sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            program.step()
 
     return Program(model, epoch, lambda: len(updates) < 10)
 
@@ -417,18 +412,4 @@ def norm_of_scaled_gradients(amp: Amp, *, cured: bool) -> Program:
 
 @report(says=r"Call step\(optimizer\) before update\(\)", truth=r"step\(")
 def update_each_micro_batch(amp: Amp, *, cured: bool) -> Program:
-    model, optimizer, scaler = linear(amp)
-    batches = torch.randn(2, 16, 8)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for number, x in enumerate(batches, 1):
-            with amp.autocast():
-                loss = distance(model(x)) / len(batches)
-            scaler.scale(loss).backward()
-            if number == len(batches):
-                scaler.step(optimizer)
-            if number == len(batches) or not cured:
-                scaler.update()
-
-    return Program(model, step)
+    return accumulation(amp, updates=(2,) if cured else (1, 2))

@@ -19,10 +19,8 @@ from tests.field.nets import (
 from tests.field.report import Program, report
 from torch import Tensor, nn
 
-import halfstep as hs
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.field.report import Amp
 
@@ -68,13 +66,11 @@ def loss_outside_autocast(amp: Amp, *, cured: bool) -> Program:
     x = batch()
 
     def step() -> None:
-        optimizer.zero_grad()
         with amp.autocast():
             output = model(x)
         if cured:
             output = output.float()
-        loss = nn.functional.huber_loss(output, x[:, :1])
-        scaler.scale(loss).backward()
+        scaler.scale(nn.functional.huber_loss(output, x[:, :1])).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -108,7 +104,7 @@ def forward_in_thread(amp: Amp, *, cured: bool) -> Program:
 
     def forward(part: Tensor) -> Tensor:
         with amp.autocast() if cured else nullcontext():
-            return model(part)  # type: ignore[no-any-return]
+            return model(part)
 
     def loss_of() -> Tensor:
         with ThreadPoolExecutor(2) as pool:
@@ -137,40 +133,31 @@ def decorated_generator(amp: Amp, *, cured: bool) -> Program:
         outputs[:] = forward()
         return distance(torch.cat(outputs))
 
-    def step() -> None:
-        optimizer.zero_grad()
-        scaler.scale(loss_of()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    is_sick = lambda: outputs[0].dtype == torch.float32  # noqa: E731
+    return loop(None, model, loss_of, optimizer, scaler, is_sick=is_sick)
 
-    return Program(model, step, lambda: outputs[0].dtype == torch.float32)
+
+def output_of(context: Callable[[], Any]) -> Program:
+    """Return a program that is sick if its output is in float32."""
+    model, x, dtypes = nn.Linear(8, 1), batch(), []
+
+    def step() -> None:
+        with context():
+            output = model(x)
+        output.float().mean().backward()
+        dtypes.append(output.dtype)
+
+    return Program(model, step, lambda: dtypes[-1] == torch.float32)
 
 
 @report(says="CUDA is not available")
 def autocast_of_another_device(amp: Amp, *, cured: bool) -> Program:
-    model, x, dtypes = nn.Linear(8, 1), batch(), []
-    autocast = torch.autocast if amp.name == "torch" else hs.autocast
-
-    def step() -> None:
-        with autocast("cpu" if cured else "cuda", dtype=torch.float16):
-            output = model(x)
-        output.float().mean().backward()
-        dtypes.append(output.dtype)
-
-    return Program(model, step, lambda: dtypes[-1] == torch.float32)
+    return output_of(lambda: amp.context("cpu" if cured else "cuda", torch.float16))
 
 
 @report(says="the target dtype is not supported")
 def autocast_to_float32(amp: Amp, *, cured: bool) -> Program:
-    model, x, dtypes = nn.Linear(8, 1), batch(), []
-
-    def step() -> None:
-        with amp.autocast(torch.bfloat16 if cured else torch.float32):
-            output = model(x)
-        output.float().mean().backward()
-        dtypes.append(output.dtype)
-
-    return Program(model, step, lambda: dtypes[-1] == torch.float32)
+    return output_of(lambda: amp.autocast(torch.bfloat16 if cured else torch.float32))
 
 
 @report()

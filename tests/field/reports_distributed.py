@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """Return the model in DDP, with this process alone."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     return nn.parallel.DistributedDataParallel(model)

@@ -37,7 +37,6 @@ class Net(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the function makes of it."""
         return self.function(self.layer(x))
 
 
@@ -49,20 +48,16 @@ class Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Return `x @ weight.T`; autocast casts both."""
         ctx.save_for_backward(x, weight)
         return x @ weight.T
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply the gradient by what was saved in float32."""
         x, weight = ctx.saved_tensors
         return grad @ weight, grad.T @ x
 
 
 class DecoratedProjection(Projection):
-    """The same, cured."""
-
     forward = staticmethod(torch.amp.custom_fwd(Projection.forward, device_type="cpu"))
     backward = staticmethod(
         torch.amp.custom_bwd(Projection.backward, device_type="cpu")
@@ -92,24 +87,19 @@ class FusedBias(torch.autograd.Function):
     @staticmethod
     @hs.custom_fwd(device_type="cpu")
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        """Run the kernel."""
         ctx.dtype = x.dtype
         return extension_kernel(x, bias)
 
     @staticmethod
     @hs.custom_bwd(device_type="cpu")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass the gradient on."""
         return grad.to(ctx.dtype), grad.sum(0).float()
 
 
 class FusedBiasInFp32(FusedBias):
-    """The same, cured."""
-
     @staticmethod
     @hs.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        """Run the kernel."""
         ctx.dtype = x.dtype
         return extension_kernel(x, bias)
 

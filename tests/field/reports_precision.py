@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 
 class Middle(nn.Module):
-    """The report's own code."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the function makes of it."""
         return self.function(x)
 
 

@@ -27,11 +27,10 @@ class FeedForward(nn.Module):
             nn.init.constant_(layer.weight, 4.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return normalised numbers."""
         hidden = F.gelu(self.gate(x)) * self.wi(x)
         with torch.autocast("cpu", torch.float16, enabled=not self.keeps_fp32):
             wide = self.wo(hidden.float() if self.keeps_fp32 else hidden)
-        return self.norm(wide)  # type: ignore[no-any-return]
+        return self.norm(wide)
 
 
 @report(says=r"wo \(linear\): forward range: .*65504.*module:wo=fp32", truth=r"\bwo\b")

@@ -18,20 +18,17 @@ if TYPE_CHECKING:
 def schedule_on_skipped_steps(amp: Amp, *, cured: bool) -> Program:
     model, optimizer, scaler = linear(amp, scale=2.0**16)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-    x, updates = batch(), updates_of(optimizer)
+    x, updates, scales = batch(), updates_of(optimizer), [scaler.get_scale()]
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = (model(x) - 3).abs().sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scale = scaler.get_scale()
-        scaler.update()
-        if not cured or scaler.get_scale() >= scale:
+    def move_on() -> None:
+        scales.append(scaler.get_scale())
+        if not cured or scales[-1] >= scales[-2]:
             schedule.step()
 
-    return Program(model, step, lambda: schedule.last_epoch > len(updates))
+    loss_of = lambda: (model(x) - 3).abs().sum()  # noqa: E731
+    more = {"after_step": move_on}
+    more["is_sick"] = lambda: schedule.last_epoch > len(updates)
+    return loop(amp, model, loss_of, optimizer, scaler, **more)
 
 
 @report(
@@ -85,28 +82,30 @@ def scaler_saved_disabled(amp: Amp, *, cured: bool) -> Program:
 
 @report(says=r"exp_avg_sq", truth="exp_avg_sq|second moment", steps=1)
 def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
+    """Resume from a checkpoint that was halved to save space."""
     model, x = nn.Linear(8, 1), batch()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scaler, moves = amp.scaler(init_scale=1024.0), []
+    weights = [model.weight.detach().clone()]
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with amp.autocast():
-            loss = distance(model(x)) * 1e-3
-        scaler.scale(loss).backward()
-        before = model.weight.detach().clone()
-        scaler.step(optimizer)
-        scaler.update()
-        moves.append(float((model.weight.detach() - before).abs().max()))
+    def note() -> None:
+        weights.append(model.weight.detach().clone())
 
+    def is_sick() -> bool:
+        before, last = ((weights[n] - weights[n - 1]).abs().max() for n in (-2, -1))
+        return bool(last > 5 * before)
+
+    more = {"after_step": note, "is_sick": is_sick}
+    loss_of = lambda: distance(model(x)) * 1e-3  # noqa: E731
+    scaler = amp.scaler(init_scale=1024.0)
+    program = loop(amp, model, loss_of, optimizer, scaler, **more)
     for _ in range(100):
-        step()
+        program.step()
     state = optimizer.state_dict()
     for each in state["state"].values():
         for name in ("exp_avg", "exp_avg_sq"):
             each[name] = each[name] if cured else each[name].half()
     optimizer.load_state_dict(state)
-    return Program(model, step, lambda: moves[-1] > 5 * moves[-2])
+    return program
 
 
 @report(
@@ -115,15 +114,11 @@ def moments_saved_in_half(amp: Amp, *, cured: bool) -> Program:
     steps=1,
 )
 def weights_saved_in_half(amp: Amp, *, cured: bool) -> Program:
-    model, optimizer, scaler = linear(amp)
+    model, _, scaler = linear(amp)
     resumed, x = copy.deepcopy(model), batch()
     state = (model if cured else copy.deepcopy(model).half()).state_dict()
     resumed.load_state_dict(state)
     optimizer = torch.optim.SGD(resumed.parameters(), lr=1e-6)
     begin = resumed.weight.detach().clone()
-
-    def is_sick() -> bool:
-        return not torch.equal(begin, model.weight)
-
-    more = {"is_sick": is_sick}
+    more = {"is_sick": lambda: not torch.equal(begin, model.weight)}
     return loop(amp, resumed, lambda: distance(resumed(x)), optimizer, scaler, **more)

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from halfstep.reporting.finding import Finding
 
 load()
-MODELS = [name for name, build in HEALTHY.items() if "models" in build.__module__]
+MODELS = [
+    name
+    for name, build in HEALTHY.items()
+    if "models" in getattr(build, "__module__", "")
+]
 """Programs with what `hs.check` needs."""
 
 

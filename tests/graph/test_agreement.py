@@ -58,7 +58,6 @@ class Program(nn.Module):
 
 
 def decisions(rows: Any) -> dict[str, set[str]]:
-    """Return the reasons given for each operation."""
     found: dict[str, set[str]] = {}
     for op, reason in rows:
         found.setdefault(op, set()).add(reason)

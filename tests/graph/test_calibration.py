@@ -34,8 +34,6 @@ class FeedForward(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Two blocks, a norm and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(FeedForward(), FeedForward())
@@ -49,7 +47,6 @@ class Classifier(nn.Module):
 
 
 def task(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a model, inputs and classes."""
     torch.manual_seed(seed)
     model, x = Classifier(), torch.randn(128, 32)
     return model, x, (x @ torch.randn(32, 4)).argmax(-1)
@@ -73,7 +70,6 @@ def losses(run: nn.Module, x: Tensor, y: Tensor, steps: int) -> tuple[list[float
 
 
 def step_of(x: Tensor, y: Tensor) -> Callable[[nn.Module], None]:
-    """Return what calibration runs."""
     return lambda model: nn.functional.cross_entropy(model(x), y).backward()
 
 
@@ -159,10 +155,7 @@ def test_refusals(options: Any, message: str) -> None:
 
 
 class Exp(nn.Module):
-    """What the lean policy keeps in fp32."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """Return exp(x)."""
         return x.exp()
 
 

@@ -29,8 +29,6 @@ class Layer(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A mean over rows, times a constant."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -184,18 +182,18 @@ WRONG: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "example_inputs is of type Tensor; it must be a list or tuple": hs.plan,
     "kinds is of type str; it must be a dictionary": lambda model, x: hs.plan(
         model, [x], kinds="gelu"
-    ),  # type: ignore[arg-type]
+    ),
     "calibrate is of type int; it must be a function of the model": lambda model, x: (
         hs.plan(
             model,
             [x],
             dtype="fp16",
-            calibrate=3,  # type: ignore[arg-type]
+            calibrate=3,
         )
     ),
     "plan is of type str; it must be a plan of halfstep.plan": lambda model, _: (
         hs.rewrite(model, "a.toml")
-    ),  # type: ignore[arg-type]
+    ),
 }
 
 

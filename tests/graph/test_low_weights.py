@@ -35,7 +35,6 @@ class Encoder(nn.Module):
 
 
 def encoder() -> tuple[nn.Module, tuple[Tensor]]:
-    """Return a model, and a batch."""
     torch.manual_seed(0)
     return Encoder(), (torch.randint(0, 11, (3, 5)),)
 
@@ -46,12 +45,10 @@ def planned(model: nn.Module, batch: tuple[Tensor], policy: str = "lean") -> Pla
 
 
 def session_of(model: nn.Module) -> hs.Session:
-    """Prepare a model at O2."""
     return hs.prepare(model, torch.optim.AdamW(model.parameters()), "O2", dtype="bf16")
 
 
 def train(session: hs.Session, run: nn.Module, batch: tuple[Tensor]) -> list[float]:
-    """Return the losses of three steps."""
     losses = []
     for _ in range(3):
         with session.autocast():

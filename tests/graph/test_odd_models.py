@@ -50,12 +50,10 @@ def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a model with TensorFlow's casts."""
     return hs.rewrite(model, hs.plan(model, [x], method="painting"))
 
 
 def compiled(model: nn.Module, _: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the same through torch.compile."""
     torch._dynamo.reset()
     options = {"method": "painting"}
     return torch.compile(model, backend="halfstep", options=options)
@@ -90,13 +88,11 @@ def instance_norm(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def own_bf16(model: nn.Module, x: Tensor) -> Tensor:
-    """Compute in 16 bits where the author wants it."""
     hidden = model.a(x).bfloat16()
     return model.b((hidden * hidden).softmax(-1).float())
 
 
 def promoted_in_place(model: nn.Module, x: Tensor) -> Tensor:
-    """Multiply fp32 by fp64 in place, which stays fp32."""
     hidden = model.a(x)
     hidden = hidden * 1.0
     hidden.mul_(model.total.double() + 2)
@@ -162,16 +158,15 @@ class Reversed(torch.autograd.Function):
     """Passes values on, and gradients with the other sign."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004, D102
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004, D102
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
         return -gradient
 
 
 def with_a_hook(model: nn.Module, x: Tensor) -> Tensor:
-    """Change a gradient on its way."""
     hidden = model.a(x)
     if hidden.requires_grad:
         hidden.register_hook(lambda grad: 3 * grad)
@@ -179,7 +174,6 @@ def with_a_hook(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def with_inference_mode(model: nn.Module, x: Tensor) -> Tensor:
-    """Compute a part without any gradient."""
     with torch.inference_mode():
         factor = model.a(x).sum()
     return model.b(model.a(x)) * float(factor > 0)
@@ -229,19 +223,16 @@ def test_what_a_graph_would_lose(what: str) -> None:
 
 
 def through_data(model: nn.Module, x: Tensor) -> Tensor:
-    """Write to a result behind autograd's back."""
     hidden = model.a(x)
     hidden.data.mul_(2)
     return model.b(hidden)
 
 
 def with_vmap(model: nn.Module, x: Tensor) -> Tensor:
-    """Map over rows."""
     return model.b(torch.func.vmap(lambda row: row * 2)(model.a(x)))
 
 
 def with_its_own_autocast(model: nn.Module, x: Tensor) -> Tensor:
-    """Choose a format for a part."""
     with torch.autocast("cpu", torch.float16):
         hidden = model.a(x)
     return model.b(hidden.float())
@@ -262,7 +253,6 @@ def test_what_a_compiled_graph_is_left_with(body: Step) -> None:
 
 @torch.library.custom_op("halfstep_tests::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
-    """Return 2 x."""
     return 2 * x
 
 
@@ -339,14 +329,12 @@ def test_a_model_that_has_changed(change: str) -> None:
 
 
 def count(self: Any, x: Tensor) -> Tensor:
-    """Write to buffers."""
     self.count.add_(1)
     self.total.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
     return self.a(x) * self.count + self.total
 
 
 def flat_view(self: Any, x: Tensor) -> Tensor:
-    """Write to what a view shares."""
     y = self.a(x)
     flat = y.view(-1)
     F.relu_(y)
@@ -354,7 +342,6 @@ def flat_view(self: Any, x: Tensor) -> Tensor:
 
 
 def set_items(self: Any, x: Tensor) -> Tensor:
-    """Write to parts."""
     y = self.a(x)
     y[0] = 1.0
     y[:, 1] = x[:, 0]
@@ -363,7 +350,6 @@ def set_items(self: Any, x: Tensor) -> Tensor:
 
 
 def detached(self: Any, x: Tensor) -> Tensor:
-    """Write to what shares memory with what learns."""
     y = self.a(x)
     shared = y.detach()
     y = y * 2
@@ -372,7 +358,6 @@ def detached(self: Any, x: Tensor) -> Tensor:
 
 
 def without_grad(self: Any, x: Tensor) -> Tensor:
-    """Write where nothing is recorded."""
     y = self.a(x)
     with torch.no_grad():
         z = y.clone()
@@ -381,7 +366,6 @@ def without_grad(self: Any, x: Tensor) -> Tensor:
 
 
 def branch(self: Any, x: Tensor) -> Tensor:
-    """Write to results, and to a part of one."""
     out = self.a(x)
     branch = self.a(out.relu())
     branch += out
@@ -392,7 +376,6 @@ def branch(self: Any, x: Tensor) -> Tensor:
 
 
 def both(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor twice."""
     y = self.a(x)
     return y, y.add_(1)
 

@@ -39,7 +39,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
 
 def plan() -> Plan:
-    """Return a plan of a small model, made anew."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     return hs.plan(model, [torch.zeros(4, 8)])
 

@@ -33,9 +33,7 @@ class Attention(nn.Module):
         self.batch_norm = nn.BatchNorm1d(16)
         self.out = nn.Linear(16, 4)
 
-    def forward(  # noqa: D102
-        self, tokens: Tensor, scale: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, tokens: Tensor, scale: Tensor) -> dict[str, Tensor]:
         hidden = self.norm(self.embed(tokens))
         key, value = self.project(hidden).chunk(2, dim=-1)
         weights = torch.softmax(hidden @ key.transpose(1, 2) * scale, -1)
@@ -48,7 +46,6 @@ class Attention(nn.Module):
 
 
 def attention() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Return the model and a batch."""
     torch.manual_seed(0)
     return Attention(), (torch.randint(0, 11, (3, 5)), torch.tensor(0.25))
 
@@ -151,7 +148,6 @@ def test_dynamo_plans_each_part() -> None:
 
 
 def break_promise(name: str, graph: torch.fx.Graph) -> None:
-    """Spoil a rewritten graph in one way."""
     casts = [n for n in graph.nodes if n.target is torch.ops.aten.to.dtype]
     if name == "takes":
         casts[0].replace_all_uses_with(casts[0].args[0])
@@ -184,9 +180,7 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 class Branching(nn.Module):
-    """A graph that torch.export cannot capture."""
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
 
 

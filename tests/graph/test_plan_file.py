@@ -77,7 +77,6 @@ def test_an_edited_format(saved: Any) -> None:
 
 
 def edit(pattern: str, replacement: str) -> Callable[[str], str]:
-    """Return what replaces a pattern once."""
     return lambda text: re.sub(pattern, replacement, text, count=1)
 
 

@@ -204,7 +204,6 @@ BY_HAND = {
 
 
 def by_hand(program: str, dtype: torch.dtype) -> str:
-    """Return what the hand-written version prints."""
     for pattern, replacement in BY_HAND.items():
         program = re.sub(pattern, replacement, program)
     scaler = hs.GradScaler("cpu", enabled=dtype == torch.float16)

@@ -37,7 +37,6 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         logits: Tensor = self.head(self.lstm(x)[0][:, -1])
         return logits
 
@@ -52,7 +51,6 @@ class Attention(nn.Module):
         self.mask = CAUSAL
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         scores = self.query(x) @ self.key(x).transpose(1, 2) / 2
         weights = scores.masked_fill(self.mask, -math.inf).softmax(-1)
         logits: Tensor = self.head((weights @ self.value(x))[:, -1])
@@ -60,12 +58,10 @@ class Attention(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """Return two layers."""
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def cnn() -> nn.Module:
-    """Return a convolution, a batch norm and a head."""
     layers = (nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten())
     return nn.Sequential(*layers, nn.Linear(8, 3))
 
@@ -106,7 +102,6 @@ def look(
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Return a loss on fixed targets."""
     return functional.cross_entropy(model(x), TARGETS)
 
 

@@ -31,7 +31,6 @@ SPOILT = ("mlp data nan", "t5 overflow plain", "bert zero row plain")
 
 
 def planted(fault: str) -> Run:
-    """Return a run, healthy or with a fault."""
     if fault in HEALTHY:
         plant, given = HEALTHY[fault]
     else:
@@ -42,7 +41,6 @@ def planted(fault: str) -> Run:
 
 
 def name(parameter: Tensor) -> str:
-    """Return a name that says the shape."""
     return f"w{tuple(parameter.shape)}".replace(" ", "")
 
 
@@ -242,7 +240,6 @@ class Chain(nn.Module):
         self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, factor: float) -> Tensor:
-        """Return logarithms; a factor of 0 spoils them."""
         size: Tensor = self.outer(self.inner(x)).abs() + 1e-3
         return (size * factor).log().sum()
 

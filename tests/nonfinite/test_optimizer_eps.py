@@ -23,21 +23,18 @@ CASES.remove((optim.Adagrad, 1e-7))  # it depends on the gradients
 
 
 def network() -> nn.Sequential:
-    """Return weights in float16."""
     torch.manual_seed(0)
     layers = nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
     return nn.Sequential(*layers, nn.Linear(64, 1)).half()
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
-    """Return the loss of a batch."""
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(seed))
     y = x[:, :8].sum(1, keepdim=True).sin()
     return nn.functional.mse_loss(model(x.half()).float(), y)
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> list[float]:
-    """Return the losses of some steps."""
     losses = []
     for seed in range(steps):
         optimizer.zero_grad()
@@ -54,7 +51,7 @@ def test_it_is_named_where_training_breaks(
 ) -> None:
     """Law: training blows up, or ends in NaN, exactly where it is named."""
     model = network()
-    optimizer = make(model.parameters(), lr=1e-3, eps=eps)  # type: ignore[call-arg]
+    optimizer = make(model.parameters(), lr=1e-3, eps=eps)
     named = eps_underflows(optimizer)
     losses = train(model, optimizer, 20)
     breaks = not math.isfinite(sum(losses)) or max(losses) > 10 * losses[0]
@@ -95,14 +92,14 @@ def test_groups_are_told_apart() -> None:
 def test_a_replay_finds_the_optimizer(make: type[optim.Optimizer]) -> None:
     """Law: the optimizer that made NaN of a weight is told, and the cure works."""
     model = network()
-    optimizer = make(model.parameters(), lr=1e-3, eps=1e-8)  # type: ignore[call-arg]
+    optimizer = make(model.parameters(), lr=1e-3, eps=1e-8)
     train(model, optimizer, 3)
     bad = required(hs.find_nonfinite(model, lambda: loss_of(model, 0)))
     assert bad.cause == "weight"
     assert bad.advice.startswith(f"{make.__name__} updates group 0 in float16, where")
     assert "use eps=6.1e-05, or master weights" in bad.advice
     cured = network()
-    train(cured, make(cured.parameters(), lr=1e-3, eps=6.1e-5), 3)  # type: ignore[call-arg]
+    train(cured, make(cured.parameters(), lr=1e-3, eps=6.1e-5), 3)
     assert hs.find_nonfinite(cured, lambda: loss_of(cured, 0)) is None
 
 

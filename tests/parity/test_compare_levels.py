@@ -34,19 +34,15 @@ QUICK: dict[str, Any] = {"steps": 4, "seeds": 2, "gradient_steps": ()}
 
 
 def net(dropout: float = 0.0) -> nn.Module:
-    """Return a small classifier."""
     layers = (nn.Linear(16, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 4))
     return nn.Sequential(*layers)
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean loss of a batch."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def adam(lr: float = 3e-3, **options: Any) -> Make:
-    """Return a `make` of the small classifier."""
-
     def make(seed: int) -> Any:
         torch.manual_seed(seed)
         model = net(**options)
@@ -346,8 +342,6 @@ OTHER = "out holds runs of seed 0 with other"
 
 
 def shared(gamma: float = 0.9, **arguments: Any) -> Make:
-    """Return a `make` with arguments of `prepare`."""
-
     def make(seed: int) -> Any:
         model, optimizer, loss = adam()(seed)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
@@ -454,7 +448,6 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unseeded(seed: int) -> Any:
-    """Make another model in each call, with one seed."""
     model, *others = adam()(seed)
     for param in model[3].parameters():
         param.data += torch.rand(1, generator=_DRAW)
@@ -462,7 +455,6 @@ def unseeded(seed: int) -> Any:
 
 
 def noisy(seed: int) -> Iterator[Batch]:
-    """Yield other data in each call."""
     del seed
     return ((x + torch.rand(1, generator=_DRAW), y) for x, y in BATCHES)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True, scope="module")
 def _small() -> Iterator[None]:
-    """Add the size "mini", which trains in a moment."""
     with pytest.MonkeyPatch.context() as patch:
         small_and_measured(patch)
         yield

@@ -11,7 +11,6 @@ from halfstep.reporting.finding import SEVERITIES, Finding
 
 
 def finding(severity: str = "warning", weight: float = 0.5) -> Finding:
-    """Return one whose fields are all told apart."""
     return Finding(
         severity=severity,
         rule="underflow",

@@ -48,7 +48,6 @@ def chart(*y: float, title: str = "Loss", mean_over: int = 1, **options: bool) -
 
 
 def words(svg: str) -> list[str]:
-    """Return the texts of a chart: ticks, labels, legend."""
     return [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg) if text]
 
 

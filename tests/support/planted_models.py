@@ -20,8 +20,6 @@ WIDTH, WORDS, CLASSES, TEXTS, PLACES = 16, 20, 5, 3, 6
 
 
 class Mlp(nn.Module):
-    """Two hidden layers, a norm and dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc1 = nn.Linear(WIDTH, WIDTH)
@@ -31,15 +29,12 @@ class Mlp(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         hidden = self.norm(functional.gelu(self.fc1(x)))
         hidden = self.drop(functional.relu(self.fc2(hidden)))
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return self.head(hidden)
 
 
 class Cnn(nn.Module):
-    """Two convolutions with batch norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 8, 3, padding=1)
@@ -52,7 +47,7 @@ class Cnn(nn.Module):
         """Return logits of images of shape (B, 1, H, W)."""
         x = functional.max_pool2d(functional.relu(self.bn1(self.conv1(x))), 2)
         x = functional.relu(self.bn2(self.conv2(x)))
-        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+        return self.head(x.mean((2, 3)))
 
 
 class Rms(nn.Module):
@@ -63,7 +58,6 @@ class Rms(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x at a root mean square of 1."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide
@@ -89,20 +83,17 @@ class Attention(nn.Module):
         if mask is not None:
             scores = scores + mask
         found = scores.softmax(-1) @ v
-        return self.o(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o(found.transpose(1, 2).flatten(2))
 
 
 class Feed(nn.Module):
-    """The two layers between."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wi = nn.Linear(WIDTH, 2 * WIDTH)
         self.wo = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape."""
-        return self.wo(functional.relu(self.wi(x)))  # type: ignore[no-any-return]
+        return self.wo(functional.relu(self.wi(x)))
 
 
 class Layer(nn.Module):
@@ -119,7 +110,6 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, memory: Tensor | None = None
     ) -> Tensor:
-        """Return the same shape."""
         normed = self.norm1(x)
         x = x + self.drop(self.attention(normed, normed, mask))
         if memory is not None:
@@ -128,7 +118,6 @@ class Layer(nn.Module):
 
 
 def layer_norm() -> nn.Module:
-    """Return what BERT and GPT have."""
     return nn.LayerNorm(WIDTH)
 
 
@@ -142,7 +131,6 @@ class Stack(nn.Module):
         """"" for no, "reentrant", or "plain" for the other way."""
 
     def forward(self, x: Tensor, *rest: Tensor | None) -> Tensor:
-        """Return the same shape."""
         for layer in self.layers:
             if self.recompute:
                 again = self.recompute == "reentrant"
@@ -167,7 +155,7 @@ class Bert(nn.Module):
         """Return logits; keep is True where there is a token."""
         mask = torch.zeros(keep.shape).masked_fill(~keep, -math.inf)[:, None, None, :]
         hidden = self.encoder(self.norm(self.words(ids)), mask)
-        return self.head(torch.tanh(self.pooler(hidden[:, 0])))  # type: ignore[no-any-return]
+        return self.head(torch.tanh(self.pooler(hidden[:, 0])))
 
 
 class Gpt(nn.Module):
@@ -187,8 +175,7 @@ class Gpt(nn.Module):
         self.register_buffer("mask", future)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits of the next word at each place."""
-        return self.head(self.norm(self.h(self.words(ids), self.mask)))  # type: ignore[no-any-return]
+        return self.head(self.norm(self.h(self.words(ids), self.mask)))
 
 
 class T5(nn.Module):
@@ -208,10 +195,9 @@ class T5(nn.Module):
         self.register_buffer("mask", future)
 
     def forward(self, ids: Tensor, before: Tensor) -> Tensor:
-        """Return logits of the next word at each place."""
         memory = self.middle(self.encoder(self.shared(ids), None))
         found = self.decoder(self.shared(before), self.mask, memory)
-        return self.head(self.last(found))  # type: ignore[no-any-return]
+        return self.head(self.last(found))
 
 
 class Lstm(nn.Module):
@@ -225,9 +211,8 @@ class Lstm(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of sequences of shape (B, T, WIDTH)."""
         found, _ = self.lstm(functional.gelu(self.inner(x)))
-        return self.head(functional.gelu(self.outer(found[:, -1])))  # type: ignore[no-any-return]
+        return self.head(functional.gelu(self.outer(found[:, -1])))
 
 
 MODELS: dict[str, type[nn.Module]] = {
@@ -271,13 +256,11 @@ NEXT = {
 
 
 def build(name: str) -> nn.Module:
-    """Return a model, the same each time."""
     torch.manual_seed(0)
     return MODELS[name]()
 
 
 def batch(name: str) -> dict[str, Tensor]:
-    """Return what a model takes, and "labels"."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(1, WORDS, (TEXTS, PLACES), generator=draw)
     labels = torch.randint(0, CLASSES, (TEXTS,), generator=draw)

@@ -43,7 +43,6 @@ def tally(middle: int, width: int = 6, dtype: str = "float16", **more: Any) -> A
 
 
 def counted(exponents: dict[int, int], **more: Any) -> Any:
-    """Return statistics of numbers with these powers of two."""
     powers = {str(power): count for power, count in exponents.items()}
     amax = 1.5 * 2.0 ** max(exponents, default=0)
     return tally(0, exponents=powers, amax=amax, count=sum(exponents.values()), **more)
@@ -63,7 +62,6 @@ def in_fp16(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
-    """Return the record of a sound step."""
     told = {
         "step": number,
         "epoch": 1,

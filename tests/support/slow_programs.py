@@ -37,8 +37,6 @@ class Running:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and why it is slow."""
-
     start: Callable[[], Running]
     rule: str
     """Name of the rule that must be named first."""
@@ -170,7 +168,6 @@ def fp32_only() -> Running:
 
 
 def emulated() -> Running:
-    """Train in bf16 where the processor emulates it."""
     layers = (nn.Linear(1024, 1024) for _ in range(2))
     return _running(_trained(nn.Sequential(*layers)), torch.randn(512, 1024))
 
