@@ -129,18 +129,6 @@ def test_casts(
     assert seen == [expected, expected, given, given]
 
 
-def test_the_dtype_is_that_of_the_call() -> None:
-    """Law: one registration follows bf16 and fp16 regions, nested ones too."""
-    low_precision(OPS.one)
-    x = torch.ones(2)
-    with torch.autocast("cpu", FP16):
-        OPS.one(x, x)
-        with torch.autocast("cpu", BF16):
-            OPS.one(x, x)
-        OPS.one(x, x)
-    assert seen == [[FP16, FP16], [BF16, BF16], [FP16, FP16]]
-
-
 def test_optional_lists_and_keywords() -> None:
     """Law: optional tensors, lists and keyword arguments are cast like any other."""
     low_precision("hs_test::many")
@@ -226,16 +214,6 @@ def test_made_again_it_keeps_its_category() -> None:
     with torch.autocast("cpu", FP16):
         assert_same(remade(torch.ones(2)), torch.full((2,), 2.0, dtype=FP16))
     assert seen == [FP16]
-
-
-def test_later_choice_counts() -> None:
-    """Law: a later choice replaces an earlier one, without a warning."""
-    x = torch.ones(2)
-    for decorator in (low_precision, full_precision, low_precision, promote):
-        decorator("hs_test::two")
-        with torch.autocast("cpu"):
-            OPS.two(x, x.bfloat16())
-    assert seen == [[BF16, BF16], [FP32, FP32], [BF16, BF16], [FP32, FP32]]
 
 
 def test_overloads() -> None:

@@ -21,11 +21,6 @@ from halfstep.casting.autocast_mode import autocast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-torch_only = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."),
-    reason=f"the defect was seen in torch 2.13, this is {torch.__version__}",
-)
-"""Marks twins, in which torch.autocast shows the defect."""
 DTYPES = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 RULES = "torch + op:mm=fp32"
 
@@ -88,55 +83,34 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is used in
 
 @cpu_only
 @DTYPES
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_replicas_run_in_the_callers_dtype(low: torch.dtype, count: int) -> None:
-    """Law: each replica multiplies in the region's dtype, and gradients come back."""
+@pytest.mark.parametrize(
+    ("policy", "mm", "mv"),
+    [(None, 16, 32), ("torch", 16, 32), ("lean", 16, 16), (RULES, 32, 32)],
+)
+@pytest.mark.parametrize("cache", [True, False])
+def test_replicas_run_as_the_caller(
+    low: torch.dtype, policy: str | None, mm: int, mv: int, cache: bool
+) -> None:
+    """Law: dtype, policy and cache of the region hold in each replica.
+
+    Gradients come back.
+    """
     model = Seen()
-    with autocast("cpu", low):
-        seen = apply([model] * count)
-        assert len({one["thread"] for one in seen}) == count
-    expected = X.to(low)
+    with autocast("cpu", low, policy=policy, cache_enabled=cache):
+        seen = apply([model] * 3)
+        here = active_context.active("cpu")
+    assert len({one["thread"] for one in seen}) == 3
+    bits = {16: low, 32: torch.float32}
     for one in seen:
-        assert torch.equal(one["mm"], expected)
-        assert one["mm"].dtype == low
-        assert (one["island"], one["cache"]) == (torch.float32, True)
+        assert torch.equal(one["mm"], X.to(bits[mm]))
+        assert (one["mm"].dtype, one["mv"].dtype) == (bits[mm], bits[mv])
+        assert one["frame"] is here
+        assert (one["island"], one["cache"]) == (torch.float32, cache)
     total = torch.stack([one["mm"] for one in seen]).float().sum()
     total.backward()  # type: ignore[no-untyped-call]
     assert model.weight.grad is not None
     # Each replica adds the sums of the input's columns.
-    assert torch.equal(model.weight.grad, count * X.sum(0)[:, None].expand(4, 4))
-
-
-@cpu_only
-@torch_only
-def test_twin_torch_takes_the_default_dtype() -> None:
-    """Law: torch's threads know that autocast is on, but take the device's dtype.
-
-    Where this fails, torch was mended and `casting.recompute` need only carry
-    policies.
-    """
-    with torch.autocast("cpu", torch.float16):
-        seen = apply([Seen(), Seen()])
-    assert [one["mm"].dtype for one in seen] == [torch.bfloat16] * 2
-
-
-@cpu_only
-@DTYPES
-@pytest.mark.parametrize(
-    ("policy", "mm", "mv"),
-    [("torch", 16, 32), ("lean", 16, 16), (RULES, 32, 32)],
-)
-def test_replicas_obey_the_policy(
-    low: torch.dtype, policy: str, mm: int, mv: int
-) -> None:
-    """Law: what the policy says of an operation holds in each replica."""
-    with autocast("cpu", low, policy=policy):
-        seen = apply([Seen(), Seen()])
-        here = active_context.active("cpu")
-    bits = {16: low, 32: torch.float32}
-    for one in seen:
-        assert (one["mm"].dtype, one["mv"].dtype) == (bits[mm], bits[mv])
-        assert one["frame"] is here
+    assert torch.equal(model.weight.grad, 3 * X.sum(0)[:, None].expand(4, 4))
 
 
 @cpu_only
@@ -148,13 +122,6 @@ def test_replicas_obey_rules_on_modules() -> None:
     assert [out.dtype for out in seen] == [torch.float32] * 3
     with autocast("cpu"):
         assert model(X).dtype == torch.bfloat16
-
-
-@cpu_only
-def test_the_cache_flag_is_carried() -> None:
-    """Law: a region without a cache has none in replicas."""
-    with autocast("cpu", cache_enabled=False):
-        assert [one["cache"] for one in apply([Seen(), Seen()])] == [False, False]
 
 
 @cpu_only

@@ -62,15 +62,10 @@ def steered(
 
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "mm": lambda: torch.mm(X, X),
-    "mse_loss": lambda: F.mse_loss(X.to(BF16), X.to(BF16)),
     "softmax.int": lambda: torch.softmax(X.to(BF16), 0),
     "cat": lambda: torch.cat([X, X.to(BF16)]),
-    "add.Tensor": lambda: X + X.to(BF16),
     "add_.Tensor": lambda: X.clone().add_(1),
-    "mul.Tensor": lambda: X * 2,
     "einsum": lambda: torch.einsum("ij,jk", X, X),
-    "sum.dim_IntList": lambda: X.to(BF16).sum(dim=0, keepdim=True),
-    "embedding": lambda: F.embedding(torch.tensor([1, 2]), X),
 }
 _ONE = torch.ones((), requires_grad=True)
 NUMBER, INTEGER = ((_ONE * value).grad_fn._saved_other for value in (2.5, 3))
@@ -78,7 +73,6 @@ NUMBER, INTEGER = ((_ONE * value).grad_fn._saved_other for value in (2.5, 3))
 of fp64 does. To a kernel in Python torch gives them as plain numbers."""
 PROGRAMS |= {
     "ne.Tensor": lambda: torch.ne(NUMBER, INTEGER),
-    "isnan": NUMBER.isnan,
     "exp": NUMBER.exp,
     "sub.Tensor": lambda: NUMBER - X[0, 0].to(FP16),
     "maximum": lambda: torch.maximum(X[0, 0].to(FP16), NUMBER),
@@ -92,32 +86,25 @@ if torch_has_lstm(BF16):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("frame", [False, True])
-def test_what_a_policy_leaves_to_torch(name: str, enabled: bool, frame: bool) -> None:
-    """Law: without a frame, or a row in it, results and dtypes are torch's.
+def test_what_a_policy_leaves_to_torch(name: str, enabled: bool) -> None:
+    """Law: without a row in a frame, and without a frame, results are torch's.
 
-    What an operation calls inside is cast too, as einsum's products are.
+    What an operation calls inside is cast too, as einsum's products are. A row that
+    keeps dtypes gives what torch gives outside of any context.
     """
-    outs = []
-    for ours in (False, True):
-        if ours:
-            install([name])
+
+    def run(frame: Any) -> Any:
         torch.manual_seed(0)
-        with contextlib.ExitStack() as contexts:
-            if ours and frame:
-                contexts.enter_context(steered({}))
-            contexts.enter_context(torch.autocast("cpu", BF16, enabled=enabled))
-            outs.append(PROGRAMS[name]())
-    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+        with frame, torch.autocast("cpu", BF16, enabled=enabled):
+            return PROGRAMS[name]()
 
-
-@pytest.mark.parametrize("name", [n for n in PROGRAMS if n != "lstm.input"])
-def test_what_a_policy_keeps(name: str) -> None:
-    """Law: a row that keeps dtypes gives what torch gives outside of any context."""
-    with torch.autocast("cpu", enabled=False):
-        expected = PROGRAMS[name]()
-    with steered({name: "keep"}):
-        torch.testing.assert_close(PROGRAMS[name](), expected, rtol=0, atol=0)
+    expected = run(contextlib.nullcontext())
+    install([name])
+    frames = [contextlib.nullcontext(), steered({})]
+    if not enabled:
+        frames.append(steered({name: "keep"}))
+    for frame in frames:
+        torch.testing.assert_close(run(frame), expected, rtol=0, atol=0)
 
 
 def test_torch_asks_its_own_kernels() -> None:
@@ -137,16 +124,6 @@ def test_torch_asks_its_own_kernels() -> None:
     with steered(dict.fromkeys(names, "fp32")):
         assert F.linear(X, X).dtype == FP32
         assert {name: registered(name) for name in names} == before
-
-
-def test_torchs_errors_are_torchs() -> None:
-    """Law: what a policy leaves to torch, torch refuses in its own words."""
-    install(["cat"])
-    with (
-        steered({}),
-        pytest.raises(RuntimeError, match="Unexpected floating ScalarType"),
-    ):
-        torch.cat([X.to(BF16), X.to(FP16)])
 
 
 def test_torchs_cache_still_works() -> None:
@@ -236,16 +213,9 @@ def test_a_result_is_not_made_of_a_copy() -> None:
 def test_operands_anywhere() -> None:
     """Law: keywords, lists and optional tensors are cast; numbers and None are not."""
     bias = nn.Parameter(torch.ones(4))
-    with steered({"linear": "low", "cat": "low", "layer_norm": "low"}):
+    with steered({"linear": "low", "layer_norm": "low", "where.self": "fp32"}):
         assert F.linear(input=X, weight=X, bias=bias).dtype == BF16
-        assert F.linear(X, X, None).dtype == BF16
-        assert torch.cat((X, X.double().float())).dtype == BF16
         assert F.layer_norm(X, [4], weight=bias, bias=None).dtype == BF16
-    with steered({"index_put": "promote", "where.self": "fp32"}):
-        put = torch.index_put(
-            X.to(BF16), [torch.tensor([0]), torch.tensor([1])], X[0, 0]
-        )
-        assert put.dtype == FP32
         assert torch.where(X > 0, X.to(BF16), 0.0).dtype == FP32
 
 

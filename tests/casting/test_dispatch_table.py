@@ -103,14 +103,6 @@ def test_a_module_takes_in_all_rows() -> None:
     assert {op: row.rule_index for op, row in outside.items()} == first | second
 
 
-def test_types_decide_too() -> None:
-    """Law: a rule on a type acts in a module with that class name."""
-    policy = parse("torch", "type:Linear=fp32")
-    assert op_casts_for(policy, "cpu", module="x", types=("Conv1d",)) == {}
-    rows = op_casts_for(policy, "cpu", module="x", types=("Linear", "Module"))
-    assert {row.category for row in rows.values()} == {FP32}
-
-
 @DEVICES
 def test_weights_take_in_products(device: str) -> None:
     """Law: a cache of casts sees every product with weights, and no attention."""

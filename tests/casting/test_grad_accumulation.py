@@ -37,7 +37,6 @@ def added(total: Tensor, part: Tensor) -> Any:
 SHAPES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "scalar": ((), lambda t: t),
     "empty": ((0, 3), lambda t: t),
-    "small": ((5, 7), lambda t: t),
     "transposed": ((5, 7), lambda t: t.T),
     "every other": ((5, 8), lambda t: t[:, ::2]),
     "expanded": ((5, 1), lambda t: t.expand(5, 7)),
@@ -47,28 +46,27 @@ SHAPES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     ),
     "one chunk": ((1 << 18,), lambda t: t),
     "more": (((1 << 18) + 1,), lambda t: t),
-    "large": ((3, 1 << 18), lambda t: t),
     "large transposed": ((3, 1 << 18), lambda t: t.T),
 }
 
 
 @LOW
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("which", ["both", "total", "part"])
-def test_sums_are_fp32_arithmetic(shape: str, which: str, dtype: torch.dtype) -> None:
+def test_sums_are_fp32_arithmetic(shape: str, dtype: torch.dtype) -> None:
     """Law: the sum is that of fp32 numbers, rounded once, in any memory layout."""
     size, view = SHAPES[shape]
-    total, part = view(random(*size)), view(random(*size, dtype=dtype))
-    if which == "total" or shape == "expanded":  # what is expanded takes no sum
-        total = total.contiguous()
-    if which == "part":
-        part = part.contiguous()
-    expected, kept = added(total, part), part.clone()
-    place = total.data_ptr()
-    add_(total, part)
-    np.testing.assert_array_equal(total.numpy(), expected)
-    assert total.data_ptr() == place
-    assert torch.equal(part, kept)
+    for dense_total, dense_part in ((False, False), (True, False), (False, True)):
+        total, part = view(random(*size)), view(random(*size, dtype=dtype))
+        if dense_total or shape == "expanded":  # what is expanded takes no sum
+            total = total.contiguous()
+        if dense_part:
+            part = part.contiguous()
+        expected, kept = added(total, part), part.clone()
+        place = total.data_ptr()
+        add_(total, part)
+        np.testing.assert_array_equal(total.numpy(), expected)
+        assert total.data_ptr() == place
+        assert torch.equal(part, kept)
 
 
 @given(st.lists(st.floats(width=32), min_size=1), st.data())
@@ -158,7 +156,10 @@ def test_what_is_left_to_autograd(why: str) -> None:
 
 
 def test_which_gradients_are_left_to_autograd() -> None:
-    """Law: sparse ones, fp32 ones, and those that shall have gradients themselves."""
+    """Law: sparse ones, fp32 ones, and those that shall have gradients themselves.
+
+    A hook that is gone is none.
+    """
     gradients, param = opened(), weight()
     ones = torch.ones(4, 3, dtype=BF16)
     assert not take(gradients, param, ones.to_sparse())
@@ -166,16 +167,10 @@ def test_which_gradients_are_left_to_autograd() -> None:
     with torch.enable_grad():
         assert not gradients.accumulate(param, ones)
     assert param.grad is None
+    untyped: Any = param
+    untyped.register_hook(lambda grad: grad).remove()
+    untyped.register_post_accumulate_grad_hook(lambda _: None).remove()
     assert take(gradients, param, ones)
-
-
-def test_a_hook_that_is_gone_is_none() -> None:
-    """Law: after its removal a hook keeps nothing from being taken."""
-    gradients = opened()
-    param: Any = weight()
-    param.register_hook(lambda grad: grad).remove()
-    param.register_post_accumulate_grad_hook(lambda _: None).remove()
-    assert take(gradients, param, torch.ones(4, 3, dtype=BF16))
 
 
 def test_the_backward_pass_of_a_loss() -> None:
@@ -263,43 +258,26 @@ def test_kept_gradients_stay(keep: Callable[[Tensor], Any]) -> None:
         assert (one == number).all()
 
 
-def test_no_alias() -> None:
-    """Law: `.grad` shares no memory with what autograd handed over."""
-    gradients, param = opened(), weight()
-    part = torch.ones(4, 3, dtype=BF16)
-    for expected in (1.0, 2.0):
-        take(gradients, param, part)
-        assert param.grad is not None
-        storages = {t.untyped_storage().data_ptr() for t in (part, param.grad)}
-        assert len(storages) == 2
-        part.zero_().add_(1)
-        assert param.grad.tolist() == [[expected] * 3] * 4
-
-
-def test_gradients_lie_as_their_weight() -> None:
-    """Law: memory is laid out as the weight's, as autograd's own gradients are."""
+def test_layout_and_memory() -> None:
+    """Law: a gradient lies as its weight, in other memory than autograd's."""
     shape = (2, 3, 4, 5)
     param = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
-    take(opened(), param, torch.ones(shape, dtype=BF16))
+    part = torch.ones(shape, dtype=BF16)
+    take(opened(), param, part)
     assert param.grad is not None
     assert param.grad.stride() == param.stride()
+    part.zero_()
+    assert (param.grad == 1).all()
 
 
-def test_a_weight_with_another_shape() -> None:
-    """Law: a buffer that fits no more is left, and one that fits is made."""
+def test_buffers_end_with_their_weight() -> None:
+    """Law: a buffer that fits no more is left; neither outlives the model."""
     gradients, param = opened(), weight()
     take(gradients, param, torch.ones(4, 3, dtype=BF16))
     param.grad = None
     param.data = torch.zeros(2)
     take(gradients, param, torch.ones(2, dtype=BF16))
-    (found,) = torch.optim.SGD([param]).param_groups[0]["params"]
-    assert torch.equal(found.grad, torch.ones(2))
-
-
-def test_buffers_die_with_their_weight() -> None:
-    """Law: neither weight nor buffer outlives the model."""
-    gradients, param = opened(), weight()
-    take(gradients, param, torch.ones(4, 3, dtype=BF16))
+    assert torch.equal(param.grad, torch.ones(2))  # type: ignore[arg-type]
     gone = weakref.ref(param)
     del param
     gc.collect()

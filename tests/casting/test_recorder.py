@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import halfstep as hs
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
-from halfstep.errors import UserError
 from halfstep.policy import op_tables
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ def why(op: str, base: str) -> tuple[str, str]:
 def test_torchs_table() -> None:
     """Law: each operation, its module, formats, row, calls, casts and bytes.
 
-    Cast are x, 16 bytes, and the weight's 16 numbers and the bias's 4, 40 bytes; the
-    second time x alone. mse_loss has bf16 and fp32 and casts the first, to 32 bytes.
+    Cast are x, 16 bytes, and the weight's 16 numbers and the bias's 4, 40 bytes.
+    mse_loss has bf16 and fp32 and casts the first, to 32 bytes.
     """
     linear = "linear", "body.0", "fp32", "bf16", *why("linear", "torch")
     gelu = "gelu", "body.1", "bf16", "bf16", *AS_CALLED
@@ -63,13 +62,6 @@ def test_torchs_table() -> None:
         (*softmax, 1, 0, 0),
         (*mse, 1, 1, 32),
     ]
-    assert recorded(Net(), 2) == [
-        (*linear, 2, 4, 72),
-        (*gelu, 2, 0, 0),
-        (*norm, 2, 0, 0),
-        (*softmax, 2, 0, 0),
-        (*mse, 2, 2, 64),
-    ]
 
 
 LINEAR = "linear", "body.0", "fp32", "bf16", *why("linear", "lean")
@@ -80,7 +72,10 @@ MSE = "mse_loss", "", "bf16, fp32", "fp32", *why("mse_loss", "lean")
 
 
 def test_the_lean_table() -> None:
-    """Law: likewise; the norm follows x, beside its weight and bias in fp32."""
+    """Law: likewise; the norm follows x, beside its weight and bias in fp32.
+
+    The second time the weight is not cast again.
+    """
     assert recorded(Net(), 2, policy="lean") == [
         (*LINEAR, 2, 4, 72),
         (*GELU, 2, 0, 0),
@@ -93,22 +88,10 @@ def test_the_lean_table() -> None:
 def test_a_cache_that_is_warm() -> None:
     """Law: what a cache has already is not cast again, and not counted."""
     model, cache = Net(), CastCache()
-    cold = recorded(model, policy="lean", cache=cache)
-    warm = recorded(model, policy="lean", cache=cache)
-    assert [row[-3:] for row in cold] == [
-        (1, 3, 56),
-        (1, 0, 0),
-        (1, 0, 0),
-        (1, 0, 0),
-        (1, 1, 32),
-    ]
-    assert [row[-3:] for row in warm] == [
-        (1, 1, 16),
-        (1, 0, 0),
-        (1, 0, 0),
-        (1, 0, 0),
-        (1, 1, 32),
-    ]
+    nothing, loss_alone = (1, 0, 0), (1, 1, 32)
+    for first in ((1, 3, 56), (1, 1, 16)):
+        found = recorded(model, policy="lean", cache=cache)
+        assert [row[-3:] for row in found] == [first, *[nothing] * 3, loss_alone]
     assert cache.bytes_cast == 40
 
 
@@ -256,21 +239,6 @@ def test_a_session_explains() -> None:
 def test_a_report_of_nothing() -> None:
     """Law: a region that was not entered has a table without rows."""
     assert rows(autocast("cpu", record=True)) == []
-    with pytest.raises(UserError, match="this context recorded nothing"):
-        autocast("cpu", policy="lean").report()
-
-
-@pytest.mark.parametrize("policy", ["torch", "lean", "lean + op:gelu=fp32"])
-def test_numbers_are_the_same(policy: str) -> None:
-    """Law: losses and gradients are those without recording, to the bit."""
-    found = []
-    for record in (False, True):
-        model = Net()
-        with autocast("cpu", policy=policy, record=record):
-            total = loss(model) + loss(model)
-        total.backward()  # type: ignore[no-untyped-call]
-        found.append([total, *(param.grad for param in model.parameters())])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def left_behind() -> dict[str, object]:
@@ -353,13 +321,7 @@ def test_threads_share_a_region() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
     calls = {row[:2]: row[6] for row in rows(region)}
-    assert calls == {
-        ("linear", "body.0"): 10,
-        ("gelu", "body.1"): 10,
-        ("layer_norm", "body.2"): 10,
-        ("softmax.int", ""): 10,
-        ("mse_loss", ""): 10,
-    }
+    assert calls == {row[:2]: 10 for row in (LINEAR, GELU, NORM, SOFTMAX, MSE)}
 
 
 def test_threads_leave_torch_compile_as_it_was() -> None:

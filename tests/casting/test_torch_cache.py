@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from twins import patched
 
-from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 
@@ -84,35 +85,23 @@ def nest_other(_: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "ours", "torchs"),
+    ("make", "between", "casts"),
     [
-        (nothing, 1, 1),
-        (nest, 1, 1),
-        (nest_torchs, 1, 1),
-        (look, 2, 1),
-        (nest_other, 2, 1),
+        (autocast, nothing, 1),
+        (autocast, nest, 1),
+        (autocast, nest_torchs, 1),
+        (autocast, look, 2),
+        (autocast, nest_other, 2),
+        # Where no region of ours is open, torch's cache is left alone.
+        (torch.autocast, look, 1),
+        (partial(autocast, cache_enabled=False), nothing, 2),
     ],
 )
 def test_casts_are_kept(
-    between: Callable[[nn.Linear], None], ours: int, torchs: int
+    make: Any, between: Callable[[nn.Linear], None], casts: int
 ) -> None:
     """Law: a weight is cast once, and again only after what may have changed it."""
-    assert casts_of_weight(autocast, between) == ours
-    if between not in (nest, nest_other):
-        assert casts_of_weight(torch.autocast, between) == torchs
-
-
-def test_the_cache_can_be_off() -> None:
-    """Law: without the cache each pass casts; the count above can differ."""
-    off = lambda device: autocast(device, cache_enabled=False)  # noqa: E731
-    assert casts_of_weight(off, nothing) == 2
-
-
-def test_torchs_own_regions_keep_their_cache() -> None:
-    """Law: where no region of ours is open, torch's cache is left alone."""
-    with autocast("cpu"):
-        pass
-    assert casts_of_weight(torch.autocast, look) == 1
+    assert casts_of_weight(make, between) == casts
 
 
 def test_modes_work_as_before() -> None:
@@ -193,43 +182,23 @@ def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
 # Threads
 
 
-@pytest.fixture
-def others() -> Any:
-    with ExitStack() as stack:
-        yield [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
-
-
 def flag() -> bool:
     return torch.is_autocast_cache_enabled()
 
 
-def test_the_cache_is_for_one_dtype(others: list[ThreadPoolExecutor]) -> None:
+def test_the_cache_is_for_one_dtype() -> None:
     """Law: while a thread's region has a dtype, regions of another do without."""
-
-    def open_in(thread: ThreadPoolExecutor, dtype: torch.dtype) -> Any:
-        region = autocast("cpu", dtype)
-        thread.submit(region.__enter__).result()
-        return region
-
-    def close_in(thread: ThreadPoolExecutor, region: Any) -> None:
-        thread.submit(region.__exit__, None, None, None).result()
-
-    first, second = others
-    with autocast("cpu", BF16):
-        assert flag()
-        same, other = open_in(first, BF16), open_in(second, FP16)
-        assert first.submit(flag).result()
-        assert not second.submit(flag).result()
-        with autocast("cpu", FP16):
-            assert not flag()
-        assert flag()
-        close_in(second, other)
-        assert second.submit(flag).result()
-        close_in(first, same)
-        with autocast("cpu", FP16):
+    with ThreadPoolExecutor(1) as thread:
+        other = autocast("cpu", FP16)
+        for dtype, shared in ((FP16, True), (BF16, False)):
+            with autocast("cpu", dtype):
+                thread.submit(other.__enter__).result()
+                assert flag()
+                assert thread.submit(flag).result() == shared
+                thread.submit(other.__exit__, None, None, None).result()
+                assert thread.submit(flag).result()
+        with autocast("cpu", BF16):
             assert flag()
-    assert not active_context._open
-    assert flag()
 
 
 STEPS = st.lists(
@@ -277,7 +246,7 @@ def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
         for number, stack in enumerate(opened):
             while stack:
                 threads[number].submit(do, number, "close").result()
-    assert not active_context._open
+    assert not patched()
 
 
 HANDLED_CASTS = """
@@ -285,30 +254,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 
-def handle(self, func, types, args=(), kwargs=None):
-    {handler}
+def under(*make):
+    def handle(self, func, types, args=(), kwargs=None):
+        with make[0](*make[1:]):
+            return func(*args, **(kwargs or {}))
+    return type("Handler", (TorchDispatchMode,), {"__torch_dispatch__": handle})()
 
-class Handler(TorchDispatchMode):
-    __torch_dispatch__ = handle
-
-with hs.autocast("cpu", torch.bfloat16), Handler():
-    torch.nn.Linear(4, 4)(torch.ones(2, 4))
+for handler in (under(torch.no_grad), under(hs.autocast, "cpu", torch.float16)):
+    with hs.autocast("cpu", torch.bfloat16), handler:
+        torch.nn.Linear(4, 4)(torch.ones(2, 4))
 print("ended")
 """
-RUN = "return func(*args, **(kwargs or {}))"
 
 
-@pytest.mark.parametrize(
-    "handler",
-    [
-        f"with torch.no_grad(): {RUN}",
-        f"with hs.autocast('cpu', torch.float16): {RUN}",
-    ],
-)
-def test_contexts_in_a_handler_of_operations(handler: str) -> None:
+def test_contexts_in_a_handler_of_operations() -> None:
     """Law: what handles a cast may end contexts, though torch locks its cache then."""
     done = subprocess.run(
-        [sys.executable, "-c", HANDLED_CASTS.format(handler=handler)],
+        [sys.executable, "-c", HANDLED_CASTS],
         capture_output=True,
         text=True,
         check=True,
