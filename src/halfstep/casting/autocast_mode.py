@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 
-from halfstep._torch.dynamo import dynamo_disable
+from halfstep._torch.dynamo import dynamo_disable, dynamo_inline_only
 from halfstep.casting import (
     active_context,
     dispatch_table,
@@ -39,6 +39,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# torch 2.9 would compile it by itself, and cannot return what it returns.
+@dynamo_inline_only
 def autocast(
     device_type: str,
     dtype: torch.dtype | None = None,

@@ -5,13 +5,15 @@ and reset by two custom operations without tensors, which the graph contains; co
 code contains only the resulting casts.
 
 A context created outside the traced function cannot be entered inside: torch.compile
-then breaks the graph, and raises under `fullgraph=True`.
+then breaks the graph, and raises under `fullgraph=True`. After a graph break inside
+such a context, the function that enters it runs in eager mode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.fx.node import has_side_effect
 from torch.library import Library
 
-from halfstep._torch.dynamo import dynamo_disable
+from halfstep._torch.dynamo import call_after_trace, dynamo_disable
 from halfstep.casting import active_context, dispatch_table
 from halfstep.casting.active_context import CastContext
 from halfstep.errors import UserError
@@ -88,8 +90,17 @@ def _open(device: str, policy_text: str) -> None:
     op_casts = dispatch_table.op_casts_for(policy, device)
     context = CastContext(policy, op_casts, None, dispatch_table.matched_rules(policy))
     # Not while tracing: the guard must be that of the enclosing context.
-    guard = policy if TracingContext.try_get() is None else None
-    _thread.entered.append(active_context.push(device, context, guard))
+    is_tracing = TracingContext.try_get() is not None
+    pushed = active_context.push(device, context, None if is_tracing else policy)
+    _thread.entered.append(pushed)
+    if is_tracing:
+        # A graph break inside the context ends tracing before `_close`.
+        call_after_trace(partial(_abandon, pushed))
+
+
+def _abandon(pushed: active_context.Pushed) -> None:
+    if any(each is pushed for each in _thread.entered):
+        _close("")
 
 
 def _close(_: str) -> None:
