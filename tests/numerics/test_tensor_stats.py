@@ -167,9 +167,6 @@ def test_every_pattern(dtype: torch.dtype) -> None:
     tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     stats = measure(tensor, ALL)
     assert_same(stats.data(), by_numpy(tensor, ALL))
-    fraction = 2 ** (10 if dtype == torch.float16 else 7)
-    assert (stats.nans, stats.infs, stats.zeros) == (2 * (fraction - 1), 2, 2)
-    assert stats.subnormals == 2 * (fraction - 1)
     assert not stats.finite
 
 
@@ -190,8 +187,7 @@ def test_empty(dtype: torch.dtype) -> None:
     """Law: of no numbers there is nothing, and nothing is lost."""
     stats = measure(torch.empty(0, 3, dtype=dtype))
     assert (stats.count, stats.amax, stats.amin, stats.exponents) == (0, 0.0, 0.0, {})
-    assert stats.cast("fp16").sqnr == math.inf
-    assert stats.headroom("fp16") == math.inf
+    assert stats.cast("fp16").sqnr == stats.headroom("fp16") == math.inf
     assert stats.underflow("fp16") == 0
     assert stats.finite
 
@@ -224,8 +220,12 @@ def test_the_tensor_stays() -> None:
     assert tensor._version == 0
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_complex_and_sparse() -> None:
-    """Law: a complex number counts as two, a sparse tensor as what it stores."""
+    """Law: a complex number counts as two, a sparse tensor as what it stores.
+
+    Numbers that torch negates only when it reads them are measured, too.
+    """
     parts = torch.tensor([[0.0, 1.0], [math.inf, 3.0]])
     stats = measure(torch.view_as_complex(parts).conj())
     assert stats.data() == measure(parts).data()
@@ -236,11 +236,6 @@ def test_complex_and_sparse() -> None:
         check_invariants=True,
     )
     assert measure(sparse).data() == measure(torch.tensor([3.0, 4.0])).data()
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_negated_views() -> None:
-    """Law: numbers that torch negates only when it reads them are measured."""
     parts = torch.tensor([[1.0, 2.0], [0.0, -3.0]], dtype=torch.float16)
     stats = measure(torch.view_as_complex(parts).conj().imag)
     assert (stats.count, stats.amin, stats.amax) == (2, 2.0, 3.0)
@@ -333,38 +328,6 @@ def test_json(tensor: Tensor) -> None:
         assert getattr(summary, name) == getattr(stats, name)
     for name, cast in summary.casts.items():
         assert vars(cast).items() <= data["casts"][name].items()
-
-
-def test_json_form() -> None:
-    """Law: the form of the JSON is the one that other rooms read."""
-    stats = measure(torch.tensor([1.5, 0.0, 2.0**-20, 1e6]).bfloat16())
-    assert stats.data() == {
-        "dtype": "bfloat16",
-        "count": 4,
-        "zeros": 1,
-        "subnormals": 0,
-        "infs": 0,
-        "nans": 0,
-        "amax": 999424.0,
-        "amin": 2.0**-20,
-        "exponents": {"-20": 1, "0": 1, "19": 1},
-        "casts": {
-            "fp16": {
-                "flushed": 0,
-                "subnormal": 1,
-                "saturated": 1,
-                "signal": 999424.0**2 + 2.25 + 2.0**-40,
-                "noise": (999424.0 - 65504) ** 2,
-            },
-            "bf16": {
-                "flushed": 0,
-                "subnormal": 0,
-                "saturated": 0,
-                "signal": 999424.0**2 + 2.25 + 2.0**-40,
-                "noise": 0.0,
-            },
-        },
-    }
 
 
 @pytest.mark.gpu
