@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from sick_run import counted, environment, profile, step, tally
 
 from halfstep.diagnostics.doctor import RULES, examination, examine, markdown
-from halfstep.diagnostics.doctor import environment as doctor_environment
 from halfstep.diagnostics.doctor.rule import NEEDS, Limit, Observation, Rules, percent
 from halfstep.diagnostics.doctor.run_record import (
     ClassCount,
@@ -187,7 +186,8 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "output near overflow",
         held("a.b:output", tally(0, amax=32752.0)),
         held("a.b:output", tally(0, amax=32800.0)),
-        "--policy 'lean + module:a.b=fp32'",
+        "2^1.0 below overflow (at least a factor of 2^1). Keep it in fp32: --policy "
+        "'lean + module:a.b=fp32'",
     ),
     (
         "gradient near overflow",
@@ -412,12 +412,12 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
 def test_each_rule_has_its_limit(
     name: str, sound: RunFacts, sick: RunFacts, said: str
 ) -> None:
-    """Law: a rule speaks beyond its limit and not up to it, and says what to do."""
+    """Law: a rule speaks beyond its limit and not up to it, and says what to do.
+
+    And so each time: rules are pure; what they find survives JSON, and is sorted.
+    """
     assert [found for found in examine(sound) if found.rule == name] == []
-    unlooked = [
-        rule for each in examination(sound).not_evaluated for rule in each.rules
-    ]
-    assert name not in unlooked or name == "bad op"
+    assert name not in not_evaluated(sound) or name == "bad op"
     found = [found for found in examine(sick) if found.rule == name]
     assert found
     for each in found:
@@ -427,6 +427,10 @@ def test_each_rule_has_its_limit(
         assert each.advice.endswith(".")
         assert 0 <= each.weight <= 1
     assert said in str(found[0])
+    found = examine(sick)
+    assert examine(sick) == found
+    assert [Finding.from_data(json.loads(json.dumps(f.data()))) for f in found] == found
+    assert [f.rank for f in found] == sorted(f.rank for f in found)
 
 
 def test_flags_that_are_advised_exist() -> None:
@@ -644,29 +648,23 @@ def test_nothing_known_is_not_health() -> None:
     blind = examination(RunFacts())
     assert blind.findings == ()
     assert blind.num_evaluated == 0
-    told = [name for each in blind.not_evaluated for name in each.rules]
-    assert sorted(told) == sorted(rule.name for rule in RULES)
+    assert not_evaluated(RunFacts()).keys() == {rule.name for rule in RULES}
     assert len({each.why for each in blind.not_evaluated}) == len(blind.not_evaluated)
 
 
 def test_what_does_not_concern_a_run_is_not_missed() -> None:
-    """Law: a run in fp32 is not asked for a loss scale, or for statistics of fp16."""
-    plain = examination(RunFacts(config=Config("O0", "fp32", loss_scale="none")))
-    told = {name for each in plain.not_evaluated for name in each.rules}
+    """Law: a run in fp32 is not asked for a loss scale; with masters none is lost."""
+    told = not_evaluated(
+        RunFacts(config=Config("O0", "fp32", loss_scale="none"))
+    ).keys()
     assert not told & {"underflow", "no loss scale", "casts", "swamped updates"}
     assert told >= {"overhead", "data loading", "skipped steps"}
-
-
-def test_the_same_facts_have_the_same_findings() -> None:
-    """Law: rules are pure, and facts survive being looked at."""
-    for _, sound, sick, _ in CASES:
-        assert examine(sound) == examine(sound)
-        assert examine(sick) == examine(sick)
-        found = examine(sick)
-        assert [Finding.from_data(json.loads(json.dumps(f.data()))) for f in found] == (
-            found
-        )
-        assert [f.rank for f in found] == sorted(f.rank for f in found)
+    for master in ("fp32", "none"):
+        blind = not_evaluated(RunFacts(config=replace(BF16, master=master)))
+        assert ("swamped updates" in blind) == (master == "none")
+    # A reader learns the setting and the call that make statistics.
+    assert "--probe sampled" in blind["coarse"]
+    assert 'halfstep.Probe(model, "sampled", log=...)' in blind["coarse"]
 
 
 @pytest.mark.parametrize(
@@ -694,66 +692,18 @@ def test_what_was_flushed_is_estimated(sigma: float, near: float) -> None:
 
 def test_zeros_that_were_zeros_are_not_lost() -> None:
     """Law: padding and dropout make zeros; with nothing next to 0 none were lost."""
-    told = counted({-20: 100, 0: 100}, zeros=10**6)
-    assert (
-        flushed_share([Sample(1, TensorSummary.from_data(told))], formats.FP16) == 0.0
-    )
-    told = counted({-24: 100, 0: 100}, zeros=3)
-    assert (
-        flushed_share([Sample(1, TensorSummary.from_data(told))], formats.FP16)
-        == 3 / 203
-    )
-
-
-def test_room_is_what_statistics_call_headroom() -> None:
-    """Law: rules on range and `TensorStats.headroom` count the same powers of two."""
-    scale = 64.0
-    tight = measure(torch.full((4,), 40000.0).half())
-    fixed = replace(FP16, loss_scale="64")
-    facts = replace(held("a:grad", tight.data(), scale=scale), config=fixed)
-    said = {each.rule: each.measured for each in examine(facts)}
-    room = tight.headroom(formats.FP16)
-    assert f"2^{room:.1f} below overflow" in said["gradient near overflow"]
-
-
-def test_masters_lose_no_updates() -> None:
-    """Law: where masters keep all, nobody need count what 16 bits lose."""
-    said = {
-        n for e in examination(RunFacts(config=BF16)).not_evaluated for n in e.rules
-    }
-    assert "swamped updates" not in said
-    alone = RunFacts(config=replace(BF16, master="none"))
-    said = {n for e in examination(alone).not_evaluated for n in e.rules}
-    assert "swamped updates" in said
+    for lowest, zeros, share in ((-20, 10**6, 0.0), (-24, 3, 3 / 203)):
+        told = TensorSummary.from_data(counted({lowest: 100, 0: 100}, zeros=zeros))
+        assert flushed_share([Sample(1, told)], formats.FP16) == share
 
 
 def test_an_unknown_scale_gives_no_advice_on_scales() -> None:
     """Law: gradients of a loop that told no loss scale are not taken for unscaled."""
-    told = {
-        "a:grad": (
-            Sample(
-                1, TensorSummary.from_data(counted({-24: 10, 0: 10}, zeros=10)), 1.0
-            ),
-        )
-    }
-    facts = RunFacts(config=FP16, stats=told)
-    rules = {"underflow"}
-    assert not rules & {each.rule for each in examine(facts)}
-    (why,) = [e.why for e in examination(facts).not_evaluated if "underflow" in e.rules]
-    assert "loss scale" in why
+    facts = replace(BELOW, steps=())
+    assert "underflow" not in {each.rule for each in examine(facts)}
+    assert "loss scale" in not_evaluated(facts)["underflow"]
     none = replace(facts, config=replace(FP16, loss_scale="none"))
-    assert rules & {each.rule for each in examine(none)}
-
-
-def test_what_no_probe_saw_tells_how_to_get_it() -> None:
-    """Law: a reader learns the setting and the call that make statistics."""
-    (why,) = [
-        e.why
-        for e in examination(RunFacts(config=BF16)).not_evaluated
-        if "coarse" in e.rules
-    ]
-    assert "--probe sampled" in why
-    assert 'halfstep.Probe(model, "sampled", log=...)' in why
+    assert "underflow" in {each.rule for each in examine(none)}
 
 
 def every(interval: int, of: int = 400) -> tuple[Step, ...]:
@@ -790,19 +740,10 @@ def test_a_scale_that_follows_the_gradients(word: str) -> None:
         assert examine(replace(facts, config=config)) == []
 
 
-def test_frozen_weights_may_be_low() -> None:
-    """Law: what is not trained loses no updates, whatever its format."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model[0].bfloat16().requires_grad_(requires_grad=False)
-    told = doctor_environment.weight_formats(model)
-    assert told == {"1.weight": "fp32", "1.bias": "fp32"}
-
-
 def test_many_places_are_counted() -> None:
     """Law: of one rule the three worst places are named, the rest is counted."""
-    told = TensorSummary.from_data(counted({-24: 10, 0: 10}, zeros=10))
-    stats = {f"layer.{i}:grad": (Sample(1, told),) for i in range(9)}
-    facts = RunFacts(config=FP16, stats=stats, steps=steps([step(1, scale=1.0)]))
+    (sample,) = BELOW.stats["a:grad"]
+    facts = replace(BELOW, stats={f"layer.{i}:grad": (sample,) for i in range(9)})
     found = [each for each in examine(facts) if each.rule == "underflow"]
     assert len(found) == 3
     assert found[-1].measured.endswith("; and so in 6 more places")
@@ -879,13 +820,8 @@ def test_a_rule_below_its_limit() -> None:
 
 def test_shares_in_words() -> None:
     """Law: small shares keep a digit, and what is not known is said."""
-    assert [percent(x) for x in (0.0, 0.012, 0.26, 1.0)] == [
-        "0%",
-        "1.2%",
-        "26%",
-        "100%",
-    ]
-    assert percent(float("nan")) == "an unknown part"
+    words = [percent(x) for x in (0.0, 0.012, 0.26, 1.0, float("nan"))]
+    assert words == ["0%", "1.2%", "26%", "100%", "an unknown part"]
 
 
 def test_docs_show_the_rules() -> None:
@@ -894,3 +830,9 @@ def test_docs_show_the_rules() -> None:
     assert markdown() in text, (
         "paste what halfstep.diagnostics.doctor.markdown() returns"
     )
+
+
+def not_evaluated(facts: RunFacts) -> dict[str, str]:
+    """Return the rules that lack a fact, and why."""
+    missing = examination(facts).not_evaluated
+    return {rule: each.why for each in missing for rule in each.rules}

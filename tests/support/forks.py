@@ -83,7 +83,6 @@ def run_forked(
 def run_ranks(
     file: str, *arguments: str, processes: int = 2, timeout: float = 120
 ) -> None:
-    """Run a program in several processes as torchrun does; all must end well."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     together = {
         "MASTER_ADDR": "127.0.0.1",
@@ -98,14 +97,14 @@ def run_ranks(
         for rank in range(processes)
     ]
     ended = run_forked(file, *arguments, environments=ranks, timeout=timeout)
-    texts = "\n".join(each.stderr for each in ended)
-    assert not any(each.returncode for each in ended), texts
+    texts = [each.stderr for each in ended]
+    assert not any(each.returncode for each in ended), "\n".join(texts)
+    return texts
 
 
 def _become(
     file: str, arguments: Sequence[str], environment: dict[str, str], output: str
 ) -> None:
-    """Be the process of a program."""
     for fd in (1, 2):
         os.dup2(os.open(f"{output}.{fd}", os.O_WRONLY | os.O_CREAT), fd)
     os.environ.clear()
