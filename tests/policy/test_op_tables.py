@@ -30,7 +30,6 @@ from halfstep.policy.op_tables import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from collections.abc import Set as AbstractSet
 
 KEYS = {
     "cpu": "AutocastCPU",
@@ -78,27 +77,10 @@ def registered(device: str) -> set[str]:
     return {*found} - {"_cudnn_rnn"}
 
 
-def moved(device: str, names: AbstractSet[str], rows: Iterable[str]) -> str:
-    """Return what torch gained and lost against the rows, "" where they agree."""
-    gained, lost = sorted(names - set(rows)), sorted(set(rows).difference(names))
-    if not gained and not lost:
-        return ""
-    return f"{device}: torch gained {gained} and lost {lost}; mend optable.TABLES"
-
-
 @DEVICES
 def test_names_are_those_registered(device: str) -> None:
     """Law: the table holds exactly the operations that torch registers for casting."""
-    found = moved(device, registered(device), TABLES[device])
-    assert not found, found
-
-
-def test_what_moved_is_named() -> None:
-    """Law: the check above can fail, and says what came and what went."""
-    assert not moved("cpu", {"mm"}, ["mm"])
-    assert moved("cpu", {"mm", "new"}, ["mm", "old"]) == (
-        "cpu: torch gained ['new'] and lost ['old']; mend optable.TABLES"
-    )
+    assert TABLES[device].keys() == registered(device)
 
 
 @pytest.mark.parametrize("base", NAMED)
@@ -122,27 +104,17 @@ CPU_ALONE = {
 
 
 def test_lean_is_the_same_everywhere() -> None:
-    """Law: one table for all, but for recurrent layers on CPU and one gap of MPS."""
+    """Law: one table for all, but for recurrent layers on CPU and one gap of MPS.
+
+    Batch and instance norm run as called: their weights stay fp32 themselves.
+    """
     assert LEAN["cuda"] == LEAN["xpu"]
     assert LEAN["cpu"].keys() - LEAN["cuda"] == CPU_ALONE
     assert LEAN["cpu"].items() >= LEAN["cuda"].items()
     gap = "conv_transpose3d.input"
     assert LEAN["cuda"] | {gap: LEAN["mps"][gap]} == LEAN["mps"]
     assert (LEAN["cuda"][gap].category, LEAN["mps"][gap].category) == (LOW, FP32)
-
-
-def test_lean_has_no_row_for_statistics() -> None:
-    """Law: batch and instance norm run as called: their weights stay fp32 themselves.
-
-    Twin: torch has a row on MPS.
-    """
-    assert TABLES["mps"]["batch_norm"].category == FP32
-    for device in LEAN:
-        assert not {"batch_norm", "instance_norm"} & LEAN[device].keys()
-
-
-def test_lean_names_real_operations() -> None:
-    """Law: each row of lean is an operation of torch, overload included."""
+    assert not {"batch_norm", "instance_norm"} & LEAN["mps"].keys()
     known = {*torch._C._dispatch_get_all_op_names()}
     assert {f"aten::{name}" for name in LEAN["cpu"]} <= known
 
@@ -256,18 +228,6 @@ def test_resampling_stays_within_an_ulp(operation: str, low: torch.dtype) -> Non
     ulp = torch.finfo(low).eps
     assert (ours - exact).abs().max() < ulp * exact.abs().max()
     assert (grad - exact_grad).norm() < ulp * exact_grad.norm()
-
-
-def test_the_oracle_notices() -> None:
-    """Law: sums in 16 bits would not pass: softmax by hand errs by many ulps."""
-    exponentials = LONG.half().exp()
-    total = torch.zeros(4, dtype=torch.float16)
-    for column in exponentials.T:
-        total += column
-    by_hand = exponentials / total[:, None]
-    exact = LONG.half().float().softmax(1)
-    ulp = torch.finfo(torch.float16).eps
-    assert (by_hand - exact).norm() > ulp * exact.norm()
 
 
 INSIDE = torch.arange(216).reshape(6, 6, 6).repeat(1, 2, 1, 1, 1)

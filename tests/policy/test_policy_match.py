@@ -59,21 +59,11 @@ def test_expressions_match_as_re(parts: list[str], name: str) -> None:
         assert rule.matches("type", [name]) == expected
 
 
-def test_flags_of_an_expression() -> None:
-    """Law: what stands between the slashes is compiled as it is, flags included."""
-    rule = Rule("type", "/(?i)linear|conv/", "fp32")
-    assert rule.matches("type", ["LINEAR"])
-    assert rule.matches("type", ["Conv"])
-    assert not rule.matches("type", ["Linear2"])
-
-
 @pytest.mark.parametrize(
     ("rule", "matches"),
     [
         ("op:mm=fp32", True),
-        ("op:m*=fp32", True),
         ("op:aten::mm=fp32", True),
-        ("op:/m{2}/=fp32", True),
         ("op:/aten::.*/=fp32", True),
         ("op:mm.out=fp32", False),
         ("op:MM=fp32", False),
@@ -81,16 +71,12 @@ def test_flags_of_an_expression() -> None:
         ("module:net.0.attn=fp32", True),
         ("module:net.*=fp32", True),
         ("module:*attn=fp32", True),
-        ("module:net=fp32", True),
         ("module:net.0=fp32", True),
         ("module:/net/=fp32", True),
-        ("module:*=fp32", True),
         ("module:attn=fp32", False),
-        ("module:ne=fp32", False),
         ("module:0.attn=fp32", False),
         (r"module:/net\.[0-3]\..*/=fp32", True),
         (r"module:/net\.[1-3].*/=fp32", False),
-        ("module:net.?.attn=fp32", True),
         ("module:mm=fp32", False),
         ("type:Linear=fp32", True),
         ("type:Module=fp32", True),
@@ -122,12 +108,9 @@ def test_what_a_rule_matches(rule: str, matches: bool) -> None:
     [
         ("softmax", True),
         ("softmax.int", True),
-        ("softmax.*", True),
         ("aten::softmax", True),
         ("aten::softmax.int", True),
-        ("/.*soft.*/", True),
         ("softmax.Dimname", False),
-        ("softmax.", False),
         ("int", False),
         ("ns::softmax", False),
     ],
@@ -147,7 +130,6 @@ def test_spellings_of_an_operation(op: str, pattern: str, matches: bool) -> None
     [
         ("ns::mm", True),
         ("ns::mm.fast", True),
-        ("ns::*", True),
         ("*", True),
         ("mm", False),
         ("aten::mm", False),
@@ -231,56 +213,27 @@ def test_operations_registered_later(library: str) -> None:
 # Which rules pass
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "torch",
-        "lean + op:softmax=fp32",
-        "torch + op:softmax.int=low + op:aten::mm=keep",
-        "torch + op:/lay.*norm/=fp32 + op:*_loss=fp32",
-        "torch + module:nonsense=fp32 + type:Nonsense=fp32",
-    ],
-)
-def test_rules_that_pass(word: str) -> None:
+def test_rules_that_pass() -> None:
     """Law: known names pass; rules on modules are not this check's business."""
-    check_ops(Policy.parse(word))
+    check_ops(Policy.parse("torch + op:softmax.int=low + op:aten::mm=keep"))
+    check_ops(Policy.parse("lean + op:/lay.*norm/=fp32 + op:*_loss=fp32"))
+    check_ops(Policy.parse("torch + module:nonsense=fp32 + type:Nonsense=fp32"))
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (
-            "op:sofmax=fp32",
-            (
-                "rule 'op:sofmax=fp32' matches no operation; did you mean "
-                "'op:softmax=fp32'?"
-            ),
-        ),
-        (
-            "op:aten::sofmax.int=low",
-            (
-                "rule 'op:aten::sofmax.int=low' matches no operation; did you mean "
-                "'op:aten::softmax.int=low'?"
-            ),
-        ),
-        (
-            "op:/zzz+/=low",
-            (
-                "rule 'op:/zzz+/=low' matches no operation; write aten's name, as in "
-                "'op:softmax', or 'op:library::name'."
-            ),
-        ),
-        (
-            "op:relu_=low",
-            (
-                "rule 'op:relu_=low' matches only operations that write in place, "
-                "return views or take no tensor, and those cannot be cast: name others."
-            ),
-        ),
-    ],
-)
+WITHOUT_EFFECT = {
+    "op:sofmax=fp32": "matches no operation; did you mean 'op:softmax=fp32'?",
+    "op:aten::sofmax.int=low": "matches no operation; did you mean "
+    "'op:aten::softmax.int=low'?",
+    "op:/zzz+/=low": "matches no operation; write aten's name, as in 'op:softmax', or "
+    "'op:library::name'.",
+    "op:relu_=low": "matches only operations that write in place, return views or take "
+    "no tensor, and those cannot be cast: name others.",
+}
+
+
+@pytest.mark.parametrize(("rule", "message"), WITHOUT_EFFECT.items())
 def test_rules_without_effect(rule: str, message: str) -> None:
     """Law: a rule that would change nothing is refused, with what to write."""
     with pytest.raises(UserError) as caught:
         check_ops(TORCH + "op:mm=low" + rule)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"rule {rule!r} {message}"
