@@ -118,8 +118,6 @@ class _Entry(NamedTuple):
 
     torch_context: torch_autocast
     pushed: active_context.Pushed
-    nodes: list[int]
-    """First sequence number of autograd, and end."""
 
 
 class Autocast(torch_autocast):
@@ -160,10 +158,9 @@ class Autocast(torch_autocast):
         torch_context = object.__new__(torch_autocast)
         vars(torch_context).update(self._settings)
         torch_context.__enter__()  # type: ignore[no-untyped-call]
-        nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
         dtype = self.fast_dtype if self._enabled else None
         pushed = active_context.push(self.device, context, guard, dtype)
-        return _Entry(torch_context, pushed, nodes)
+        return _Entry(torch_context, pushed)
 
     @dynamo_disable
     def __exit__(
@@ -259,7 +256,8 @@ class PolicyAutocast:
         self._cache_weights = cache_weights
         self._matched_rules = matched_rules
         self._recorder = Recorder(self.device) if record else None
-        self._entries: PerThreadStack[_Entry] = PerThreadStack()
+        self._entries: PerThreadStack[tuple[_Entry, list[int]]] = PerThreadStack()
+        """Each with the first of autograd's sequence numbers inside, and their end."""
 
     @dynamo_disable
     def __enter__(self) -> Self:
@@ -284,10 +282,11 @@ class PolicyAutocast:
             matched_rules = dispatch_table.matched_rules(policy)
         context = CastContext(policy, op_casts, cache, matched_rules, self._recorder)
         entry = self._torch_context.open(context, policy)
-        context_history.last.append((policy, entry.nodes))
+        nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
+        context_history.last.append((policy, nodes))
         if self._recorder is not None:
             self._recorder.start()
-        self._entries.push(entry)
+        self._entries.push((entry, nodes))
         return self
 
     @dynamo_disable
@@ -298,7 +297,7 @@ class PolicyAutocast:
         traceback: TracebackType | None,
     ) -> None:
         """Leave the context entered last, and restore the state before it."""
-        torch_context, pushed, nodes = self._entries.pop()
+        (torch_context, pushed), nodes = self._entries.pop()
         nodes[1] = torch._C._autograd._get_sequence_nr()  # noqa: SLF001
         context = pushed.context
         assert context is not None  # noqa: S101
