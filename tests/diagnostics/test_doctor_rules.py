@@ -41,7 +41,7 @@ from halfstep.reporting.finding import Finding
 from halfstep.train.config import SETTINGS, flag_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 FP16 = Config(level="O2", dtype="fp16", master="fp32", loss_scale="dynamic")
@@ -174,39 +174,183 @@ def clipped(over: int) -> RunFacts:
     return RunFacts(config=Config(clip=1.0), steps=steps(records))
 
 
-CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
-    # rule, just healthy, just sick, words of what is said
+def tiny(lowest: int) -> RunFacts:
+    """Return a run with so many of 10,000 gradients next to 0, and 500 zeros."""
+    return held("a:grad", counted({-24: lowest, -20: 10000 - lowest}, zeros=500))
+
+
+def near_overflow(scale: str, amax: float) -> RunFacts:
+    facts = held("a:grad", tally(0, amax=amax))
+    return replace(facts, config=replace(FP16, loss_scale=scale))
+
+
+def cast_of(signal: float) -> Any:
+    return tally(0, casts={"fp16": {"signal": signal, "noise": 1.0}})
+
+
+def in_fp16(loss_scale: str) -> RunFacts:
+    return RunFacts(config=replace(FP16, loss_scale=loss_scale))
+
+
+def in_bf16(**settings: Any) -> RunFacts:
+    return RunFacts(config=replace(BF16, **settings))
+
+
+def on_gpu(**machine: Any) -> RunFacts:
+    return RunFacts(config=ON_GPU, machine=MachineFacts(**machine))
+
+
+def multiplied(config: Config, *rows: dict[str, Any]) -> RunFacts:
+    return profiled(config, rows=list(rows))
+
+
+SQUARE = product([512, 512], [512, 512])
+
+LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
+    # rule, run with a figure, the figure of a healthy and of a sick run, what is said
     (
-        "underflow",
-        held("a:grad", counted({-24: 198, -20: 9802}, zeros=500)),
-        held("a:grad", counted({-24: 204, -20: 9796}, zeros=500)),
+        *("underflow", tiny, 198, 204),
         "about 1.0% of its gradients become 0 in fp16 at loss scale 1 (at most 1%).",
     ),
     (
-        "output near overflow",
-        held("a.b:output", tally(0, amax=32752.0)),
-        held("a.b:output", tally(0, amax=32800.0)),
-        "2^1.0 below overflow (at least a factor of 2^1). Keep it in fp32: --policy "
-        "'lean + module:a.b=fp32'",
+        *("output near overflow", lambda x: held("a.b:output", tally(0, amax=x))),
+        *(32752.0, 32800.0),
+        (
+            "2^1.0 below overflow (at least a factor of 2^1). Keep it in fp32: "
+            "--policy 'lean + module:a.b=fp32'"
+        ),
     ),
     (
-        "gradient near overflow",
-        replace(
-            held("a:grad", tally(0, amax=32752.0)),
-            config=replace(FP16, loss_scale="1024"),
-        ),
-        replace(
-            held("a:grad", tally(0, amax=32800.0)),
-            config=replace(FP16, loss_scale="1024"),
-        ),
+        *("gradient near overflow", lambda x: near_overflow("1024", x)),
+        *(32752.0, 32800.0),
         "Use --loss-scale measured, or --loss-scale 0.5",
     ),
     (
-        "coarse",
-        held("a:output", tally(0, casts={"fp16": {"signal": 4e6, "noise": 1.0}})),
-        held("a:output", tally(0, casts={"fp16": {"signal": 3e6, "noise": 1.0}})),
+        *("coarse", lambda x: held("a:output", cast_of(x)), 4e6, 3e6),
         "65 dB are left of it in fp16, of 74",
     ),
+    (
+        *("skipped steps", lambda n: skipped(100, 200, 300, *n, 390), (), (350,)),
+        "5 of 400 steps were skipped for inf or NaN, 1.2%; the last is step 390",
+    ),
+    (
+        "scale unsettled",
+        lambda n: scales(*[1024.0] * 2 * n, *ROUNDS, *[1024.0] * n),
+        *(3000, 500),
+        "it fell 3 and rose 3 times in the last",
+    ),
+    (
+        "scale falling",
+        lambda last: scales(*[1024.0] * 40, *[512.0] * 10, *[256.0] * 10, *[last] * 10),
+        *(256.0, 128.0),
+        "fell 3 times in the last 35 steps, to 128, and never rose",
+    ),
+    (
+        *("no loss scale", in_fp16, "2", "none"),
+        "fp16 without a loss scale",
+    ),
+    (
+        *("needless loss scale", lambda scale: in_bf16(loss_scale=scale)),
+        *("none", "dynamic", "bf16 with loss scale dynamic"),
+    ),
+    ("swamped updates", lost, 0.05, 0.06, "6.0% of its updates were rounded"),
+    (
+        *("no masters", lambda given: in_bf16(**given), {}),
+        *({"level": "O3", "master": None}, "--master split"),
+    ),
+    (
+        *("weights already low", lambda last: weights("fp32", last), "fp32", "bf16"),
+        "1 of 2 parameters came in bf16, which level O1 updates without master weights",
+    ),
+    (
+        *("fp16 sums", lambda on: on_gpu(fp16_accumulation=on), False, True),
+        "allow_fp16_accumulation = False",
+    ),
+    (
+        *("gradients summed low", lambda n: in_bf16(level="O3", accumulate=n), 3, 4),
+        "4 micro-batches are added up in bf16",
+    ),
+    ("emulated", rates, 0.9, 0.89, "0.89 of its rate"),
+    (
+        *("casts", lambda s: profiled(ON_CPU, casts_s=s), 0.02, 0.021),
+        "21%; matrix products take 60 ms, and large ones run 8 times",
+    ),
+    (
+        *("fp32 operations", lambda s: profiled(ON_CPU, fp32_only_s=s), 0.025, 0.026),
+        "26 ms of a step of 100 ms",
+    ),
+    (
+        *("fp32 matmuls", lambda s: multiplied(ON_CPU, wide(s), SQUARE), 0.015, 0.016),
+        "16 ms of a step of 100 ms, 16%, in fp32 matmuls, in a run in bf16",
+    ),
+    (
+        "small products",
+        lambda n: multiplied(ON_CPU, product([128, 128], [128, n])),
+        *(128, 127, "(128 x 128) (128 x 127) is 4 million operations"),
+    ),
+    (
+        "sizes and AMX tiles",
+        lambda sizes: multiplied(ON_CPU, product(*sizes)),
+        *(([512, 768], [768, 768]), ([500, 100], [100, 770])),
+        "(500 x 100) (100 x 770) does not fill tiles",
+    ),
+    (
+        "sizes and tensor cores",
+        lambda n: multiplied(ON_GPU, product([4096, 1024], [1024, n])),
+        *(1024, 1025),
+        "(4096 x 1024) (1024 x 1025) has sizes that are no multiple of 8",
+    ),
+    (
+        *("overhead", lambda s: profiled(ON_CPU, python_s=s), 0.03, 0.031),
+        "31 ms of a step of 100 ms, 31%, between 24 operations",
+    ),
+    (
+        *("waits", lambda n: profiled(ON_GPU, waits=n, wait_s=0.05), 1, 2),
+        "2 host-device synchronizations in a step",
+    ),
+    (
+        *("data loading", lambda s: profiled(ON_CPU, input_s=s), 0.01, 0.011),
+        "11 ms of a step of 100 ms",
+    ),
+    (
+        *("divergence", lambda last: losses(*[1.0] * 40, *[last] * 4), 1.5, 1.6),
+        "it begins at 1, reaches 1.6 about step 42, and ends at 1.6 (medians)",
+    ),
+    (
+        *("loss rebound", lambda x: losses(*[2.0] * 10, *[1.0] * 20, *[x] * 10)),
+        *(1.5, 1.6),
+        "it fell from 2 to 1 about step 14, and is back at 1.6 in the end",
+    ),
+    (
+        *("loss does not fall", lambda x: losses(*[1.0] * 25, *[x] * 25), 0.97, 0.98),
+        "it is 1 at the beginning and 0.98 after 50 steps",
+    ),
+    (
+        *("overfitting", lambda last: evaluated(1.0, 0.5, 0.52, last), 0.55, 0.56),
+        "it is lowest at step 20, 0.5, and 0.56 at step 40, while the training loss",
+    ),
+    (
+        "class never predicted",
+        lambda n: classes((20, 14), (10, 16 + n), (n, 0)),
+        *(4, 5, "never predicted on dev, with how often each is there: c2 (5)"),
+    ),
+    ("clipping", clipped, 90, 91, "91 of 100 steps, 91%, were clipped to"),
+    (
+        *("repeated texts", lambda n: texts(repeated=n), 20, 21),
+        "21 of 1,000 texts, 2.1%, equal an earlier one",
+    ),
+    (
+        *("contradicting labels", lambda n: texts(contradicting=n), 2, 3),
+        "3 of 1,000 texts, 0.3%, are there with another label, too",
+    ),
+    (
+        *("leak", lambda n: texts(in_train=n), 5, 6),
+        "6 of 1,000 texts, 0.6%, are in train too: scores on dev are too good",
+    ),
+]
+CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
+    *((name, run(low), run(high), said) for name, run, low, high, said in LIMITS),
+    # rule, just healthy, just sick, words of what is said
     (
         "bad op",
         RunFacts(config=FP16, stats=CALM.stats),
@@ -223,10 +367,8 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "was non-finite once, first at step 7 (none)",
     ),
     (
-        "not finite backward",
-        not_finite("a.b:grad", FP16),
-        not_finite("a.b:grad", BF16),
-        "Not a matter of the loss scale",
+        *("not finite backward", not_finite("a.b:grad", FP16)),
+        *(not_finite("a.b:grad", BF16), "Not a matter of the loss scale"),
     ),
     (
         "loss not finite",
@@ -235,173 +377,13 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "it was not finite in 1 step with an update, first in step 2",
     ),
     (
-        "skipped steps",
-        skipped(100, 200, 300, 390),
-        skipped(100, 200, 300, 350, 390),
-        "5 of 400 steps were skipped for inf or NaN, 1.2%; the last is step 390",
-    ),
-    (
-        "scale unsettled",
-        scales(*[1024.0] * 6000, *ROUNDS, *[1024.0] * 5000),
-        scales(*[1024.0] * 1000, *ROUNDS, *[1024.0] * 500),
-        "it fell 3 and rose 3 times in the last",
-    ),
-    (
-        "scale falling",
-        scales(*[1024.0] * 40, *[512.0] * 10, *[256.0] * 20),
-        scales(*[1024.0] * 40, *[512.0] * 10, *[256.0] * 10, *[128.0] * 10),
-        "fell 3 times in the last 35 steps, to 128, and never rose",
-    ),
-    (
-        "schedule on skipped steps",
-        skipped(100, 200),
+        *("schedule on skipped steps", skipped(100, 200)),
         RunFacts(
             steps=steps(
                 step(n, skipped=n in {20, 30}, lr=1.0 / n) for n in range(1, 40)
             )
         ),
         "the rate moved on after 2 of 2 skipped steps",
-    ),
-    (
-        "no loss scale",
-        RunFacts(config=replace(FP16, loss_scale="2")),
-        RunFacts(config=replace(FP16, loss_scale="none")),
-        "fp16 without a loss scale",
-    ),
-    (
-        "needless loss scale",
-        RunFacts(config=BF16),
-        RunFacts(config=replace(BF16, loss_scale="dynamic")),
-        "bf16 with loss scale dynamic",
-    ),
-    ("swamped updates", lost(0.05), lost(0.06), "6.0% of its updates were rounded"),
-    (
-        "no masters",
-        RunFacts(config=BF16),
-        RunFacts(config=replace(BF16, level="O3", master=None)),
-        "--master split",
-    ),
-    (
-        "weights already low",
-        weights("fp32", "fp32"),
-        weights("fp32", "bf16"),
-        "1 of 2 parameters came in bf16, which level O1 updates without master weights",
-    ),
-    (
-        "fp16 sums",
-        RunFacts(config=ON_GPU, machine=MachineFacts(fp16_accumulation=False)),
-        RunFacts(config=ON_GPU, machine=MachineFacts(fp16_accumulation=True)),
-        "allow_fp16_accumulation = False",
-    ),
-    (
-        "gradients summed low",
-        RunFacts(config=replace(BF16, level="O3", accumulate=3)),
-        RunFacts(config=replace(BF16, level="O3", accumulate=4)),
-        "4 micro-batches are added up in bf16",
-    ),
-    ("emulated", rates(0.9), rates(0.89), "0.89 of its rate"),
-    (
-        "casts",
-        profiled(ON_CPU, casts_s=0.02),
-        profiled(ON_CPU, casts_s=0.021),
-        "21%; matrix products take 60 ms, and large ones run 8 times",
-    ),
-    (
-        "fp32 operations",
-        profiled(ON_CPU, fp32_only_s=0.025),
-        profiled(ON_CPU, fp32_only_s=0.026),
-        "26 ms of a step of 100 ms",
-    ),
-    (
-        "fp32 matmuls",
-        profiled(ON_CPU, rows=[wide(0.015), product([512, 512], [512, 512])]),
-        profiled(ON_CPU, rows=[wide(0.016), product([512, 512], [512, 512])]),
-        "16 ms of a step of 100 ms, 16%, in fp32 matmuls, in a run in bf16",
-    ),
-    (
-        "small products",
-        profiled(ON_CPU, rows=[product([128, 128], [128, 128])]),
-        profiled(ON_CPU, rows=[product([128, 128], [128, 127])]),
-        "(128 x 128) (128 x 127) is 4 million operations",
-    ),
-    (
-        "sizes and AMX tiles",
-        profiled(ON_CPU, rows=[product([512, 768], [768, 768])]),
-        profiled(ON_CPU, rows=[product([500, 100], [100, 770])]),
-        "(500 x 100) (100 x 770) does not fill tiles",
-    ),
-    (
-        "sizes and tensor cores",
-        profiled(ON_GPU, rows=[product([4096, 1024], [1024, 1024])]),
-        profiled(ON_GPU, rows=[product([4096, 1024], [1024, 1025])]),
-        "(4096 x 1024) (1024 x 1025) has sizes that are no multiple of 8",
-    ),
-    (
-        "overhead",
-        profiled(ON_CPU, python_s=0.03),
-        profiled(ON_CPU, python_s=0.031),
-        "31 ms of a step of 100 ms, 31%, between 24 operations",
-    ),
-    (
-        "waits",
-        profiled(ON_GPU, waits=1, wait_s=0.05),
-        profiled(ON_GPU, waits=2, wait_s=0.05),
-        "2 host-device synchronizations in a step",
-    ),
-    (
-        "data loading",
-        profiled(ON_CPU, input_s=0.01),
-        profiled(ON_CPU, input_s=0.011),
-        "11 ms of a step of 100 ms",
-    ),
-    (
-        "divergence",
-        losses(*[1.0] * 40, *[1.5] * 4),
-        losses(*[1.0] * 40, *[1.6] * 4),
-        "it begins at 1, reaches 1.6 about step 42, and ends at 1.6 (medians)",
-    ),
-    (
-        "loss rebound",
-        losses(*[2.0] * 10, *[1.0] * 20, *[1.5] * 10),
-        losses(*[2.0] * 10, *[1.0] * 20, *[1.6] * 10),
-        "it fell from 2 to 1 about step 14, and is back at 1.6 in the end",
-    ),
-    (
-        "loss does not fall",
-        losses(*[1.0] * 25, *[0.97] * 25),
-        losses(*[1.0] * 25, *[0.98] * 25),
-        "it is 1 at the beginning and 0.98 after 50 steps",
-    ),
-    (
-        "overfitting",
-        evaluated(1.0, 0.5, 0.52, 0.55),
-        evaluated(1.0, 0.5, 0.52, 0.56),
-        "it is lowest at step 20, 0.5, and 0.56 at step 40, while the training loss",
-    ),
-    (
-        "class never predicted",
-        classes((20, 14), (10, 20), (4, 0)),
-        classes((20, 14), (10, 21), (5, 0)),
-        "never predicted on dev, with how often each is there: c2 (5)",
-    ),
-    ("clipping", clipped(90), clipped(91), "91 of 100 steps, 91%, were clipped to"),
-    (
-        "repeated texts",
-        texts(repeated=20),
-        texts(repeated=21),
-        "21 of 1,000 texts, 2.1%, equal an earlier one",
-    ),
-    (
-        "contradicting labels",
-        texts(contradicting=2),
-        texts(contradicting=3),
-        "3 of 1,000 texts, 0.3%, are there with another label, too",
-    ),
-    (
-        "leak",
-        texts(in_train=5),
-        texts(in_train=6),
-        "6 of 1,000 texts, 0.6%, are in train too: scores on dev are too good",
     ),
 ]
 
@@ -561,10 +543,7 @@ SAID: dict[str, tuple[RunFacts, str, str, str]] = {
         *("underflow", "", ""),
     ),
     "a loss that is not scaled is not told to lower its scale": (
-        replace(
-            held("a:grad", tally(0, amax=60000.0)),
-            config=replace(FP16, loss_scale="none"),
-        ),
+        near_overflow("none", 60000.0),
         *("gradient near overflow", "warning", "as the loss; or train in bf16"),
     ),
     "an output beyond fp16 was never there": (

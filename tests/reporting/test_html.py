@@ -116,14 +116,6 @@ def test_a_mean_is_drawn_over_pale_points() -> None:
     assert values == pytest.approx([3, 3, 5, 6])
 
 
-def test_zero_is_a_gap_on_a_logarithmic_axis() -> None:
-    """Law: what has no logarithm is left out; ticks are plain numbers."""
-    svg = chart(0.01, 1.0, 0.0, 100.0, 1.0, log_y=True).svg()
-    assert [line.count("M") for line in strokes(svg)] == [2]
-    assert {"0.01", "1", "100"} <= set(words(svg))
-    assert "$" not in "".join(words(chart(2.0, 3.0, log_y=True).svg()))
-
-
 def test_a_point_between_gaps_is_marked() -> None:
     """Law: a value without neighbours is seen; one with neighbours has no mark."""
     mark = r"<use [^>]*#0072b2"
@@ -302,34 +294,24 @@ CONFUSION = Table("On dev", ("truth", "a", "b & c"), (("a", 3, 1), ("b & c", 0, 
 
 def test_heat_is_a_table_with_names_of_rows_and_columns() -> None:
     """Law: a reader of tables finds every count under its two names."""
-    root = parsed(
-        page(
-            "t",
-            [Section("s", confusion_matrices=(ConfusionMatrix(CONFUSION, "guess"),))],
-        )
-    )
+    matrices = (ConfusionMatrix(CONFUSION, "guess"),)
+    root = parsed(page("t", [Section("s", confusion_matrices=matrices)]))
     heat = root.find(".//table")
     assert heat is not None
     scopes = [(th.get("scope"), th.text) for th in heat.iter("th")]
     across = [("col", "truth"), ("colgroup", "guess"), ("col", "a"), ("col", "b & c")]
     assert scopes == [*across, ("row", "a"), ("row", "b & c")]
     assert [td.text for td in heat.iter("td")] == ["3", "1", "0", "0"]
-    group = heat.find(".//th[@scope='colgroup']")
-    assert group is not None
-    assert group.get("colspan") == "2"
+    assert [th.get("colspan") for th in heat.iter("th")].count("2") == 1
 
 
 def test_heat_is_shaded_by_the_share_of_a_row() -> None:
-    """Law: full shade for a whole row, none for zero; agreement has its own colour."""
+    """Law: full shade for a whole row, none for zero or no count; agreement differs."""
     drawn = ConfusionMatrix(CONFUSION, "guess").shaded_rows()
     assert drawn == [
         ("a", [("3", "rgba(0,114,178,0.450)"), ("1", "rgba(213,94,0,0.150)")]),
         ("b & c", [("0", "rgba(213,94,0,0.000)"), ("0", "rgba(0,114,178,0.000)")]),
     ]
-
-
-def test_heat_keeps_cells_that_are_no_count() -> None:
-    """Law: a cell without a count has no shade and does not change the others."""
     table = Table("", ("truth", "a", "b"), (("a", None, 2),))
     assert ConfusionMatrix(table, "guess").shaded_rows() == [
         ("a", [("-", "rgba(0,114,178,0.000)"), ("2", "rgba(213,94,0,0.600)")])
@@ -339,20 +321,13 @@ def test_heat_keeps_cells_that_are_no_count() -> None:
 def test_bar_shows_shares_of_the_sum() -> None:
     """Law: widths are shares in percent, and the words below tell the same."""
     bar = Bar("Time", (("in", 1.0), ("out & back", 3.0), ("rest", 0.0)))
-    assert [part[:2] for part in bar.segments()] == [
-        ("in", 25.0),
-        ("out & back", 75.0),
-        ("rest", 0.0),
-    ]
+    shares = {name: share for name, share, _ in bar.segments()}
+    assert shares == {"in": 25.0, "out & back": 75.0, "rest": 0.0}
     root = parsed(page("t", [Section("s", bars=(bar,))]))
     widths = [span.get("style", "").split(";")[0] for span in root.iter("span")]
     assert widths == ["width:25.000%", "width:75.000%", "width:0.000%"]
     legend = ["".join(item.itertext()) for item in root.iter("li")]
     assert legend == ["in 25.0 %", "out & back 75.0 %", "rest 0.0 %"]
-
-
-def test_bar_of_nothing() -> None:
-    """Law: parts that are all zero take no room, and no division by zero."""
     assert [share for _, share, _ in Bar("", (("a", 0.0),)).segments()] == [0.0]
 
 
@@ -372,8 +347,14 @@ def test_a_flag_stays_in_one_line() -> None:
     assert ".flag { white-space: nowrap; }" in html
 
 
-def test_ticks_of_a_logarithmic_axis_are_plain_numbers() -> None:
-    """Law: between powers of ten, too, a tick is written as people write it."""
-    ticks = words(chart(9000.0, 65536.0, log_y=True).svg())
+def test_a_logarithmic_axis() -> None:
+    """Law: what has no logarithm is left out; ticks are plain numbers."""
+    svg = chart(0.01, 1.0, 0.0, 100.0, 1.0, log_y=True).svg()
+    assert [line.count("M") for line in strokes(svg)] == [2]
+    assert {"0.01", "1", "100"} <= set(words(svg))
+    assert "$" not in "".join(words(chart(2.0, 3.0, log_y=True).svg()))
+    ticks = words(
+        chart(9000.0, 65536.0, log_y=True).svg()
+    )  # between powers of ten, too
     assert {"10000", "60000"} <= set(ticks)
     assert not [tick for tick in ticks if "e" in tick and tick[0].isdigit()]
