@@ -152,35 +152,27 @@ def test_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("make", [cases.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("clip", [0.25, 1e6, math.inf])
 def test_norm_is_torchs(make: Make, form: str, clip: float) -> None:
-    """Law: `grad_norm` is the fp64 norm of the gradients; a large limit changes none.
+    """Law: `grad_norm` is the fp64 norm of unscaled gradients; a large limit is none.
 
     Within one rounding a number of fp32 where torch adds up squares.
     """
-    session, free = (cases.start(make, form, clip_grad_norm=c) for c in (clip, None))
+    session, free, scaled = (
+        cases.start(make, form, clip_grad_norm=c, loss_scale=scale)
+        for c, scale in ((clip, "none"), (None, "none"), (clip, 1024.0))
+    )
     for number in range(3):
         slopes = cases.slopes_of(session.model, number)
         report = cases.go(session, slopes)
-        silent = cases.go(free, slopes)
         exact = math.sqrt(
             sum(s.double().square().sum().item() for s in slopes.values())
         )
         count = sum(s.numel() for s in slopes.values())
         assert report.grad_norm == pytest.approx(exact, rel=count * 2.0**-24)
-        assert silent.grad_norm is None
+        assert cases.go(free, slopes).grad_norm is None
+        # Powers of two: no bit may differ.
+        assert cases.go(scaled, slopes).grad_norm == report.grad_norm
     assert same(cases.everything(session), cases.everything(free)) == (clip > 1)
-
-
-def test_norm_of_scaled_gradients() -> None:
-    """Law: the norm is that of unscaled gradients, whatever the loss scale."""
-    sessions = [
-        cases.start(cases.SGD, "split", clip_grad_norm=0.5, loss_scale=scale)
-        for scale in (1.0, 1024.0)
-    ]
-    slopes = cases.slopes_of(sessions[0].model, 1)
-    one, other = (cases.go(session, slopes) for session in sessions)
-    # Powers of two: no bit may differ.
-    assert one.grad_norm == other.grad_norm
-    assert same(*(session.weights() for session in sessions))
+    assert same(cases.everything(session), cases.everything(scaled))
 
 
 @cases.every_form
@@ -239,29 +231,22 @@ class Odd(nn.Module):
     forward = cases.Mixed.forward
 
 
+LAYOUTS = {
+    "transposed": (torch.randn(4, 3).t(), True),
+    "channels_last": (
+        torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        True,
+    ),
+    "permuted": (torch.randn(2, 3, 4).permute(2, 0, 1), True),
+    "gaps": (torch.randn(8, 3)[::2], False),
+    "scalar": (torch.randn(()), True),
+    "empty": (torch.randn(0, 3), True),
+}
+
+
 @cases.every_form
 @pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAMW])
-@pytest.mark.parametrize(
-    ("weight", "known"),
-    [
-        (torch.randn(4, 3).t(), True),
-        (torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last), True),
-        (torch.randn(2, 3, 4).permute(2, 0, 1), True),
-        (torch.randn(8, 3)[::2], False),
-        (torch.randn(()), True),
-        (torch.randn(0, 3), True),
-        (torch.randn(1, 3).t(), True),
-    ],
-    ids=[
-        "transposed",
-        "channels_last",
-        "permuted",
-        "gaps",
-        "scalar",
-        "empty",
-        "column",
-    ],
-)
+@pytest.mark.parametrize(("weight", "known"), LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(make: Make, form: str, weight: Tensor, *, known: bool) -> None:
     """Law: a weight with gaps has no kernel, all others have; both are torch's step."""
     low = Odd(weight.bfloat16() if known else weight.clone())
@@ -278,7 +263,6 @@ def test_layouts(make: Make, form: str, weight: Tensor, *, known: bool) -> None:
         assert "gaps in memory" in masters.describe()
     twin = copy.deepcopy(low).float()
     reference = make(twin.parameters())
-    slopes = {n: torch.ones_like(p) for n, p in low.named_parameters()}
     for param, other in zip(low.parameters(), twin.parameters(), strict=True):
         param.grad = torch.ones_like(param)
         other.grad = torch.ones_like(other)
@@ -290,6 +274,4 @@ def test_layouts(make: Make, form: str, weight: Tensor, *, known: bool) -> None:
     for held, other in zip(cases.adopted(optimizer), twin.parameters(), strict=True):
         # One step: some roundings of fp32, and what the form takes.
         limit = 40 * 2.0**-24 * (other.abs() + 1) + ROUNDED[form] * (other.abs() + 1)
-        assert bool(((masters.fp32_value(held) - other).abs() <= limit).all()), (
-            slopes.keys()
-        )
+        assert bool(((masters.fp32_value(held) - other).abs() <= limit).all())
