@@ -66,13 +66,13 @@ NUMERIC = {
         "casting/test_custom_functions_operators",
     ),
     *(
-        "scaling/test_isolated_passes",
+        "scaling/test_per_pass",
         "masters/test_bf16_codecs",
         "casting/test_dispatch_kernels",
         "policy/test_levels",
     ),
     *(
-        "scaling/test_logmax_strategy",
+        "scaling/test_strategies_logmax",
         "masters/test_master",
         "masters/test_masters_direct",
         "masters/test_masters_forms",

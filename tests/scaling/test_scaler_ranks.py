@@ -6,6 +6,8 @@ Under torchrun, `ranks` runs the cases of this file in each of several processes
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,10 +34,12 @@ from ranks import (
 )
 from small_training import same
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from halfstep.scaling import LossScaleCollapse
+from halfstep.scaling import LossScaleCollapse, ScaleRule, ScaleState
+from halfstep.scaling.strategies import MeasuredStrategy, make_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -270,6 +274,40 @@ def dropped(group: Group, ddp: bool) -> dict[str, Any]:
     return seen | {"scale": scaler.get_scale()}
 
 
+ASKED = list(itertools.product(("measured", "logmax"), ("ddp", "root", "nested")))
+
+
+def asked(group: Group, word: str, kind: str) -> dict[str, Any]:
+    """Return what a rank asks for, first and after each step, and what it knows.
+
+    Left alone, a rank would choose a scale of its own.
+    """
+    model: Any = net()
+    if kind == "ddp":
+        model = DistributedDataParallel(model, process_group=group)
+    elif kind == "nested":
+        for layer in model.children():
+            fully_shard(layer)
+    if kind != "ddp":
+        fully_shard(model)
+    own = MeasuredStrategy(every=2) if word == "measured" else make_strategy(word)
+    # Low enough that nothing overflows: an overflow is the same on all ranks.
+    state = replace(ScaleState.first(ScaleRule()), scale=torch.tensor(2.0))
+    answers = []
+    for step in range(3):
+        with torch.autocast("cpu", torch.float16):
+            out = model(batch(step))
+        loss = out.float().square().mean() * (4096.0 if dist.get_rank() else 1.0)
+        first = own.on_loss(loss, state)
+        answers += [first] if step == 0 else []
+        state = state if first is None else replace(state, scale=first)
+        (loss * state.scale).backward()
+        gradients = [p.grad / state.scale for p in model.parameters()]
+        answers.append(own.propose(gradients, state, torch.tensor(0.0)))
+        model.zero_grad()
+    return {"answers": answers, "state": own.state_dict()}
+
+
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **{
         f"replicas {kind} {clip}": functools.partial(
@@ -289,6 +327,10 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     },
     **{
         f"collapse {ddp}": functools.partial(collapse, ddp=ddp) for ddp in (False, True)
+    },
+    **{
+        f"asked {word} {kind}": functools.partial(asked, word=word, kind=kind)
+        for word, kind in ASKED
     },
     **{f"dropped {ddp}": functools.partial(dropped, ddp=ddp) for ddp in (False, True)},
 }
@@ -366,3 +408,15 @@ def test_dropped_passes(ranks: list[dict[str, Any]], ddp: bool) -> None:
     seen = agreed(ranks, f"dropped {ddp}", "weights", "state", "scale", "bad")
     torch.testing.assert_close(seen["weights"], seen["plain"]["weights"])
     assert seen["scale"] == scales(seen["bad"])[-1]
+
+
+@pytest.mark.parametrize(("word", "kind"), ASKED)
+def test_strategies(ranks: list[dict[str, Any]], word: str, kind: str) -> None:
+    """Law: whatever a rank saw, all of them get one scale.
+
+    Measured tries where no node is written in Python, as FSDP's between layers are.
+    """
+    seen = agreed(ranks, f"asked {word} {kind}")
+    begin, *wishes = [answer is not None for answer in seen["answers"]]
+    assert begin == (word == "measured" and kind != "nested")
+    assert wishes == ([True, False, True] if word == "measured" else [True] * 3)
