@@ -73,7 +73,7 @@ def compiled(log: Path) -> int:
 
 
 @needs_compiler
-def test_described(cache: Path) -> None:
+def test_described(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: kernels say what compiled them, and whose threads they use."""
     assert cpu_kernels.available()
     assert cpu_kernels.describe().startswith("compiled with ")
@@ -81,11 +81,6 @@ def test_described(cache: Path) -> None:
         cpu_kernels.runtime() is None
     )
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-
-
-@needs_compiler
-def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: where torch brings no OpenMP, that is said."""
     monkeypatch.setattr(cpu_kernels, "runtime", lambda: None)
     assert cpu_kernels.describe().endswith("one thread, as torch has no OpenMP")
 
@@ -254,15 +249,7 @@ print(native.describe(), build.flushes_subnormals(), sep="|")
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "words",
-    [
-        "-fsanitize=address",
-        "-Ofast",
-        *(
-            pytest.param(part, marks=pytest.mark.slow)  # of the one above
-            for part in ("-ffast-math", "-funsafe-math-optimizations")
-        ),
-    ],
+    "words", ["-fsanitize=address", "-Ofast -ffast-math -funsafe-math-optimizations"]
 )
 def test_words_that_harm(words: str) -> None:
     """Law: flags in CC neither end the process nor change its arithmetic."""
