@@ -15,8 +15,7 @@ import halfstep as hs
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 FUSED = functools.partial(SGD, fused=True)
 Make = Callable[[Any], torch.optim.Optimizer]
-
-makes = pytest.mark.parametrize("make", [SGD, FUSED], ids=["plain", "fused"])
+MAKES = (SGD, FUSED)
 
 
 class Loop:
@@ -28,25 +27,66 @@ class Loop:
         self.optimizer: Any = make(given)
         self.scaler = scaler
 
-    def backward(self, factor: float = 1.0) -> None:
-        """Run a backward pass; all gradients are `factor`."""
+    def run(self, program: str) -> None:
+        for call in program.split():
+            getattr(self, call)()
+
+    def backward(self) -> None:
+        """Run a backward pass; all gradients are 1."""
         out = self.model(torch.ones(1, 2, dtype=self.model.weight.dtype))
-        self.scaler.scale(out.float().sum() * factor).backward()
+        self.scaler.scale(out.float().sum()).backward()
+
+    def scale(self) -> None:
+        self.scaler.scale(torch.ones(1))
+
+    def unscale(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+
+    def update(self) -> None:
+        self.scaler.update()
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+    def freeze(self) -> None:
+        self.model.requires_grad_(requires_grad=False)
+
+    def move(self) -> None:
+        """Give the optimizer what was made from parameters, and so is no leaf."""
+        # torch's optimizers refuse those; some of others do not.
+        parts = [param * 1 for param in self.model.parameters()]
+        self.optimizer.param_groups[0]["params"] = parts
+
+    def widen(self) -> None:
+        wide: Any = nn.Sequential(*(nn.Linear(1, 1) for _ in range(40)))
+        self.optimizer = SGD(wide.named_parameters())
+
+    def backward_fp16(self, *names: str) -> None:
+        """Run a backward pass with some parameters in fp16."""
+        for name in names or ("bias",):
+            param = getattr(self.model, name)
+            param.data = param.data.half()
+        total = self.model.weight.float().sum() + self.model.bias.float().sum()
+        self.scaler.scale(total).backward()
+
+    def backward_all_fp16(self) -> None:
+        self.backward_fp16("bias", "weight")
 
 
-Program = Callable[[Loop], Any]
-
-
-def said(program: Program, **more: Any) -> tuple[str, str]:
-    """Return torch's words for a program, and what ours adds, once both are judged.
+def said(program: str, **more: Any) -> str:
+    """Return what our message adds to torch's, once both are judged.
 
     Torch's come from torch's own scaler; ours begin with them, have the same type,
     are one line of at most 60 words, and end with a full stop.
     """
     errors, texts = [], []
     for scaler in (torch.amp.GradScaler("cpu"), hs.GradScaler("cpu")):
+        loop = Loop(scaler, **more)
         with pytest.raises((AssertionError, RuntimeError, ValueError)) as caught:
-            program(Loop(scaler, **more))
+            loop.run(program)
         errors.append(caught.value)
         # A session that another test has left alive adds its own advice.
         texts.append(str(caught.value).partition("\n-> If a halfstep session")[0])
@@ -56,32 +96,7 @@ def said(program: Program, **more: Any) -> tuple[str, str]:
     assert "\n" not in ours
     assert len(ours.split()) <= 60
     assert ours.endswith(".")
-    return theirs, ours[len(theirs) :]
-
-
-# No gradients
-
-
-def forgotten(loop: Loop) -> None:
-    """Step without a backward pass since gradients were cleared."""
-    loop.backward()
-    loop.optimizer.zero_grad()
-    loop.scaler.step(loop.optimizer)
-
-
-def frozen(loop: Loop) -> None:
-    loop.model.requires_grad_(requires_grad=False)
-    loop.scaler.scale(torch.ones(1))
-    loop.scaler.step(loop.optimizer)
-
-
-def moved(loop: Loop) -> None:
-    """Step what was made from parameters, and so is no leaf."""
-    loop.scaler.scale(torch.ones(1))
-    # torch's optimizers refuse those; some of others do not.
-    parts = [param * 1 for param in loop.model.parameters()]
-    loop.optimizer.param_groups[0]["params"] = parts
-    loop.scaler.step(loop.optimizer)
+    return ours[len(theirs) :]
 
 
 CLEARED = (
@@ -92,109 +107,76 @@ NO_LEAVES = (
     " Likely cause: some are not leaf tensors: make the optimizer after moving the "
     "model."
 )
-
-
-@pytest.mark.parametrize(
-    ("program", "cause"),
-    [
-        (forgotten, CLEARED),
-        (frozen, " Likely cause: they are frozen (requires_grad is False)."),
-        (moved, NO_LEAVES),
-    ],
+HALF = (
+    " is stored in float16: keep weights in float32 and use autocast (level O1), or "
+    "let halfstep.prepare(model, optimizer, 'O2') keep float32 master weights."
 )
+PLAIN: dict[str, str] = {
+    "backward clear step": f" No gradient in weight, bias.{CLEARED}",
+    "freeze scale step": (
+        " No gradient in weight, bias. Likely cause: they are frozen (requires_grad is "
+        "False)."
+    ),
+    "scale move step": f" No gradient in weight, bias.{NO_LEAVES}",
+    "backward widen step": (
+        f" No gradient in 0.weight, 0.bias, 1.weight and 77 more.{CLEARED}"
+    ),
+    "scale unscale backward step": (
+        " Its gradients came after unscale_(): call that after backward()."
+    ),
+}
+FUSED_TOO: dict[str, str | None] = {
+    "backward update": " Call step(optimizer) before update().",
+    "backward step unscale": None,
+    "backward_fp16 unscale": f" bias{HALF}",
+    "backward_all_fp16 unscale": f" weight and 1 more{HALF}",
+    **dict.fromkeys(("unscale", "step", "update"), ""),
+}
+CASES = [
+    *((program, SGD, words) for program, words in PLAIN.items()),
+    *((program, make, FUSED_TOO[program]) for program in FUSED_TOO for make in MAKES),
+    # A fused step says nothing, as torch's; the update after it names them.
+    ("scale step update", FUSED, f" No gradient in weight, bias.{CLEARED}"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_no_gradients(program: Program, cause: str) -> None:
-    """Law: a step without gradients names the parameters, and the likely cause."""
-    for named, names in (
-        (True, "weight, bias"),
-        (False, "group 0 parameter 0 (1, 2), group 0 parameter 1 (1,)"),
-    ):
-        _, added = said(program, named=named)
-        assert added == f" No gradient in {names}.{cause}"
+@pytest.mark.parametrize(("program", "make", "words"), CASES)
+def test_a_wrong_call(program: str, make: Make, words: str | None) -> None:
+    """Law: torch's words are followed by parameters, likely cause and what to call."""
+    added = said(program, make=make)
+    assert words in {None, added}
 
 
-def test_many_names_are_counted() -> None:
-    """Law: of many parameters three are named, and the others counted."""
+def test_parameters_without_names() -> None:
+    added = said("backward clear step", named=False)
+    names = "group 0 parameter 0 (1, 2), group 0 parameter 1 (1,)"
+    assert added == f" No gradient in {names}.{CLEARED}"
 
-    def program(loop: Loop) -> None:
-        wide: Any = nn.Sequential(*(nn.Linear(1, 1) for _ in range(40)))
-        optimizer = SGD(wide.named_parameters())
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_called_twice(call: str, make: Make) -> None:
+    """Law: a second call tells file and line of the first, in this file."""
+
+    def run(scaler: Any) -> str:
+        loop = Loop(scaler, make)
         loop.backward()
-        loop.scaler.step(optimizer)
+        method = getattr(scaler, call)
+        method(loop.optimizer)
+        with pytest.raises(RuntimeError) as caught:
+            method(loop.optimizer)
+        return str(caught.value)
 
-    _, added = said(program)
-    assert added == f" No gradient in 0.weight, 0.bias, 1.weight and 77 more.{CLEARED}"
-
-
-def test_gradients_after_unscaling() -> None:
-    """Law: gradients that came after `unscale_` are told apart from none at all."""
-
-    def program(loop: Loop) -> None:
-        loop.scaler.scale(torch.ones(1))
-        loop.scaler.unscale_(loop.optimizer)
-        loop.backward()
-        loop.scaler.step(loop.optimizer)
-
-    _, added = said(program)
-    words = " Its gradients came after unscale_(): call that after backward()."
-    assert added == words
-
-
-def test_fused_without_gradients() -> None:
-    """Law: a fused step says nothing, as torch's; the update after it names them."""
-
-    def program(loop: Loop) -> None:
-        loop.scaler.scale(torch.ones(1))
-        assert loop.scaler.step(loop.optimizer) is None
-        loop.scaler.update()
-
-    _, added = said(program, make=FUSED)
-    assert added == f" No gradient in weight, bias.{CLEARED}"
-
-
-@makes
-def test_update_before_step(make: Make) -> None:
-    """Law: an update without a step says which call is missing."""
-
-    def program(loop: Loop) -> None:
-        loop.backward()
-        loop.scaler.update()
-
-    _, added = said(program, make=make)
-    assert added == " Call step(optimizer) before update()."
-
-
-# Out of order
-
-
-def test_unscaled_twice() -> None:
-    """Law: a second `unscale_` tells file and line of the first, in this file."""
-
-    def program(loop: Loop) -> None:
-        loop.backward()
-        loop.scaler.unscale_(loop.optimizer)
-        loop.scaler.unscale_(loop.optimizer)
-
-    _, added = said(program)
-    place = f"{__file__}:{program.__code__.co_firstlineno + 2}"
-    cure = "call it once in an iteration, after the last micro-batch, and update()"
-    assert added == f" The first call was at {place}; {cure} at its end."
-
-
-@makes
-def test_stepped_twice(make: Make) -> None:
-    """Law: a step without an update before it is told what is missing."""
-
-    def program(loop: Loop) -> None:
-        loop.backward()
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.step(loop.optimizer)
-
-    _, added = said(program, make=make)
-    assert added.endswith(
-        "call it once in an iteration, for each optimizer, and update() at its end."
+    theirs, ours = map(run, (torch.amp.GradScaler("cpu"), hs.GradScaler("cpu")))
+    when = (
+        "for each optimizer, and"
+        if call == "step"
+        else "after the last micro-batch, and"
     )
-    assert f"{__file__}:{program.__code__.co_firstlineno + 2};" in added
+    cure = f"call it once in an iteration, {when} update() at its end."
+    place = f"{__file__}:{run.__code__.co_firstlineno + 4}"
+    assert ours == f"{theirs} The first call was at {place}; {cure}"
 
 
 def test_a_neighbour_of_the_package_is_named() -> None:
@@ -209,62 +191,11 @@ def test_a_neighbour_of_the_package_is_named() -> None:
     assert f" The first call was at {file}:1; " in str(caught.value)
 
 
-@makes
-def test_unscaled_after_step(make: Make) -> None:
-    """Law: unscaling what was stepped is refused in torch's words."""
-
-    def program(loop: Loop) -> None:
-        loop.backward()
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.unscale_(loop.optimizer)
-
-    said(program, make=make)
-
-
-@makes
-@pytest.mark.parametrize("method", ["unscale_", "step", "update"])
-def test_before_scale(make: Make, method: str) -> None:
-    """Law: without a scaled loss each method says so, in torch's words."""
-
-    def program(loop: Loop) -> None:
-        args = () if method == "update" else (loop.optimizer,)
-        getattr(loop.scaler, method)(*args)
-
-    theirs, added = said(program, make=make)
-    assert f"Attempted {method} but _scale is None." in theirs
-    assert added == ""
-
-
 def test_neither_tensors_nor_numbers() -> None:
     """Law: other objects are refused in torch's words, full stop or none."""
     errors = []
     for scaler in (torch.amp.GradScaler("cpu"), hs.GradScaler("cpu")):
         with pytest.raises(ValueError, match="outputs must be a Tensor") as caught:
-            scaler.scale(3)  # type: ignore[call-overload]
+            scaler.scale(3)
         errors.append(str(caught.value))
     assert errors[0] == errors[1]
-
-
-# fp16 gradients
-
-
-@makes
-@pytest.mark.parametrize("both", [False, True])
-def test_fp16_gradients(make: Make, both: bool) -> None:
-    """Law: the parameter is named, and the level that fits."""
-
-    def program(loop: Loop) -> None:
-        loop.model.bias.data = loop.model.bias.data.half()
-        if both:
-            loop.model.weight.data = loop.model.weight.data.half()
-        total = loop.model.weight.float().sum() + loop.model.bias.float().sum()
-        loop.scaler.scale(total).backward()
-        loop.scaler.unscale_(loop.optimizer)
-
-    _, added = said(program, make=make)
-    whose = "weight and 1 more" if both else "bias"
-    assert added == (
-        f" {whose} is stored in float16: keep weights in float32 and use autocast "
-        "(level O1), or let halfstep.prepare(model, optimizer, 'O2') keep float32 "
-        "master weights."
-    )

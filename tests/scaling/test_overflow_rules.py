@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,36 +22,27 @@ if TYPE_CHECKING:
 WIDTH = 16
 
 
+def scale(factor: float, *layers: nn.Linear) -> None:
+    for layer in layers:
+        layer.weight.data.mul_(factor)
+
+
 class Ffn(nn.Module):
-    def __init__(self, *, bias: bool = True) -> None:
+    """Two layers with a squared ReLU between them."""
+
+    def __init__(self, square: Any = lambda x: x * x, *, bias: bool = True) -> None:
         super().__init__()
         self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(2))
+        self.square = square
         scale(2e3, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x).relu()
-        result: Tensor = self.down(hidden * hidden)
-        return result
-
-
-class PowFfn(Ffn):
-    """The square as a power, which policies keep in fp32 until the next layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(self.up(x).relu() ** 2)
-        return result
-
-
-class InPlaceFfn(Ffn):
-    """The product written in place, which no rule for an operation changes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x).relu()
-        result: Tensor = self.down(hidden.clone().mul_(hidden))
-        return result
+        return self.down(self.square(self.up(x).relu()))
 
 
 class Glu(nn.Module):
+    """A product of two layers, and a layer without bias after it."""
+
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(2))
@@ -59,8 +50,7 @@ class Glu(nn.Module):
         scale(1e3, self.gate, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
-        return result
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 class SquareLstm(nn.Module):
@@ -71,71 +61,58 @@ class SquareLstm(nn.Module):
         scale(2e3, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.lstm(self.up(x) ** 2)[0]
-        return result
+        return self.lstm(self.up(x) ** 2)[0]
 
 
 class Attention(nn.Module):
-    factor = 400.0
+    """Logits of one head, by a function of torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, factor: float = 400.0) -> None:
         super().__init__()
         layers = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.query, self.key, self.value = layers
-        scale(self.factor, self.query, self.key)
+        scale(factor, self.query, self.key)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.query(x) @ self.key(x).transpose(-1, -2)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.query(x) @ self.key(x).transpose(-1, -2)
-        result: Tensor = logits.softmax(-1) @ self.value(x)
-        return result
+        return self.logits(x).softmax(-1) @ self.value(x)
 
 
 class EinsumAttention(Attention):
-    """The same by einsum."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = torch.einsum("btd,bsd->bts", self.query(x), self.key(x))
-        result: Tensor = logits.softmax(-1) @ self.value(x)
-        return result
+    def logits(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,bsd->bts", self.query(x), self.key(x))
 
 
 class Denominator(Attention):
     """A softmax by hand: exponentials are divided after the product with the values."""
 
-    factor = 4.0
-
     def forward(self, x: Tensor) -> Tensor:
-        weights = (self.query(x) @ self.key(x).transpose(-1, -2)).exp()
-        result: Tensor = (weights @ self.value(x)) / weights.sum(-1, keepdim=True)
-        return result
+        weights = self.logits(x).exp()
+        return (weights @ self.value(x)) / weights.sum(-1, keepdim=True)
 
 
-class Large(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        scale(1e5, self)
-
-
-class TwoLarge(nn.Sequential):
-    """Layers in a row: the second casts the result of the first."""
-
-    def __init__(self) -> None:
-        super().__init__(Large(), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+def large(factor: float = 1e5) -> nn.Linear:
+    """Return a layer whose result overflows, or almost."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    scale(factor, layer)
+    return layer
 
 
 class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        scale(3e4, self.layer)
+        self.layer = large(3e4)
 
     def forward(self, x: Tensor) -> Tensor:
         part = self.layer(x)
-        result: Tensor = part + part + part
-        return result
+        return part + part + part
 
 
 class Blocks(nn.Module):
+    """Two numbered layers with the same overflow."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Ffn() for _ in range(2))
@@ -146,45 +123,38 @@ class Blocks(nn.Module):
         return x
 
 
-def scale(factor: float, *layers: nn.Linear) -> None:
-    for layer in layers:
-        layer.weight.data.mul_(factor)
-
-
 class Net(nn.Module):
+    """An embedding, a part with an overflow, a norm and a head."""
+
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.embed, self.body = nn.Linear(WIDTH, WIDTH), part
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.body(self.embed(x))))
-        return logits
+        return self.head(self.norm(self.body(self.embed(x))))
 
 
-class AtRoot(Ffn):
-    """No module encloses the operations but the model itself."""
+def at_root(kind: Any, **more: Any) -> nn.Module:
+    """Return a model: no module encloses the operations but the model itself."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(super().forward(x), (WIDTH,))
+    class Root(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.layer_norm(super().forward(x), (WIDTH,))
 
-
-class GluAtRoot(Glu):
-    """The same with a product of two layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(super().forward(x), (WIDTH,))
+    return Root(**more)
 
 
 class AtRootMatmul(nn.Module):
+    """A product with a parameter of the model itself."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH) * 3e4)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(x.flatten(0, 1) @ self.weight))
-        return logits[None]
+        return self.head(self.norm(x.flatten(0, 1) @ self.weight))[None]
 
 
 def large_product(logits: Tensor) -> Tensor:
@@ -196,41 +166,40 @@ def entropy(logits: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets)
 
 
+BODIES: dict[str, Callable[[], nn.Module]] = {
+    "squared relu": Ffn,
+    # Policies keep a power in fp32 until the next layer.
+    "squared relu by pow": lambda: Ffn(lambda x: x**2),
+    # No rule for an operation changes a product written in place.
+    "squared relu in place": lambda: Ffn(lambda x: x.clone().mul_(x)),
+    "squared relu without bias": lambda: Ffn(bias=False),
+    "glu": Glu,
+    "glu without bias": lambda: Glu(bias=False),
+    "lstm": SquareLstm,
+    "attention": Attention,
+    "einsum": EinsumAttention,
+    "softmax denominator": lambda: Denominator(4.0),
+    "large linear": large,
+    "sum": Sum,
+}
+AT_ROOT = "op:mul=fp32 + module:down=fp32"
 PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], str]] = {
-    "squared relu": (lambda: Net(Ffn()), entropy, "module:body=fp32"),
-    "squared relu by pow": (lambda: Net(PowFfn()), entropy, "module:body=fp32"),
-    "squared relu in place": (lambda: Net(InPlaceFfn()), entropy, "module:body=fp32"),
-    "squared relu at the root": (
-        AtRoot,
-        entropy,
-        "op:mul=fp32 + module:down=fp32",
-    ),
-    "squared relu without bias": (
-        lambda: Net(Ffn(bias=False)),
-        entropy,
-        "module:body=fp32",
-    ),
+    **{
+        name: (lambda make=make: Net(make()), entropy, "module:body=fp32")
+        for name, make in BODIES.items()
+    },
+    "squared relu at the root": (lambda: at_root(Ffn), entropy, AT_ROOT),
     "squared relu without bias at the root": (
-        lambda: AtRoot(bias=False),
-        entropy,
-        "op:mul=fp32 + module:down=fp32",
+        *(lambda: at_root(Ffn, bias=False), entropy, AT_ROOT),
     ),
-    "glu": (lambda: Net(Glu()), entropy, "module:body=fp32"),
-    "glu without bias": (lambda: Net(Glu(bias=False)), entropy, "module:body=fp32"),
-    "glu at the root": (GluAtRoot, entropy, "op:mul=fp32 + module:down=fp32"),
-    "lstm": (lambda: Net(SquareLstm()), entropy, "module:body=fp32"),
-    "attention": (lambda: Net(Attention()), entropy, "module:body=fp32"),
-    "einsum": (lambda: Net(EinsumAttention()), entropy, "module:body=fp32"),
+    "glu at the root": (lambda: at_root(Glu), entropy, AT_ROOT),
     "matmul at the root": (AtRootMatmul, entropy, "op:/linear|matmul|mm/=fp32"),
-    "softmax denominator": (lambda: Net(Denominator()), entropy, "module:body=fp32"),
     "loss product": (lambda: Net(nn.Identity()), large_product, "op:mul=fp32"),
-    "large linear": (lambda: Net(Large()), entropy, "module:body=fp32"),
-    "two layers": (
-        lambda: Net(TwoLarge()),
+    "two layers": (  # the second casts the result of the first
+        lambda: Net(nn.Sequential(large(), nn.ReLU(), nn.Linear(WIDTH, WIDTH))),
         entropy,
         "module:body.0=fp32 + module:body.2=fp32",
     ),
-    "sum": (lambda: Net(Sum()), entropy, "module:body=fp32"),
     "numbered layers": (
         lambda: Net(Blocks()),
         entropy,
