@@ -200,14 +200,3 @@ def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
     assert active_context.active("cpu") is None
     assert not active_context.in_context()
     assert not patched()
-
-
-@pytest.mark.parametrize("setting", range(len(SETTINGS)))
-@pytest.mark.usefixtures("_any_rule")
-def test_each_region_inside_each_other(setting: int) -> None:
-    """Law: the inner region leaves the outer one as it found it, raising or not."""
-    for other in range(len(SETTINGS)):
-        for raises in (False, True):
-            inner = Nest(other, place="module", raises=raises, caught=True)
-            use(Nest(setting, children=(inner, inner)), [])
-    assert state() == FRESH

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure
-from twins import Contexts, entered
+from twins import Contexts, autocast_state, entered, same_bits
 
 from halfstep.casting.custom_functions import full_precision, low_precision, promote
 
@@ -53,11 +53,6 @@ DECORATORS = pytest.mark.parametrize(
 )
 
 
-def state() -> tuple[object, ...]:
-    """Return what torch says of autocast."""
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-
 def product(x: Tensor, w: Tensor) -> Tensor:
     """Return a product in which dtype, order of sums and autocast show."""
     return torch.softmax(x @ w, -1) @ w.mT
@@ -66,14 +61,6 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 def operands(*dtypes: torch.dtype) -> list[Tensor]:
     torch.manual_seed(1)
     return [torch.randn(5, 5, dtype=dtype, requires_grad=True) for dtype in dtypes]
-
-
-def assert_same(left: Tensor | None, right: Tensor | None) -> None:
-    """Assert that two tensors are equal to the bit, dtype included."""
-    assert left is not None
-    assert right is not None
-    assert left.dtype == right.dtype
-    assert torch.equal(left, right)
 
 
 # Which dtype
@@ -94,56 +81,22 @@ def test_casts_as_by_hand(
     by_hand = product(x.to(expected), w.to(expected))
     grads = torch.autograd.grad(by_hand.float().square().sum(), (x, w))
     with entered(regions):
-        before = state()
+        before = autocast_state()
         actual = decorator(product)(x, w)
-        assert state() == before
-    assert_same(actual, by_hand)
+        assert autocast_state() == before
+    assert same_bits(actual, by_hand)
     actual.float().square().sum().backward()  # type: ignore[no-untyped-call]
-    assert_same(x.grad, grads[0])
-    assert_same(w.grad, grads[1])
+    assert same_bits(x.grad, grads[0])
+    assert same_bits(w.grad, grads[1])
     assert (x.grad.dtype, w.grad.dtype) == dtypes  # type: ignore[union-attr]
 
 
 @DECORATORS
-@pytest.mark.parametrize("regions", [(), (BF16, None)])
-def test_off_it_is_untouched(decorator: Decorator, regions: Contexts) -> None:
-    """Law: with autocast off the function gets the very objects, in their dtypes."""
-    seen: list[object] = []
-    given_ = operands(FP32, BF16, FP16, FP64)
-
-    def function(*args: object, **kwargs: object) -> None:
-        seen.extend([*args, *kwargs.values()])
-
-    with entered(regions):
-        decorator(function)(given_[0], given_, last=given_[1])
-    expected = (given_[0], given_, given_[1])
-    assert all(a is b for a, b in zip(seen, expected, strict=True))
-
-
-@DECORATORS
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_runs_with_autocast_off(decorator: Decorator, dtype: torch.dtype) -> None:
-    """Law: inside autocast is off, with the region's dtype; a region inside may open.
-
-    Without floating tensors there is no device to speak of: autocast stays on.
-    """
-
-    @decorator
-    def inside(*_: object) -> tuple[object, ...]:
-        with torch.autocast("cpu", FP16):
-            assert state() == (True, FP16)
-        return state()
-
-    x = torch.ones(2)
-    with torch.autocast("cpu", dtype):
-        assert inside(x) == inside(3, [{"x": x.double()}]) == (False, dtype)
-        assert inside() == inside(torch.arange(2), torch.ones(1) > 0) == (True, dtype)
-        assert inside(x.to("meta")) == (True, dtype)
-
-
-@DECORATORS
 def test_no_copy_without_need(decorator: Decorator) -> None:
-    """Law: what cannot be cast is passed as the object it is."""
+    """Law: what cannot be cast is passed as the object it is.
+
+    So is everything while autocast is off.
+    """
     x = torch.ones(2)
     untouched: list[object] = [
         *(x.double(), x.int(), x > 0),
@@ -156,13 +109,45 @@ def test_no_copy_without_need(decorator: Decorator) -> None:
     ]
 
     @decorator
-    def function(*args: object) -> tuple[object, ...]:
-        return args
+    def function(*args: object, last: object) -> tuple[object, ...]:
+        return *args, last
 
     for wanted in (x, x.bfloat16(), x.half()):
         with torch.autocast("cpu"):
-            rest = function(wanted, *untouched)[1:]
-        assert all(a is b for a, b in zip(rest, untouched, strict=True))
+            rest = function(wanted, *untouched[:-1], last=untouched[-1])[1:]
+            assert all(a is b for a, b in zip(rest, untouched, strict=True))
+            with torch.autocast("cpu", enabled=False):
+                assert all(each is wanted for each in function(wanted, last=wanted))
+        nested = [wanted]
+        assert function(nested, last=wanted)[0] is nested
+        assert nested[0] is wanted
+
+
+@DECORATORS
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_runs_with_autocast_off(decorator: Decorator, dtype: torch.dtype) -> None:
+    """Law: inside autocast is off, with the region's dtype; a region inside may open.
+
+    Without floating tensors there is no device to speak of: autocast stays on. After an
+    error it is as it was before the call.
+    """
+
+    @decorator
+    def inside(*args: object) -> tuple[object, ...]:
+        with torch.autocast("cpu", FP16):
+            assert autocast_state()[:2] == (True, FP16)
+        if args == ("broken",):
+            raise ZeroDivisionError
+        return autocast_state()[:2]
+
+    x = torch.ones(2)
+    with torch.autocast("cpu", dtype):
+        assert inside(x) == inside(3, [{"x": x.double()}]) == (False, dtype)
+        assert inside() == inside(torch.arange(2), torch.ones(1) > 0) == (True, dtype)
+        assert inside(x.to("meta")) == (True, dtype)
+        with pytest.raises(ZeroDivisionError):
+            inside("broken")
+        assert autocast_state()[:2] == (True, dtype)
 
 
 # Nested arguments
@@ -205,7 +190,7 @@ def test_nested_casts_are_torchs(args: list[Any], kwargs: dict[str, Any]) -> Non
     assert tree_structure(actual) == tree_structure(expected)
     for left, right in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
         if isinstance(left, Tensor):
-            assert_same(left, right)
+            assert same_bits(left, right)
         else:
             assert left == right
 
@@ -268,23 +253,6 @@ def test_signature_is_kept(decorator: Decorator) -> None:
 # In company
 
 
-@DECORATORS
-def test_exceptions_restore_the_state(decorator: Decorator) -> None:
-    """Law: after an error inside, autocast is as it was before the call."""
-
-    @decorator
-    def broken(_: Tensor) -> None:
-        assert not torch.is_autocast_enabled("cpu")
-        raise ZeroDivisionError
-
-    before = state()
-    with torch.autocast("cpu", FP16):
-        with pytest.raises(ZeroDivisionError):
-            broken(torch.ones(2))
-        assert state() == (True, FP16)
-    assert state() == before
-
-
 def test_decorated_calls_decorated() -> None:
     """Law: a decorated function inside another is called untouched; so is recursion."""
     seen: list[torch.dtype] = []
@@ -297,7 +265,7 @@ def test_decorated_calls_decorated() -> None:
 
     with torch.autocast("cpu"):
         low_precision(inner)(torch.ones(2), 1)
-        assert state() == (True, BF16)
+        assert autocast_state()[:2] == (True, BF16)
         inner(torch.ones(2), 1)
     assert seen == [BF16, FP16, FP32, FP16]
 

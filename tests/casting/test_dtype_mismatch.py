@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
-from halfstep.policy import Policy, Rule, check_ops, decide, matching_ops
+from halfstep.policy import Policy, Rule, check_ops, decide
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,22 +60,16 @@ PRODUCTS = [
 ]
 OTHERS = [
     Case("dot", lambda a, b: torch.dot(a[0], b[0])),
-    Case("vdot", lambda a, b: torch.vdot(a[0], b[0])),
     Case("tensordot", torch.tensordot),
     Case("cross", lambda a, b: torch.cross(a.expand(3, 2, 2), b.expand(3, 2, 2))),
     Case("bilinear", lambda a, b: functional.bilinear(a, a, b.expand(3, 2, 2))),
     Case("lerp", lambda a, b: a.lerp(b, 0.5)),
-    Case("lerp", lambda a, b: torch.lerp(a, a, weight=b)),
     Case("index_put", lambda a, b: a.index_put((INDEX,), b)),
     Case("index_add", lambda a, b: a.index_add(0, INDEX, b)),
-    Case("index_reduce", lambda a, b: a.index_reduce(0, INDEX, b, "mean")),
     Case("put", lambda a, b: torch.put(a, INDEX, b[0])),
     Case("scatter", lambda a, b: a.scatter(0, INDEX.expand(2, 2), b)),
-    Case("scatter_add", lambda a, b: a.scatter_add(0, INDEX.expand(2, 2), b)),
-    Case("scatter_reduce", lambda a, b: a.scatter_reduce(1, INDEX[None], b, "sum")),
     Case("masked_scatter", lambda a, b: a.masked_scatter(MASK, b)),
     Case("layer_norm", lambda a, b: functional.layer_norm(a, (2,), b[0], b[1])),
-    Case("group_norm", lambda a, b: functional.group_norm(a, 1, b[0], b[1])),
     Case("batch_norm", lambda a, b: functional.batch_norm(a, b[0], b[1])),
     Case("isclose", torch.isclose),
     Case("_weight_norm", torch._weight_norm),
@@ -93,17 +87,12 @@ MENDED = [
 ]
 
 
-def refused_under_autocast(run: Run, low: torch.dtype) -> RuntimeError:
-    with torch.autocast("cpu", low):
-        return refusal(run, torch.rand(2, 2), torch.rand(2, 2).to(low))
-
-
 @LOW
-@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 @pytest.mark.parametrize(("case", "category"), MENDED)
 def test_operation_without_row(case: Case, category: str, low: torch.dtype) -> None:
     """Law: it is named with its dtypes, and the rule casts what the call takes then."""
-    error = refused_under_autocast(case.run, low)
+    with torch.autocast("cpu", low):
+        error = refusal(case.run, torch.rand(2, 2), torch.rand(2, 2).to(low))
     found = found_in(error)
     assert found.operation == case.operation
     assert set(found.dtypes) == {FP32, low}
@@ -111,23 +100,34 @@ def test_operation_without_row(case: Case, category: str, low: torch.dtype) -> N
     assert str(found).startswith(f"{error}\n-> {case.operation} got ")
     told = f"Fix it with the policy rule '{found.rule}', or cast by hand."
     assert line_of(found).endswith(told)
-    assert len(line_of(found).split()) <= 35
     policy = Policy((Rule.parse(found.rule),))
     check_ops(policy)
-    assert f"aten::{case.operation}" in {
-        name.partition(".")[0] for name in matching_ops(policy.rules[0])
-    }
     dtype = decide(case.operation, found.dtypes, "cpu", policy=policy, low=low).dtype
     case.run(torch.rand(2, 2).to(dtype), torch.rand(2, 2).to(dtype))
 
 
 def test_operands_are_named() -> None:
-    """Law: dtypes come with the names that the source has for their operands."""
+    """Law: dtypes come with the names that the source has for their operands.
+
+    What only running an expression would tell is taken from torch's words.
+    """
     fp32, bf16 = torch.rand(2, 2), torch.rand(2, 2, dtype=BF16)
     error = refusal(lambda: torch.addmv(bf16[0], fp32.T, fp32.view(4)[:2]))
     assert line_of(found_in(error)) == (
         "-> addmv got bfloat16 (bf16), float32 (fp32). Fix it with the policy rule "
         "'op:addmv=low', or cast by hand."
+    )
+    fp16 = torch.rand(2, 2, dtype=FP16)
+    found = found_in(refusal(lambda: torch.addmv(fp16[0].float(), bf16, bf16[0])))
+    assert (found.operation, found.dtypes) == ("addmv", (FP32, BF16))
+    assert "-> addmv got float32, bfloat16 (bf16). " in line_of(found)
+    with torch.autocast("cpu", BF16):
+        error = refusal(lambda: torch.addmm(fp32, bf16, fp32.double()))
+    assert set(found_in(error).dtypes) == {BF16, FP64}
+    found = found_in(refusal(lambda: torch.inner(fp16.float(), fp16.bfloat16())))
+    assert (found.operation, found.dtypes, found.rule) == ("inner", (), "")
+    assert line_of(found) == (
+        "-> inner got operands of different dtypes. Cast them to one dtype by hand."
     )
 
 
@@ -148,23 +148,6 @@ def test_cells() -> None:
     )
 
 
-def test_expressions_are_not_guessed() -> None:
-    """Law: what only running an expression would tell is taken from torch's words."""
-    fp16, bf16 = torch.rand(2, 2, dtype=FP16), torch.rand(2, 2, dtype=BF16)
-    found = found_in(refusal(lambda: torch.addmv(fp16[0].float(), bf16, bf16[0])))
-    assert (found.operation, found.dtypes) == ("addmv", (FP32, BF16))
-    assert "-> addmv got float32, bfloat16 (bf16). " in line_of(found)
-    fp32 = torch.rand(2, 2)
-    with torch.autocast("cpu", BF16):
-        error = refusal(lambda: torch.addmm(fp32, bf16, fp32.double()))
-    assert set(found_in(error).dtypes) == {BF16, FP64}
-    found = found_in(refusal(lambda: torch.inner(fp16.float(), fp16.bfloat16())))
-    assert (found.operation, found.dtypes, found.rule) == ("inner", (), "")
-    assert line_of(found) == (
-        "-> inner got operands of different dtypes. Cast them to one dtype by hand."
-    )
-
-
 # Operations that torch's table casts
 
 CAST = [
@@ -173,16 +156,9 @@ CAST = [
     Case("mm", torch.mm),
     Case("matmul", lambda a, b: a @ b),
     Case("matmul", lambda a, b: a.matmul(b[0])),
-    Case("bmm", lambda a, b: torch.bmm(a[None], b[None])),
     Case("baddbmm", lambda a, b: torch.baddbmm(b[None], a[None], a[None])),
     Case("addmm", lambda a, b: torch.addmm(a, b, b)),
-    Case("addbmm", lambda a, b: b.addbmm(a[None], a[None])),
     Case("conv1d", lambda a, b: functional.conv1d(a, b[:, :, None])),
-    Case("conv1d", lambda a, b: functional.conv1d(a, a[:, :, None], b[0])),
-    Case(
-        "conv2d",
-        lambda a, b: functional.conv2d(a[:, :, None, None], b[:, :, None, None]),
-    ),
     Case(
         "conv_transpose2d",
         lambda a, b: functional.conv_transpose2d(
@@ -218,7 +194,6 @@ def test_operation_that_is_cast(case: Case, low: torch.dtype) -> None:
     assert line_of(found).endswith(
         f" Autocast was off, or a rule keeps {case.operation} as called: cast by hand."
     )
-    assert len(line_of(found).split()) <= 35
 
 
 def test_stale_cast() -> None:
@@ -265,8 +240,7 @@ def test_promotion_that_torch_gives_up(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Default grid_sample:UserWarning")
-@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
-@pytest.mark.parametrize("region", [None, BF16, FP16])
+@pytest.mark.parametrize("region", [None, BF16])
 @pytest.mark.parametrize("case", [*PRODUCTS, *OTHERS, *CAST])
 def test_float64(case: Case, region: torch.dtype | None) -> None:
     """Law: autocast leaves float64 alone, so its operand is to be cast by hand."""
@@ -304,8 +278,6 @@ def assign(a: Tensor, b: Tensor) -> None:
 WRITES = [
     Case("index_put_", assign),
     Case("index_add_", lambda a, b: a.index_add_(0, INDEX, b)),
-    Case("index_copy_", lambda a, b: a.index_copy_(0, INDEX, b)),
-    Case("put_", lambda a, b: a.put_(INDEX, b[0])),
     Case("scatter_", lambda a, b: a.scatter_(0, INDEX.expand(2, 2), b)),
     Case("masked_scatter_", lambda a, b: a.masked_scatter_(MASK, b)),
     Case("lerp_", lambda a, b: a.lerp_(b, 0.5)),

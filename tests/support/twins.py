@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +34,12 @@ class Case:
     program: Callable[[Make], object]
     torchs: object
     right: object
+
+
+def same_bits(left: Tensor | None, right: Tensor | None) -> bool:
+    """Say whether two tensors are equal to the bit, dtype included; None is not."""
+    both = left is not None and right is not None
+    return both and left.dtype == right.dtype and torch.equal(left, right)
 
 
 def patched() -> bool:
