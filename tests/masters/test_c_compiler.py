@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import re
 import shutil
 import stat
 import subprocess
@@ -90,89 +89,84 @@ NOT_FOUND = (
     f"no C compiler found (mycc -m64: {NO}; cc: {NO}; gcc: {NO}; clang: {NO}): "
     "set HALFSTEP_COMPILER"
 )
-
-
-@pytest.mark.parametrize(
-    ("variables", "why"),
-    [
-        ({c_compiler.VARIABLE: "none"}, "HALFSTEP_COMPILER=none"),
-        ({"CC": "mycc -m64", "PATH": ""}, NOT_FOUND),
-        # A compiler that the user names is not replaced by another in silence.
-        (
-            {c_compiler.VARIABLE: "/no/such/cc"},
-            "HALFSTEP_COMPILER=/no/such/cc: no such program",
-        ),
-        (
-            {c_compiler.VARIABLE: 'gcc "-O2'},
-            'HALFSTEP_COMPILER=gcc "-O2: No closing quotation',
-        ),
-    ],
-)
-def test_reasons(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], why: str
-) -> None:
-    """Law: without a compiler there are no kernels, and the reason is reported."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert not cpu_kernels.available()
-    assert cpu_kernels.describe() == f"not compiled: {why}"
-    with pytest.raises(UserError, match=re.escape(why)):
-        cpu_kernels.check_finite([torch.ones(3)], norm=False)
-
-
-@pytest.mark.parametrize(
-    ("compiling", "said"),
-    [
-        ("echo note; echo 'x.c: error: bad word' >&2; exit 3", "x.c: error: bad word"),
-        ("exit 1", "failed with status 1: nothing"),
-        ("exit 0", "fakecc wrote nothing"),
-        ("kill -9 $$", "failed with status -9: nothing"),
-    ],
-)
-def test_failing_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiling: str, said: str
-) -> None:
-    """Law: a compiler that fails is a reason in one line, not a crash."""
-    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, compiling))
-    assert not cpu_kernels.available()
-    assert cpu_kernels.describe().startswith("not compiled: ")
-    assert said in cpu_kernels.describe()
-    assert "\n" not in cpu_kernels.describe()
-
-
 GARBAGE = 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"'
+UNDEFINED = "int other;\n"
+WRONG = "void halfstep_update(){} int halfstep_check_finite(){return 0;}\n"
+FLUSHING = """
+#include <xmmintrin.h>
+__attribute__((constructor)) static void harm(void) {
+    _mm_setcsr(_mm_getcsr() | 0x8040);
+}
+"""
+
+
+def source(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "other.c"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def instead(tmp_path: Path, text: str) -> str:
+    """Write a compiler that compiles this text, whatever it is given."""
+    command = f'{REAL} -shared -fPIC -o "$2" {source(tmp_path, text)}'
+    return fake(tmp_path, f"{GARBAGE}; exec {command}")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], str], str]] = {
+    "none": (lambda _: "none", "HALFSTEP_COMPILER=none"),
+    # A compiler that the user names is not replaced by another in silence.
+    "missing": (lambda _: "/no/such/cc", "HALFSTEP_COMPILER=/no/such/cc: " + NO),
+    "quote": (lambda _: 'gcc "-O2', 'HALFSTEP_COMPILER=gcc "-O2: No closing quotation'),
+    "error": (
+        lambda path: fake(path, "echo note; echo 'x.c: error: bad' >&2; exit 3"),
+        "x.c: error: bad",
+    ),
+    "silent": (lambda path: fake(path, "exit 1"), "failed with status 1: nothing"),
+    "idle": (lambda path: fake(path, "exit 0"), "fakecc wrote nothing"),
+    "killed": (lambda path: fake(path, "kill -9 $$"), "failed with status -9: nothing"),
+    "garbage": (lambda path: fake(path, GARBAGE), "kernels.so: "),
+    "undefined": (lambda path: instead(path, UNDEFINED), "halfstep_update"),
+    "wrong": (
+        lambda path: instead(path, WRONG),
+        "it produced code that computes wrong results",
+    ),
+    "flushing": (
+        lambda path: f"{REAL} {source(path, FLUSHING)}",
+        "flushes subnormal numbers to zero",
+    ),
+}
+"""What HALFSTEP_COMPILER holds, and the reason that is given."""
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        (None, "not compiled: "),
-        ("int other;\n", "halfstep_update"),
-        (
-            "void halfstep_update(){} int halfstep_check_finite(){return 0;}\n",
-            "not compiled: it produced code that computes wrong results",
-        ),
-    ],
-    ids=["garbage", "missing functions", "wrong results"],
-)
-def test_libraries_that_are_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    cache: Path,
-    source: str | None,
-    why: str,
+@pytest.mark.parametrize("name", BROKEN)
+def test_compilers_that_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path, name: str
 ) -> None:
-    """Law: what cannot be loaded, or computes something else, is a reason, not kept."""
-    compiling = GARBAGE
-    if source is not None:
-        other = tmp_path / "other.c"
-        other.write_text(source)
-        compiling = f'{GARBAGE}; exec {REAL} -shared -fPIC -o "$2" {other}'
-    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, compiling))
+    """Law: without a library that works there are no kernels, for a reason in a line.
+
+    What cannot be loaded, or computes something else, is not kept, and undone.
+    """
+    if name == "flushing" and platform.machine() != "x86_64":
+        pytest.skip("sets a register of x86")
+    make, why = BROKEN[name]
+    monkeypatch.setenv(c_compiler.VARIABLE, make(tmp_path))
     assert not cpu_kernels.available()
-    assert why in cpu_kernels.describe()
-    assert not list(cache.iterdir())
+    said = cpu_kernels.describe()
+    assert said.startswith("not compiled: ")
+    assert why in said
+    assert "\n" not in said
+    with pytest.raises(UserError, match=r"no compiled kernels \(not compiled: "):
+        cpu_kernels.check_finite([torch.ones(3)], norm=False)
+    assert not cache.exists() or not list(cache.iterdir())
+    assert not c_compiler.flushes_subnormals()
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: all that were looked for are named."""
+    monkeypatch.setenv("CC", "mycc -m64")
+    monkeypatch.setenv("PATH", "")
+    assert cpu_kernels.describe() == f"not compiled: {NOT_FOUND}"
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch, begun: Path) -> None:
@@ -230,12 +224,19 @@ def test_old_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("variable", ["CC", c_compiler.VARIABLE])
-def test_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str) -> None:
-    """Law: a variable may hold more than a name, as with ccache; blank is not set."""
+def test_words_and_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path, variable: str
+) -> None:
+    """Law: a variable may hold more than a name, as with ccache; blank is not set.
+
+    A second process finds what the first compiled.
+    """
     compiler, log = counting(tmp_path)
     monkeypatch.setenv(variable, f"env {compiler}")
-    assert cpu_kernels.available()
-    assert compiled(log) == 1
+    for _ in range(2):
+        assert cpu_kernels.available()
+        assert compiled(log) == 1
+    assert stat.S_IMODE(only(cache).stat().st_mode) & 0o077 == 0
     monkeypatch.setenv(variable, " ")
     assert c_compiler.find().command[0] == REAL
 
@@ -272,17 +273,6 @@ __attribute__((constructor)) static void harm(void) {
     _mm_setcsr(_mm_getcsr() | 0x8040);
 }
 """
-
-
-@needs_compiler
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets a register of x86")
-def test_flushing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Law: a library that flushes subnormals is refused, and what it did undone."""
-    other = tmp_path / "harm.c"
-    other.write_text(FLUSHING, encoding="utf-8")
-    monkeypatch.setenv(c_compiler.VARIABLE, f"{REAL} {other}")
-    assert "flushes subnormal numbers to zero" in cpu_kernels.describe()
-    assert not c_compiler.flushes_subnormals()
 
 
 @needs_compiler
@@ -323,21 +313,8 @@ def only(folder: Path) -> Path:
 
 
 @needs_compiler
-def test_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
-    """Law: a second process finds what the first compiled."""
-    compiler, log = counting(tmp_path)
-    monkeypatch.setenv(c_compiler.VARIABLE, compiler)
-    assert cpu_kernels.available()
-    assert compiled(log) == 1
-    assert cpu_kernels.available()
-    assert compiled(log) == 1
-    assert stat.S_IMODE(only(cache).stat().st_mode) & 0o077 == 0
-
-
-@needs_compiler
-@pytest.mark.parametrize("damage", ["cut", "changed", "named well"])
 def test_damaged_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path, damage: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:
     """Law: a damaged file is replaced, and its successor is used."""
     compiler, log = counting(tmp_path)
@@ -349,16 +326,17 @@ def test_damaged_cache(
     built = job.compile(found, tmp_path)
     file = job.store(built, found, cache)
     whole = file.read_bytes()
-    if damage == "named well":
+    cut = whole[: len(whole) // 2]
+    built.write_bytes(b"garbage")
+    for number, damage in enumerate((cut, cut + b"x" + whole[len(cut) + 1 :], None)):
         file.unlink()
-        built.write_bytes(b"garbage")
-        job.store(built, found, cache)
-    else:
-        cut = whole[: len(whole) // 2]
-        file.write_bytes(cut if damage == "cut" else cut + b"x" + whole[len(cut) + 1 :])
-    assert cpu_kernels.available()
-    assert compiled(log) == 2
-    assert only(cache).read_bytes() == whole
+        if damage is None:  # what is stored under its own sum
+            job.store(built, found, cache)
+        else:
+            file.write_bytes(damage)
+        assert cpu_kernels.available()
+        assert compiled(log) == number + 2
+        assert only(cache).read_bytes() == whole
 
 
 @needs_compiler
@@ -384,27 +362,29 @@ def test_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: where nothing can be kept, kernels are compiled each time, and say so."""
-    place = tmp_path / "cache"
-    place.mkdir()
-    (place / "halfstep").write_text("in the way", encoding="utf-8")
+@pytest.mark.parametrize("usable", ["blocked", "open"])
+def test_no_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, usable: str
+) -> None:
+    """Law: where nothing can be kept, kernels are compiled each time, and say so.
+
+    A folder that others can write to is not used: they could put code there.
+    """
+    if usable == "open":
+        cache.mkdir(parents=True)
+        cache.chmod(0o777)
+        why = "can be written to by others: chmod 700 it"
+    else:
+        cache.parent.parent.mkdir()
+        cache.parent.write_text("in the way", encoding="utf-8")
+        why = "compiled in each process: "
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(c_compiler.tempfile, "tempdir", str(temporary))
     assert cpu_kernels.available()
-    assert "compiled in each process: " in cpu_kernels.describe()
+    assert why in cpu_kernels.describe()
     assert not list(temporary.iterdir())
-
-
-@needs_compiler
-def test_open_cache(cache: Path) -> None:
-    """Law: a folder that others can write to is not used: they could put code there."""
-    cache.mkdir(parents=True)
-    cache.chmod(0o777)
-    assert cpu_kernels.available()
-    assert "can be written to by others: chmod 700 it" in cpu_kernels.describe()
-    assert not list(cache.iterdir())
+    assert usable == "blocked" or not list(cache.iterdir())
 
 
 def test_private_folders(cache: Path) -> None:
