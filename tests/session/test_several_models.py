@@ -146,33 +146,6 @@ def test_one_model_and_two_optimizers() -> None:
     assert changed == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def shared() -> Any:
-    models, _ = make()
-    return models, [torch.optim.SGD(models[0].parameters(), 0.1) for _ in range(2)]
-
-
-def with_lbfgs() -> Any:
-    """Return optimizers one of which evaluates the model itself."""
-    models, (adam, _) = make()
-    return models, [adam, torch.optim.LBFGS(models[1].parameters())]
-
-
-REFUSED: dict[str, Any] = {
-    "a parameter is in two of the optimizers": shared,
-    "LBFGS evaluates the model inside its step": with_lbfgs,
-    "must be an nn.Module, or a list of them": lambda: ([], make()[1]),
-    "optimizer is .* must be a torch.optim.Optimizer": lambda: (make()[0], []),
-    "model is of type list": lambda: ([make()[0][0], 3], make()[1]),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals(message: str) -> None:
-    """Law: lists that hold something else end in one line."""
-    with pytest.raises(hs.UserError, match=message):
-        hs.prepare(*REFUSED[message](), "O1", dtype="bf16")
-
-
 def test_prepared_once() -> None:
     """Law: a model or an optimizer of a list is prepared, too."""
     models, optimizers = make()
