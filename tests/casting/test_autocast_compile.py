@@ -73,91 +73,54 @@ def close(left: Any, right: Any, backend: str = "eager") -> None:
         torch.testing.assert_close(ours, theirs, rtol=room, atol=4 * room)
 
 
-def both(program: Callable[..., Any], *args: Tensor, backend: str) -> Any:
-    """Compile a program, run it twice, compare with eager; return what eager gives."""
-    compiled = torch.compile(program, backend=backend, fullgraph=True)
-    expected = program(*args)
-    for _ in range(2):
-        close(compiled(*args), expected, backend)
-        assert not torch.is_autocast_enabled("cpu")
-    return expected
-
-
-def dtypes(results: Any) -> list[torch.dtype]:
-    return [t.dtype for t in _pytree.tree_leaves(results)]
-
-
 # Inside
 
 
-def stock(m: Tensor, w: Tensor, v: Tensor) -> Any:
-    with autocast("cpu"):
-        inside = ran(m, w, v)
-    return inside, ran(m, w, v)
-
-
-def half(m: Tensor, w: Tensor, v: Tensor) -> Any:
-    with autocast("cpu", torch.float16, cache_enabled=False, policy="torch"):
-        return ran(m, w, v)
-
-
-def lean(m: Tensor, w: Tensor, v: Tensor) -> Any:
-    with autocast("cpu", torch.bfloat16, policy="lean"):
-        inside = ran(m, w, v)
-    return inside, ran(m, w, v)
-
-
 PARSED = Policy.parse(MM)
+HALF_RAN: Any = autocast("cpu", torch.float16)(ran)
+LEAN_RAN: Any = autocast("cpu", policy="lean")(ran)
 
 
-def rules(m: Tensor, w: Tensor, v: Tensor) -> Any:
+def one_after_the_other(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Regions, islands and decorated functions."""
+    with autocast("cpu"):
+        seen = [ran(m, w, v)]
+    with autocast("cpu", torch.float16, cache_enabled=False, policy="torch"):
+        seen.append(ran(m, w, v))
     with autocast("cpu", policy=MM):
-        by_word = ran(m, w, v)
+        seen.append(ran(m, w, v))
     with autocast("cpu", policy=PARSED):
-        return by_word, ran(m, w, v)
-
-
-def island(m: Tensor, w: Tensor, v: Tensor) -> Any:
-    with autocast("cpu", policy="lean"):
-        with autocast("cpu", enabled=False):
-            off = ran(m, w, v)
-        with torch.autocast("cpu", enabled=False):
-            torchs = ran(m, w, v)
-        return off, torchs, ran(m, w, v)
+        seen.append(ran(m, w, v))
+    return [*seen, HALF_RAN(m, w, v), LEAN_RAN(m, w, v), ran(m, w, v)]
 
 
 def nested(m: Tensor, w: Tensor, v: Tensor) -> Any:
-    with autocast("cpu", policy="lean"):
+    with autocast("cpu", torch.bfloat16, policy="lean"):
         with autocast("cpu", torch.float16):
             seen = [ran(m, w, v)]
             with autocast("cpu", policy="torch"):
-                seen.append(ran(m, w, v))
                 with autocast("cpu", torch.bfloat16, policy=MM):
                     seen.append(ran(m, w, v))
                 seen.append(ran(m, w, v))
             with torch.autocast("cpu", torch.bfloat16):
                 seen.append(ran(m, w, v))
+        with autocast("cpu", enabled=False):
+            seen.append(ran(m, w, v))
+        with torch.autocast("cpu", enabled=False):
+            seen.append(ran(m, w, v))
         seen.append(ran(m, w, v))
     return seen
 
 
-def called(m: Tensor, w: Tensor, v: Tensor) -> Any:
-    return STOCK_RAN(m, w, v), LEAN_RAN(m, w, v), ran(m, w, v)
-
-
-STOCK_RAN: Any = autocast("cpu", torch.float16)(ran)
-LEAN_RAN: Any = autocast("cpu", policy="lean")(ran)
-
-INSIDE = pytest.mark.parametrize(
-    "program", [stock, half, lean, rules, island, nested, called]
-)
-
-
-@INSIDE
+@pytest.mark.parametrize("program", [one_after_the_other, nested])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 def test_a_region_inside(program: Callable[..., Any], backend: str) -> None:
     """Law: compiled regions compute what eager ones do, in the same dtypes, twice."""
-    both(program, M, W, V, backend=backend)
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    expected = program(M, W, V)
+    for _ in range(2):
+        close(compiled(M, W, V), expected, backend)
+        assert not torch.is_autocast_enabled("cpu")
 
 
 # Around
@@ -199,7 +162,11 @@ def test_around_and_inside(backend: str) -> None:
     def inherits(m: Tensor, w: Tensor, v: Tensor) -> Any:
         with autocast("cpu", torch.float16):
             seen = ran(m, w, v)
-        return seen, stock(m, w, v), rules(m, w, v), decorated(m, w, v), ran(m, w, v)
+        with autocast("cpu"):
+            seen += ran(m, w, v)
+        with autocast("cpu", policy=MM):
+            seen += ran(m, w, v)
+        return seen, decorated(m, w, v), ran(m, w, v)
 
     compiled = torch.compile(inherits, backend=backend, fullgraph=True)
     for policy in (None, "lean", MM, "torch", "lean"):
