@@ -45,8 +45,7 @@ def process(folder: Path) -> None:
 def under_ddp(
     kind: Any, program: Any, accumulate: int, views: bool, rank: int
 ) -> list[Tensor]:
-    _, between, make, dtype, more = program
-    loop = kind(dtype, make, accumulate, **more)
+    loop = kind(program, accumulate)
     loop.wrap(
         functools.partial(
             nn.parallel.DistributedDataParallel, gradient_as_bucket_view=views
@@ -54,9 +53,9 @@ def under_ddp(
     )
 
     def micro(loop: Any, seed: int) -> Any:
-        return program[0](loop, seed + 1000 * rank)
+        return program.micro(loop, seed + 1000 * rank)
 
-    seen: list[Tensor] = train(loop, (micro, between, make, dtype, more), accumulate)
+    seen: list[Tensor] = train(loop, program._replace(micro=micro), accumulate)
     return seen
 
 
