@@ -33,7 +33,6 @@ from halfstep.distributed.process_group import (
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from halfstep.scaling.step_report import StepReport
     from halfstep.session.session import Session
 
 LEVELS = ("O0 fp32", "O1 bf16", "O2 bf16")
@@ -101,28 +100,6 @@ def train(kind: str, accumulate: int, world: World) -> dict[str, Any]:
     }
 
 
-def skip(world: World, wrapped: bool) -> dict[str, Any]:
-    group = None if wrapped else dist.group.WORLD
-    session = session_of("O1 fp16", process_group=group)
-    if wrapped:
-        session.model = data_parallel(session.model, world)
-    reports: list[StepReport] = []
-    kept = []
-    for seed in range(3):
-        before = [tensor.clone() for tensor in session.weights().values()]
-        bad = seed == SPOILT and world.rank == world.size - 1
-        micro_batch(session, seed, slice(ROWS), float("inf") if bad else 1.0)
-        reports.append(session.step())
-        kept.append(all(map(torch.equal, session.weights().values(), before)))
-    return {
-        "skipped": [report.skipped for report in reports],
-        "kept": kept,
-        "names": [report.found_inf_in for report in reports],
-        "scale": session.scaler.state.scale.item(),
-        "weights": {name: t.clone() for name, t in session.weights().items()},
-    }
-
-
 def refusal(world: World) -> str:
     wrapped = data_parallel(nn.Linear(2, 2), world)
     try:
@@ -139,7 +116,6 @@ def process(folder: Path) -> None:
             "highest": all_reduce_max(torch.tensor([float(world.rank), 5.0])),
             "total": all_reduce_sum(torch.tensor([float(world.rank), 5.0])),
             "runs": {run: train(*run, world) for run in RUNS},
-            "skips": {wrapped: skip(world, wrapped) for wrapped in (True, False)},
             "refusal": refusal(world),
         }
         barrier()
@@ -203,24 +179,6 @@ def test_gradients_travel_once_a_step(ranks: list[dict[str, Any]]) -> None:
     # O2 fills two buckets, one for each dtype of its parameters.
     once = {(kind, n): 1.0 for kind in LEVELS[:2] for n in (1, 2)}
     assert counts == once | {("O2 bf16", 1): 2.0, ("O2 bf16", 2): 4.0}
-
-
-@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "group"])
-def test_one_overflow_skips_everywhere(
-    ranks: list[dict[str, Any]], wrapped: bool
-) -> None:
-    """Law: inf on one rank skips that step on both, and the scale backs off on both."""
-    for number, rank in enumerate(ranks):
-        seen = rank["skips"][wrapped]
-        assert seen["skipped"] == [False, True, False]
-        assert seen["kept"] == [False, True, False]
-        assert seen["scale"] == 2.0**15
-        # Averaged gradients carry the inf; a flag alone leaves rank 0 without culprit.
-        blamed = wrapped or number == 1
-        assert bool(seen["names"][SPOILT]) == blamed
-    if wrapped:
-        weights = [rank["skips"][wrapped]["weights"] for rank in ranks]
-        torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_agreement(ranks: list[dict[str, Any]]) -> None:

@@ -207,18 +207,6 @@ def without(
     return held(model, optimizer) | {"norms": norms}
 
 
-def norm(group: Group, kind: str) -> dict[str, Any]:
-    del group
-    model, share, shares = sharded(kind)
-    scaler = hs.GradScaler("cpu", init_scale=FIRST)
-    optimizer = SGD(model.parameters())
-    scaler.scale(model(batch(0, share)) / ROWS).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    plain = without({}, "sgd", None, shares)["norms"][0]
-    return {"norm": scaler.last_step.grad_norm, "plain": plain}
-
-
 def session(group: Group, kind: str, level: str) -> dict[str, Any]:
     """Train parts by a session, which takes norms, and clips."""
     del group
@@ -265,7 +253,6 @@ def _with(run: Callable[..., Any], choice: Any, group: Group) -> Any:
 
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **{f"sharded {run}": functools.partial(_with, train, run) for run in RUNS},
-    **{f"norm {(kind,)}": functools.partial(_with, norm, (kind,)) for kind in MESHES},
     **{f"parts {run}": functools.partial(_with, session, run) for run in SESSIONS},
 }
 
@@ -300,14 +287,6 @@ def test_parts(ranks: list[dict[str, Any]], run: tuple[str, str, float | None]) 
     assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
     assert seen["scale"] == scales(seen["bad"])[-1]
     assert seen["calls"] == [directions(kind)] * STEPS
-
-
-@pytest.mark.parametrize("kind", MESHES)
-def test_norm(ranks: list[dict[str, Any]], kind: str) -> None:
-    """Law: the norm is that of whole gradients, whoever holds their parts."""
-    seen = shown(ranks, f"norm {(kind,)}", kind)
-
-    assert seen["norm"] == pytest.approx(seen["plain"], rel=1e-6)
 
 
 @pytest.mark.parametrize("run", SESSIONS, ids=str)

@@ -21,7 +21,6 @@ from ranks import agreed
 from sharding import mesh, shared, start
 from small_training import one_thread, same
 from tests.scaling.test_scaler_sharded import OPTIMIZERS, ROWS, batch, sides
-from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import halfstep as hs
@@ -264,21 +263,6 @@ def test_loaded_whole(
     train(session, AFTER, None)
     assert same(content(session)["weights"], saved["end"]["weights"])
     assert same(content(session)["states"], saved["end"]["states"])
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", NAMES)
-def test_whole_to_whole(folder: Path, form: str, name: str) -> None:
-    """Law: a session without shards that saves and loads goes on to the bit."""
-    sessions = [build("O2 bf16", name, parts=False, seed=s, form=form) for s in (0, 1)]
-    straight, resumed = sessions
-    train(straight, BEFORE, None)
-    fsdp_checkpoint.load(resumed, folder / f"whole {form} {name}")
-    for session in sessions:
-        train(session, AFTER, None)
-    assert same(resumed.state_dict(), straight.state_dict())
-    stored: list[dict[str, Tensor]] = [dict(s.model.state_dict()) for s in sessions]
-    assert same(*stored)
 
 
 @pytest.mark.parametrize("run", SHARDED, ids=" ".join)
