@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.machine import hardware
 from halfstep.session.fsdp import fsdp_policy
-from halfstep.session.fsdp_checkpoint import full_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,36 +88,6 @@ def session_of(
     if name == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     return hs.prepare(model, optimizer, level, dtype=dtype, **more)
-
-
-def trained(
-    kind: str, rank: int | None, ranks: int
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Train eight steps; return the losses on all the data, and whole weights.
-
-    Args:
-        kind: Level and dtype.
-        rank: Whose share of the data this is, of a model in parts; None: all of it,
-            of a whole one.
-        ranks: How many shares there are.
-    """
-    session = session_of(kind, shard=rank is not None)
-    losses = []
-    for step in range(8):
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(16, 6, generator=generator)
-        mine = inputs if rank is None else inputs.chunk(ranks)[rank]
-        with session.autocast():
-            out = session.model(mine)
-            loss = nn.functional.mse_loss(out.float(), mine[:, :3] + 1)
-        session.backward(loss)
-        session.step()
-        mean = loss.detach().clone()
-        if rank is not None:
-            dist.all_reduce(mean)
-            mean /= ranks
-        losses.append(mean.item())
-    return losses, full_tensors(session.weights())
 
 
 def process(file: str, folder: Path) -> None:

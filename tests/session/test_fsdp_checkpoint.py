@@ -199,7 +199,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return start("tests.session.test_sharded_saved", 2, str(folder))
+    return start("tests.session.test_fsdp_checkpoint", 2, str(folder))
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -209,7 +209,7 @@ def ranks(
     """Return what each of some processes saw; the two have saved before."""
     if request.param == 2:
         return two
-    return start("tests.session.test_sharded_saved", request.param, str(folder))
+    return start("tests.session.test_fsdp_checkpoint", request.param, str(folder))
 
 
 @pytest.mark.parametrize("run", SHARDED, ids=" ".join)

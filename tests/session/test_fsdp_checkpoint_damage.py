@@ -209,7 +209,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return start(
-        "tests.session.test_sharded_damage", 2, str(tmp_path_factory.mktemp("ranks"))
+        "tests.session.test_fsdp_checkpoint_damage",
+        2,
+        str(tmp_path_factory.mktemp("ranks")),
     )
 
 
