@@ -63,21 +63,18 @@ def test_containers_come_back(many_models: Any, many_optimizers: Any) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_models_alone(enabled: bool) -> None:
-    """Law: without optimizers, models alone come back, amp on or off."""
+    """Law: without optimizers, models alone come back; disabled, all is plain fp32."""
     net = Net()
     assert amp.initialize(net, enabled=enabled, opt_level="O2", verbosity=0) is net
     nets = [Net(), Net()]
     assert amp.initialize(nets, None, enabled=enabled, verbosity=0) is nets
-
-
-def test_disabled_changes_nothing() -> None:
-    """Law: enabled=False gives back the loss itself, and a plain fp32 run."""
-    net, optimizer = start(enabled=False)
-    loss = net(torch.ones(1, 1, 6, 6)).sum()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        assert scaled is loss
-    assert {p.dtype for p in net.parameters()} == {torch.float32}
-    assert amp.state_dict() == {}
+    if not enabled:
+        net, optimizer = start(enabled=False)
+        loss = net(torch.ones(1, 1, 6, 6)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            assert scaled is loss
+        assert {p.dtype for p in net.parameters()} == {torch.float32}
+        assert amp.state_dict() == {}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -203,22 +200,6 @@ def test_hard_override(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert text in out
 
 
-def test_parallel_model_is_refused() -> None:
-    """Law: a model in a parallel wrapper is refused, by the wrapper's name."""
-    net = nn.DataParallel(Net())
-    with pytest.raises(amp.AmpError, match="already in DataParallel"):
-        amp.initialize(net, sgd(net), verbosity=0)
-
-
-def test_fp16_optimizer_is_refused() -> None:
-    """Law: a wrapped optimizer is refused."""
-    net = Net()
-    wrapped = fp16_utils.FP16_Optimizer(sgd(net))
-    for given in (wrapped, [wrapped]):
-        with pytest.raises(amp.AmpError, match="already an FP16_Optimizer"):
-            amp.initialize(net, given, verbosity=0)
-
-
 @pytest.mark.parametrize("kind", ["param", "buffer"])
 def test_half_model_is_refused(kind: str) -> None:
     """Law: a model in 16 bits is refused, unless that is allowed."""
@@ -232,28 +213,6 @@ def test_half_model_is_refused(kind: str) -> None:
         amp.initialize(net, sgd(net), verbosity=0)
     STATE.allow_incoming_model_not_fp32 = True
     amp.initialize(net, sgd(net), verbosity=0)
-
-
-@pytest.mark.parametrize(
-    ("models", "optimizers", "text"),
-    [
-        (3, None, "models: int is no Module"),
-        ([Net(), "net"], None, "models: str is no Module"),
-        (Net(), 3, "optimizers: int is no Optimizer"),
-        (Net(), {"a": 1}, "optimizers: dict is no Optimizer"),
-    ],
-)
-def test_wrong_kinds(models: Any, optimizers: Any, text: str) -> None:
-    """Law: what is no model, or no optimizer, is a TypeError, as in apex."""
-    with pytest.raises(TypeError, match=text):
-        amp.initialize(models, optimizers, verbosity=0)
-
-
-def test_optimizer_twice() -> None:
-    """Law: an optimizer passes through once."""
-    _, optimizer = start("O1")
-    with pytest.raises(amp.AmpError, match="went through amp"):
-        amp.initialize(Net(), optimizer, opt_level="O1", verbosity=0)
 
 
 def test_called_twice() -> None:
@@ -275,24 +234,19 @@ def test_called_twice() -> None:
 
 def test_not_initialised() -> None:
     """Law: scale_loss says what is missing: initialize, an optimizer, a loss."""
-    net = Net()
-    loss = net(torch.ones(2, 1, 6, 6)).sum()
-    with (
-        pytest.raises(amp.AmpError, match="was called before amp"),
-        amp.scale_loss(loss, sgd(net)),
-    ):
-        pass
-    net, optimizer = start("O1", num_losses=2)
-    with (
-        pytest.raises(amp.AmpError, match="SGD did not come from amp"),
-        amp.scale_loss(loss, sgd(net)),
-    ):
-        pass
-    with (
-        pytest.raises(amp.AmpError, match="loss_id=2 must be below num_losses=2"),
-        amp.scale_loss(loss, optimizer, loss_id=2),
-    ):
-        pass
+    loss = Net()(torch.ones(2, 1, 6, 6)).sum()
+
+    def refused(optimizer: Any, text: str, **more: Any) -> None:
+        with (
+            pytest.raises(amp.AmpError, match=text),
+            amp.scale_loss(loss, optimizer, **more),
+        ):
+            pass
+
+    refused(sgd(Net()), "was called before amp")
+    _, optimizer = start("O1", num_losses=2)
+    refused(sgd(Net()), "SGD did not come from amp")
+    refused(optimizer, "loss_id=2 must be below num_losses=2", loss_id=2)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -320,7 +274,7 @@ def test_old_interface() -> None:
         # apex's class is a RuntimeError.
         with pytest.raises(RuntimeError, match="old interface"):
             method(None)
-    handle._deactivate()
+    handle._deactivate()  # apex's name
     assert not amp.init(enabled=False).is_active()
 
 
@@ -352,3 +306,39 @@ def test_says_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == SAID
     start("O3", verbosity=0)
     assert capsys.readouterr().out == ""
+
+
+def prepared_before() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return Net(), start("O1")[1]
+
+
+def in_fp16_optimizer(many: bool = False) -> Any:
+    net = Net()
+    wrapped = fp16_utils.FP16_Optimizer(sgd(net))
+    return net, [wrapped] if many else wrapped
+
+
+GIVEN: dict[str, tuple[type[Exception], Any]] = {
+    "models: int is no Module": (TypeError, lambda: (3, None)),
+    "models: str is no Module": (TypeError, lambda: ([Net(), "net"], None)),
+    "optimizers: int is no Optimizer": (TypeError, lambda: (Net(), 3)),
+    "optimizers: dict is no Optimizer": (TypeError, lambda: (Net(), {"a": 1})),
+    "already in DataParallel": (
+        *(amp.AmpError, lambda: (net := nn.DataParallel(Net()), sgd(net))),
+    ),
+    "already an FP16_Optimizer": (amp.AmpError, in_fp16_optimizer),
+    "already an FP16_Optimizer.": (amp.AmpError, lambda: in_fp16_optimizer(many=True)),
+    "went through amp": (amp.AmpError, prepared_before),
+}
+
+
+@pytest.mark.parametrize("text", GIVEN)
+def test_what_is_given_is_refused(text: str) -> None:
+    """Law: what is no model or optimizer is a TypeError, as in apex; wrappers are ours.
+
+    An optimizer passes through once.
+    """
+    kind, make = GIVEN[text]
+    models, optimizers = make()
+    with pytest.raises(kind, match=text):
+        amp.initialize(models, optimizers, opt_level="O1", verbosity=0)

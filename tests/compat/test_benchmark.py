@@ -7,11 +7,11 @@ from benchmarks import adapters
 
 
 @pytest.mark.parametrize("library", adapters.RUNS)
-@pytest.mark.parametrize("ours", [False, True])
-def test_steps_of_each_library_are_timed(library: str, ours: bool) -> None:
+def test_steps_of_each_library_are_timed(library: str) -> None:
     """Law: each library trains, alone and with halfstep, and its steps are timed."""
-    answer = adapters.worker(library, ours, "O2", width=4, batch=2, steps=2)
-    assert 0 < answer(None)["seconds"] < 60
+    for ours in (False, True):
+        answer = adapters.worker(library, ours, "O2", width=4, batch=1, steps=1)
+        assert 0 < answer(None)["seconds"] < 60
 
 
 def test_row_compares_within_a_round() -> None:

@@ -72,7 +72,7 @@ def make(
     transformers.set_seed(0)
     settings = {
         "learning_rate": 3e-3,
-        "num_train_epochs": 3,
+        "num_train_epochs": 2,
         "per_device_train_batch_size": 8,
         "logging_steps": 1,
         "report_to": "none",

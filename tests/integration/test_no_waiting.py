@@ -73,8 +73,9 @@ def test_a_fake_gpu_refuses() -> None:
         bool(torch.ones((), device=FAKE) > 0)
 
 
-@pytest.mark.parametrize("strategy", ["backoff", "logmax", "none"])
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("adam", "backoff"), ("adamw", "logmax"), ("adam", "none")]
+)
 def test_scaler(kind: str, strategy: str) -> None:
     """Law: scale, unscale_, clipping, step and update of fused optimizers do not."""
     model = net(FAKE)
@@ -113,7 +114,7 @@ def test_passes(on_overflow: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"])
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"accumulate": 2}])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0, "accumulate": 2}])
 def test_session(level: str, options: dict[str, Any]) -> None:
     """Law: nor does a session, at any level, with a fused optimizer."""
     model = net(FAKE)

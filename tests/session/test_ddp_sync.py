@@ -90,7 +90,7 @@ def all_of(session: Any) -> dict[str, Any]:
 
 
 def forms(group: Group, form: str, accumulate: int, route: str) -> dict[str, Any]:
-    """Begin with other weights on each rank; take 20 steps."""
+    """Begin with other weights on each rank; take 8 steps."""
     session = prepared(net(dist.get_rank()), master=form, accumulate=accumulate)
     if route == "generic":
         masters_of(session).kernel = None
@@ -100,7 +100,7 @@ def forms(group: Group, form: str, accumulate: int, route: str) -> dict[str, Any
         with session.autocast():
             pass
         begun = truths(session)
-        for step in range(20):
+        for step in range(8):
             one_step(session, step, accumulate)
     return {"all": all_of(session), "before": before, "begun": begun}
 

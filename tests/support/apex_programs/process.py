@@ -24,6 +24,6 @@ def fresh() -> Iterator[None]:
         yield
     finally:
         if STATE.handle is not None:
-            STATE.handle._deactivate()
+            STATE.handle.close()
         for field in fields(AmpState):
             setattr(STATE, field.name, getattr(AmpState(), field.name))
