@@ -22,8 +22,7 @@ def start(level: str, **kwargs: Any) -> tuple[nn.Linear, Any]:
     net = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
     kwargs = {"opt_level": level, "verbosity": 0, "loss_scale": "dynamic"} | kwargs
-    prepared: tuple[nn.Linear, Any] = amp.initialize(net, optimizer, **kwargs)
-    return prepared
+    return amp.initialize(net, optimizer, **kwargs)
 
 
 def loss_of(net: nn.Module, seed: int) -> Tensor:
@@ -190,7 +189,7 @@ def test_schedules(level: str, first: str) -> None:
             with amp.scale_loss(loss_of(net, 0), optimizer) as scaled:
                 scaled.backward()
                 if iteration == 0:
-                    net.bias.grad[0] = torch.inf  # type: ignore[index]
+                    net.bias.grad[0] = torch.inf
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -288,7 +287,7 @@ def test_a_pass_outside_scale_loss() -> None:
     """Law: masters that no gradient reached refuse to step; a proper pass mends it."""
     net, optimizer = start("O2")
     before = net.weight.detach().clone()
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()
     with pytest.raises(amp.AmpError, match="never went through amp"):
         optimizer.step()
     assert torch.equal(net.weight, before)
@@ -300,5 +299,5 @@ def test_a_pass_outside_scale_loss() -> None:
     optimizer.zero_grad()
     backward(net, optimizer, 0)
     # Another optimizer's pass may leave its own; this one's are there.
-    loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 1).backward()
     optimizer.step()

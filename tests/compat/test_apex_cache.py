@@ -185,8 +185,7 @@ def test_recurrent_cells(kind: str, dtype: torch.dtype) -> None:
 
 
 def first(out: Any) -> Tensor:
-    found: Tensor = out[0] if isinstance(out, tuple) else out
-    return found
+    return out[0] if isinstance(out, tuple) else out
 
 
 # Functions of the user's own
@@ -209,7 +208,7 @@ def test_registered(way: str, when: str) -> None:
     """Law: a registered function gets its arguments cast, nested ones too."""
     register, _, mixed, low = REGISTER[way]
     module = types.ModuleType("mine")
-    module.twice = twice  # type: ignore[attr-defined]
+    module.twice = twice
     if when == "before":
         register(module, "twice")
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)

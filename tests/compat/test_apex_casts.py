@@ -274,14 +274,14 @@ def test_everything_is_put_back() -> None:
     """Law: ending the casts leaves torch as it was."""
     watched = [(Tensor, "cpu"), (Tensor, "exp_"), (torch, "exp_"), (torch, "sigmoid")]
     watched += [(functional, "binary_cross_entropy"), (Tensor, "__ipow__")]
-    before = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
+    before = [getattr(*pair) for pair in watched]
     own = set(vars(Tensor))
     amp.register_half_function(torch, "sigmoid")
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    during = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
+    during = [getattr(*pair) for pair in watched]
     assert all(new is not old for new, old in zip(during, before, strict=True))
     STATE.handle.close()
-    after = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
+    after = [getattr(*pair) for pair in watched]
     assert after == before
     assert set(vars(Tensor)) == own
     assert torch.rand(2).half().exp_().dtype == HALF

@@ -25,8 +25,7 @@ class Net(nn.Module):
         self.factor = nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(functional.relu(self.conv(x * self.factor)))
-        return out
+        return self.norm(functional.relu(self.conv(x * self.factor)))
 
 
 Pair = tuple[Net, Any]
@@ -65,8 +64,7 @@ def saved(pair: Pair) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state | {"amp": amp.state_dict()}, file)
     file.seek(0)
-    found: dict[str, Any] = torch.load(file, weights_only=True)
-    return found
+    return torch.load(file, weights_only=True)
 
 
 def load(pair: Pair, state: dict[str, Any]) -> None:

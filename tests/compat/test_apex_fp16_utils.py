@@ -30,8 +30,7 @@ class Deep(nn.Module):
         self.register_buffer("places", torch.ones(2, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.layers(x)) * self.table
-        return out
+        return self.norm(self.layers(x)) * self.table
 
 
 @pytest.mark.parametrize("wrap", ["FP16Model", "network_to_half", "convert_network"])
@@ -94,7 +93,7 @@ def test_masters_by_hand_without_gradients() -> None:
     assert masters[1].grad is None
     params, (flat,) = fp16_utils.prep_param_lists(net, flat_master=True)
     fp16_utils.model_grads_to_master_grads(params, [flat], flat_master=True)
-    assert torch.equal(flat.grad, torch.tensor([1.0, 1.0, 0.0]))  # type: ignore[arg-type]
+    assert torch.equal(flat.grad, torch.tensor([1.0, 1.0, 0.0]))
 
 
 def test_flat_master_of_two_dtypes() -> None:
@@ -192,7 +191,7 @@ def test_fp16_optimizer_trains(way: int, together: bool) -> None:
     for master, param in zip(masters, plain.parameters(), strict=True):
         torch.testing.assert_close(master, param, rtol=0, atol=3 * 4 * 10 * 2.0**-12)
     (low,) = optimizer.fp32_from_fp16_groups
-    assert torch.equal(low[0].half(), net[0].weight)  # type: ignore[index]
+    assert torch.equal(low[0].half(), net[0].weight)
 
 
 def test_fp16_optimizer_skips(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +244,7 @@ def test_fp16_optimizer_with_a_closure() -> None:
     optimizer = fp16_utils.FP16_Optimizer(lbfgs, static_loss_scale=128.0)
 
     def wide(x: Tensor) -> Tensor:
-        return net(x).float()  # type: ignore[no-any-return]
+        return net(x).float()
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -27,8 +27,7 @@ class Net(nn.Module):
         self.register_buffer("table", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(self.batch(self.conv(x))) * self.table
-        return out
+        return self.layer(self.batch(self.conv(x))) * self.table
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -38,10 +37,7 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 def start(level: str = "O2", **kwargs: Any) -> tuple[Net, torch.optim.Optimizer]:
     net = Net()
     kwargs = {"opt_level": level, "verbosity": 0} | kwargs
-    prepared: tuple[Net, torch.optim.Optimizer] = amp.initialize(
-        net, sgd(net), **kwargs
-    )
-    return prepared
+    return amp.initialize(net, sgd(net), **kwargs)
 
 
 @pytest.mark.parametrize("many_models", [None, list, tuple])

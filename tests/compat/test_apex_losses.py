@@ -37,7 +37,6 @@ class Two(nn.Module):
 @dataclass(frozen=True)
 class Shape:
     optimizers: tuple[tuple[int, ...], ...]
-    """Numbers of the models of each."""
     losses: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     """Of each: the models in it, the optimizers it is scaled for."""
 
@@ -62,7 +61,6 @@ class Plant:
     loss: int
     model: int
     where: str
-    """"wide" or "low"."""
 
 
 def build(shape: Shape, *, exact: bool) -> tuple[list[Two], list[Any]]:

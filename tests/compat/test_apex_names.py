@@ -107,7 +107,7 @@ def test_parallel_refusals() -> None:
     with pytest.raises(amp.AmpError, match="gradient_average=False has no"):
         parallel.DistributedDataParallel(nn.Linear(1, 1), gradient_average=False)
     converted = parallel.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(2)))
-    assert isinstance(converted[0], parallel.SyncBatchNorm)  # type: ignore[index]
+    assert isinstance(converted[0], parallel.SyncBatchNorm)
 
 
 def test_sync_batch_norm() -> None:
@@ -127,10 +127,10 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: after install() `import apex` finds us, in all the ways it is written."""
     for name in ("apex", *(f"apex.{part}" for part in vars(apex))):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "apex", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "apex", None)
     monkeypatch.delitem(sys.modules, "amp_C", raising=False)
     for part in (*apex._MODULES, *apex._SUBMODULES):
-        monkeypatch.setitem(sys.modules, f"apex.{part}", None)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, f"apex.{part}", None)
     program = """
 import apex
 from apex import amp

@@ -35,7 +35,7 @@ def test_eight_threads() -> None:
     A process of its own: a hang holds the interpreter's lock, so that nothing inside
     could end it.
     """
-    command = [sys.executable, "-W", "ignore", str(SOAK), "8", "8"]
+    command = [sys.executable, "-W", "ignore", str(SOAK), "5", "8"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=300
     )

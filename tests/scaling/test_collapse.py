@@ -81,7 +81,6 @@ class Run:
     """A run that is lost; what the error says of it."""
 
     word: str = ""
-    """What somebody who reads the message acts on."""
     at: tuple[str, str] | None = None
     """Phase and place of the value, where chance does not decide."""
     net: Callable[[], nn.Module] = Net

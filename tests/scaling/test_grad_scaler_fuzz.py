@@ -67,7 +67,7 @@ class Legacy(optim.SGD):
 
     _step_supports_amp_scaling = True
 
-    def step(self, *, grad_scaler: Any) -> Any:  # type: ignore[override]
+    def step(self, *, grad_scaler: Any) -> Any:
         """Unscale if nobody did, and step unless the flag is set."""
         states = grad_scaler._per_optimizer_states
         if states[id(self)]["stage"] is OptState.READY:
@@ -105,15 +105,10 @@ class Kind:
     """What a batch of sequences runs on: three parameters, and their optimizers."""
 
     makes: Sequence[Make]
-    """One for each optimizer."""
     shares: Sequence[Sequence[int]] = ((0, 1, 2),)
-    """Which parameters each optimizer has."""
     dtypes: Sequence[torch.dtype] = (FP32, FP32, FP32)
-    """Of the parameters."""
     sparse: bool = False
-    """The last parameter's gradient is."""
     enabled: bool = True
-    """Of the scaler."""
 
 
 def _two(*makes: Make, **more: Any) -> Kind:
@@ -210,7 +205,7 @@ class _World:
         scaled = list(scaled) if form is iter else scaled
         for loss in _tensors(scaled):
             if loss.requires_grad:
-                loss.backward(torch.ones_like(loss))  # type: ignore[no-untyped-call]
+                loss.backward(torch.ones_like(loss))
         return scaled
 
     def _term(self, number: int, draw: int) -> Tensor:
@@ -292,7 +287,7 @@ class _World:
         return None
 
     def preset(self, which: int, factor: float) -> None:
-        self._pick(which).grad_scale = torch.tensor(factor)  # type: ignore[attr-defined]
+        self._pick(which).grad_scale = torch.tensor(factor)
 
     def _pick(self, which: int) -> optim.Optimizer:
         return self._optimizers[which % len(self._optimizers)]

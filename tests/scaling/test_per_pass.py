@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from session_cases import KINDS, SGD, any_machine, build, network, same  # noqa: F401
+from session_cases import (  # noqa: F401
+    KINDS,
+    SGD,
+    any_machine,
+    build,
+    everything,
+    network,
+    same,
+)
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -37,16 +45,6 @@ def go(session: Any, seed: int, spoilt: float = 0.0, name: str = "") -> Any:
         loss = loss_of(session.model, seed, spoilt)
     session.backward(loss, name=name)
     return session.step()
-
-
-def everything(session: Any) -> Any:
-    """Return a copy of all that a skipped step must leave alone."""
-    parts = (
-        session.model.state_dict(),
-        session.weights(),
-        session.optimizer.state_dict(),
-    )
-    return copy.deepcopy(parts)
 
 
 # Left out
@@ -177,8 +175,7 @@ def mean_of(seeds: list[int]) -> list[Tensor]:
             return model[index]
 
         def __call__(self, inputs: Tensor) -> Tensor:
-            out: Tensor = model(inputs.double())
-            return out
+            return model(inputs.double())
 
     (sum(loss_of(Wide(), seed) for seed in seeds) / len(seeds)).backward()
     return [p.grad.float() for p in model.parameters() if p.grad is not None]

@@ -38,8 +38,7 @@ class Loop:
         self.scaler: Any = hs.GradScaler("cpu", **numbers)
 
     def loss(self, factor: Any, power: int = 0) -> Tensor:
-        loss: Tensor = (self.weight.half() * factor).float().sum() * 2.0**power
-        return loss
+        return (self.weight.half() * factor).float().sum() * 2.0**power
 
     def step(self) -> Any:
         """Step and close the iteration; return its report."""

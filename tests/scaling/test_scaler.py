@@ -267,7 +267,7 @@ BETWEEN = "between min_scale and"
 def test_rule_messages(field: str, value: float, right: str) -> None:
     """Law: a number out of range is named with its value and the range."""
     with pytest.raises(UserError) as caught:
-        ScaleRule(**{field: value})  # type: ignore[arg-type]
+        ScaleRule(**{field: value})
     assert str(caught.value) == f"{field}={value} must be {right}."
 
 

@@ -38,13 +38,9 @@ ADAMW = functools.partial(optim.AdamW, lr=2.0**-4)
 @dataclass(frozen=True)
 class Plant:
     iteration: int
-    """When."""
     loss: int
-    """In whose backward pass."""
     model: int
-    """In whose gradient."""
     value: float = INF
-    """Inf, or NaN."""
 
 
 Plants = tuple[Plant, ...]

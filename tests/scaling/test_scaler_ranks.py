@@ -1,7 +1,4 @@
-"""`GradScaler` over ranks: they skip the same steps, and end with the same bits.
-
-Under torchrun, `ranks` runs the cases of this file in each of several processes.
-"""
+"""`GradScaler` over ranks: they skip the same steps, and end with the same bits."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ from ranks import (
     agreed,
     average,
     batch,
+    cases,
     counted,
     held,
     net,
@@ -61,6 +59,8 @@ OPTIMIZERS: dict[str, tuple[Make, ...]] = {
 }
 REPLICAS: list[tuple[str, float | None]] = [(kind, None) for kind in OPTIMIZERS]
 REPLICAS += [(kind, 0.1) for kind in ("sgd", "fused adamw", "fused sgd", "two fused")]
+DDP = (False, True)
+"""Whether under DDP."""
 IDLE = ("sgd", "adamw", "fused adamw", "fused sgd")
 
 
@@ -86,9 +86,9 @@ def finish(scaler: hs.GradScaler, optimizers: Iterable[Any], clip: float | None)
     return len(calls)
 
 
-def replicas(group: Group, kind: str, clip: float | None, seed: int) -> dict[str, Any]:
+def replicas(group: Group, kind: str, clip: float | None) -> dict[str, Any]:
     """Train replicas whose gradients are averaged by hand, then spoilt on one rank."""
-    plan, makes = plants(seed), OPTIMIZERS[kind]
+    plan, makes = plants(REPLICAS.index((kind, clip))), OPTIMIZERS[kind]
     model, scaler = net(), scaler_of(process_group=group)
     params = list(model.parameters())
     optimizers = [
@@ -184,7 +184,7 @@ def wrapped(group: Group, kind: str) -> dict[str, Any]:
     return seen | {key: value() for key, value in more.items()}
 
 
-def idle(group: Group, kind: str, **more: Any) -> dict[str, Any]:
+def idle(group: Group, kind: str, strategy: str = "backoff") -> dict[str, Any]:
     """Train parameters of each rank's own; in turn one rank has no gradient."""
     plan = plants(13)
 
@@ -218,7 +218,7 @@ def idle(group: Group, kind: str, **more: Any) -> dict[str, Any]:
         more = {"skipped": skipped, "trail": trail, "calls": calls}
         return held(model, optimizer) | more
 
-    seen = run(scaler_of(process_group=group, **more))
+    seen = run(scaler_of(process_group=group, strategy=strategy))
     return seen | {"plain": run(None), "bad": list(plan)}
 
 
@@ -309,30 +309,13 @@ def asked(group: Group, word: str, kind: str) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
-    **{
-        f"replicas {kind} {clip}": functools.partial(
-            replicas, kind=kind, clip=clip, seed=seed
-        )
-        for seed, (kind, clip) in enumerate(REPLICAS)
-    },
-    **{
-        f"inside {kind}": functools.partial(inside, kind=kind)
-        for kind in ("fused adamw", "fused sgd")
-    },
-    **{f"ddp {kind}": functools.partial(wrapped, kind=kind) for kind in IDLE},
-    **{f"idle {kind}": functools.partial(idle, kind=kind) for kind in IDLE},
-    **{
-        f"idle {word}": functools.partial(idle, kind="sgd", strategy=word)
-        for word in ("measured", "logmax")
-    },
-    **{
-        f"collapse {ddp}": functools.partial(collapse, ddp=ddp) for ddp in (False, True)
-    },
-    **{
-        f"asked {word} {kind}": functools.partial(asked, word=word, kind=kind)
-        for word, kind in ASKED
-    },
-    **{f"dropped {ddp}": functools.partial(dropped, ddp=ddp) for ddp in (False, True)},
+    **cases(replicas, *REPLICAS),
+    **cases(inside, "fused adamw", "fused sgd"),
+    **cases(wrapped, *IDLE),
+    **cases(idle, *IDLE, ("sgd", "measured"), ("sgd", "logmax")),
+    **cases(collapse, *DDP),
+    **cases(asked, *ASKED),
+    **cases(dropped, *DDP),
 }
 
 
@@ -344,7 +327,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("kind", "clip"), REPLICAS)
 def test_replicas(ranks: list[dict[str, Any]], kind: str, clip: float | None) -> None:
     """Law: inf on one rank skips that optimizer on all, as if the step never was."""
-    seen = agreed(ranks, f"replicas {kind} {clip}")
+    seen = agreed(ranks, f"replicas {(kind, clip)}")
     assert same({key: seen[key] for key in seen["plain"]}, seen["plain"])
     assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
     assert seen["scale"] == scales(seen["bad"])[-1]
@@ -362,7 +345,7 @@ def test_kernels_that_divide(ranks: list[dict[str, Any]], kind: str) -> None:
 @pytest.mark.parametrize("kind", IDLE)
 def test_under_ddp(ranks: list[dict[str, Any]], kind: str) -> None:
     """Law: under DDP averages carry an inf everywhere; the scaler asks nobody."""
-    seen = agreed(ranks, f"ddp {kind}")
+    seen = agreed(ranks, f"wrapped {kind}")
     plain = seen["plain"]
     assert same(seen["weights"], plain["weights"])
     assert same(seen["state"], plain["state"])
@@ -389,11 +372,12 @@ def test_strategies_with_gradients_of_their_own(
     ranks: list[dict[str, Any]], word: str
 ) -> None:
     """Law: ranks whose gradients differ, or are none, still choose one scale."""
-    seen = agreed(ranks, f"idle {word}", "skipped", "trail", "bad")
+    case = f"idle {('sgd', word)}"
+    seen = agreed(ranks, case, "skipped", "trail", "bad")
     assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
 
 
-@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("ddp", DDP)
 def test_collapse(ranks: list[dict[str, Any]], ddp: bool) -> None:
     """Law: a run that is lost ends on every rank, at the same step."""
     seen = agreed(ranks, f"collapse {ddp}", "step", "history")
@@ -402,7 +386,7 @@ def test_collapse(ranks: list[dict[str, Any]], ddp: bool) -> None:
     assert blamed == [ddp] * (len(ranks) - 1) + [True]
 
 
-@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("ddp", DDP)
 def test_dropped_passes(ranks: list[dict[str, Any]], ddp: bool) -> None:
     """Law: a pass that overflowed on one rank is left out on all."""
     seen = agreed(ranks, f"dropped {ddp}", "weights", "state", "scale", "bad")
@@ -416,7 +400,7 @@ def test_strategies(ranks: list[dict[str, Any]], word: str, kind: str) -> None:
 
     Measured tries where no node is written in Python, as FSDP's between layers are.
     """
-    seen = agreed(ranks, f"asked {word} {kind}")
+    seen = agreed(ranks, f"asked {(word, kind)}")
     begin, *wishes = [answer is not None for answer in seen["answers"]]
     assert begin == (word == "measured" and kind != "nested")
     assert wishes == ([True, False, True] if word == "measured" else [True] * 3)

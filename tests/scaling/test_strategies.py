@@ -19,7 +19,7 @@ from halfstep.scaling.strategies import MeasuredStrategy
 
 def gradients_at(loop: Loop, scale: float) -> list[Tensor]:
     torch.manual_seed(1)
-    (loop.loss() * scale).backward()  # type: ignore[no-untyped-call]
+    (loop.loss() * scale).backward()
     return loop.gradients()
 
 
@@ -61,7 +61,7 @@ def test_scale_by_hand(margin: int) -> None:
     The trial at 1 says so, and the step's own look says it again.
     """
     loop = plain(MeasuredStrategy(margin=margin), 3 * 2.0**-9)
-    loop.begin().backward()  # type: ignore[no-untyped-call]
+    loop.begin().backward()
     assert loop.state.scale.item() == 2.0 ** (23 - margin)
     loop.end()
     assert loop.wish is not None
@@ -106,7 +106,7 @@ def test_where_no_scale_serves_all() -> None:
 def test_nothing_to_learn(factor: float) -> None:
     """Law: zeros, or a loss that is not finite, leave the scale where it is."""
     loop = plain(MeasuredStrategy(), factor)
-    loop.begin().backward()  # type: ignore[no-untyped-call]
+    loop.begin().backward()
     assert loop.state.scale.item() == 2.0**16
     loop.end()
     assert loop.wish is not None
@@ -121,7 +121,7 @@ def test_other_formats_are_not_looked_at(dtype: torch.dtype) -> None:
     """
     weight = torch.ones(3, requires_grad=True)
     passes: list[Tensor] = []
-    weight.register_hook(passes.append)  # type: ignore[no-untyped-call]
+    weight.register_hook(passes.append)
     loop = Loop(
         MeasuredStrategy(),
         lambda: (weight.to(dtype) * 2.0**-30).float().sum(),
@@ -139,7 +139,7 @@ def test_16_bit_leaves_and_losses() -> None:
     """
     weight = torch.ones(3, dtype=torch.float16, requires_grad=True)
     for factor, expected in (2.0**-5, 2.0**14), (32.0, 2.0**9):
-        loop = Loop(MeasuredStrategy(), lambda f=factor: (weight * f).sum(), [weight])  # type: ignore[misc]
+        loop = Loop(MeasuredStrategy(), lambda f=factor: (weight * f).sum(), [weight])
         loop.begin()
         assert loop.state.scale.item() == expected
 
@@ -152,7 +152,7 @@ def test_due_steps() -> None:
     for _ in range(8):
         loss = loop.begin()
         taps.append(len(watched._hook_handles) > 0)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         loop.end()
         loop.wishes.append(None if loop.wish is None else loop.wish.item())
         assert not watched._hook_handles
@@ -198,7 +198,7 @@ def test_losses_of_one_step() -> None:
     """
     loop = plain(MeasuredStrategy(), 1.0, 2.0, 0.5)
     for _ in range(3):
-        loop.begin().backward()  # type: ignore[no-untyped-call]
+        loop.begin().backward()
         assert loop.state.scale.item() == 2.0**14
     assert not loop.end()
     assert loop.state.scale.item() == 2.0**13
@@ -208,7 +208,7 @@ def test_optimizers_of_one_step() -> None:
     """Law: one loss of two optimizers is one step, and what it showed is told once."""
     loop = plain(MeasuredStrategy(every=2), 1.0)
     for due in True, False, True:
-        loop.begin().backward()  # type: ignore[no-untyped-call]
+        loop.begin().backward()
         loop.end()
         assert (loop.wish is not None) == due
         assert loop.strategy.propose([], loop.state, CLEAN) is None
@@ -251,11 +251,11 @@ def test_functions_are_run_once(
     weight = torch.ones(3, requires_grad=True)
 
     def loss() -> Tensor:
-        out: Tensor = Counted.apply(weight)  # type: ignore[no-untyped-call]
+        out: Tensor = Counted.apply(weight)
         return out.half().float().sum()
 
     loop = Loop(MeasuredStrategy(), loss, [weight], scale=8.0)
-    loop.begin().backward()  # type: ignore[no-untyped-call]
+    loop.begin().backward()
     assert (Counted.passes > 1) == repeatable
     assert loop.state.scale.item() == (2.0**14 if repeatable else 8.0)
     loop.end()
@@ -266,7 +266,7 @@ def test_reentrant_checkpoints() -> None:
     """Law: they cannot be tried, and do not break; the first step is looked at."""
     net = nn.Sequential(nn.Linear(8, 16), Block(checkpointed=True), nn.Linear(16, 1))
     loop = training(net, scale=2.0**10)
-    loop.begin().backward()  # type: ignore[no-untyped-call]
+    loop.begin().backward()
     assert loop.state.scale.item() == 2.0**10
     assert not loop.end()
     assert loop.wish is not None
@@ -284,7 +284,7 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
     for parameter in loop.parameters:
         before.append(torch.full_like(parameter, 7.0))
         parameter.grad = before[-1]
-        parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(fired.append)
     torch.manual_seed(1)
     loss = loop.loss()
     random = torch.get_rng_state()
@@ -296,7 +296,7 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
         assert parameter.grad is gradient
         assert torch.equal(gradient, torch.full_like(gradient, 7.0))
         parameter.grad = None
-    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    (loss * scale).backward()
     tried = loop.gradients()
     for gradient, twin in zip(tried, gradients_at(loop, scale.item()), strict=True):
         assert torch.equal(gradient, twin)
@@ -320,9 +320,9 @@ def test_nothing_is_left_behind() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         loss = loop.begin()
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.backward(retain_graph=True)
     loop.end()
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.backward(retain_graph=True)
     assert not watched._counts
     gc.disable()
     try:
@@ -371,7 +371,7 @@ def test_no_step_is_lost_on_a_gpu(name: str, exponent: int) -> None:
     scale = loop.strategy.on_loss(loss, loop.state)
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert scale is not None
-    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    (loss * scale).backward()
     assert all(gradient.isfinite().all() for gradient in loop.gradients())
 
 

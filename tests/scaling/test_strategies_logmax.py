@@ -120,13 +120,13 @@ def test_nothing_waits(word: str) -> None:
     loop = training(NETS["norm"](), own=own)
     loop.step()
     for _ in range(4):
-        with NoWaiting():  # type: ignore[no-untyped-call]
-            loop.begin().backward()  # type: ignore[no-untyped-call]
+        with NoWaiting():
+            loop.begin().backward()
             gradients = loop.gradients()
             wish = own.propose(gradients, loop.state, CLEAN)
         # On a CPU the rule itself is a matter of the host.
         loop.state = advance(loop.state, CLEAN, RULE, wish)
-    with NoWaiting(), pytest.raises(AssertionError):  # type: ignore[no-untyped-call]
+    with NoWaiting(), pytest.raises(AssertionError):
         CLEAN.item()
 
 
@@ -141,7 +141,7 @@ def test_nothing_waits_on_a_gpu(word: str) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(4):
-            loop.begin().backward()  # type: ignore[no-untyped-call]
+            loop.begin().backward()
             loop.end()
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -243,9 +243,7 @@ def nothing(_: Loop) -> None:
 
 class Program(NamedTuple):
     micro: Any = one_loss
-    """Runs a micro-batch."""
     between: Any = nothing
-    """Runs between steps."""
     make: Any = SGD
     dtype: torch.dtype = BF16
     clip: float | None = None

@@ -1,7 +1,4 @@
-"""A session's regions under DDP: torch.amp's bits on each of two processes.
-
-Started by `run_ranks`, this file is the program of one process; it writes what it saw.
-"""
+"""A session's regions under DDP: torch.amp's bits on each of two processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Masters and gradients under DDP: the same on every rank, and as exact as DDP's.
-
-Under torchrun, `ranks` runs the cases of all files named here.
-"""
+"""Masters and gradients under DDP: the same on every rank, and as exact as DDP's."""
 
 from __future__ import annotations
 
@@ -241,10 +238,7 @@ def again(group: Group) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
-    **{
-        f"forms {run}": functools.partial(lambda run, group: forms(group, *run), run)
-        for run in RUNS
-    },
+    **ranks.cases(forms, *RUNS),
     "without region": without_region,
     "accuracy": accuracy,
     "kept memory": kept_memory,

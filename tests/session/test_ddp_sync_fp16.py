@@ -1,11 +1,7 @@
-"""fp16 on its way between ranks: no overflow that was not there, and no skip alone.
-
-The cases run in several processes that `ranks` starts.
-"""
+"""fp16 on its way between ranks: no overflow that was not there, and no skip alone."""
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import FOUR, Plant, agreed, start
+from ranks import FOUR, Plant, agreed, cases, start
 from tests.session.test_ddp_sync import FILES, wrap
 from tests.session.test_session_ranks import RULE, Trainer
 from torch import Tensor, nn
@@ -88,20 +84,9 @@ def fuzz(
     return trainer.seen() | more
 
 
-def _each(run: Callable[..., Any], choices: Any) -> dict[str, Any]:
-    return {
-        f"{run.__name__} {choice}": functools.partial(_with, run, choice)
-        for choice in choices
-    }
-
-
-def _with(run: Callable[..., Any], choice: Any, group: Group) -> Any:
-    return run(group, *choice)
-
-
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
-    **_each(near, [(1,), (3,), (4,)]),
-    **_each(fuzz, FUZZ),
+    **cases(near, 1, 3, 4),
+    **cases(fuzz, *FUZZ),
 }
 
 
@@ -116,7 +101,7 @@ def test_near_the_largest_number(seen: list[dict[str, Any]], accumulate: int) ->
 
     60000 is 1875 times 32: it, its parts and their sums come out whole.
     """
-    found = agreed(seen, f"near {(accumulate,)}")
+    found = agreed(seen, f"near {accumulate}")
     assert not found["skipped"]
     expected = 60000.0 * accumulate
     # With 3, what travels is divided by 4: 45000 lies halfway between two numbers.

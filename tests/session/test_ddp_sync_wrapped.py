@@ -1,17 +1,13 @@
-"""What DDP can be told, beside master weights: the mean stays the mean.
-
-The cases run in several processes that `ranks` starts.
-"""
+"""What DDP can be told, beside master weights: the mean stays the mean."""
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import FOUR, agreed, batch, saw, start
+from ranks import FOUR, agreed, batch, cases, saw, start
 from small_training import same
 from tests.session.test_ddp_sync import (
     FILES,
@@ -220,22 +216,11 @@ def uneven(group: Group) -> dict[str, Any]:
     return {"gap": worst(errors), "all": all_of(session)}
 
 
-def _each(run: Callable[..., Any], choices: Any) -> dict[str, Any]:
-    return {
-        f"{run.__name__} {choice}": functools.partial(_with, run, choice)
-        for choice in choices
-    }
-
-
-def _with(run: Callable[..., Any], choice: Any, group: Group) -> Any:
-    return run(group, *choice)
-
-
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
-    **_each(mean, MEANS),
-    **_each(unused, [(1,), (2,), (3,)]),
-    **_each(subgroups, [(1,), (2,)]),
-    **_each(released, [("fp32",), ("split",)]),
+    **cases(mean, *MEANS),
+    **cases(unused, 1, 2, 3),
+    **cases(subgroups, 1, 2),
+    **cases(released, "fp32", "split"),
     "sparse": sparse,
     "buffers": buffers,
     "hooked": hooked,
@@ -261,7 +246,7 @@ def test_settings(seen: list[dict[str, Any]], run: tuple[str, int, str]) -> None
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_unused_parameters(seen: list[dict[str, Any]], accumulate: int) -> None:
     """Law: a rank that did not use a parameter counts as 0; nobody's is left alone."""
-    found = agreed(seen, f"unused {(accumulate,)}")
+    found = agreed(seen, f"unused {accumulate}")
     assert found["gap"] <= 1
     assert found["kept"]
 
@@ -269,7 +254,7 @@ def test_unused_parameters(seen: list[dict[str, Any]], accumulate: int) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_groups_of_their_own(seen: list[dict[str, Any]], accumulate: int) -> None:
     """Law: ranks share what they begin with, and gradients, within their group."""
-    found = saw(seen, f"subgroups {(accumulate,)}")
+    found = saw(seen, f"subgroups {accumulate}")
     half = len(found) // 2
     for rank in found:
         assert rank["gap"] <= 1
@@ -313,5 +298,5 @@ def test_ignored_parameters(seen: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("form", ["fp32", "split"])
 def test_released(seen: list[dict[str, Any]], form: str) -> None:
     """Law: under DDP too, updates inside the backward pass are the same to the bit."""
-    found = agreed(seen, f"released {(form,)}")
+    found = agreed(seen, f"released {form}")
     assert same(found["released"], found["ordinary"])

@@ -124,7 +124,6 @@ class Wrong:
     more: dict[str, Any] = field(default_factory=dict)
     stored: torch.dtype = torch.float32
     batch_apart: bool = True
-    """Batch norm is a shard of its own."""
     optimizer_first: bool = False
     sharded_after: str | None = None
     """Module that is sharded once the session is there."""
@@ -272,7 +271,10 @@ def ranks() -> list[dict[str, Any]]:
 def test_shards_are_the_masters(
     ranks: list[dict[str, Any]], run: tuple[str, str, float | None]
 ) -> None:
-    """Law: shards train as whole fp32 weights do, in one set, and skip together."""
+    """Law: shards train as whole fp32 weights do, and skip together.
+
+    A rank holds 4 bytes a number of its own, and moments; no second copy.
+    """
     own = ("memory", "numel")
     words = [word for word in ranks[0][f"train {run}"] if word not in own]
     seen = agreed(ranks, f"train {run}", *words)
@@ -290,25 +292,17 @@ def test_shards_are_the_masters(
     for step, norm in enumerate(seen["plain norms"] if run[2] else ()):
         if step not in seen["bad"]:
             assert seen["norms"][step] == pytest.approx(norm, rel=1e-6)
+    for rank in ranks:
+        numel, memory = rank[f"train {run}"]["numel"], rank[f"train {run}"]["memory"]
+        # Shards are padded to equal length: of 6 tensors each by a row at most.
+        assert 4 * numel <= memory["weights"] <= 4 * numel + 128
+        assert memory["masters"] == memory["gradients"] == 0
+        moments = {"sgd": 4 * numel, "adamw": 8 * numel + 6 * 4}
+        assert memory["moments"] == moments[run[1]]
     assert seen["notes"][2] == (
         "master weights: FSDP2's fp32 shards of 149 parameters, cast to "
         f"{run[0]} for each pass"
     )
-
-
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_one_set(
-    ranks: list[dict[str, Any]], run: tuple[str, str, float | None]
-) -> None:
-    """Law: a rank holds 4 bytes a number of its own, and moments; no second copy."""
-    for rank in ranks:
-        seen = rank[f"train {run}"]
-        moments = {"sgd": 1, "adamw": 2}[run[1]] * 4 * seen["numel"]
-        # Shards are padded to equal length: of 6 tensors each by a row at most.
-        assert 4 * seen["numel"] <= seen["memory"]["weights"] <= 4 * seen["numel"] + 128
-        assert seen["memory"]["masters"] == seen["memory"]["gradients"] == 0
-        counters = 6 * 4 if run[1] == "adamw" else 0
-        assert seen["memory"]["moments"] == moments + counters
 
 
 def test_what_travels(ranks: list[dict[str, Any]]) -> None:

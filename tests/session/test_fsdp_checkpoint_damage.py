@@ -1,7 +1,4 @@
-"""Directories that ranks write together: sealed, and whole or absent.
-
-Under torchrun, `sharding` runs the cases of this file; all else needs one process.
-"""
+"""Directories that ranks write together: sealed, and whole or absent."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""Sessions over ranks: they skip the same steps, and end with the same bits.
-
-Under torchrun, `ranks` runs the cases of this file in each of several processes.
-"""
+"""Sessions over ranks: they skip the same steps, and end with the same bits."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +18,7 @@ from ranks import (
     agreed,
     average,
     batch,
+    cases,
     counted,
     held,
     net,
@@ -229,24 +226,13 @@ def normed(group: Group) -> dict[str, Any]:
     return {"trail": trail, "weights": list(model.parameters())}
 
 
-def _cases(run: Callable[..., Any], choices: Iterable[Any]) -> dict[str, Any]:
-    return {
-        f"{run.__name__} {choice}": functools.partial(_with, run, choice)
-        for choice in choices
-    }
-
-
-def _with(run: Callable[..., Any], choice: Any, group: Group) -> Any:
-    return run(group, *choice)
-
-
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
-    **_cases(train, RUNS),
-    **_cases(idle, [()]),
-    **_cases(dropped, [(how,) for how in APART]),
-    **_cases(named, NAMED),
-    **_cases(flushed, [(kind,) for kind in FLUSHED]),
-    **_cases(normed, [()]),
+    **cases(train, *RUNS),
+    **cases(idle, ()),
+    **cases(dropped, *APART),
+    **cases(named, *NAMED),
+    **cases(flushed, *FLUSHED),
+    **cases(normed, ()),
 }
 
 
@@ -284,7 +270,7 @@ def test_a_rank_without_gradients(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("how", APART)
 def test_dropped_micro_batches(ranks: list[dict[str, Any]], how: str) -> None:
     """Law: a micro-batch that overflowed on one rank is left out on all."""
-    seen = agreed(ranks, f"dropped {(how,)}")
+    seen = agreed(ranks, f"dropped {how}")
     torch.testing.assert_close(seen["weights"], seen["plain"])
     assert places(seen["dropped"]) == seen["bad"]
     assert seen["counts"] == [STEPS, 0]
@@ -306,7 +292,7 @@ def test_named_losses(ranks: list[dict[str, Any]], run: tuple[str, int, int]) ->
 @pytest.mark.parametrize("kind", FLUSHED)
 def test_flush(ranks: list[dict[str, Any]], kind: str) -> None:
     """Law: an unfinished window is averaged over ranks when it is flushed."""
-    seen = agreed(ranks, f"flushed {(kind,)}")
+    seen = agreed(ranks, f"flushed {kind}")
     assert seen["counts"] == seen["whole"]["counts"] == [STEPS, 0]
     torch.testing.assert_close(seen["masters"], seen["whole"]["masters"])
 

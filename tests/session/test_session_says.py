@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from session_cases import any_machine, build, network  # noqa: F401
+from session_cases import (  # noqa: F401
+    any_machine,
+    build,
+    everything,
+    network,
+    spoil,
+)
 from small_training import same
 from torch import nn
 
@@ -31,16 +37,6 @@ def go(session: Session, name: str = "") -> StepReport:
         loss = session.model(torch.ones(4, 6)).float().square().mean()
     session.backward(loss, name=name)
     return session.step()
-
-
-def spoil(session: Session, *names: str) -> list[Any]:
-    """Put inf into the gradients of parameters from now on; return the hooks."""
-    params: dict[str, Any] = dict(session.model.named_parameters())
-    return [params[name].register_hook(lambda grad: grad + math.inf) for name in names]
-
-
-def everything(session: Session) -> Any:
-    return copy.deepcopy([dict(session.model.state_dict()), session.weights()])
 
 
 def test_collapse_at_the_floor() -> None:

@@ -1,8 +1,4 @@
-"""What users do between a session's calls: nothing may go wrong in silence.
-
-In: sessions at O2, and loops that reach around them. Out: the training of a session
-that was left in peace; or a refusal that names what would be right.
-"""
+"""What users do between a session's calls: nothing may go wrong in silence."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Weights that come late, states that others edit, steps that end half-way.
-
-In: sessions at O2 that fold gradients or release them as they arrive. Out: the training
-of a session that had it all from the start.
-"""
+"""Weights that come late, states that others edit, steps that end half-way."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Programs over several ranks, all of them in one start of processes.
-
-In: the cases of the test files named here; how many processes. Out: what each rank saw
-in each case, or how it failed.
-"""
+"""Programs over several ranks, all of them in one start of processes."""
 
 from __future__ import annotations
 
@@ -52,11 +48,8 @@ FIRST = 2.0**10
 @dataclass(frozen=True)
 class Plant:
     rank: int
-    """Where."""
     param: int
-    """Place of the parameter."""
     value: float
-    """inf, -inf or NaN."""
 
     def here(self) -> bool:
         return dist.get_rank() == self.rank
@@ -172,6 +165,15 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return value
+
+
+def cases(run: Callable[..., Any], *choices: Any) -> dict[str, Any]:
+    """Return cases by name, one for each choice of arguments after the group."""
+    return {f"{run.__name__} {c}": functools.partial(_with, run, c) for c in choices}
+
+
+def _with(run: Callable[..., Any], choice: Any, group: dist.ProcessGroup) -> Any:
+    return run(group, *(choice if isinstance(choice, tuple) else (choice,)))
 
 
 def process(folder: Path, *files: str) -> None:

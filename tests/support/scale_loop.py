@@ -1,7 +1,4 @@
-"""How a loss scale lives from step to step, without an optimizer.
-
-In: a strategy, and a loss. Out: steps, and what was proposed in each.
-"""
+"""How a loss scale lives from step to step, without an optimizer."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class Loop:
     parameters: list[Tensor]
     scale: float = 2.0**16
     wishes: list[float | None] = field(default_factory=list)
-    """What was proposed in each step."""
 
     def __post_init__(self) -> None:
         state = ScaleState.first(RULE, self.parameters[0].device)

@@ -1,10 +1,8 @@
-"""Sessions over a small network with a normalisation layer, at each level and format.
-
-In: a level and a dtype in one word, an optimizer. Out: a session, whatever the machine.
-"""
+"""Sessions over a small network with a normalisation layer, at any level."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -47,3 +45,19 @@ def build(
     level, dtype = kind.split()
     model = network(seed, more.pop("device", "cpu"))
     return hs.prepare(model, make(model.parameters()), level, dtype=dtype, **more)
+
+
+def spoil(session: Session, *names: str, value: float = float("inf")) -> list[Any]:
+    """Put `value` into the gradients of parameters from now on; return the hooks."""
+    params: dict[str, Any] = dict(session.model.named_parameters())
+    row = torch.tensor([2], device=params["0.bias"].device)
+    return [
+        params[name].register_hook(lambda grad: grad.index_fill(0, row, value))
+        for name in names
+    ]
+
+
+def everything(session: Session) -> Any:
+    """Return a copy of all that a skipped step must leave alone."""
+    stored, optimizer = session.model.state_dict(), session.optimizer.state_dict()
+    return copy.deepcopy([stored, session.weights(), optimizer])

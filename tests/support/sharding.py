@@ -1,7 +1,4 @@
-"""Programs over shards, all those of one test file in one start of processes.
-
-In: a test file with `CASES`; how many processes. Out: what each rank saw in each case.
-"""
+"""Programs over shards, all those of one test file in one start of processes."""
 
 from __future__ import annotations
 
