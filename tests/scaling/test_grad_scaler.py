@@ -270,14 +270,23 @@ def test_a_graph_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NotImplementedError(message)
 
     monkeypatch.setattr("halfstep.scaling.collapse.find_in_graph", fail)
-    setup = Setup(max_consecutive_skips=3)
-    for _ in range(2):
-        setup.iterate(math.nan)
+    w = weight()
+    optimizer = torch.optim.SGD([("w", w)], lr=0.1)
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=3)
+
+    def step() -> None:
+        scaler.scale((w * math.nan).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    step()
+    step()
     with pytest.raises(hs.LossScaleCollapse) as caught:
-        setup.iterate(math.nan)
+        step()
     end = "(graph not read: NotImplementedError: no such layout)"
     assert str(caught.value).endswith(end)
-    assert caught.value.nan_in == ("bias",)
+    assert caught.value.nan_in == ("w",)
 
 
 @pytest.mark.parametrize("strategy", ["measured", "logmax"])

@@ -183,6 +183,8 @@ def test_an_overflow_counts_as_a_look() -> None:
     """Law: a scale S that overflowed keeps proposals at S / 4 while its look counts."""
     watched, state = MeasuredStrategy(), ScaleState.first(RULE, "cpu")
     state = replace(state, scale=torch.tensor(2.0**12))
+    watched.on_found_inf(state, torch.tensor(1.0))  # there is no look yet
+    assert watched.state_dict()["recent"] == []
     watched.load_state_dict({"steps": 7, "recent": [2.0**14, 2.0**13]})
     watched.on_found_inf(state, torch.tensor(0.0))
     assert watched.state_dict()["recent"] == [2.0**14, 2.0**13]
