@@ -179,29 +179,25 @@ def test_saved_weights_are_the_masters(tmp_path: Path) -> None:
 
 
 def test_what_runs_where() -> None:
-    """Law: the forward pass is in 16 bits, what it returns and `autocast` as told."""
+    """Law: the forward pass is in 16 bits, what it returns and `autocast` as told.
+
+    Evaluation without training has the same formats.
+    """
     seen: list[torch.dtype] = []
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, _, _, loader = accelerator.prepare(*make())
-    model[0].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
     inputs, _ = next(iter(loader))
-    assert model(inputs).dtype == torch.float32
-    assert seen == [torch.bfloat16]
     with accelerator.autocast():
         assert (inputs @ inputs.T).dtype == torch.bfloat16
     with accelerator.autocast(accelerate.utils.AutocastKwargs(enabled=False)):
         assert (inputs @ inputs.T).dtype == torch.float32
-
-
-def test_a_model_that_is_only_evaluated_runs_in_16_bits() -> None:
-    """Law: evaluation without training has the same formats."""
-    seen: list[torch.dtype] = []
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerator.prepare_model(make()[0], evaluation_mode=True)
-    model[0].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    with torch.no_grad():
-        assert model(torch.ones(2, 8)).dtype == torch.float32
-    assert seen == [torch.bfloat16]
+    _reset()
+    other = Accelerator(cpu=True, mixed_precision="bf16")
+    for each in (model, other.prepare_model(make()[0], evaluation_mode=True)):
+        each[0].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+        with torch.set_grad_enabled(each is model):
+            assert each(inputs).dtype == torch.float32
+    assert seen == [torch.bfloat16] * 2
 
 
 def test_the_handler_of_the_loss_scale_is_obeyed() -> None:

@@ -96,16 +96,11 @@ def test_as_lightning_itself(level: str, word: Any) -> None:
     assert trained(MixedPrecision(level)).losses == expected.losses
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_as_a_session(level: str, dtype: str, accumulate: int) -> None:
-    """Law: with clipping and accumulation, the weights are those of a session."""
+def weights_of_session(level: str, dtype: str, accumulate: int) -> dict[str, Tensor]:
+    """Train a session with clipping and accumulation; return its weights."""
     model = net()
     session = hs.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), 3e-3),
-        level,
+        *(model, torch.optim.AdamW(model.parameters(), 3e-3), level),
         dtype=dtype,
         loss_scale=SCALE[dtype],
         clip_grad_norm=0.5,
@@ -113,13 +108,21 @@ def test_as_a_session(level: str, dtype: str, accumulate: int) -> None:
     )
     for x, y in batches():
         with session.autocast():
-            loss = nn.functional.mse_loss(model(x), y)
-        session.backward(loss)
+            output = model(x)
+        session.backward(nn.functional.mse_loss(output.float(), y))
         session.step()
+    return session.weights()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_as_a_session(level: str, dtype: str, accumulate: int) -> None:
+    """Law: with clipping and accumulation, the weights are those of a session."""
+    expected = weights_of_session(level, dtype, accumulate)
     plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
     module = trained(plugin, gradient_clip_val=0.5, accumulate_grad_batches=accumulate)
-    expected, weights = session.weights(), module.net.state_dict()
-    for name, weight in weights.items():
+    for name, weight in module.net.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
     assert plugin.last_step.scale == (1024 if dtype == "fp16" else 1)
     assert plugin.last_step.step == STEPS // accumulate

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from tests.compat.test_lightning import SCALE, STEPS, batches, net, same
+from tests.compat.test_lightning import (
+    SCALE,
+    STEPS,
+    batches,
+    net,
+    same,
+    weights_of_session,
+)
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -62,27 +69,11 @@ class Run:
 @pytest.mark.parametrize("case", CASES)
 def test_as_a_session(case: str, accumulate: int, *, optimizer_later: bool) -> None:
     """Law: with clipping and accumulation, the weights are those of a session."""
-    level, dtype = case.split()
-    model = net()
-    session = hs.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), 3e-3),
-        level,
-        dtype=dtype,
-        loss_scale=SCALE[dtype],
-        clip_grad_norm=0.5,
-        accumulate=accumulate,
-    )
-    for x, y in batches():
-        with session.autocast():
-            output = model(x)
-        session.backward(nn.functional.mse_loss(output.float(), y))
-        session.step()
+    expected = weights_of_session(*case.split(), accumulate)
     run = Run(case, optimizer_later=optimizer_later)
     run.train(batches(), accumulate)
     for name, weight in run.net.state_dict().items():
-        expected = session.weights()[name]
-        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
     assert run.plugin.last_step.step == STEPS // accumulate
 
 
