@@ -94,8 +94,7 @@ def test_dtypes_of_weights_and_outputs(level: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
-    [("True", True), ("False", False), (True, True), (False, False)],
+    ("given", "kept"), [("True", True), ("False", False), (True, True), (False, False)]
 )
 def test_keep_batchnorm(given: Any, kept: bool) -> None:
     """Law: keep_batchnorm_fp32 takes booleans and their names."""

@@ -25,10 +25,7 @@ from halfstep.testing import assert_unchanged, overflow_in_backward
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.filterwarnings("ignore:fp16 .*emulate"),
-]
+pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore:fp16 .*emulate")]
 CASES = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
 
 

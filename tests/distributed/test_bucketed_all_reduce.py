@@ -27,9 +27,7 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
 
 
-def params_of(
-    numels: list[tuple[int, torch.dtype]],
-) -> dict[Tensor, torch.dtype]:
+def params_of(numels: list[tuple[int, torch.dtype]]) -> dict[Tensor, torch.dtype]:
     torch.manual_seed(0)
     found: dict[Tensor, torch.dtype] = {}
     for numel, wire in numels:

@@ -14,11 +14,7 @@ from scale_loop import BAD, CLEAN, NETS, RULE, NoWaiting, training
 
 from halfstep.scaling import ScaleState, advance
 from halfstep.scaling.loss_scale import STRATEGIES
-from halfstep.scaling.strategies import (
-    LogMaxStrategy,
-    MeasuredStrategy,
-    make_strategy,
-)
+from halfstep.scaling.strategies import LogMaxStrategy, MeasuredStrategy, make_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

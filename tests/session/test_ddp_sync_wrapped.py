@@ -22,9 +22,7 @@ from tests.session.test_ddp_sync import (
     wrap,
 )
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import halfstep as hs
 

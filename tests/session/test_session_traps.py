@@ -251,18 +251,6 @@ def test_a_dead_column(form: str) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("name", cases.OPTIMIZERS)
-def test_every_optimizer_is_explained(form: str, name: str) -> None:
-    """Law: `explain` says how each of torch's optimizers updates, before and after."""
-    session = cases.start(cases.OPTIMIZERS[name], form, cases.model_for(name))
-    word = type(session.optimizer).__name__
-    for number in range(2):
-        notes = session.explain().notes
-        assert any(f"update: {word}" in note for note in notes), notes
-        window(session, number)
-
-
-@every_form
 @every_window
 @pytest.mark.parametrize("make", [cases.ADAMW, cases.NADAM])
 @pytest.mark.parametrize("schedule", ["before", "after", None])
