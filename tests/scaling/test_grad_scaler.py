@@ -23,7 +23,6 @@ from halfstep.errors import UserError
 Make = Callable[[Any], torch.optim.Optimizer]
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
