@@ -167,6 +167,7 @@ def test_every_pattern(dtype: torch.dtype) -> None:
     tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     stats = measure(tensor, ALL)
     assert_same(stats.data(), by_numpy(tensor, ALL))
+    assert stats.subnormals == stats.data()["subnormals"]
     assert not stats.finite
 
 

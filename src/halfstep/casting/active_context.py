@@ -523,9 +523,6 @@ class PerThreadStack(Generic[T]):
     def __reduce__(self) -> tuple[type[PerThreadStack[T]], tuple[()]]:
         return PerThreadStack, ()
 
-    def __bool__(self) -> bool:
-        return any(list(self._stacks.values()))
-
     def push(self, entry: T) -> None:
         """Push an entry of this thread."""
         self._stacks.setdefault(threading.current_thread(), []).append(entry)
