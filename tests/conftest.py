@@ -84,6 +84,7 @@ NUMERIC = {
     ),
     *(
         "diagnostics/test_planted_faults",
+        "diagnostics/test_preflight_models",
         "diagnostics/test_preflight_rules",
         "diagnostics/test_probe",
         "masters/test_optimizer_in_backward",

@@ -6,6 +6,7 @@ its import alone is not stored: `drop_in` makes it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import runpy
@@ -47,11 +48,7 @@ class Program:
         apex's O1 changes torch for good; Accelerate has one state a process.
         """
         left_behind = "amp.initialize", "accelerate", "transformers"
-        return (
-            self.needs_torchrun
-            or self.form == "run"
-            or any(name in self.text for name in left_behind)
-        )
+        return self.form == "run" or any(name in self.text for name in left_behind)
 
     @property
     def summary(self) -> str:
@@ -67,17 +64,22 @@ class Program:
         """Return what it prints.
 
         Args:
-            apart: In a process of its own, as its user runs it; some always are.
+            apart: In a process of its own, as its user runs it.
         """
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "program.py"
-            file.write_text(self.text, encoding="utf-8")
-            if apart or self.needs_own_process:
+        with self.file() as file:
+            if apart:
                 return self._run_apart(file)
             printed = StringIO()
             with redirect_stdout(printed):
                 runpy.run_path(str(file), run_name="__main__")
             return printed.getvalue()
+
+    @contextlib.contextmanager
+    def file(self) -> Iterator[Path]:
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "program.py"
+            file.write_text(self.text, encoding="utf-8")
+            yield file
 
     def _run_apart(self, file: Path) -> str:
         words: list[str] = []
@@ -92,9 +94,8 @@ class Program:
         )
         # torch with gloo, halfstep or not, after all is done: once in twenty runs.
         at_exit = "terminate called without an active exception" in done.stderr
-        assert done.returncode == 0 or (at_exit and _LOSS.search(done.stdout)), (
-            done.stderr
-        )
+        ended = at_exit and _LOSS.search(done.stdout)
+        assert done.returncode == 0 or ended, done.stderr
         return done.stdout
 
     def changes(self, before: Program) -> tuple[list[str], int, int]:

@@ -530,12 +530,12 @@ dist.destroy_process_group()
 )
 
 
-def test_ranks_skip_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_skip_together(launch: Any) -> None:
     """Law: under torchrun an overflow on one rank skips the step of both."""
-    (tmp_path / "script.py").write_text(RANKS)
-    monkeypatch.setenv("HALFSTEP", "fp16")
-    said = "".join(run_ranks(str(tmp_path / "script.py")))
-    (line,) = [each for each in said.splitlines() if "optimizer steps" in each]
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = launch(RANKS, *torchrun, HALFSTEP="fp16", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (line,) = [each for each in done.stderr.splitlines() if "optimizer steps" in each]
     assert "O1 fp16: 3 optimizer steps, 1 skipped" in line
 
 

@@ -82,7 +82,8 @@ def run_forked(
 
 def run_ranks(
     file: str, *arguments: str, processes: int = 2, timeout: float = 120
-) -> None:
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program in several processes as torchrun does; all must end well."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     together = {
         "MASTER_ADDR": "127.0.0.1",
@@ -97,9 +98,9 @@ def run_ranks(
         for rank in range(processes)
     ]
     ended = run_forked(file, *arguments, environments=ranks, timeout=timeout)
-    texts = [each.stderr for each in ended]
-    assert not any(each.returncode for each in ended), "\n".join(texts)
-    return texts
+    texts = "\n".join(each.stderr for each in ended)
+    assert not any(each.returncode for each in ended), texts
+    return ended
 
 
 def _become(
