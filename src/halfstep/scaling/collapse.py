@@ -237,14 +237,14 @@ class CollapseMonitor:
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
         if wrapped or isinstance(loss, FakeTensor):
             return
-        self._loss = loss.detach()
+        detached = self._loss = loss.detach()  # another thread may set `_loss`
         value = 0.0
         if loss.numel() == 1 and not loss.is_complex():
             if loss.device.type in async_read.READABLE_DEVICES:
-                value = float(self._loss)
+                value = float(detached)
             else:
                 # The sum over micro-batches is non-finite if one of them is.
-                self._loss_sum = _sum(self._loss_sum, self._loss)
+                self._loss_sum = _sum(self._loss_sum, detached)
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
