@@ -1,7 +1,5 @@
 """The command line: what each command prints, writes and leaves with."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -9,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,9 +20,7 @@ from halfstep.bench import commands
 from halfstep.machine import hardware
 from halfstep.machine.gemm import GemmRates
 from halfstep.train import run as room
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from halfstep.train.signals import Diverged
 
 COMMANDS = ("train", "predict", "doctor", "bench", "compare", "env", "levels")
 BENCHES = tuple(commands.BENCHES)
@@ -40,7 +36,6 @@ INTERRUPTED = "interrupted; `train --resume` continues from the last checkpoint,
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_and_measured() -> Iterator[None]:
-    """Add a size that trains in a moment; reach no network, and be no rank."""
     with pytest.MonkeyPatch.context() as patch, one_thread():
         small_and_measured(patch)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -50,7 +45,6 @@ def _small_and_measured() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder that holds nothing but `letters.json`."""
     monkeypatch.chdir(tmp_path)
     write_letters(tmp_path, 40)
     return tmp_path
@@ -58,7 +52,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which `run` is a finished run on `letters.json`."""
     place = tmp_path_factory.mktemp("finished")
     write_letters(place, 40)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,12 +62,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def beside(finished: Path, here: Path) -> Path:
-    """Put a copy of the finished run into the folder; return it."""
     return shutil.copytree(finished / "run", here / "run")
 
 
 def leave(*words: str) -> int:
-    """Run a command; return its exit status, however it leaves."""
     try:
         return cli.run(words)
     except SystemExit as left:
@@ -82,7 +73,6 @@ def leave(*words: str) -> int:
 
 
 def complaint(err: str) -> str:
-    """Return what standard error says, checked to be one line of the program's."""
     start = "halfstep: error: "
     assert err.startswith(start), err
     assert err.endswith("\n")
@@ -214,6 +204,7 @@ def test_warnings_stay_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (KeyboardInterrupt(), 130, INTERRUPTED),
         (LossScaleCollapse("50 steps\noverflowed."), 1, "50 steps overflowed."),
+        (Diverged("training\nhas diverged."), 1, "training has diverged."),
         (OSError(28, "No space left on device", "run/x"), 2, "[Errno 28] No space lef"),
     ],
 )
@@ -296,7 +287,6 @@ def test_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def start(here: Path, *words: str, data: str = "", **more: str) -> tuple[int, str, str]:
-    """Start the program itself; return its status and what it wrote."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
     done = subprocess.run(
         [sys.executable, "-m", "halfstep", *words],

@@ -1,33 +1,30 @@
 """The models of `bench encoder`, `decoder` and `conv`, and `bench probe`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Self
+from argparse import Namespace
+from typing import Any
 
 import pytest
 import torch
-from bench_runs import flags, rejected, rows, tables
+from bench_runs import Candidate, flags, rejected, rows, tables
 from torch import nn
 
 from halfstep.bench import commands, conv, decoder, encoder, measure, training
 from halfstep.fast_dropout import FastDropout
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
+TEXTS = "--layers 1 --hidden 8 --heads 2 --length 16 --batch 2 --lr 1e-3"
 SMALL = {
-    "encoder": "--layers 1 --hidden 8 --heads 2 --length 16 --batch 2 --lr 1e-3",
-    "decoder": "--layers 1 --hidden 8 --heads 2 --length 16 --batch 2 --lr 1e-3 "
-    "--vocabulary 32",
+    "encoder": TEXTS,
+    "decoder": f"{TEXTS} --vocabulary 32",
     "conv": "--layers 1 --channels 4 --pixels 32 --batch 2",
-    "probe": "--layers 1 --hidden 8 --heads 2 --length 16 --batch 2 --lr 1e-3",
+    "probe": TEXTS,
 }
+
+
 MODULES = {"encoder": encoder, "decoder": decoder, "conv": conv}
 RUN = "--steps 5 --seeds 2 --device cpu"
 
 
 def work(bench: str, **more: Any) -> Namespace:
-    """Return the settings of a small run."""
     settings = flags(bench, f"{SMALL[bench]} {RUN}")
     vars(settings).update(more)
     return settings
@@ -48,9 +45,7 @@ def test_batches_are_the_seeds(bench: str) -> None:
 
 def test_counting_solves_the_task() -> None:
     """Law: the label is the group of tokens that a text holds most of, mostly."""
-    ((batch,),) = [
-        next(encoder.draw_batches(work("encoder", batch=500, length=128), 0))
-    ]
+    (batch,) = next(encoder.draw_batches(work("encoder", batch=500, length=128), 0))
     groups = batch["input_ids"] // encoder.GROUP
     counts = nn.functional.one_hot(groups, encoder.CLASSES).sum(1)
     correct = counts.argmax(-1) == batch["labels"]
@@ -82,21 +77,20 @@ def test_channels_last() -> None:
     assert batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_attention_is_as_asked() -> None:
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_as_asked(attention: str) -> None:
     """Law: eager attention shows softmax, sdpa has none."""
-    for attention in ("eager", "sdpa"):
-        settings = work("encoder", attention=attention)
-        loss = encoder.loss_of(
-            encoder.make_model(settings), next(encoder.draw_batches(settings, 0))[0]
-        )
-        visited, nodes = set(), [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in visited:
-                visited.add(node)
-                nodes += [below for below, _ in node.next_functions]
-        softmax = any(node.name() == "SoftmaxBackward0" for node in visited)
-        assert softmax is (attention == "eager")
+    settings = work("encoder", attention=attention)
+    (batch,) = next(encoder.draw_batches(settings, 0))
+    loss = encoder.loss_of(encoder.make_model(settings), batch)
+    visited, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            nodes += [below for below, _ in node.next_functions]
+    softmax = any(node.name() == "SoftmaxBackward0" for node in visited)
+    assert softmax is (attention == "eager")
 
 
 @pytest.mark.parametrize("bench", ["encoder", "decoder"])
@@ -113,35 +107,22 @@ def test_fast_dropout(bench: str, name: str) -> None:
 
 def test_seeds_are_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: each seed trains all candidates anew, and its first steps are not timed."""
+    log: list[Any] = []
 
-    class Here:
-        log: list[Any] = []  # noqa: RUF012
-
-        def __init__(self, name: str, _module: str, task: Any, _env: Any) -> None:
-            self.name, self.answer = name, training.worker(**task)
-
-        def request(self, question: Any) -> Any:
-            self.log.append((self.name, *question.items()))
-            return self.answer(question)
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            """Stay."""
+    class Here(Candidate):
+        def request(self, question: Any = None) -> Any:
+            log.append((self.name, *question.items()))
+            return super().request(question)
 
     monkeypatch.setattr(training, "WorkerProcess", Here)
     names = ["fp32", "O1 torch"]
     words = f"{SMALL['encoder']} {RUN} --candidates '{','.join(names)}'"
     (table,) = tables("encoder", words)
-    turns = [names, names[::-1]]
-    assert Here.log == [
+    steps = [(name, ("steps", 1)) for name in (*names, *names[::-1])]
+    assert log == [
         each
         for seed in (0, 1)
-        for each in [
-            *((name, ("seed", seed)) for name in names),
-            *((name, ("steps", 1)) for order in turns for name in order),
-        ]
+        for each in (*((name, ("seed", seed)) for name in names), *steps)
     ]
     fp32, low = rows(table)
     assert fp32["loss"] == pytest.approx(low["loss"], rel=2**-6)
@@ -158,15 +139,14 @@ def test_what_no_flag_sets() -> None:
     assert sizes == (4, 3e-4, 2, 8)
 
 
+STEPS = "--steps 3 must be at least 4; the first 3 are not timed."
+
+
 @pytest.mark.parametrize(
     ("bench", "words", "line"),
     [
         ("decoder", "--heads 3", "--hidden 8 must be a multiple of --heads 3."),
-        (
-            "conv",
-            "--steps 3",
-            "--steps 3 must be at least 4; the first 3 are not timed.",
-        ),
+        ("conv", "--steps 3", STEPS),
     ],
 )
 def test_rejected(
@@ -208,9 +188,7 @@ def test_probe_table(monkeypatch: pytest.MonkeyPatch) -> None:
     Of ten steps one samples, the others do not: 0.9 x 1 + 0.1 x 2 seconds.
     """
     names = ("none", "flags", "between samples", "full")
-    seconds = dict(
-        zip(names, ([1.0] * 3, [1.25] * 3, [1.0] * 3, [2.0] * 3), strict=True)
-    )
+    seconds = {n: [s] * 3 for n, s in zip(names, (1.0, 1.25, 1.0, 2.0), strict=True)}
     got = training.Measured(measure.Times(seconds), measure.Times({}), {}, {})
     monkeypatch.setattr(training, "measure_steps", lambda *_: got)
     (table,) = tables("probe", f"{SMALL['probe']} {RUN} --every 10")

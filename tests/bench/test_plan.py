@@ -1,31 +1,24 @@
 """`halfstep bench plan`: its candidates train the same model, and its table."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Self
+from argparse import Namespace
+from typing import Any
 
 import pytest
 import torch
-from bench_runs import flags, rows, tables
+from bench_runs import Candidate, flags, rows, tables
 from torch import nn
 
 from halfstep.bench import commands, plan, training
 from halfstep.bench.floor import Floor
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-LABELS = ["painting", "min-cut", "painting O2", "min-cut O2"]
 SMALL = {"inputs": torch.randn(6, 8), "labels": torch.randint(0, 4, (6,))}
 
 
 def small() -> nn.Module:
-    """Return two layers."""
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def work(model: str) -> Namespace:
-    """Return the settings of a candidate's process."""
     settings = flags("plan", "--device cpu")
     vars(settings).update(model=model, steps=1, accumulate=1)
     return settings
@@ -63,25 +56,15 @@ def test_casts_are_counted() -> None:
 
 def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a row for each candidate; plans predict their passes."""
-
-    class Here:
-        def __init__(self, _name: str, _module: str, task: Any, _env: Any) -> None:
-            self.request = training.worker(**task)
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            """Stay."""
-
-    monkeypatch.setattr(training, "WorkerProcess", Here)
+    monkeypatch.setattr(training, "WorkerProcess", Candidate)
     (table,) = tables("plan", "--models mlp --rounds 2 --device cpu")
     by_name = {row["candidate"]: row for row in rows(table)}
-    assert list(by_name) == ["fp32", "torch.autocast", "lean", "O1", "O2", *LABELS]
+    planned = ["painting", "min-cut", "painting O2", "min-cut O2"]
+    assert list(by_name) == ["fp32", "torch.autocast", "lean", "O1", "O2", *planned]
     assert by_name["torch.autocast"]["x torch.autocast"] == 1
     for name, row in by_name.items():
         assert 0 < row["ms of passes"] < row["ms a step"]  # type: ignore[operator]
-        assert (row["predicted"] is not None) == (name in LABELS)
+        assert (row["predicted"] is not None) == (name in planned)
 
 
 @pytest.mark.parametrize("name", plan.MODELS)

@@ -1,11 +1,11 @@
 """States of every level and form of masters, loaded into every other."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +26,7 @@ import halfstep as hs
 from halfstep import UserError
 from halfstep.checkpoint import single
 from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 LEAN = ("split", "kahan", "stochastic")
 WAYS = (through_torch, through_checkpoint)
@@ -40,7 +35,6 @@ LOW = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep the machine's speed out of these tests, and threads out of tiny products."""
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
     with one_thread():
         yield
@@ -48,7 +42,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @functools.cache
 def saved(kind: str, name: str) -> dict[str, Any]:
-    """Return the state of a session that has trained three steps."""
     session = build(kind, name)
     train(session, 0, 1, 2)
     return copy.deepcopy(session.state_dict())
@@ -66,7 +59,6 @@ def held_in(session: Session, weight: Tensor) -> torch.dtype:
 
 
 def expected(truth: Tensor, stored: Tensor, form: str) -> Tensor:
-    """Return a saved tensor as one that is stored so can hold it, in fp32."""
     exact = form in ("fp32", "split") or stored.dtype not in LOW
     if exact or not truth.is_floating_point():
         return truth
@@ -154,6 +146,17 @@ def test_split_and_back(name: str) -> None:
     assert same(last, first)
     assert train(back, 3, 4) == train(straight, 3, 4)
     assert same(bits(back), bits(straight))
+
+
+def test_loading_ends_an_unfinished_window() -> None:
+    """Law: a loaded session holds no half-accumulated gradient of before."""
+    used, fresh = (build("O2 bf16 fp32", "sgd", accumulate=2) for _ in range(2))
+    state = copy.deepcopy(fresh.state_dict())
+    train(used, 0)
+    used.load_state_dict(state)
+    for session in (used, fresh):
+        train(session, 1, 2)
+    assert same(used.weights(), fresh.weights())
 
 
 @pytest.mark.parametrize("form", LEAN)
@@ -329,7 +332,6 @@ class Fussy(torch.optim.SGD):
     """Refuses what it is given."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Refuse."""
         del state_dict
         message = "not today"
         raise ValueError(message)
@@ -355,11 +357,9 @@ class Remembers(nn.Linear):
     kept: Any = "nothing yet"
 
     def get_extra_state(self) -> Any:
-        """Return it."""
         return self.kept
 
     def set_extra_state(self, state: Any) -> None:
-        """Take it."""
         self.kept = state
 
 

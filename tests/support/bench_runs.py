@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from argparse import ArgumentParser
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
 
 from halfstep import cli
 from halfstep.bench import commands, measure
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def flags(bench: str, words: str) -> Namespace:
-    """Return the settings that flags give."""
     parser = ArgumentParser()
     commands.add_flags(parser, bench)
     arguments = parser.parse_args(shlex.split(words))
@@ -28,7 +29,6 @@ def flags(bench: str, words: str) -> Namespace:
 
 
 def tables(bench: str, words: str) -> list[Table]:
-    """Return the tables of a run."""
     arguments = flags(bench, words)
     chosen = commands.load(bench)
     chosen.check(arguments)
@@ -36,7 +36,6 @@ def tables(bench: str, words: str) -> list[Table]:
 
 
 def run(bench: str, words: str) -> int:
-    """Run a bench; return its exit status, however it leaves."""
     try:
         return cli.run(["bench", bench, *shlex.split(words)])
     except SystemExit as left:
@@ -44,7 +43,6 @@ def run(bench: str, words: str) -> int:
 
 
 def rejected(bench: str, words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line by which a run is rejected; nothing else is printed."""
     assert run(bench, words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -53,5 +51,23 @@ def rejected(bench: str, words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def rows(table: Table) -> list[dict[str, Cell]]:
-    """Return the rows of a table, each from column to cell."""
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+class Candidate:
+    """A `WorkerProcess` that starts none: it answers in this process."""
+
+    log: list[Any]
+
+    def __init__(self, name: str, module: str, task: dict[str, Any], _env: Any) -> None:
+        self.name = name
+        self.answer = import_module(module).worker(**json.loads(json.dumps(task)))
+
+    def request(self, question: Any = None) -> Any:
+        return json.loads(json.dumps(self.answer(question)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -17,13 +17,11 @@ LONGEST_MESSAGE = 35
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages name the path as given; a relative one makes them whole literals."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
 
 
 def write(name: str, content: str | bytes) -> Path:
-    """Write a file, and the folder that it is in."""
     path = Path(name)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -31,7 +29,6 @@ def write(name: str, content: str | bytes) -> Path:
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Return the name of everything below a folder, and the bytes of files."""
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in root.rglob("*")
@@ -39,7 +36,6 @@ def tree(root: Path) -> dict[str, bytes | None]:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """Return the message of a call that refuses, checked for its form."""
     with pytest.raises(UserError) as caught:
         call()
     message = str(caught.value)

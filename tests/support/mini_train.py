@@ -69,7 +69,6 @@ def _disturb(patch: pytest.MonkeyPatch, told: argparse.Namespace) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one command, disturbed as the words before it say; return its status."""
     told = _parsed(words)
     with pytest.MonkeyPatch.context() as patch:
         small_and_measured(patch)

@@ -60,7 +60,6 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.linspace(0, 0.3, 16))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute."""
         hidden = self.middle(torch.tanh(self.norm(self.first(inputs))))
         hidden = torch.tanh(self.tied(self.again(self.batch(hidden))))
         shifted = hidden * self.get_buffer("mask") + self.get_buffer("shift")
@@ -69,13 +68,11 @@ class Net(nn.Module):
 
 
 def net(seed: int = 0) -> Net:
-    """Return a network of these numbers."""
     torch.manual_seed(seed)
     return Net()
 
 
 def build(kind: str, name: str, seed: int = 0, **more: Any) -> Session:
-    """Return a session of one kind."""
     level, dtype, master = kind.split()
     model = net(seed)
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -83,7 +80,6 @@ def build(kind: str, name: str, seed: int = 0, **more: Any) -> Session:
 
 
 def train(session: Session, *steps: int) -> list[float]:
-    """Train some steps, each on its own batch; return the losses."""
     losses = []
     for step in steps:
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
@@ -106,7 +102,6 @@ def through_torch(state: dict[str, Any], _folder: Path) -> dict[str, Any]:
 
 
 def through_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a state that `halfstep.checkpoint` has written."""
     rest = {key: value for key, value in state.items() if key != "weights"}
     single.save(folder / "at", state["weights"], rest, {})
     found = single.load(folder / "at")
@@ -114,7 +109,6 @@ def through_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def bits(session: Session) -> dict[str, Any]:
-    """Return all that two sessions must have in common to go on alike."""
     return {
         "state": session.state_dict(),
         "stored": dict(session.model.state_dict()),

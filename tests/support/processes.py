@@ -70,7 +70,6 @@ def group(timeout: timedelta) -> Iterator[None]:
 
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
-    """Be joined as the one process that torchrun started."""
     started = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (started | {"MASTER_PORT": "0"}).items():

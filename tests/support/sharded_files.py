@@ -27,7 +27,6 @@ PART, INDEX = "__0_0.distcp", sharded.INDEX
 
 
 def trained(seed: int = 0, *, shard: bool = False) -> Session:
-    """Return a session that has made a step."""
     session = session_of("O2 bf16", shard=shard)
     inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
     with session.autocast():
@@ -38,7 +37,6 @@ def trained(seed: int = 0, *, shard: bool = False) -> Session:
 
 
 def refusal(directory: Path) -> str:
-    """Return why a directory is refused; the session must be as it was."""
     session = trained(1)
     before = copy.deepcopy(session.state_dict())
     with pytest.raises(CheckpointError) as caught:
@@ -48,7 +46,6 @@ def refusal(directory: Path) -> str:
 
 
 def reseal(directory: Path, **change: Any) -> None:
-    """Let the manifest say what is there now, as whoever knows the format can."""
     said = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     files = [path for path in directory.iterdir() if path.name != MANIFEST]
     said |= {"files": {path.name: digest(path) for path in files}} | change
@@ -57,12 +54,10 @@ def reseal(directory: Path, **change: Any) -> None:
 
 
 def cut(path: Path) -> None:
-    """Cut the second half of a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def flip(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

@@ -43,7 +43,6 @@ def classified(
     labels: Sequence[str],
     chosen: Sequence[int] | None = None,
 ) -> Split:
-    """Write texts and their labels, one JSON object a line; return them as a split."""
     objects = [{"text": words, "label": label} for words, label in rows]
     _write(path, objects)
     return split_of(path, "classify", labels, chosen)
@@ -82,7 +81,6 @@ def letters_tokenizer(letters: str, longest: int) -> Any:
 
 
 def counting(tokenizer: Any) -> tuple[Any, list[int]]:
-    """Return a tokenizer that notes of each call how many texts it was given."""
     calls: list[int] = []
 
     class Counted(type(tokenizer)):  # type: ignore[misc]

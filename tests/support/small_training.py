@@ -38,7 +38,6 @@ TIMED = {
 
 
 def small_and_measured(patch: pytest.MonkeyPatch) -> None:
-    """Add a size that trains in a moment; plant rates that warn of nothing."""
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     patch.setitem(model.SIZES, "mini", shape | {"intermediate_size": 64})
     rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
@@ -63,7 +62,6 @@ def without_figures(patch: pytest.MonkeyPatch) -> None:
 
 
 def interrupt_before(patch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Interrupt before some optimizer steps, each once."""
     left = list(steps)
     step = Trainer.train_step
 
@@ -77,7 +75,6 @@ def interrupt_before(patch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 def overflow_in(patch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Make the loss of some optimizer steps inf."""
     clean = Trainer.micro_batch_loss
 
     def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
@@ -144,7 +141,6 @@ FILLER = "uvwxyz"
 
 
 def marked_text(draw: random.Random) -> dict[str, Any]:
-    """Return a text in which each character tells its tag."""
     text, spans = "", []
     for _ in range(draw.randint(1, 3)):
         text += "".join(draw.choices(FILLER, k=draw.randint(1, 4)))
@@ -161,7 +157,6 @@ def write_marked(
     count: int,
     make: Callable[[random.Random], dict[str, Any]] = marked_text,
 ) -> Path:
-    """Write texts and their entities, one JSON object a line; return the path."""
     draw = random.Random(0)  # noqa: S311 -- texts are no secret
     path = folder / "marked.jsonl"
     path.write_text("".join(json.dumps(make(draw)) + "\n" for _ in range(count)))
@@ -183,12 +178,10 @@ def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def steps_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of steps, those of evaluations and times left out."""
     return timeless(each for each in records if "event" not in each)
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Hold that two runs left the same model, metrics, summary and checkpoints."""
     for name in ("model/model.safetensors", "model/tokenizer.json"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     folders = RunFolder(one), RunFolder(other)
@@ -206,7 +199,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two nested states are equal to the bit."""
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

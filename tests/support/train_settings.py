@@ -70,7 +70,6 @@ TOGETHER = (
 
 
 def parse(*words: str) -> dict[str, Any]:
-    """Return the settings that words on the command line stand for."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     return explicit_settings(parser.parse_args(words))

@@ -1,15 +1,10 @@
 """What most tests of training share: one thread, and runs that take a moment."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch
 from small_training import small_and_measured, without_figures
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +18,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_runs() -> Iterator[None]:
-    """Add the size "mini", which trains in a moment; draw no figures."""
     with pytest.MonkeyPatch.context() as patch:
         small_and_measured(patch)
         without_figures(patch)

@@ -1,9 +1,9 @@
 """Whole runs with --compile: the same training, and the same after a restart."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,6 @@ from small_training import (
 )
 
 from halfstep.train.run import run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 pytestmark = [
     pytest.mark.usefixtures("small_runs"),

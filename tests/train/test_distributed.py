@@ -3,8 +3,6 @@
 Started by `run_ranks`, this file is the program of one process; it trains every case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -13,8 +11,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from forks import run_ranks
@@ -31,9 +30,6 @@ from halfstep import cli
 from halfstep.distributed import process_group
 from halfstep.train import evaluate
 from halfstep.train.output.run_directory import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TRAIN, DEV = 57, 9  # 57 = 8 * 7 + 1: one batch has a text for one process only
 CASES = {
@@ -67,14 +63,12 @@ def bound(case: str) -> float:
 
 
 def small_dev_too(patch: pytest.MonkeyPatch) -> None:
-    """Train a small size, draw no figures; let a few texts fill a batch of dev."""
     small_and_measured(patch)
     without_figures(patch)
     patch.setattr(evaluate, "EVAL_BATCH", 4)
 
 
 def command(folder: Path, case: str, *more: str) -> list[str]:
-    """Return the words that train a case into `folder / case`."""
     name = "marked.jsonl" if "entities" in case else "letters.json"
     data, out = str(folder / name), str(folder / case)
     model = () if "--model" in more else ("--model", "mini")
@@ -85,7 +79,6 @@ def command(folder: Path, case: str, *more: str) -> list[str]:
 
 
 def write_data(folder: Path) -> None:
-    """Write texts of two alphabets and many lengths, and how many are for dev."""
     write_letters(folder, TRAIN + DEV, "abc", "def", lengths=(2, 30))
     write_marked(folder, TRAIN + DEV)
     (folder / "share.toml").write_text(f"dev_share = {DEV / (TRAIN + DEV)}\n")
@@ -93,7 +86,6 @@ def write_data(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the folder of all cases, each trained by this process."""
     folder = tmp_path_factory.mktemp("one")
     write_data(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +97,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of all cases, each trained by two processes."""
     folder = tmp_path_factory.mktemp("two")
     write_data(folder)
     run_ranks(__file__, str(folder), timeout=300)
@@ -114,7 +105,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of some cases, each trained by four processes."""
     folder = tmp_path_factory.mktemp("four")
     write_data(folder)
     run_ranks(__file__, str(folder), *FOUR, processes=4, timeout=300)
@@ -122,7 +112,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def process(folder: Path, *cases: str) -> None:
-    """Do all of it, or some cases, in one of the processes that `run_ranks` started."""
     told = {}
     orders = {case: command(folder, case) for case in cases or (*CASES, *FSDP2)}
     if not cases:
@@ -142,13 +131,11 @@ def process(folder: Path, *cases: str) -> None:
 
 
 def told(two: Path, name: str) -> list[tuple[int, str, str]]:
-    """Return status, output and errors of a command on each rank."""
     both = [json.loads((two / f"told-{rank}.json").read_text()) for rank in (0, 1)]
     return [tuple(each[name]) for each in both]
 
 
 def records(place: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of the steps, or of an event."""
     return [r for r in RunFolder(place).records() if r.get("event") == event]
 
 

@@ -1,14 +1,13 @@
 """Entities as tags and back, and the best tags against all that there are."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from halfstep.train.data.entity_tags import (
     IGNORED,
@@ -17,14 +16,14 @@ from halfstep.train.data.entity_tags import (
     tag_tokens,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 Entities = list[tuple[int, int, int]]
 
 
 # "Ada  Lovelace in Rome" between two special tokens.
 OFFSETS = [(0, 0), (0, 3), (5, 9), (9, 13), (14, 16), (17, 21), (0, 0)]
+
+
+SHARED = [(0, 1), (0, 1), (0, 1), (1, 2), (1, 2)]  # a character of many tokens
 
 
 @pytest.mark.parametrize(
@@ -46,17 +45,11 @@ OFFSETS = [(0, 0), (0, 3), (5, 9), (9, 13), (14, 16), (17, 21), (0, 0)]
 def test_tags_by_hand(spans: Entities, tags: list[int], hidden: int) -> None:
     """Law: tokens of an entity are tagged, and what they cannot show is counted."""
     assert tag_tokens(OFFSETS, spans) == ([IGNORED, *tags, IGNORED], hidden)
-
-
-def test_a_character_of_many_tokens() -> None:
-    """Law: tokens that share their characters show the entity as one."""
-    offsets = [(0, 1), (0, 1), (0, 1), (1, 2), (1, 2)]
-    assert tag_tokens(offsets, [(0, 1, 0), (1, 2, 0)]) == ([1, 2, 2, 1, 2], 0)
+    assert tag_tokens(SHARED, [(0, 1, 0), (1, 2, 0)]) == ([1, 2, 2, 1, 2], 0)
 
 
 @st.composite
 def cut_texts(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Entities]:
-    """Return tokens of a text, special ones between them, and entities in it."""
     steps = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12))
     offsets, at = [], 0
     for gap, length in steps:
@@ -93,13 +86,11 @@ def test_back_from_valid_tags_only() -> None:
 
 
 def is_valid(tags: Sequence[int]) -> bool:
-    """Tell whether each I has a B or I of its kind before it."""
     pairs = pairwise([0, *tags])
     return all(tag % 2 or not tag or before in {tag - 1, tag} for before, tag in pairs)
 
 
 def best(scores: np.ndarray) -> float:
-    """Return the greatest sum of valid tags, of all sequences one by one."""
     return max(
         sum(float(row[tag]) for row, tag in zip(scores, tags, strict=True))
         for tags in product(range(scores.shape[1]), repeat=len(scores))
@@ -114,17 +105,11 @@ exact = st.integers(-8, 8).map(lambda number: number / 4)
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     """Return scores, and which tokens are real, for a few short texts."""
-    shape = (
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 4)),
-        draw(st.sampled_from([1, 3, 5])),
-    )
-    count = shape[0] * shape[1]
-    scores = draw(st.lists(exact, min_size=count * shape[2], max_size=count * shape[2]))
-    real = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    texts, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    shape = (texts, tokens, draw(st.sampled_from([1, 3, 5])))
     return (
-        np.array(scores, np.float32).reshape(shape),
-        np.array(real, np.bool_).reshape(shape[:2]),
+        draw(arrays(np.float32, shape, elements=exact)),
+        draw(arrays(np.bool_, shape[:2])),
     )
 
 
@@ -168,12 +153,9 @@ def test_numbers_without_sense_still_give_valid_tags() -> None:
     rng = np.random.default_rng(0)
     odd = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0], np.float32)
     scores = rng.choice(odd, (200, 6, 5))
-    scores[0] = np.nan
-    scores[1] = -np.inf
+    scores[:2] = np.array([np.nan, -np.inf])[:, None, None]
     scores[2, :, 2] = np.inf
     tags = decode(scores, np.ones((200, 6), np.bool_))
     assert all(map(is_valid, tags.tolist()))
     assert not tags[:2].any()
-    assert decode(
-        np.zeros((0, 6, 5), np.float32), np.zeros((0, 6), np.bool_)
-    ).shape == (0, 6)
+    assert decode(scores[:0], np.ones((0, 6), np.bool_)).shape == (0, 6)

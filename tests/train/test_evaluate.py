@@ -1,10 +1,9 @@
 """What a model says of a split: each example once, as one at a time; the baseline."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +18,9 @@ from halfstep.train.data.tokenized import EncodedTexts
 from halfstep.train.evaluate import EVAL_BATCH, baseline_accuracy, collect_outputs
 from halfstep.train.tasks import TASKS
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 PAD = 0
 OUTPUTS = 3
 WORDS = 11
-ALONE = World(0, 1, torch.device("cpu"))
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -37,15 +32,12 @@ class Reader(nn.Module):
         self.config = SimpleNamespace(num_labels=OUTPUTS)
         self.table = nn.Embedding(WORDS, OUTPUTS)
         self.each = task == "ner"
-        self.texts = 0
         self.widths: list[int] = []
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-        """Note what was asked, and answer."""
         assert not self.training
         assert not torch.is_grad_enabled()
         assert torch.equal(attention_mask.bool(), input_ids != PAD)
-        self.texts += len(input_ids)
         self.widths.append(input_ids.shape[1])
         logits = self.table(input_ids)
         if not self.each:
@@ -53,46 +45,38 @@ class Reader(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def session_of(model: nn.Module) -> Any:
-    """Return what is needed of a session."""
-    return SimpleNamespace(model=model, autocast=nullcontext)
-
-
-def ask(
-    model: nn.Module, task: str, encoded: EncodedTexts, world: World = ALONE
-) -> Any:
+def ask(model: nn.Module, task: str, encoded: EncodedTexts) -> Any:
     """Return what is noted of each example, and the mean loss."""
-    session = session_of(model)
-    return collect_outputs(session, TASKS[task], encoded, world, pad_id=PAD, multiple=4)
+    session: Any = SimpleNamespace(model=model, autocast=nullcontext)
+    alone = World(0, 1, torch.device("cpu"))
+    return collect_outputs(session, TASKS[task], encoded, alone, pad_id=PAD, multiple=4)
 
 
 def texts_of(count: int) -> list[list[int]]:
-    """Return texts of 1 to 9 tokens, none of them padding."""
     drawn = torch.randint(1, WORDS, (count, 9)).tolist()
     return [ids[: 1 + number % 9] for number, ids in enumerate(drawn)]
 
 
 def classes(count: int) -> EncodedTexts:
-    """Return texts that have a class each."""
     return EncodedTexts.build(texts_of(count), [n % OUTPUTS for n in range(count)])
 
 
 def tags(count: int) -> EncodedTexts:
     """Return texts whose tokens have a tag each, but for the first, and its target."""
     made = EncodedTexts.build(texts_of(count))
-    lengths = made.lengths
     firsts = made.starts[:-1]
-    offsets = np.arange(len(made.ids), dtype=np.int32)[:, None] + np.array([0, 1])
+    numbers = np.arange(len(made.ids))
+    offsets = numbers.astype(np.int32)[:, None] + np.array([0, 1], np.int32)
     offsets[firsts] = 0
-    stored = np.arange(len(made.ids)) % OUTPUTS
+    stored = (numbers % OUTPUTS).astype(np.int16)
     stored[firsts] = IGNORED
     return EncodedTexts(
         made.ids,
         made.starts,
         made.rows,
-        tags=stored.astype(np.int16),
-        offsets=offsets.astype(np.int32),
-        stored_counts=(lengths - 1).astype(np.int32),
+        tags=stored,
+        offsets=offsets,
+        stored_counts=(made.lengths - 1).astype(np.int32),
         meaning=np.array([0, 1, 2, IGNORED]),
     )
 
@@ -109,22 +93,27 @@ def one_at_a_time(model: Any, task: str, encoded: EncodedTexts) -> tuple[Any, fl
         with torch.no_grad():
             logits = model(**inputs).logits
         TASKS[task].write_outputs(made, encoded, index, logits)
-        flat = logits.reshape(-1, OUTPUTS).double()
         kept = targets != IGNORED
-        losses.append(
-            nn.functional.cross_entropy(flat[kept], targets[kept], reduction="none")
-        )
+        flat = logits.reshape(-1, OUTPUTS).double()[kept]
+        loss = nn.functional.cross_entropy(flat, targets[kept], reduction="none")
+        losses.append(loss)
     return made, float(torch.cat(losses).mean())
 
 
 @pytest.mark.parametrize("task", ["classify", "ner"])
 def test_as_one_at_a_time(task: str) -> None:
-    """Law: in batches the same is noted as of texts alone, and the mean is right."""
+    """Law: in batches the same is noted as of texts alone, and the mean is right.
+
+    Batches come longest first, padded to the multiple that is asked for.
+    """
     count = 2 * EVAL_BATCH + 5
     encoded = classes(count) if task == "classify" else tags(count)
     model = Reader(task).train()
     found, loss = ask(model, task, encoded)
     assert model.training
+    assert model.widths == sorted(model.widths, reverse=True)
+    assert len(model.widths) == 3
+    assert {width % 4 for width in model.widths} == {0}
     right, right_loss = one_at_a_time(model, task, encoded)
     if task == "classify":
         # Sums of at most nine numbers, padding's zeros between them.
@@ -135,19 +124,15 @@ def test_as_one_at_a_time(task: str) -> None:
     assert loss == pytest.approx(right_loss, rel=EVAL_BATCH * 9 * EPS)
 
 
-def test_longest_first() -> None:
-    """Law: batches come longest first, padded to the multiple that is asked for."""
-    model = Reader("classify")
-    ask(model, "classify", classes(3 * EVAL_BATCH))
-    assert model.widths == sorted(model.widths, reverse=True)
-    assert len(model.widths) == 3
-    assert {width % 4 for width in model.widths} == {0}
+def test_no_targets() -> None:
+    """Law: texts that have no token to tag have no loss, and no nan."""
+    _, loss = ask(Reader("ner"), "ner", tags(1))
+    assert loss == 0.0
 
 
 def test_the_bare_model_is_asked() -> None:
     """Law: a wrapper for data parallelism, which would wait for others, is left out."""
-    model = Reader("classify")
-    encoded = classes(2)
+    model, encoded = Reader("classify"), classes(2)
     right, _ = ask(model, "classify", encoded)
     with group_of_one():
         wrapper = nn.parallel.DistributedDataParallel(model)
@@ -166,9 +151,3 @@ def test_baseline(tmp_path: Path) -> None:
     # 1-grams alone cannot tell these; the order can.
     ordered = classified(tmp_path / "d.jsonl", [("abc", "x"), ("cba", "z")] * 5, labels)
     assert baseline_accuracy(ordered, ordered) == 1.0
-
-
-def test_no_targets() -> None:
-    """Law: texts that have no token to tag have no loss, and no nan."""
-    _, loss = ask(Reader("ner"), "ner", tags(1))
-    assert loss == 0.0

@@ -1,8 +1,7 @@
 """`--compare-fp32`: the first steps of a run, in fp32 and at its level."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,8 @@ from small_training import same, small_settings, steps_of, write_letters
 from halfstep.train import fp32_comparison
 from halfstep.train import run as run_module
 from halfstep.train.fp32_comparison import compare_with_fp32
+from halfstep.train.result import RunResult
 from halfstep.train.run import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from halfstep.train.result import RunResult
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 LOW = {"level": "O2", "dtype": "bf16"}
@@ -25,19 +20,24 @@ LOW = {"level": "O2", "dtype": "bf16"}
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    """Return settings of a run of 12 steps, with dropout and masked tokens."""
     return small_settings(tmp_path, write_letters(tmp_path, 100), lr=5e-3, epochs=2)
 
 
-def loss(result: RunResult, step: int) -> float:
-    """Return the training loss of a step."""
-    value: float = steps_of(result.folder.records())[step - 1]["loss"]
-    return value
+def loss(result: RunResult, step: int) -> Any:
+    return steps_of(result.folder.records())[step - 1]["loss"]
 
 
 def weights(result: RunResult) -> dict[str, Any]:
-    """Return the weights of the final model."""
     return load_file(result.folder.path / "model" / "model.safetensors")
+
+
+def note_of(result: RunResult) -> str:
+    """Return why nothing was compared, as the table and the summary say."""
+    (table,) = (t for t in result.tables if t.title == "Against fp32")
+    note: str = result.summary["fp32"]["note"]
+    assert result.summary["fp32"] == {"note": note}
+    assert table.rows == ((note,),)
+    return note
 
 
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"master": "split"}])
@@ -58,22 +58,22 @@ def test_steps_are_those_of_runs(settings: dict[str, Any], more: Any) -> None:
     assert facts["loss"]["fp32"] == loss(fp32, 7)
 
 
+FP16 = {"level": "O1", "dtype": "fp16", "loss_scale": "1e30"}
+FEW = "too few steps to compare: {} steps, {} skipped, the first 3 not timed"
+
+
 @pytest.mark.parametrize(
     ("more", "note"),
     [
         ({"level": "O0"}, "the run is in fp32 itself"),
-        (
-            LOW | {"max_steps": 4},
-            "too few steps to compare: 4 steps, 0 skipped, the first 3 not timed",
-        ),
+        (LOW | {"max_steps": 4}, FEW.format(4, 0)),
+        # A pair with a step without update counts as skipped.
+        (FP16 | {"max_steps": 6}, FEW.format(6, 6)),
     ],
 )
 def test_nothing_to_compare(settings: dict[str, Any], more: Any, note: str) -> None:
     """Law: the table says why."""
-    result = run(settings | more | {"compare_fp32": 2})
-    assert result.summary["fp32"] == {"note": note}
-    (table,) = (t for t in result.tables if t.title == "Against fp32")
-    assert table.rows == ((note,),)
+    assert note_of(run(settings | more | {"compare_fp32": 3})) == note
 
 
 @pytest.mark.parametrize("to_build", [False, True])
@@ -94,17 +94,9 @@ def test_a_failure_costs_no_model(
     else:
         monkeypatch.setattr(fp32_comparison, "SavedBytes", fail)
     result = run(settings | LOW | {"compare_fp32": 2})
-    assert result.summary["fp32"] == {"note": "OutOfMemoryError: 3 GiB of memory"}
+    assert note_of(result) == "OutOfMemoryError: 3 GiB of memory"
     assert weights(result)
     assert (result.folder.path / "summary.json").exists()
-
-
-def test_skipped_steps_are_not_timed(settings: dict[str, Any]) -> None:
-    """Law: a pair with a step without update counts as skipped."""
-    fp16 = {"level": "O1", "dtype": "fp16", "loss_scale": "1e30", "max_steps": 6}
-    result = run(settings | fp16 | {"compare_fp32": 3})
-    note = "too few steps to compare: 6 steps, 6 skipped, the first 3 not timed"
-    assert result.summary["fp32"] == {"note": note}
 
 
 def test_a_shorter_run(settings: dict[str, Any]) -> None:

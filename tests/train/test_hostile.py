@@ -1,13 +1,12 @@
 """Files from strangers: no code of theirs runs, nothing hangs, no damage passes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +18,6 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from halfstep import cli
 from halfstep.train import model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 
@@ -41,15 +36,14 @@ AUTO_MAP = {
     "AutoConfig": "stranger.Config",
     "AutoModelForSequenceClassification": "stranger.Model",
 }
-REASON = (
-    "asks for Python code of its own (auto_map), which is never run; choose a model "
-    "that transformers has built in."
-)
+
+
+REASON = "asks for Python code of its own (auto_map), which is never run; choose a mode"
+NEW = ("--data", "letters.json", "--out", "new")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_network() -> Iterator[None]:
-    """Reach no network, and be no process of torchrun's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.delenv("RANK", raising=False)
@@ -59,14 +53,9 @@ def _no_network() -> Iterator[None]:
 def bert(folder: Path) -> Path:
     """Write a tiny BERT and its tokenizer, as transformers writes them."""
     tokenizer = model.character_tokenizer(["abcdefxy"] * 2, 32)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=32,
-    )
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 16, "max_position_embeddings": 32}
+    config = BertConfig(vocab_size=len(tokenizer), **shape)
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -74,7 +63,6 @@ def bert(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, data, and a finished run that tuned the model."""
     place = tmp_path_factory.mktemp("hostile")
     bert(place / "bert")
     write_letters(place, 40)
@@ -90,40 +78,28 @@ def here(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """Work in a copy of that folder, answering yes to whatever is asked."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    give(monkeypatch, b"y\n" * 9)
+    yes = io.TextIOWrapper(io.BytesIO(b"y\n" * 9), "utf-8")
+    monkeypatch.setattr(sys, "stdin", yes)
     return tmp_path
 
 
-def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    """Let standard input hold these bytes."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
-
-
 def change(path: Path, **more: object) -> None:
-    """Add to a file of JSON."""
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(content | more), encoding="utf-8")
 
 
-def plant_config(folder: Path, trace: Path) -> None:
+def plant(folder: Path, name: str, trace: Path) -> None:
     """Let a model's folder ask for code that leaves a trace when it is run."""
-    change(folder / "config.json", model_type="stranger", auto_map=AUTO_MAP)
-    program = PROGRAM.format(trace=str(trace))
-    (folder / "stranger.py").write_text(program, encoding="utf-8")
-
-
-def plant_tokenizer(folder: Path, trace: Path) -> None:
-    """Let its tokenizer alone ask for it."""
-    tokens = ["stranger.Tokens", "stranger.Tokens"]
-    name = "Strangers"
-    path = folder / "tokenizer_config.json"
-    change(path, auto_map={"AutoTokenizer": tokens}, tokenizer_class=name)
+    if name == "config.json":
+        change(folder / name, model_type="stranger", auto_map=AUTO_MAP)
+    else:
+        tokens = {"AutoTokenizer": ["stranger.Tokens", "stranger.Tokens"]}
+        change(folder / name, auto_map=tokens, tokenizer_class="Strangers")
     program = PROGRAM.format(trace=str(trace))
     (folder / "stranger.py").write_text(program, encoding="utf-8")
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Run a command that is refused in one line; return the line."""
     capsys.readouterr()
     assert cli.run(words) == 2
     out, err = capsys.readouterr()
@@ -134,30 +110,24 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err.removeprefix("halfstep: error: ")[:-1]
 
 
-@pytest.mark.parametrize(
-    ("plant", "name"),
-    [(plant_config, "config.json"), (plant_tokenizer, "tokenizer_config.json")],
-)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("use", ["train", "predict", "resume"])
 def test_code_of_a_model_is_not_run(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    use: str,
-    plant: Callable[[Path, Path], None],
-    name: str,
+    here: Path, capsys: pytest.CaptureFixture[str], use: str, name: str
 ) -> None:
     """Law: a model that brings Python code is refused; nothing asks, nothing runs."""
-    trace = here / "trace"
+    trace, model = here / "trace", "run/model" if use == "predict" else "bert"
+    words = {
+        "train": ("train", "--model", "bert", *NEW),
+        "predict": ("predict", "run", "-"),
+        "resume": ("train", "--resume", "--out", "run"),
+    }
+    plant(here / model, name, trace)
     if use == "predict":
-        plant(here / "run" / "model", trace)
-        seal_again(here / "run" / "model")
-        line = refusal(capsys, "predict", "run", "-")
-        assert line == f"run/model: its {name} {REASON}"
-    else:
-        plant(here / "bert", trace)
-        words = {"train": ("--model", "bert", "--data", "letters.json", "--out", "new")}
-        line = refusal(capsys, "train", *words.get(use, ("--resume", "--out", "run")))
-        assert line.startswith(f"--model bert: its {name} {REASON}")
+        seal_again(here / model)
+    line = refusal(capsys, *words[use])
+    flag = "" if use == "predict" else "--model "
+    assert line.startswith(f"{flag}{model}: its {name} {REASON}")
     assert not trace.exists()
 
 
@@ -178,11 +148,9 @@ def test_pickled_weights_are_not_run(
     trace = here / "trace"
     (here / "bert" / "model.safetensors").unlink()
     torch.save({"weight": Reduced(trace)}, here / "bert" / "pytorch_model.bin")
-    words = ("--model", "bert", "--data", "letters.json", "--out", "new")
-    assert refusal(capsys, "train", *words) == (
+    assert refusal(capsys, "train", "--model", "bert", *NEW).startswith(
         "--model bert: transformers cannot load that folder: its weights are a pickle "
-        "of more than tensors; use safetensors. The models built from scratch are "
-        "tiny, small, mini."
+        "of more than tensors; use safetensors."
     )
     assert not trace.exists()
 
@@ -203,43 +171,19 @@ def test_a_damaged_model_is_written_again(
     assert cli.run(["predict", "run", "abc"]) == 0
 
 
-def of_pipe(path: Path) -> None:
-    """Put a pipe there, which nobody writes to."""
-    os.mkfifo(path)
-
-
-def of_device(path: Path) -> None:
-    """Put a link to a device there that never ends."""
-    path.symlink_to("/dev/zero")
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes by name")
-@pytest.mark.parametrize("put", [of_pipe, of_device])
+@pytest.mark.parametrize(
+    "put",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/zero")],
+    ids=["pipe", "device"],
+)
 def test_data_that_is_no_file(
     here: Path, capsys: pytest.CaptureFixture[str], put: Callable[[Path], None]
 ) -> None:
     """Law: a pipe or a device is refused before it is read, which might not end."""
-    name = "splits/train.jsonl"
     (here / "splits").mkdir()
     write_letters(here / "splits" / "dev.json", 4)
-    put(here / name)
+    put(here / "splits" / "train.jsonl")
     line = refusal(capsys, "train", "--data", "splits", "--out", "new")
-    assert line == (
-        f"{name} is a pipe or a device, not a file; save its rows as .json, .jsonl, "
-        ".ndjson, .csv or .tsv."
-    )
-
-
-def test_nul_in_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: NUL is refused however it is written, in texts, labels and entities."""
-    odd = here / "odd.jsonl"
-    for task, row in (
-        ("classify", '["a\\u0000b", 1]'),
-        ("classify", '["ab", "b\\u0000"]'),
-        ("ner", '{"text": "a\\u0000b", "entities": []}'),
-    ):
-        odd.write_text(f"{row}\n", encoding="utf-8")
-        words = ("train", "--task", task, "--data", "odd.jsonl", "--out", "new")
-        assert refusal(capsys, *words) == (
-            "odd.jsonl line 1: it holds a NUL character; remove it."
-        )
+    start = "splits/train.jsonl is a pipe or a device, not a file; save its rows as "
+    assert line.startswith(start)

@@ -1,7 +1,5 @@
 """The laws of a run's report: everything told is on the page, and nothing else."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,43 +12,27 @@ from halfstep.reporting.table import Table
 from halfstep.train.metrics.result import EvalMetrics
 from halfstep.train.output.html_report import ReportData, page
 
-PARTS = {
-    "input": 0.001,
-    "forward": 0.01,
-    "backward": 0.02,
-    "update": 0.008,
-    "rest": 0.001,
-}
+PARTS = {"input": 0.001, "forward": 0.01, "backward": 0.02, "update": 0.008}
+PARTS |= {"rest": 0.001}
+
+
 CONFUSION = Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
 
 
 def judged(shift: float) -> EvalMetrics:
-    """Return what was found of two labels."""
     per = (("a", 0.5, 0.625, 0.75, 3), ("b", 0.5, 0.25, 0.375, 1))
     scores = {"accuracy": 0.25 + shift, "macro_f1": 0.5625}
     return EvalMetrics(0.5 + shift, scores, per, CONFUSION)
 
 
 def step(number: int, **changes: object) -> dict[str, Any]:
-    """Return the record of a step."""
-    record = {
-        "step": number,
-        "epoch": 0,
-        "loss": 1 / number,
-        "lr": 0.001,
-        "scale": 1024.0,
-        "skipped": False,
-        "skipped_total": 0,
-        "found_inf_in": [],
-        "grad_norm": 1.5,
-        "examples_per_s": 100.0,
-        "seconds": PARTS,
-    }
-    return record | changes
+    record = {"step": number, "epoch": 0, "loss": 1 / number, "lr": 0.001}
+    record |= {"scale": 1024.0, "skipped": False, "skipped_total": 0}
+    record |= {"found_inf_in": [], "grad_norm": 1.5, "examples_per_s": 100.0}
+    return record | {"seconds": PARTS} | changes
 
 
 def evaluation(number: int, **scores: object) -> dict[str, Any]:
-    """Return the record of an evaluation."""
     record = {"step": number, "event": "eval", "dev_loss": 0.5, "dev_accuracy": 0.75}
     return record | scores
 
@@ -74,9 +56,9 @@ def told(**changes: Any) -> ReportData:
     return replace(whole, **changes)
 
 
-def sections(html: str) -> dict[str, ET.Element]:
+def sections(**changes: Any) -> dict[str, ET.Element]:
     """Parse a page as XML, which fails where a tag is not closed; return its parts."""
-    document = html.partition("\n")[2]
+    document = page(told(**changes)).partition("\n")[2]
     root = ET.fromstring(re.sub("(<meta[^>]*)>", r"\1/>", document))  # noqa: S314
     return {str(s.findtext("h2")): s for s in root.iter("section")}
 
@@ -89,8 +71,11 @@ def grids(section: ET.Element) -> list[list[list[str]]]:
     ]
 
 
+def notes_of(section: ET.Element) -> list[str]:
+    return [str(p.text) for p in section.iter("p")]
+
+
 def captions(section: ET.Element) -> list[str]:
-    """Return the titles in a section."""
     return [str(caption.text) for caption in section.iter("figcaption")]
 
 
@@ -119,25 +104,29 @@ def test_headline() -> None:
 
 
 def test_order_of_the_sections() -> None:
-    """Law: what is to be known first, how good it is, how it went, what it was."""
-    assert list(sections(page(told()))) == [
-        "Findings",
-        "Quality",
-        "Confusion",
-        "Worst mistakes",
-        "Curves",
-        "Where the time of a step went",
-        "Cost",
-        "Skipped steps",
-        "Precision",
-        "Configuration",
-        "Machine",
-    ]
+    """Law: what is to be known first, how good it is, how it went, what it was.
+
+    What there is nothing of has no section.
+    """
+    first = ["Findings", "Quality", "Confusion", "Worst mistakes", "Curves"]
+    last = ["Where the time of a step went", "Cost", "Skipped steps", "Precision"]
+    assert list(sections()) == [*first, *last, "Configuration", "Machine"]
+    empty = Table("Wrong", ("text",), (), ("0 of 4 predictions are wrong.",))
+    bare = {"dev": replace(judged(0.0), confusion=None)}
+    found = sections(findings=(), worst_examples=(empty,), metrics=bare)
+    assert not {"Findings", "Worst mistakes", "Confusion"} & set(found)
+
+
+def test_without_a_test_split() -> None:
+    """Law: the last split is the one that counts, dev where there is no other."""
+    found = sections(metrics={"dev": judged(0.0)}, baseline=None)
+    assert captions(found["Quality"]) == ["Scores", "By label, on dev"]
+    assert captions(found["Confusion"]) == ["On dev"]
 
 
 def test_quality() -> None:
     """Law: scores of all splits side by side, then labels of the last, then peers."""
-    found = sections(page(told()))["Quality"]
+    found = sections()["Quality"]
     scores, labels, beside = grids(found)
     assert captions(found) == ["Scores", "By label, on test", "Beside"]
     assert scores == [
@@ -152,68 +141,35 @@ def test_quality() -> None:
     assert beside[1] == ["plain", "0.500"]
 
 
-def test_without_a_test_split() -> None:
-    """Law: the last split is the one that counts, dev where there is no other."""
-    found = sections(page(told(metrics={"dev": judged(0.0)}, baseline=None)))
-    assert captions(found["Quality"]) == ["Scores", "By label, on dev"]
-    assert captions(found["Confusion"]) == ["On dev"]
-
-
 def test_confusion_is_a_heat_map() -> None:
     """Law: counts with the truth in rows and guesses across."""
-    (grid,) = grids(sections(page(told()))["Confusion"])
+    (grid,) = grids(sections()["Confusion"])
     assert grid == [["true", "predicted"], ["a", "b"], ["a", "2", "1"], ["b", "0", "1"]]
-    bare = replace(judged(0.0), confusion=None)
-    assert "Confusion" not in sections(page(told(metrics={"dev": bare})))
-
-
-def test_what_there_is_nothing_of_has_no_section() -> None:
-    """Law: no findings and no mistakes leave no heading behind."""
-    empty = Table("Wrong", ("text",), (), ("0 of 4 predictions are wrong.",))
-    found = sections(page(told(findings=(), worst_examples=(empty,))))
-    assert not {"Findings", "Worst mistakes"} & set(found)
 
 
 def test_curves() -> None:
-    """Law: all that was logged over steps is drawn, but no scale that is constant."""
+    """Law: all that was logged over steps is drawn, but no scale that is constant.
+
+    What was never logged, or never finite, has no empty axes; where losses are drawn it
+    is said what each holds.
+    """
     records = [step(1), step(2), evaluation(2, dev_f1=0.5, dev_mcc=0.25)]
-    constant = sections(page(told(records=records)))["Curves"]
-    assert "Loss scale" not in captions(constant)
+    assert "Loss scale" not in captions(sections(records=records)["Curves"])
     records[1]["scale"] = 512.0
-    found = sections(page(told(records=records)))["Curves"]
-    assert captions(found) == [
-        "Loss",
-        "Scores on dev",
-        "Learning rate",
-        "Loss scale",
-        "Gradient norm before clipping",
-        "Speed",
-    ]
+    found = sections(records=records)["Curves"]
+    expected = ["Loss", "Scores on dev", "Learning rate", "Loss scale"]
+    assert captions(found) == [*expected, "Gradient norm before clipping", "Speed"]
     texts = {
         "".join(text.itertext()) for text in found.iter() if text.tag[-4:] == "text"
     }
     assert {"training", "dev", "accuracy", "F1", "MCC"} <= texts
-
-
-def test_curves_of_which_nothing_is_known() -> None:
-    """Law: what was never logged, or never finite, has no empty axes."""
-    records = [step(1, grad_norm=None), {"step": 2, "loss": 0.5}]
-    names = captions(sections(page(told(records=records)))["Curves"])
-    assert "Gradient norm before clipping" not in names
-    assert "Scores on dev" not in names
+    (note,) = notes_of(found)
+    assert note.startswith("The training loss includes")
+    some = [step(1, grad_norm=None), {"step": 2, "loss": 0.5}]
+    names = captions(sections(records=some)["Curves"])
+    assert not {"Gradient norm before clipping", "Scores on dev"} & {*names}
     assert "Loss" in names
-
-
-def test_two_losses_are_told_apart() -> None:
-    """Law: where losses are drawn it is said what each holds, and nowhere else."""
-    for records, count in (
-        ([step(1), evaluation(1)], 1),
-        ([{"step": 1, "lr": 1.0}], 0),
-    ):
-        curves = sections(page(told(records=records)))["Curves"]
-        notes = [str(p.text) for p in curves.iter("p")]
-        assert len(notes) == count
-        assert all(note.startswith("The training loss includes") for note in notes)
+    assert notes_of(sections(records=[{"step": 1, "lr": 1.0}])["Curves"]) == []
 
 
 def test_where_the_time_went() -> None:
@@ -221,7 +177,7 @@ def test_where_the_time_went() -> None:
     slow = PARTS | {"input": 99.0}
     records = [step(i, seconds=slow if i <= 10 else PARTS) for i in range(1, 31)]
     records[-1]["seconds"] = PARTS | {"input": 0.041}
-    found = sections(page(told(records=records)))["Where the time of a step went"]
+    found = sections(records=records)["Where the time of a step went"]
     (grid,) = grids(found)
     # 20 steps of 40 ms, one of them 40 ms longer: 840 ms, of which 60 for input.
     # The 95th percentile of 19 ones and a 41 is a twentieth of the way: 1 + 40 / 20.
@@ -234,17 +190,16 @@ def test_where_the_time_went() -> None:
         ["rest", "1.0", "1.0", "2.4"],
         ["whole step", "40.0", "42.0", "100.0"],
     ]
-    legend = ["".join(item.itertext()) for item in found.iter("li")]
-    assert legend[0] == "input 7.1 %"
-    (note,) = [p.text for p in found.iter("p")]
-    assert str(note).startswith("Over 20 steps; the first 10 are left out.")
+    assert "".join(next(found.iter("li")).itertext()) == "input 7.1 %"
+    (note,) = notes_of(found)
+    assert note.startswith("Over 20 steps; the first 10 are left out.")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_times_and_memory_on_a_gpu(device: str) -> None:
     """Law: on a GPU times are the host's, memory is what torch allocated there."""
-    found = sections(page(told(settings={"device": device})))
-    notes = [str(p.text) for p in found["Where the time of a step went"].iter("p")]
+    found = sections(settings={"device": device})
+    notes = notes_of(found["Where the time of a step went"])
     hosts = [note for note in notes if note.startswith("Times are taken on the host")]
     assert len(hosts) == (device == "cuda")
     _, _, held = grids(found["Cost"])
@@ -256,16 +211,13 @@ def test_cost_and_memory() -> None:
     """Law: what the summary holds is shown in its unit; what it lacks is not."""
     memory = {"weights": 1 << 20, "moments": 1 << 19}
     summary = {"train_seconds": 1.25, "peak_memory_bytes": 3 << 20, "memory": memory}
-    fp32, time, held = grids(sections(page(told(summary=summary)))["Cost"])
+    fp32, time, held = grids(sections(summary=summary)["Cost"])
     assert time[1:] == [["time in training steps, s", "1.25"]]
-    assert held[1:] == [
-        ["peak of the process", "3.0"],
-        ["weights", "1.0"],
-        ["optimizer's moments", "0.5"],
-    ]
+    peak = ["peak of the process", "3.0"]
+    assert held[1:] == [peak, ["weights", "1.0"], ["optimizer's moments", "0.5"]]
     assert fp32 == [["level"], ["O2"]]
     memory = {"memory": {"peak": 1 << 20}}
-    (held,) = grids(sections(page(told(summary=memory, against_fp32=None)))["Cost"])
+    (held,) = grids(sections(summary=memory, against_fp32=None)["Cost"])
     assert held[1:] == [["peak of the process", "1.0"]]
 
 
@@ -275,27 +227,23 @@ def test_skipped_steps() -> None:
         step(i, skipped=i % 2 == 0, found_inf_in=["head.weight", "b"])
         for i in range(1, 2051)
     ]
-    found = sections(page(told(records=records)))["Skipped steps"]
+    found = sections(records=records)["Skipped steps"]
     (grid,) = grids(found)
-    assert grid[1] == ["2", "1024", "head.weight, b"]
-    assert grid[-1][0] == "40"
+    assert (grid[1], grid[-1][0]) == (["2", "1024", "head.weight, b"], "40")
     assert len(grid) == 21
-    assert [p.text for p in found.iter("p")] == ["1,005 more steps were skipped."]
+    assert notes_of(found) == ["1,005 more steps were skipped."]
 
 
 def test_configuration() -> None:
-    """Law: every setting as people write it, and which of them the run chose."""
-    (grid,) = grids(sections(page(told()))["Configuration"])
-    assert grid == [
+    """Law: every setting as people write it, which the run chose, and the machine."""
+    found = sections()
+    assert grids(found["Configuration"])[0] == [
         ["setting", "value", "chosen by"],
         ["lr", "5e-05", "the run"],
         ["compile", "no", ""],
         ["freeze", "none", ""],
     ]
-
-
-def test_machine() -> None:
-    """Law: the page says on what the run was, as `halfstep env` does."""
-    (grid,) = grids(sections(page(told()))["Machine"])
     rows = hardware.machine_table().rows
-    assert grid[1:] == [[what, str(value)] for what, value in rows]
+    assert grids(found["Machine"])[0][1:] == [
+        [what, str(value)] for what, value in rows
+    ]

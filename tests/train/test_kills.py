@@ -3,8 +3,6 @@
 Started as a program, this file trains in children that it kills.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -15,8 +13,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mini_train
 import pytest
@@ -24,9 +22,6 @@ from processes import ONE_THREAD
 from small_training import timeless, write_letters
 
 from halfstep.train.output.run_directory import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork, no kill -9")
 
@@ -66,7 +61,6 @@ def test_killed_at_random_moments(tmp_path: Path, processes: int, kills: int) ->
 
 
 def parts(out: Path) -> list[str]:
-    """Return the checkpoints that are being written, or were when all was killed."""
     try:
         names = os.listdir(out / "checkpoints")  # noqa: PTH208 -- the quickest look
     except FileNotFoundError:
@@ -75,7 +69,6 @@ def parts(out: Path) -> list[str]:
 
 
 def start(folder: Path, out: Path, processes: int) -> list[int]:
-    """Begin a run, or go on with it; return its processes, the first of them first."""
     words = (
         *("--pause", "0.01", "train", "--data", str(folder / "letters.json")),
         *("--model", "mini", "--level", "O2", "--dtype", "bf16", "--epochs", "2"),
@@ -98,7 +91,6 @@ def start(folder: Path, out: Path, processes: int) -> list[int]:
 def _train(
     words: tuple[str, ...], out: Path, rank: int, processes: int, port: int
 ) -> None:
-    """Train in this child, and leave it."""
     status = 1
     try:
         if processes > 1:
@@ -130,14 +122,11 @@ def ended(children: list[int]) -> bool:
 
 
 def over(child: int) -> bool:
-    """Say whether a process has ended; who waits for it still can."""
     wish = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, child, wish) is not None
 
 
 def at_a_time(seconds: float) -> Callable[[Path, int], None]:
-    """Return what waits for some time, or for the end."""
-
     def wait(_: Path, first: int) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not over(first):
@@ -147,7 +136,6 @@ def at_a_time(seconds: float) -> Callable[[Path, int], None]:
 
 
 def at_a_part(out: Path, first: int) -> None:
-    """Wait until a checkpoint is half written, and hold its writer; or for the end."""
     while not over(first):
         if parts(out):
             os.kill(first, signal.SIGSTOP)
@@ -157,7 +145,6 @@ def at_a_part(out: Path, first: int) -> None:
 
 
 def kill_again_and_again(folder: Path, processes: int, kills: int) -> None:
-    """Train one run in peace and others with kills, and tell what was done."""
     # Imported once, not by every child.
     for name in ("transformers.models.bert.modeling_bert", "sklearn.metrics"):
         importlib.import_module(name)

@@ -1,7 +1,5 @@
 """Batches by length and shares of ranks, each beside a slow twin."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from itertools import chain
@@ -17,12 +15,10 @@ sizes = st.integers(1, 40)
 
 
 def lists(made: list[Indices]) -> list[list[int]]:
-    """Return the batches as lists."""
     return [batch.tolist() for batch in made]
 
 
 def array(numbers: list[int]) -> np.ndarray:
-    """Return whole numbers, none included, as an array."""
     return np.array(numbers, np.int64)
 
 

@@ -1,7 +1,5 @@
 """Quality of a classifier against counts made by hand, and mistakes worth reading."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from fractions import Fraction
@@ -19,12 +17,10 @@ pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1)
 
 
 def with_answers(*guesses: int, classes: int = 3) -> torch.Tensor:
-    """Return logits whose largest is the guess."""
     return nn.functional.one_hot(torch.tensor(guesses), classes).float()
 
 
 def by_hand(pairs: list[tuple[int, int]]) -> dict[str, float]:
-    """Return the scores of (truth, guess) of three classes, counted one by one."""
     of_class = []
     for label in range(3):
         hits = sum(pair == (label, label) for pair in pairs)

@@ -1,10 +1,10 @@
 """From texts to token ids and models: characters, sizes, and models from elsewhere."""
 
-from __future__ import annotations
-
 import shutil
 import unicodedata
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +22,6 @@ from halfstep.errors import UserError
 from halfstep.train import model
 from halfstep.train.data import tokenized as encoding
 from halfstep.train.data.tokenized import EncodedTexts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 PAD, UNKNOWN, START, END, MASK = range(5)
 LABELS = ("no", "yes")
@@ -60,24 +56,20 @@ def bert(tmp_path: Path) -> Path:
 
 
 def scratch(name: str, texts: Sequence[str], **words: Any) -> model.Network:
-    """Return a model from scratch, or a refusal, for two classes."""
     given = {"head": HEAD, "max_length": 8, "dropout": None} | words
     return model.build(name, texts, LABELS, **given)
 
 
 def fetched(name: str | Path, **words: Any) -> model.Network:
-    """Return a model from a folder, for two classes."""
     given = {"head": HEAD, "max_length": 128, "dropout": None} | words
     return model.build(str(name), [], LABELS, **given)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each text."""
     return [ids for ids, _ in encoding.tokenize(tokenizer, texts)]
 
 
 def word_pieces() -> Any:
-    """Return a WordPiece tokenizer of twelve pieces."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     pieces = [
@@ -104,7 +96,6 @@ def word_pieces() -> Any:
 
 
 def refusal(name: str | Path) -> str:
-    """Return the message that refuses a model, checked for its form."""
     with pytest.raises(UserError) as caught:
         fetched(name)
     message = str(caught.value)

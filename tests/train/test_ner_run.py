@@ -1,8 +1,9 @@
 """Entities from marked texts to a finished model, and what that model finds."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from small_training import (
@@ -14,16 +15,10 @@ from small_training import (
 from halfstep.train.predict import Entities, Predictor
 from halfstep.train.run import run
 
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-    from pathlib import Path
-
 pytestmark = pytest.mark.usefixtures("small_runs")
 
 
 def text_in_context(draw: random.Random) -> dict[str, Any]:
-    """Return a text where the same word is a person after v, a place after w."""
     text, spans = "", []
     for _ in range(draw.randint(2, 3)):
         text += "".join(draw.choices("xyz", k=draw.randint(1, 3)))
@@ -43,7 +38,6 @@ def settings(
     make: Callable[[random.Random], dict[str, Any]] = marked_text,
     count: int = 250,
 ) -> dict[str, Any]:
-    """Return the settings of a run; write its data."""
     source = write_marked(folder, count, make)
     level, dtype = kind.split()
     return {
@@ -64,7 +58,6 @@ def settings(
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """Return a finished run at a level."""
     return run(settings(tmp_path_factory.mktemp("ner"), request.param))
 
 

@@ -1,9 +1,8 @@
 """How models are split, compiled and spared: what can be, and what is refused."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from halfstep.machine.recommendation import resolve
 from halfstep.train import parallelize
 from halfstep.train.config import TrainConfig
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 TWO = World(0, 2, torch.device("cpu"))
 
 
@@ -33,7 +29,6 @@ def _two_processes() -> Iterator[None]:
 
 
 def lay_out(model: nn.Module, world: World = TWO, **more: Any) -> None:
-    """Lay a model out at O0."""
     choice = resolve("O0", "auto", "cpu")
     parallelize.parallelize_model(model, TrainConfig(**more), choice, world)
 

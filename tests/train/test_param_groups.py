@@ -1,7 +1,5 @@
 """Groups of an optimizer: what learns, how fast, and what decays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -23,20 +21,12 @@ WEIGHT_DECAY = 0.01
 @pytest.fixture
 def bert() -> nn.Module:
     """Return a BERT of two blocks, small enough to count by hand."""
-    config = BertConfig(
-        vocab_size=7,
-        hidden_size=4,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        intermediate_size=8,
-        max_position_embeddings=6,
-        num_labels=3,
-    )
-    return BertForSequenceClassification(config)
+    shape = {"vocab_size": 7, "hidden_size": 4, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 1, "intermediate_size": 8, "num_labels": 3}
+    return BertForSequenceClassification(BertConfig(max_position_embeddings=6, **shape))
 
 
 def place_of(model: nn.Module, made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the group that holds each parameter, by name; hold that it is one."""
     names = {id(param): name for name, param in model.named_parameters()}
     found: dict[str, dict[str, Any]] = {}
     for group in made:
@@ -47,28 +37,19 @@ def place_of(model: nn.Module, made: list[dict[str, Any]]) -> dict[str, dict[str
     return found
 
 
-def test_layer_decay_by_hand(bert: nn.Module) -> None:
-    """Law: each block learns half as fast as the one above, embeddings slowest."""
-    found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, DECAY))
-    assert found.keys() == dict(bert.named_parameters()).keys()
-    by_hand = {
-        "bert.embeddings.": 1 / 8,
-        "bert.encoder.layer.0.": 1 / 4,
-        "bert.encoder.layer.1.": 1 / 2,
-        "bert.pooler.": 1.0,
-        "classifier.": 1.0,
-    }
-    for name, group in found.items():
-        (share,) = (v for start, v in by_hand.items() if name.startswith(start))
-        assert group[LR_FACTOR] == share, name
-
-
 @pytest.mark.parametrize("layer_decay", [1.0, DECAY])
-def test_what_decays(bert: nn.Module, layer_decay: float) -> None:
-    """Law: matrices decay; biases and the scales of norms do not."""
-    for name, group in place_of(
-        bert, make_param_groups(bert, WEIGHT_DECAY, layer_decay)
-    ).items():
+def test_layer_decay_by_hand(bert: nn.Module, layer_decay: float) -> None:
+    """Law: each block learns at its share of the rate above, embeddings slowest.
+
+    Matrices decay; biases and the scales of norms do not.
+    """
+    found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, layer_decay))
+    assert found.keys() == dict(bert.named_parameters()).keys()
+    by_hand = {"bert.embeddings.": 3, "bert.encoder.layer.0.": 2, "bert.pooler.": 0}
+    by_hand |= {"bert.encoder.layer.1.": 1, "classifier.": 0}
+    for name, group in found.items():
+        (below,) = (n for start, n in by_hand.items() if name.startswith(start))
+        assert group.get(LR_FACTOR, 1.0) == layer_decay**below, name
         is_matrix = not name.endswith("bias") and "LayerNorm" not in name
         assert group["weight_decay"] == (WEIGHT_DECAY if is_matrix else 0.0), name
 
@@ -93,12 +74,10 @@ def test_depth_of_other_models(name: str, depth: int) -> None:
 def test_no_blocks() -> None:
     """Law: a decay of layers is refused where there are none; one rate is not."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(
+        UserError, match=r"^--layer-decay 0.9: Sequential has no blocks"
+    ):
         make_param_groups(model, WEIGHT_DECAY, 0.9)
-    assert str(caught.value) == (
-        "--layer-decay 0.9: Sequential has no blocks of its own number (layer.0, "
-        "layer.1, ...), so no layer is below another."
-    )
     assert len(place_of(model, make_param_groups(model, WEIGHT_DECAY))) == 4
 
 
@@ -108,34 +87,30 @@ def test_freeze_by_hand(bert: nn.Module) -> None:
     embeddings = (7 + 6 + 2) * 4 + 2 * 4
     # Four matrices and their biases, a norm; two matrices and their biases, a norm.
     block = 4 * (16 + 4) + 8 + (32 + 8) + (32 + 4) + 8
-    patterns = ("bert.embeddings", "bert.encoder.layer.0", "bert.emb*")
+    patterns = ("bert.embeddings", "bert.encoder.layer.1", "bert.emb*")
     assert freeze(bert, patterns) == embeddings + block
     for name, param in bert.named_parameters():
-        frozen = name.startswith(("bert.embeddings.", "bert.encoder.layer.0."))
+        frozen = name.startswith(("bert.embeddings.", "bert.encoder.layer.1."))
         assert param.requires_grad == (not frozen), name
-    # What does not learn is in no group, and is a layer of the others still.
+    # What does not learn is in no group, and brings those below no nearer the head.
     found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, DECAY))
-    assert not any(".embeddings." in name or ".layer.0." in name for name in found)
-    assert found["bert.encoder.layer.1.output.dense.weight"][LR_FACTOR] == DECAY
-
-
-def test_frozen_top_block(bert: nn.Module) -> None:
-    """Law: a frozen block above does not bring the ones below nearer the head."""
-    freeze(bert, ["bert.encoder.layer.1"])
-    found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, DECAY))
+    assert not any(".embeddings." in name or ".layer.1." in name for name in found)
     assert found["bert.encoder.layer.0.output.dense.weight"][LR_FACTOR] == DECAY**2
 
 
-def test_freeze_refused(bert: nn.Module) -> None:
+LAYER = "bert.encoder.layer.{}.output.dense"
+NEAREST = f"{LAYER.format(2)} matches no parameter; nearest module: {LAYER.format(1)}."
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fault"),
+    [
+        (["bert.pooler", LAYER.format(2)], NEAREST),
+        (["bert", "classifier"], "bert,classifier leaves no parameter to learn."),
+    ],
+)
+def test_freeze_refused(bert: nn.Module, patterns: list[str], fault: str) -> None:
     """Law: a pattern without a match is refused with the nearest; so are all."""
     with pytest.raises(UserError) as caught:
-        freeze(bert, ["bert.pooler", "bert.encoder.layer.2.output.dense"])
-    assert str(caught.value) == (
-        "--freeze bert.encoder.layer.2.output.dense matches no parameter; nearest "
-        "module: bert.encoder.layer.1.output.dense."
-    )
-    with pytest.raises(UserError) as caught:
-        freeze(bert, ["bert", "classifier"])
-    assert str(caught.value) == (
-        "--freeze bert,classifier leaves no parameter to learn."
-    )
+        freeze(bert, patterns)
+    assert str(caught.value) == f"--freeze {fault}"

@@ -1,19 +1,22 @@
 """Predictions of a finished run: in order, alike in any company, refused in full."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from data_files import refused
+from safetensors.torch import load_file, save_file
 from small_corpora import letters_tokenizer
 from small_training import (
     letters,
     seal_again,
+    small_settings,
 )
 
 from halfstep.errors import UserError
@@ -29,9 +32,10 @@ pytestmark = pytest.mark.usefixtures("small_runs")
 
 NAMES = ("rain", "晴")
 LETTERS = ("defxy", "abcxy")
+
+
 LONGEST = 24
-# Sums of fp32 in another order, through a layer and its norms.
-CLOSE = 1e-5
+CLOSE = 1e-5  # sums of fp32 in another order, through a layer and its norms
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +45,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = letters(120, *LETTERS, lengths=(2, 30))
     told = [f"{row},{NAMES[label]}\n" for row, label in rows]
     (folder / "letters.csv").write_text("".join(told), encoding="utf-8")
-    settings = {
-        "data": str(folder / "letters.csv"),
-        "dev_share": 0.25,
-        "max_length": LONGEST,
-        "model": "mini",
-        "level": "O0",
-        "lr": 1e-3,
-        "epochs": 2,
-        "out": str(folder / "run"),
-    }
-    run(settings)
-    return folder / "run"
+    more = {"dev_share": 0.25, "max_length": LONGEST, "level": "O0", "batch_size": 32}
+    more |= {"lr": 1e-3, "epochs": 2}
+    return run(small_settings(folder, folder / "letters.csv", **more)).folder.path
 
 
 @pytest.fixture(scope="module")
 def predictor(finished: Path) -> Predictor:
-    """Return what predicts labels."""
     return Predictor(finished)
 
 
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
-    """Return a copy of the run that a test may spoil."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
@@ -75,25 +68,17 @@ class Copyist(torch.nn.Module):
         self.first = first
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-        """Return logits whose largest is the tag."""
         del attention_mask
         tags = (input_ids - self.first).clamp(0, 2)
-        logits = torch.nn.functional.one_hot(tags, 3).float()
-        return type("Answer", (), {"logits": logits})
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(tags, 3).float())
 
 
 @pytest.fixture
 def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
     """Return what finds entities by the rule of `Copyist`."""
     tokenizer = letters_tokenizer("abc", 8)
-    network = model.build(
-        "mini",
-        ["abc"] * 2,
-        ("O", "B-PER", "I-PER"),
-        head="TokenClassification",
-        max_length=8,
-        dropout=None,
-    )
+    head = {"head": "TokenClassification", "max_length": 8, "dropout": None}
+    network = model.build("mini", ["abc"] * 2, ("O", "B-PER", "I-PER"), **head)
     folder = RunFolder(tmp_path / "run")
     folder.begin({"task": "ner"}, overwrite=False)
     folder.save_model(network.model, tokenizer)
@@ -103,13 +88,7 @@ def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
 
 
 def refusal(place: Path) -> str:
-    """Return the message that refuses a run, checked for its form."""
-    with pytest.raises(UserError) as caught:
-        Predictor(place)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith(".")
-    return message
+    return refused(lambda: Predictor(place))
 
 
 def test_form(predictor: Predictor) -> None:
@@ -168,31 +147,24 @@ def test_the_same_as_in_the_run(finished: Path, predictor: Predictor) -> None:
 def test_cut(predictor: Predictor) -> None:
     """Law: a text is cut as in training, and told so; one that just fits is not."""
     fits = LONGEST - 2  # beside the marks of start and end
-    texts = ["a" * fits, "a" * (fits + 1), "ab", "a" * 5000]
-    one, two, three, four = predictor.predict(texts)
-    assert [each.cut for each in (one, two, three, four)] == [False, True, False, True]
-    assert two.probabilities == pytest.approx(one.probabilities, abs=CLOSE)
-    assert four.probabilities == pytest.approx(one.probabilities, abs=CLOSE)
+    one, *others = predictor.predict("a" * n for n in (fits, fits + 1, 2, 5000))
+    assert [one.cut, *(each.cut for each in others)] == [False, True, False, True]
+    for each in others[::2]:
+        assert each.probabilities == pytest.approx(one.probabilities, abs=CLOSE)
 
 
 def test_entities(tagger: Predictor) -> None:
-    """Law: entities are characters of the text as it was given, white space too."""
-    texts = ["a b c a", "aaa", " BCb"]
+    """Law: entities are characters of the text as given; none is past the cut."""
+    texts = ["a b c a", "aaa", " BCb", "aaaaab", "aaaaaab"]
     found = list(tagger.predict(texts))
+    b, c = Entity("PER", 1, 3, "BC"), Entity("PER", 3, 4, "b")
     assert found == [
         Entities("a b c a", (Entity("PER", 2, 5, "b c"),), cut=False),
         Entities("aaa", (), cut=False),
-        Entities(
-            " BCb", (Entity("PER", 1, 3, "BC"), Entity("PER", 3, 4, "b")), cut=False
-        ),
+        Entities(" BCb", (b, c), cut=False),
+        Entities("aaaaab", (Entity("PER", 5, 6, "b"),), cut=False),
+        Entities("aaaaaab", (), cut=True),
     ]
-
-
-def test_entities_cut(tagger: Predictor) -> None:
-    """Law: what is past the last token that is read has no entity."""
-    found = tagger.predict(["aaaaab", "aaaaaab"])
-    assert next(found).entities == (Entity("PER", 5, 6, "b"),)
-    assert next(found) == Entities("aaaaaab", (), cut=True)
 
 
 def test_no_run(tmp_path: Path) -> None:
@@ -213,14 +185,32 @@ def test_an_unfinished_run(copy: Path) -> None:
     )
 
 
-def test_a_sealed_folder_that_is_no_model(copy: Path) -> None:
-    """Law: what transformers cannot load is refused with its reason."""
-    (copy / "model" / "config.json").write_text("{}")
+def without_classifier(path: Path) -> None:
+    weights = load_file(path)
+    del weights["classifier.weight"]
+    save_file(weights, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "reason"),
+    [
+        ("config.json", lambda path: path.write_text("{}"), "transformers cannot load"),
+        ("model.safetensors", without_classifier, "it lacks weights classifier.weight"),
+        ("tokenizer.json", Path.unlink, "backend tokenizer"),  # transformers' words
+    ],
+)
+def test_a_sealed_folder_that_is_no_model(
+    copy: Path, name: str, spoil: Callable[[Path], object], reason: str
+) -> None:
+    """Law: a model that lacks a weight, or its vocabulary, predicts nothing."""
+    spoil(copy / "model" / name)
     seal_again(copy / "model")
-    message = refusal(copy)
-    start = f"{copy / 'model'} is damaged: transformers cannot load that folder: "
-    assert message.startswith(start)
-    assert message.endswith("Train again, or --resume.")
+    with pytest.raises(UserError) as caught:
+        Predictor(copy)
+    message = str(caught.value)
+    assert message.startswith(f"{copy / 'model'} is damaged: ")
+    assert reason in message
+    assert "Train again" in message
 
 
 @pytest.mark.parametrize(
@@ -228,18 +218,14 @@ def test_a_sealed_folder_that_is_no_model(copy: Path) -> None:
     [
         (" \n\u3000", "it is blank; give at least one character."),
         ("", "it is blank; give at least one character."),
-        (
-            "ab\udcff",
-            "a character is cut in half (a lone surrogate); fix or drop it.",
-        ),
+        ("ab\udcff", "a character is cut in half (a lone surrogate); fix or drop it."),
         ("ab\0", "it holds a NUL character; remove it."),
     ],
 )
 def test_bad_texts(predictor: Predictor, bad: str, message: str) -> None:
     """Law: a blank or broken text is refused by its number."""
-    with pytest.raises(UserError) as caught:
-        list(predictor.predict(["abc", bad]))
-    assert str(caught.value) == f"text 2 cannot be used: {message}"
+    line = refused(lambda: list(predictor.predict(["abc", bad])))
+    assert line == f"text 2 cannot be used: {message}"
 
 
 def test_modes_are_left_alone(predictor: Predictor) -> None:

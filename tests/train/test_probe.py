@@ -1,8 +1,7 @@
 """A probe in a run: what it writes, and that it changes nothing."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from small_training import (
@@ -18,12 +17,8 @@ from small_training import (
 from halfstep.checkpoint import single
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train.output.run_directory import RunFolder
+from halfstep.train.result import RunResult
 from halfstep.train.run import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from halfstep.train.result import RunResult
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 
@@ -32,14 +27,12 @@ STEPS = 12
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    """Return settings of a run of 12 steps with dropout."""
     source = write_letters(tmp_path, 106)
     more = {"level": "O2", "dtype": "bf16", "epochs": 2, "eval_every": 4}
     return small_settings(tmp_path, source, **more)
 
 
 def events(result: RunResult, kind: str) -> list[dict[str, Any]]:
-    """Return the events of a kind that a run wrote."""
     return [r for r in result.folder.records() if r.get("event") == kind]
 
 

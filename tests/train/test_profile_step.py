@@ -1,10 +1,9 @@
 """The step of a run that is looked at: nothing changes, and it says where time went."""
 
-from __future__ import annotations
-
 import json
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,16 +21,12 @@ from halfstep.train import profile_step
 from halfstep.train.run import run
 from halfstep.train.train_state import Timers
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytestmark = pytest.mark.usefixtures("small_runs")
 
 CPU = torch.device("cpu")
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """Return settings of a run of 24 steps, evaluated twice."""
     data = write_letters(folder, 120)
     plan = {"epochs": 2, "batch_size": 8, "dev_share": 0.2, "model": "mini"}
     return {"data": str(data), **plan, "lr": 5e-3, **more}

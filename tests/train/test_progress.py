@@ -1,7 +1,5 @@
 """What a person sees of a run: plain lines on a pipe, a live line on a terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -18,18 +16,15 @@ class Terminal(io.StringIO):
     """A standard output that says it is a terminal."""
 
     def isatty(self) -> bool:
-        """Say so."""
         return True
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
-    """Return the record of a step."""
     base = {"loss": 1.23456, "lr": 5e-4, "scale": 1.0, "skipped_total": 2}
     return {"step": step, **base, "examples_per_s": 1234.4, **more}
 
 
 def show(total: int, done: int = 0, *, leads: bool = True) -> None:
-    """Show a whole run."""
     shown = progress(total, done, leads=leads)
     shown.print_line("[bold]begins[/bold]")
     for step in range(done + 1, total + 1):

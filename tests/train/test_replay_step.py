@@ -1,7 +1,5 @@
 """Steps of a run that fail are run again: what is in metrics.jsonl and in the error."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -31,19 +29,16 @@ pytestmark = pytest.mark.usefixtures("small_runs")
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    """Return settings of some steps on texts whose characters tell their class."""
     source = write_letters(tmp_path, 100, "abcx", "defx")
     return small_settings(tmp_path, source, lr=3e-3, epochs=10)
 
 
 def events(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what was written of bad operations."""
     lines = (Path(settings["out"]) / "metrics.jsonl").read_text().splitlines()
     return [r for r in map(json.loads, lines) if r.get("event") == "bad_op"]
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float) -> None:
-    """Multiply what one layer gives, in some steps."""
     clean = Trainer.micro_batch_loss
 
     def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:

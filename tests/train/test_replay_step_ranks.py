@@ -3,8 +3,6 @@
 Started by `run_ranks`, this file is the program of one of two processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -36,7 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def process(folder: Path) -> None:
-    """Train each case, with a fault in the second process alone."""
     source = folder / "letters.json"
     with pytest.MonkeyPatch.context() as patch, process_group.join("cpu") as world:
         small_and_measured(patch)
@@ -59,7 +56,6 @@ def process(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what two processes have written."""
     folder = tmp_path_factory.mktemp("ranks")
     write_letters(folder, 140, "abcx", "defx")
     run_ranks(__file__, str(folder), timeout=300)
@@ -67,7 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return what was written down in a run."""
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [*map(json.loads, lines)]
 

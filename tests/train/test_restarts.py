@@ -1,7 +1,5 @@
 """A process of torchrun's that dies: the run goes on by itself, or says why not."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

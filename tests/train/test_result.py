@@ -1,7 +1,5 @@
 """`halfstep.train.metrics.result`: what was found, as a table and as data."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

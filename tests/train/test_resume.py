@@ -3,8 +3,6 @@
 Started as a program, this file makes runs that are killed at chosen moments.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os
@@ -12,8 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from processes import ONE_THREAD
@@ -25,15 +24,11 @@ from small_training import (
     without_figures,
     write_letters,
 )
+from torch import Tensor
 
 from halfstep.train.loop import Trainer
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 KINDS = ("O0 auto", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
 KILLED = ("O2 bf16", "O1 fp16")
@@ -56,7 +51,6 @@ MOMENTS = {
 
 
 def small_and_spoilt(patch: pytest.MonkeyPatch) -> None:
-    """Train a small size, draw no figures; let one step overflow."""
     small_and_measured(patch)
     without_figures(patch)
     clean = Trainer.micro_batch_loss
@@ -70,7 +64,6 @@ def small_and_spoilt(patch: pytest.MonkeyPatch) -> None:
 
 
 def settings(folder: Path, kind: str) -> dict[str, Any]:
-    """Return the settings of a run, with dropout and hidden tokens; write its data."""
     folder.mkdir(parents=True, exist_ok=True)
     source = write_letters(folder, 200, "abcx", "defx", "ghix", lengths=(2, 20))
     level, dtype = kind.split()
@@ -96,7 +89,6 @@ def _spoilt() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what gives the folder of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("straight")
 
     def path(kind: str) -> Path:
@@ -171,7 +163,6 @@ unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork, no kill -9")
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run for each kind and moment, killed at that moment."""
     folder = tmp_path_factory.mktemp("killed")
     subprocess.run(
         [sys.executable, __file__, str(folder)],
@@ -198,7 +189,6 @@ def test_killed_and_resumed(
 def strike(
     patch: pytest.MonkeyPatch, room: str, target: str, call: int, when: str
 ) -> None:
-    """Let a process kill itself at one call of a function."""
     owner: Any = importlib.import_module(f"halfstep.{room}")
     holder, name = target.split(".")
     owner = getattr(owner, holder)
@@ -219,7 +209,6 @@ def strike(
 
 
 def kill_at_each_moment(folder: Path) -> None:
-    """Make a run for each kind and moment, in a process that is killed there."""
     # Imported once, not by every child.
     for name in ("transformers.models.bert.modeling_bert", "sklearn.metrics"):
         importlib.import_module(name)

@@ -1,7 +1,5 @@
 """What --resume refuses: one line, and the run left as it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("small_runs")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run."""
     folder = tmp_path_factory.mktemp("finished")
     rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
     (folder / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -40,19 +37,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
-    """Return a copy of the run that a test may spoil."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
 def last(run_folder: Path) -> Path:
-    """Return the only checkpoint of the run."""
     folder = RunFolder(run_folder)
     (step,) = folder.steps()
     return folder.checkpoint_path(step)
 
 
 def refused(place: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Resume; return the one line that refuses to, all files left alone."""
     before = tree(place)
     capsys.readouterr()
     assert cli.run(["train", "--resume", "--out", str(place)]) == 2
@@ -109,7 +103,6 @@ def test_notes_of_another(copy: Path, name: str, value: str) -> None:
 
 
 def rewrite(path: Path, name: str, value: object) -> None:
-    """Change a note of a checkpoint, and seal it, as whoever knows the format can."""
     manifest = atomic_directory.read(path)
     manifest["notes"][name] = value
     if value is MISSING:

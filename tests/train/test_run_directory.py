@@ -1,13 +1,13 @@
 """The folder of a run: what may be written, what a crash leaves, what stays."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 import torch
@@ -19,40 +19,46 @@ from halfstep.train import torchrun
 from halfstep.train.config import TrainConfig
 from halfstep.train.output.run_directory import RunFolder
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
 FILES = (
     *("metrics.jsonl", "summary.json", "report.html", "environment.json"),
     *("profile.json", "config.json"),
 )
 FOLDERS = ("checkpoints", "model", "tensorboard")
-NO_SPACE = OSError(28, "No space left on device")
+FIX = "Fix that, then go on with --resume."
 OF_NO_PROCESS = 2**30  # more than any system gives
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def not_written(path: Path, why: str = "No space left on device") -> str:
+    return f"{path} could not be written: {why}. {FIX}"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """Return a folder in which a run has begun."""
     found = RunFolder(tmp_path / "run")
     found.begin({"seed": 1}, overwrite=False)
     return found
 
 
 def save(folder: RunFolder, step: int, **notes: int) -> None:
-    """Save a checkpoint that tells its step."""
     number = torch.tensor(float(step))
     folder.save(step, {"w": number}, {"step": step}, {"step": step} | notes)
 
 
+def newest_of(folder: RunFolder) -> tuple[Any, list[str]]:
+    found = folder.newest(single.load)
+    assert found is not None
+    return found[0].state, found[1]
+
+
 def names(folder: RunFolder) -> set[str]:
-    """Return what is where checkpoints are, hidden rests included."""
     return {each.name for each in (folder.path / "checkpoints").iterdir()}
 
 
 def called(steps: Iterable[int]) -> set[str]:
-    """Return the names of the checkpoints of some steps."""
     return {f"step-{step:08d}" for step in steps}
 
 
@@ -60,15 +66,24 @@ def called(steps: Iterable[int]) -> set[str]:
 
 
 def test_begin(tmp_path: Path) -> None:
-    """Law: a run begins with settings, its launch and a place for checkpoints."""
+    """Law: a run begins with settings, its launch and a place for checkpoints.
+
+    Empty folders and the identity of another launch stand in no run's way.
+    """
     folder = RunFolder(tmp_path / "a" / "b")
+    for name in FOLDERS:
+        (folder.path / name).mkdir(parents=True)
+    launch = folder.path / "launch.json"
+    launch.write_text('{"run_id": null, "agent": "elsewhere 1"}')
     folder.begin({"seed": 3, "data": None}, overwrite=False)
     assert tree(folder.path).keys() == {"config.json", "launch.json", "checkpoints"}
     assert folder.settings() == {"seed": 3, "data": None}
-    assert torchrun.read_identity(folder.path / "launch.json") == torchrun.identity()
-    assert folder.records() == []
-    assert folder.steps() == []
-    assert not folder.has_checkpoint()
+    assert torchrun.read_identity(launch) == torchrun.identity()
+    assert (folder.records(), folder.steps(), folder.has_checkpoint()) == (
+        [],
+        [],
+        False,
+    )
 
 
 @pytest.mark.parametrize("name", [*FILES, "resolved.toml", *FOLDERS])
@@ -84,17 +99,6 @@ def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
         "--overwrite to replace it, or choose another --out."
     )
     assert tree(tmp_path) == before
-
-
-def test_what_is_bare_is_no_run(tmp_path: Path) -> None:
-    """Law: empty folders and the identity of a launch stand in no run's way."""
-    for name in FOLDERS:
-        (tmp_path / name).mkdir()
-    (tmp_path / "launch.json").write_text('{"run_id": null, "agent": "elsewhere 1"}')
-    folder = RunFolder(tmp_path)
-    folder.begin({"seed": 1}, overwrite=False)
-    assert tree(tmp_path).keys() == {"config.json", "launch.json", "checkpoints"}
-    assert torchrun.read_identity(tmp_path / "launch.json") == torchrun.identity()
 
 
 def test_overwrite(folder: RunFolder) -> None:
@@ -168,10 +172,8 @@ def test_no_folder_to_write(tmp_path: Path) -> None:
     for place, reason in (("file/run", "Not a directory"), ("file", "File exists")):
         with pytest.raises(UserError) as caught:
             RunFolder(tmp_path / place).begin({}, overwrite=True)
-        assert str(caught.value) == (
-            f"--out {tmp_path / place} cannot be written: {reason}; choose another "
-            "folder."
-        )
+        start = f"--out {tmp_path / place} cannot be written: {reason}; choose another "
+        assert str(caught.value).startswith(start)
     assert tree(tmp_path) == {"file": b"x"}
 
 
@@ -180,19 +182,20 @@ def test_no_folder_to_write(tmp_path: Path) -> None:
 
 def test_no_settings(tmp_path: Path) -> None:
     """Law: resuming where there is no run, or a damaged one, says which file."""
-    (tmp_path / "file").write_text("x")
-    for place in ("nothing", "file"):
-        with pytest.raises(UserError) as caught:
-            RunFolder(tmp_path / place).settings()
-        assert str(caught.value) == (
-            f"{tmp_path / place} holds no run; it has no config.json."
-        )
     config = tmp_path / "config.json"
-    for text in ("{", "[]", "\0"):
-        config.write_text(text)
+    lacks = "{} holds no run; it has no config.json."
+    damaged = "{} is damaged: it holds no settings."
+    (tmp_path / "file").write_text("x")
+    for place, text, message in (
+        (tmp_path / "nothing", None, lacks.format(tmp_path / "nothing")),
+        (tmp_path / "file", None, lacks.format(tmp_path / "file")),
+        *((tmp_path, text, damaged.format(config)) for text in ("{", "[]", "\0")),
+    ):
+        if text is not None:
+            config.write_text(text)
         with pytest.raises(UserError) as caught:
-            RunFolder(tmp_path).settings()
-        assert str(caught.value) == f"{config} is damaged: it holds no settings."
+            RunFolder(place).settings()
+        assert str(caught.value) == message
 
 
 # Going back
@@ -215,17 +218,14 @@ def test_rewind_sets_checkpoints_aside(folder: RunFolder) -> None:
 def test_rewind_sweeps(folder: RunFolder) -> None:
     """Law: what processes left that were killed while they wrote is removed."""
     save(folder, 1)
+    folder.rewind(1)
+    before = tree(folder.path)
     for name in (".step-00000002.part-99", ".step-00000001.old-99", ".a.gone-7"):
         (folder.path / "checkpoints" / name).mkdir()
     (folder.path / ".model.part-99").mkdir()
-    kept = tree(folder.path).keys() - {".model.part-99"}
     (folder.path / ".0123456789abcdef.tmp").write_text("half a report")
     folder.rewind(1)
-    assert names(folder) == called([1])
-    found = {name for name in tree(folder.path) if not name.startswith("checkpoints")}
-    assert found == {n for n in kept if not n.startswith("checkpoints")} | {
-        "metrics.jsonl"
-    }
+    assert tree(folder.path) == before
 
 
 # Checkpoints
@@ -249,52 +249,34 @@ def test_a_crash_while_writing(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: an error in mid-checkpoint leaves the one before, whole, and says so."""
-
-    def full(*_: object) -> None:
-        raise NO_SPACE
-
     for step in (1, 2):
         before = tree(folder.path)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "save", full)
+            patch.setattr(torch, "save", no_space)
             with pytest.raises(UserError) as caught:
                 save(folder, step)
-        assert str(caught.value) == (
-            f"{folder.checkpoint_path(step)} could not be written: No space left on "
-            "device. Fix that, then go on with --resume."
-        )
+        assert str(caught.value) == not_written(folder.checkpoint_path(step))
         assert tree(folder.path) == before
         save(folder, step)
 
 
 def test_newest(folder: RunFolder) -> None:
-    """Law: the newest is loaded; one that is damaged is named, the one before used."""
+    """Law: the newest is loaded; one that is damaged is named, the one before used.
+
+    A checkpoint that was moved to be replaced has its name again.
+    """
     assert folder.newest(single.load) is None
     for step in (1, 2, 10):
         save(folder, step)
-    found = folder.newest(single.load)
-    assert found is not None
-    assert (found[0].state, found[1]) == ({"step": 10}, [])
-    state = folder.checkpoint_path(10) / "state.pt"
-    state.write_bytes(b"")
-    found = folder.newest(single.load)
-    assert found is not None
-    assert found[0].state == {"step": 2}
-    assert len(found[1]) == 1
-    assert found[1][0].startswith(
-        f"the checkpoint of step 10 is not used: checkpoint file {state} is truncated"
-    )
-
-
-def test_newest_after_a_killed_replacement(folder: RunFolder) -> None:
-    """Law: a checkpoint that was moved to be replaced has its name again."""
-    save(folder, 1)
-    path = folder.checkpoint_path(1)
+    path = folder.checkpoint_path(10)
     path.rename(path.with_name(f".{path.name}.old-99"))
-    found = folder.newest(single.load)
-    assert found is not None
-    assert (found[0].state, found[1]) == ({"step": 1}, [])
-    assert names(folder) == called([1])
+    assert newest_of(folder) == ({"step": 10}, [])
+    assert names(folder) == called((1, 2, 10))
+    (path / "state.pt").write_bytes(b"")
+    state, (fault,) = newest_of(folder)
+    assert state == {"step": 2}
+    start = "the checkpoint of step 10 is not used: checkpoint file "
+    assert fault.startswith(f"{start}{path / 'state.pt'} is truncated")
 
 
 def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
@@ -302,12 +284,9 @@ def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
     folder.log({"step": 1, "event": "eval"})
     assert folder.newest(single.load) is None
     folder.log({"step": 2, "event": "eval"})
-    with pytest.raises(UserError) as caught:
+    start = " has lost its checkpoints: metrics.jsonl tells of 2 evaluations. Restore"
+    with pytest.raises(UserError, match=f"checkpoints{start}"):
         folder.newest(single.load)
-    assert str(caught.value) == (
-        f"{folder.path / 'checkpoints'} has lost its checkpoints: metrics.jsonl tells "
-        "of 2 evaluations. Restore them, or start anew with another --out."
-    )
 
 
 @pytest.mark.parametrize(
@@ -315,30 +294,23 @@ def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
     [(1, 2, {2, 5}), (2, 1, {1, 4, 5}), (1, 5, {5}), (9, 1, {1, 2, 3, 4, 5})],
 )
 def test_prune(folder: RunFolder, keep: int, best: int, kept: set[int]) -> None:
-    """Law: the newest stay, and the best that they name, and no others."""
-    for step in (1, 2, 3, 4, 5):
+    """Law: the newest stay, and the best that they name, and no others.
+
+    One whose manifest cannot be read is neither counted nor deleted.
+    """
+    for step in (1, 2, 3, 4, 5, 6):
         save(folder, step, best_step=min(step, best))
+    (folder.checkpoint_path(6) / "manifest.json").write_text("{")
     folder.prune(keep)
-    assert names(folder) == called(kept)
+    assert names(folder) == called(kept | {6})
     for step in kept:
         assert single.load(folder.checkpoint_path(step)).state == {"step": step}
-
-
-def test_prune_and_damage(folder: RunFolder) -> None:
-    """Law: one whose manifest cannot be read is neither counted nor deleted."""
-    for step in (1, 2, 3):
-        save(folder, step)
-    (folder.checkpoint_path(3) / "manifest.json").write_text("{")
-    folder.prune(1)
-    assert names(folder) == called([2, 3])
 
 
 # The model
 
 
 def saved_as(name: str, text: str) -> SimpleNamespace:
-    """Return what saves itself as a file of some text."""
-
     def save_pretrained(place: Path) -> None:
         place.mkdir(exist_ok=True)
         (place / name).write_text(text)
@@ -346,23 +318,25 @@ def saved_as(name: str, text: str) -> SimpleNamespace:
     return SimpleNamespace(save_pretrained=save_pretrained)
 
 
+def unsealed(folder: RunFolder) -> dict[str, bytes | None]:
+    """Return what is in the model's folder beside its manifest, which fits it."""
+    manifest = atomic_directory.read(folder.model, atomic_directory.MODEL)
+    atomic_directory.verify(folder.model, manifest)
+    found = tree(folder.model)
+    del found[atomic_directory.MANIFEST]
+    return found
+
+
 def test_publish_model(folder: RunFolder) -> None:
     """Law: the model appears whole; a failure leaves the one from before."""
-
-    def broken(_: Path) -> None:
-        raise NO_SPACE
-
+    old = {"weights": b"old", "vocabulary": b"old"}
     folder.save_model(saved_as("weights", "old"), saved_as("vocabulary", "old"))
-    assert unsealed(folder) == {"weights": b"old", "vocabulary": b"old"}
+    assert unsealed(folder) == old
+    broken = SimpleNamespace(save_pretrained=no_space)
     with pytest.raises(UserError) as caught:
-        folder.save_model(
-            saved_as("weights", "new"), SimpleNamespace(save_pretrained=broken)
-        )
-    assert str(caught.value) == (
-        f"{folder.model} could not be written: No space left on device. Fix that, "
-        "then go on with --resume."
-    )
-    assert unsealed(folder) == {"weights": b"old", "vocabulary": b"old"}
+        folder.save_model(saved_as("weights", "new"), broken)
+    assert str(caught.value) == not_written(folder.model)
+    assert unsealed(folder) == old
     assert not [*folder.path.glob(".model.*")]
     part = folder.path / f".model.part-{OF_NO_PROCESS}"
     part.mkdir()
@@ -370,16 +344,6 @@ def test_publish_model(folder: RunFolder) -> None:
     folder.save_model(saved_as("weights", "new"), saved_as("words", "new"))
     assert unsealed(folder) == {"weights": b"new", "words": b"new"}
     assert not [*folder.path.glob(".model.*")]
-
-
-def unsealed(folder: RunFolder) -> dict[str, bytes | None]:
-    """Return what is in the model's folder beside its manifest, which fits it."""
-    atomic_directory.verify(
-        folder.model, atomic_directory.read(folder.model, atomic_directory.MODEL)
-    )
-    return {
-        k: v for k, v in tree(folder.model).items() if k != atomic_directory.MANIFEST
-    }
 
 
 @pytest.mark.parametrize("renamed", [True, False])
@@ -407,10 +371,7 @@ def test_write(folder: RunFolder) -> None:
         (folder.path / name).mkdir()
         with pytest.raises(UserError) as caught:
             use()
-        assert str(caught.value) == (
-            f"{folder.path / name} could not be written: Is a directory. Fix that, "
-            "then go on with --resume."
-        )
+        assert str(caught.value) == not_written(folder.path / name, "Is a directory")
 
 
 def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,3 +386,66 @@ def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(atomic_directory, "flush", flush)
     RunFolder(tmp_path / "run").begin({}, overwrite=False)
     assert seen == [tmp_path / "run", tmp_path]
+
+
+# Metrics: lines that come back, of which a crash can cut only the last
+
+
+def test_metrics_round_trip(folder: RunFolder) -> None:
+    """Law: records come back to the last bit; JSON has no inf and no NaN, but null."""
+    records: list[dict[str, Any]] = [
+        {"step": 1, "loss": 0.1 + 0.2, "names": ["a.b", "\u2028"]},
+        {"step": 2, "loss": float("inf"), "grad_norm": None},
+        {"step": 3, "loss": [float("nan"), {"a": -float("inf")}]},
+    ]
+    for record in records:
+        folder.log(record)
+    records[1]["loss"], records[2]["loss"] = None, [None, {"a": None}]
+    assert folder.records() == records
+    before = folder.metrics.read_bytes()
+    folder.rewind(3)
+    assert folder.metrics.read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", ['{"st', '{"step": 3, "loss": 1.5', "\0\0\0\0", "{"])
+def test_a_torn_line(folder: RunFolder, torn: str) -> None:
+    """Law: a line that a crash cut is left out, and resuming removes it."""
+    for step in (1, 2):
+        folder.log({"step": step})
+    with folder.metrics.open("a") as file:
+        file.write(torn)
+    assert folder.records() == [{"step": 1}, {"step": 2}]
+    folder.rewind(2)
+    folder.log({"step": 3})
+    assert folder.records() == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[]", b"3", b'{"loss": 1}', b'{"step": "1"}', b"\xff\xfe"]
+)
+def test_a_damaged_line(folder: RunFolder, line: bytes) -> None:
+    """Law: a line that is whole and no record is named by its number."""
+    folder.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    before = folder.metrics.read_bytes()
+    for use in (folder.records, lambda: folder.rewind(1)):
+        with pytest.raises(UserError) as caught:
+            use()
+        assert str(caught.value) == (
+            f"{folder.metrics} line 2 is damaged: it is not a record of a step. "
+            "Remove the line, or start anew with another --out."
+        )
+    assert folder.metrics.read_bytes() == before
+
+
+def test_rewind(folder: RunFolder) -> None:
+    """Law: what comes after the checkpoint's step is dropped, evaluations too."""
+    folder.rewind(0)
+    assert folder.metrics.read_bytes() == b""
+    kept = [{"step": 1}, {"step": 2}, {"step": 2, "event": "eval"}]
+    for record in (*kept, {"step": 3}, {"step": 4}, {"step": 4, "event": "eval"}):
+        folder.log(record)
+    folder.rewind(2)
+    assert folder.records() == kept
+    folder.rewind(0)
+    assert folder.records() == []
+    assert folder.metrics.exists()

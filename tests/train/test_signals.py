@@ -1,21 +1,16 @@
 """Signals as a wish to stop: a first, a second, none."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from halfstep.train import signals
 from halfstep.train.signals import Stopped, StopRequest, stop_on_signals
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -38,7 +33,6 @@ with signals.stop_on_signals(signals.StopRequest()):
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Return what a clock shows; put handlers back, and heed both signals."""
     shown = [5.0]
     clock = SimpleNamespace(monotonic=lambda: shown[0])
     monkeypatch.setattr(signals, "time", clock)

@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT in the middle of an epoch: nothing done is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -31,7 +29,6 @@ LONGEST = 300.0  # seconds, on a machine that is busy
 
 
 def settings(folder: Path, workers: int = 0) -> dict[str, Any]:
-    """Return the settings of a run, with dropout and hidden tokens; write its data."""
     return {
         "data": str(write_letters(folder)),
         "model": "mini",
@@ -45,13 +42,11 @@ def settings(folder: Path, workers: int = 0) -> dict[str, Any]:
 
 
 def words(given: dict[str, Any]) -> list[str]:
-    """Return settings as the command line has them."""
     flags = [(f"--{name.replace('_', '-')}", str(given[name])) for name in given]
     return ["train", *(word for pair in flags for word in pair)]
 
 
 def sent(given: dict[str, Any]) -> Path:
-    """Return the file that is there once a run's signal was sent."""
     return Path(given["out"]).with_name("sent")
 
 

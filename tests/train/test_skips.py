@@ -1,7 +1,5 @@
 """Steps that overflow: reported by name, without effect, and not for ever."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,11 @@ pytestmark = pytest.mark.usefixtures("small_runs")
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    """Return settings of twelve steps on texts whose characters tell their class."""
     source = write_letters(tmp_path, 100, "abcx", "defx")
     return small_settings(tmp_path, source, lr=3e-3, epochs=2)
 
 
 def train(settings: dict[str, Any], kind: str, **more: Any) -> list[dict[str, Any]]:
-    """Train; return the records of the steps."""
     level, dtype = kind.split()
     result = run(settings | {"level": level, "dtype": dtype} | more)
     return steps_of(result.folder.records())

@@ -1,11 +1,8 @@
 """What each step reads: all examples, shared out, the same however it is prepared."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_training import same
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from halfstep.distributed.process_group import World
@@ -27,20 +25,15 @@ from halfstep.train.step_dataset import (
 )
 from halfstep.train.tasks import Objective
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 PLAIN = Objective(None, 0.0)
 MASK = 1
 
 
 def example(index: int, length: int) -> list[int]:
-    """Return tokens that tell which example they are of."""
     return [100 + index] * length
 
 
 def held(count: int) -> EncodedTexts:
-    """Return examples of random lengths, of two classes by turns."""
     draw = random.Random(count)  # noqa: S311 -- lengths are no secret
     lists = [example(index, draw.randint(1, 9)) for index in range(count)]
     return EncodedTexts.build(lists, [index % 2 for index in range(count)])
@@ -55,14 +48,12 @@ def steps(
     objective: Objective = PLAIN,
     hiding: TokenMasking | None = None,
 ) -> StepDataset:
-    """Return the work of one of some processes."""
     world = World(rank, size, torch.device("cpu"))
     told = {"pad_id": 0, "multiple": 1}
     return StepDataset(encoded, order, objective, world, **told, masking=hiding)
 
 
 def indices(part: dict[str, Tensor]) -> list[int]:
-    """Return which examples a micro-batch holds, checked against mask and classes."""
     ids, mask = part["input_ids"], part["attention_mask"]
     found = [int(index) for index in ids[:, 0] - 100]
     for row, shown, index in zip(ids, mask, found, strict=True):
@@ -113,7 +104,6 @@ def test_all_parts_make_up_each_epoch(
 
 
 def own(work: StepBatch) -> list[int]:
-    """Return the examples that count in a process's part."""
     pairs = zip(work.parts, work.is_real, strict=True)
     return [index for part, real in pairs if real for index in indices(part)]
 
@@ -202,7 +192,6 @@ class Signalled(StepDataset):
     """Steps whose preparation is struck by signals in the middle."""
 
     def __getitem__(self, number: int) -> StepBatch:
-        """Signal the worker as a scheduler and a terminal do, then go on."""
         assert get_worker_info() is not None
         for name in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), name)

@@ -1,7 +1,5 @@
 """Tasks: the loss against torch's own, weights by hand, the best valid tags."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,6 @@ CLOSE = 36 * torch.finfo(torch.float32).eps
 
 
 def labelled(*labels: int) -> EncodedTexts:
-    """Return texts of one token, each of a class."""
     return EncodedTexts.build([[5]] * len(labels), labels)
 
 

@@ -1,10 +1,9 @@
 """The run's numbers in TensorBoard's files, read back by TensorBoard's own reader."""
 
-from __future__ import annotations
-
 import struct
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from small_training import small_settings, write_letters
@@ -14,26 +13,20 @@ from halfstep.train import dependencies
 from halfstep.train.output.tensorboard import TensorBoardWriter
 from halfstep.train.run import run
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytest.importorskip("tensorboard")
 
 
 def step(number: int, **more: object) -> dict[str, Any]:
-    """Return the record of a step, as the loop writes it."""
     record = {"step": number, "loss": 1 / number, "lr": 1e-3, "grad_norm": 0.1}
     return record | {"scale": 65536.0, "skipped_total": 0, "seconds": 1.5} | more
 
 
 def single(value: float) -> float:
-    """Return a number as single precision holds it, which event files are in."""
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the scalars that TensorBoard would show: by name, step and value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's own
         from tensorboard.backend.event_processing.event_accumulator import (

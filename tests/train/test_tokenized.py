@@ -1,9 +1,8 @@
 """Tokens on disk and in batches: made once, found again, each beside a slow twin."""
 
-from __future__ import annotations
-
 import pickle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_corpora import classified, counting, letters_tokenizer, marked
+from small_training import same
 
 from halfstep.errors import UserError
 from halfstep.train.data import tokenized
@@ -20,9 +20,6 @@ from halfstep.train.data.tokenized import (
     encode_split,
     tokenize,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROWS = [("ab", "x"), ("b", "y"), ("aab", "x"), ("ba", "y")]
 # [CLS] 2, [SEP] 3, a 5, b 6.
@@ -35,15 +32,18 @@ token_lists = st.lists(
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin with nothing made."""
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
 
 
 def ids_of(held: EncodedTexts) -> list[list[int]]:
-    """Return the tokens of each example."""
     ends = held.starts[held.rows + 1]
     pairs = zip(held.starts[held.rows], ends, strict=True)
     return [held.ids[start:end].tolist() for start, end in pairs]
+
+
+def labels_of(held: EncodedTexts) -> list[int]:
+    assert held.labels is not None
+    return held.labels.tolist()
 
 
 @given(st.data(), token_lists, st.integers(0, 9), st.integers(1, 9))
@@ -64,9 +64,8 @@ def test_a_batch_is_its_slow_twin(
     rows = [lists[index] for index in chosen]
     padded = [row + [pad_id] * (width - len(row)) for row in rows]
     masks = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
-    assert got["input_ids"].tolist() == padded
-    assert got["attention_mask"].tolist() == masks
-    assert got["labels"].tolist() == [labels[index] for index in chosen]
+    expected = [padded, masks, [labels[index] for index in chosen]]
+    assert [tensor.tolist() for tensor in got.values()] == expected
 
 
 def test_a_batch_is_a_copy(tmp_path: Path) -> None:
@@ -78,9 +77,7 @@ def test_a_batch_is_a_copy(tmp_path: Path) -> None:
     ):
         for tensor in held.collate(np.arange(4), 0).values():
             tensor.fill_(9)
-        assert ids_of(held) == TOLD
-        assert held.labels is not None
-        assert held.labels.tolist() == [0, 1, 0, 1]
+        assert (ids_of(held), labels_of(held)) == (TOLD, [0, 1, 0, 1])
 
 
 def test_classes(tmp_path: Path) -> None:
@@ -88,15 +85,12 @@ def test_classes(tmp_path: Path) -> None:
     split = classified(tmp_path / "a.jsonl", ROWS, "yx", chosen=[2, 0, 1])
     held = encode_split(split, letters_tokenizer("ab", 9), "classify")
     assert ids_of(held) == [TOLD[2], TOLD[0], TOLD[1]]
-    assert held.labels is not None
-    assert held.labels.tolist() == [1, 1, 0]
+    assert labels_of(held) == [1, 1, 0]
     assert (len(held), held.lengths.tolist()) == (3, [5, 4, 3])
     assert held.counts.tolist() == [1, 1, 1]
     assert held.begins.tolist() == [0, 5, 9, 12]
     longest = held.longest(2)
-    assert ids_of(longest) == [TOLD[0], TOLD[2]]
-    assert longest.labels is not None
-    assert longest.labels.tolist() == [1, 1]
+    assert (ids_of(longest), labels_of(longest)) == ([TOLD[0], TOLD[2]], [1, 1])
 
 
 def test_made_once(tmp_path: Path) -> None:
@@ -113,11 +107,8 @@ def test_made_once(tmp_path: Path) -> None:
     more.clear()
     other = classified(tmp_path / "b.jsonl", ROWS, "yx", chosen=[1, 3])
     second = encode_split(other, again, "classify")
-    assert more == []
-    assert second.source == first.source
-    assert ids_of(second) == [TOLD[1], TOLD[3]]
-    assert second.labels is not None
-    assert second.labels.tolist() == [0, 0]
+    assert (more, second.source) == ([], first.source)
+    assert (ids_of(second), labels_of(second)) == ([TOLD[1], TOLD[3]], [0, 0])
 
 
 def test_made_anew(tmp_path: Path) -> None:
@@ -157,65 +148,54 @@ def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("task", ["classify", "ner"])
 def test_a_worker_gets_a_path(task: str, tmp_path: Path) -> None:
     """Law: what is mapped travels as a path, and arrives as it was."""
-    size = 20_000
+    size, path = 20_000, tmp_path / "a.jsonl"
     if task == "ner":
-        texts = [("ab" * size, [(1, 2, "K")]), ("ba", [])]
-        split = marked(tmp_path / "a.jsonl", texts, ["K"], [1, 0])
+        split = marked(path, [("ab" * size, [(1, 2, "K")]), ("ba", [])], ["K"], [1, 0])
     else:
-        rows = [("ab" * size, "x"), ("ba", "y")]
-        split = classified(tmp_path / "a.jsonl", rows, "xy", [1, 0])
+        split = classified(path, [("ab" * size, "x"), ("ba", "y")], "xy", [1, 0])
     held = encode_split(split, letters_tokenizer("ab", 10**6), task)
     assert held.lengths.tolist() == [4, 2 * size + 2]
     assert held.counts.tolist() == ([2, 2 * size] if task == "ner" else [1, 1])
-    told = pickle.dumps(held)
-    assert len(told) < size
-    assert alike(pickle.loads(told), held)  # noqa: S301 -- our own
-    in_memory = EncodedTexts.build(TOLD, [0, 1, 0, 1])
-    assert alike(pickle.loads(pickle.dumps(in_memory)), in_memory)  # noqa: S301
+    assert len(pickle.dumps(held)) < size
+    for one in (held, EncodedTexts.build(TOLD, [0, 1, 0, 1])):
+        other = pickle.loads(pickle.dumps(one))  # noqa: S301 -- our own
+        every = np.arange(len(one))
+        assert same(other.collate(every, 0), one.collate(every, 0))
+        assert other.source == one.source
+        assert other.counts.tolist() == one.counts.tolist()
 
 
-def alike(one: EncodedTexts, other: EncodedTexts) -> bool:
-    """Say whether all that two hold is equal."""
-    every = np.arange(len(one))
-    mine, theirs = one.collate(every, 0), other.collate(every, 0)
-    return (
-        one.source == other.source
-        and mine.keys() == theirs.keys()
-        and all(torch.equal(mine[name], theirs[name]) for name in mine)
-        and one.counts.tolist() == other.counts.tolist()
-        and one.lengths.tolist() == other.lengths.tolist()
-    )
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("PQ", [[0, 3, 4, 1], [0, 0], [1, 1, 0]]),
+        ("QP", [[0, 1, 2, 3], [0, 0], [3, 3, 0]]),
+        ("XPQ", [[0, 5, 6, 3], [0, 0], [3, 3, 0]]),
+    ],
+)
+def test_tags_by_hand(tmp_path: Path, kinds: str, expected: list[list[int]]) -> None:
+    """Law: tokens have the tags of a corpus' kinds, special ones and padding none.
 
-
-def test_tags_by_hand(tmp_path: Path) -> None:
-    """Law: tokens have the tags of a corpus' kinds, special ones and padding none."""
+    The numbers of the kinds are a corpus' own; the files are made once.
+    """
     texts = [
         ("abba", [(1, 3, "Q"), (3, 4, "P")]),
         ("ab", []),
         ("aab", [(0, 1, "P"), (1, 2, "P")]),
     ]
-    path = tmp_path / "a.jsonl"
-    targets = {
-        ("P", "Q"): [[0, 3, 4, 1], [0, 0], [1, 1, 0]],
-        ("Q", "P"): [[0, 1, 2, 3], [0, 0], [3, 3, 0]],
-        ("X", "P", "Q"): [[0, 5, 6, 3], [0, 0], [3, 3, 0]],
-    }
-    sources = set()
-    for kinds, expected in targets.items():
-        held = encode_split(
-            marked(path, texts, kinds), letters_tokenizer("ab", 9), "ner"
+    held, others = (
+        encode_split(
+            marked(tmp_path / "a.jsonl", texts, each), letters_tokenizer("ab", 9), "ner"
         )
-        sources.add(held.source)
-        made = held.collate(np.arange(3), 0, 4)
-        rows = [[IGNORED, *tags] for tags in expected]
-        padded = [row + [IGNORED] * (8 - len(row)) for row in rows]
-        assert made["labels"].tolist() == padded
-        assert held.counts.tolist() == [4, 2, 3]
-        assert held.inexact == 0
-    # The numbers of the kinds are a corpus' own; the files are made once.
-    assert len(sources) == 1
-    offsets = [(0, 0), (0, 1), (1, 2), (2, 3), (3, 4), (0, 0)]
-    assert list(map(tuple, held.token_offsets(0).tolist())) == offsets
+        for each in (kinds, kinds[::-1])
+    )
+    assert held.source == others.source
+    rows = [[IGNORED, *tags] for tags in expected]
+    padded = [row + [IGNORED] * (8 - len(row)) for row in rows]
+    assert held.collate(np.arange(3), 0, 4)["labels"].tolist() == padded
+    assert (held.counts.tolist(), held.inexact) == ([4, 2, 3], 0)
+    offsets = [[0, 0], [0, 1], [1, 2], [2, 3], [3, 4], [0, 0]]
+    assert held.token_offsets(0).tolist() == offsets
 
 
 def test_what_tokens_cannot_show_is_counted(tmp_path: Path) -> None:
@@ -235,7 +215,6 @@ class Told:
         self._places = places
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
-        """Return the same for each text."""
         return {
             "input_ids": [[*range(len(self._places))] for _ in texts],
             "offset_mapping": [self._places for _ in texts],

@@ -1,23 +1,18 @@
 """Launches that are told apart, and folders in which one program works at a time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from halfstep.errors import UserError
 from halfstep.train import torchrun
 from halfstep.train.output.run_directory import RunFolder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 unix = pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
 
@@ -40,7 +35,6 @@ with RunFolder(Path(sys.argv[1])).locked():
 
 
 def hold(path: Path, *fork: str) -> subprocess.Popen[str]:
-    """Start a program that works in a folder until its input ends; perhaps a child."""
     program = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path), *fork],
         stdin=subprocess.PIPE,
@@ -53,7 +47,6 @@ def hold(path: Path, *fork: str) -> subprocess.Popen[str]:
 
 
 def refused(path: Path) -> None:
-    """Check that a folder is said to be in use."""
     with pytest.raises(UserError) as caught, RunFolder(path).locked():
         pass
     assert str(caught.value) == (
