@@ -1,34 +1,27 @@
 """docs/api and docs/errors.md hold what the source holds."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from docs import errors
 
 import halfstep
 from halfstep import checkpoint, machine, policy, scaler, testing
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 API = Path(__file__).parents[1] / "docs" / "api"
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)$", re.MULTILINE)
 
 
 def documented() -> list[tuple[str, str]]:
-    """Return (directive, name) of all that pages document."""
     pages = sorted(API.glob("*.md"))
     return [m for page in pages for m in DIRECTIVE.findall(page.read_text("utf-8"))]
 
 
 def resolve(name: str) -> object:
-    """Return what a dotted name means, its modules imported."""
     parts = name.split(".")
     for size in range(len(parts) - 1, 0, -1):
         try:
@@ -128,7 +121,6 @@ WITHIN_OTHERS = {
 
 
 def spoken(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the words of what a function raises and warns of, values left out."""
     expressions: list[ast.expr] = []
     for node in ast.walk(function):
         call = node.exc if isinstance(node, ast.Raise) else node

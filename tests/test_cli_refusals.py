@@ -1,17 +1,13 @@
 """What the command line refuses: one line each, and nothing written."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from data_files import tree
 from small_training import small_and_measured, write_letters
 
 from halfstep import cli
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 COMMANDS = (
     "train",
@@ -31,7 +27,6 @@ LIBRARY = 20  # words of transformers, at most
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder that holds nothing but `letters.json`, on a fast machine."""
     monkeypatch.chdir(tmp_path)
     write_letters(tmp_path, 40)
     small_and_measured(monkeypatch)
@@ -41,8 +36,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return what runs a command that is refused, and returns the line it leaves."""
-
     def files() -> dict[str, bytes]:
         found = tree(here).items()
         return {k: v for k, v in found if v is not None and not k.endswith(".lock")}

@@ -1,12 +1,11 @@
 """Fast dropout: masks distributed as torch's, and everything else equal to torch's."""
 
-from __future__ import annotations
-
 import functools
 import math
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep import fast_dropout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DRAWS = 200_000
 DOUBT = 1e-9
@@ -31,7 +27,6 @@ def _net() -> nn.Sequential:
 
 
 def _bounds(count: int, chance: float) -> tuple[int, int]:
-    """Return between what a binomial lies but for `DOUBT`: its tails, summed."""
     logs = [
         math.lgamma(count + 1)
         - math.lgamma(k + 1)
@@ -216,7 +211,6 @@ class _Attention(nn.Module):
 
 
 def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) -> Tensor:
-    """Return fast attention, with the same drops at each call."""
     torch.manual_seed(7)
     module = _Attention()
     hs.use_fast_dropout(module)
@@ -225,7 +219,6 @@ def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) ->
 
 
 def _operands(dtype: torch.dtype) -> list[Tensor]:
-    """Return query, key and value: views into what heads share, as in models."""
     torch.manual_seed(0)
     made = [torch.randn(2, length, 3, 4, dtype=dtype) for length in (6, 5, 5)]
     return [each.transpose(1, 2).requires_grad_() for each in made]

@@ -1,7 +1,5 @@
 """The house: the face is small and light."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -17,7 +15,6 @@ SRC = Path(halfstep.__file__).parent
 
 
 def name_of(path: Path) -> str:
-    """Return a file's name in the table."""
     return ".".join(path.relative_to(SRC).with_suffix("").parts)
 
 

@@ -1,7 +1,5 @@
 """Pages of the documentation: what conftest.py at the root cannot run, it must know."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """halfstep.testing: its assertions hold where they should, and fail where not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ X = torch.ones(4, 8)
 
 
 def make(level: str, dtype: str = "bf16") -> tuple[nn.Module, hs.Session]:
-    """Return a model and its session."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -21,7 +18,6 @@ def make(level: str, dtype: str = "bf16") -> tuple[nn.Module, hs.Session]:
 
 
 def backward(model: nn.Module, session: hs.Session) -> None:
-    """Run a forward and a backward pass."""
     with session.autocast():
         loss = model(X).square().mean()
     session.backward(loss)
@@ -96,7 +92,6 @@ def test_a_change_is_named(level: str) -> None:
 
 
 def call(model: nn.Module) -> Tensor:
-    """Run a model under torch.autocast."""
     with torch.autocast("cpu", torch.bfloat16):
         output: Tensor = model(X)
     return output

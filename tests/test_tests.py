@@ -1,7 +1,5 @@
 """The tests themselves: they ask no clock, hold on any CPU, and use public names."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import os
@@ -54,7 +52,6 @@ OTHERS = (
 
 
 def private_accesses(path: Path) -> int:
-    """Count what a file of tests reads of our private attributes."""
     return sum(
         isinstance(node, ast.Attribute)
         and re.match(r"_[a-z]", node.attr) is not None

@@ -1,7 +1,5 @@
 """What libraries reach into torch's scaler for, and find in the drop-in one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -36,12 +34,10 @@ class Loop:
         self.scaler = scaler
 
     def backward(self, factor: float = 1.0) -> None:
-        """Run a backward pass; all gradients are `factor`."""
         out = self.model(torch.ones(1, 2, dtype=self.model.weight.dtype))
         self.scaler.scale(out.float().sum() * factor).backward()
 
     def step(self, factor: float = 1.0) -> None:
-        """Run one iteration."""
         self.optimizer.zero_grad()
         self.backward(factor)
         self.scaler.step(self.optimizer)
@@ -245,19 +241,16 @@ class Watcher(torch.optim.SGD):
         self.seen: list[Any] = []
 
     def step(self, closure: Any = None) -> Any:
-        """Look, then step as torch's does."""
         self.seen += look(self)
         return super().step(closure)
 
 
 def look(optimizer: Any) -> list[Any]:
-    """Return what a step is given: scale, flag, and gradients."""
     grads = [param.grad for param in optimizer.param_groups[0]["params"]]
     return [copy.deepcopy((optimizer.grad_scale, optimizer.found_inf, grads))]
 
 
 def given(kind: Any, way: str, *, unscaled: bool) -> list[Any]:
-    """Return what three fused steps are given, the second of which overflows."""
     loop = Loop(kind("cpu", init_scale=4.0), Watcher if way == "subclass" else FUSED)
     seen: list[Any] = []
     original = loop.optimizer.step

@@ -1,7 +1,5 @@
 """`halfstep bench autocast`: its candidates do the same work, and its tables."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_runs import rows, tables
@@ -14,7 +12,6 @@ RULED = ruled_operations(4, "cpu", LOW)
 
 
 def same(one: object, other: object) -> bool:
-    """Say whether two tensors agree in dtype and in every bit."""
     assert isinstance(one, torch.Tensor)
     assert isinstance(other, torch.Tensor)
     return one.dtype == other.dtype and torch.equal(one, other)

@@ -1,8 +1,6 @@
 """`halfstep bench comm`: bytes by hand, beside what collectives are called with."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.bench import comm
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WIDTH, LAYERS = 16, 2
 NUMBERS = LAYERS * (WIDTH * WIDTH + WIDTH)

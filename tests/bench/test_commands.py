@@ -1,11 +1,10 @@
 """`halfstep bench` on the command line: help, data, and what is rejected."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from bench_runs import flags, rejected, run
 from halfstep import cli
 from halfstep.bench import commands
 from halfstep.bench.jobs import NER
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_benches_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """The journal of a bench: no measurement is lost."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial
@@ -15,7 +13,6 @@ from halfstep.errors import UserError
 
 
 def lines(place: Path) -> list[Any]:
-    """Return what is written."""
     return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]
 
 

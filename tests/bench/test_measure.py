@@ -1,18 +1,13 @@
 """Times, turns and notes of the benches."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from halfstep.bench import measure
 from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TIMES = measure.Times({"ours": (2.0, 9.0, 40.0), "theirs": (1.0, 10.0, 8.0)})
 

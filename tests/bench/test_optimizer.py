@@ -1,9 +1,8 @@
 """`halfstep bench optimizer`: bytes, copies, and its table."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,9 +21,6 @@ from halfstep.bench.optimizer import (
 from halfstep.errors import UserError
 from halfstep.session.factory import prepare
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 T = TypeVar("T")
 
 WORK = flags("optimizer", "--layers 2 --width 8 --rounds 2 --device cpu")
@@ -33,7 +29,6 @@ BYTES = 2 * 8 * 8
 
 
 def update(form: str, rule: TorchOptimizer) -> Update:
-    """Return an update of the small network."""
     return Update(rule, FORMS[form], WORK, draw_gradients(WORK))
 
 
@@ -103,11 +98,9 @@ class Fake:
         self.bytes_moved = bytes_moved
 
     def write_gradients(self) -> None:
-        """Count."""
         self.calls.append("write")
 
     def step(self) -> object:
-        """Count."""
         self.calls.append("step")
         return None
 

@@ -1,7 +1,5 @@
 """`halfstep plan`: what it shows, writes, reads and refuses."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
@@ -35,7 +33,6 @@ def shape():
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the word for a module of this test's own, in the working folder."""
     name = f"planned_{next(_numbers)}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -47,7 +44,6 @@ _numbers = itertools.count()
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what the command prints."""
     assert cli.run(["plan", *words]) == 0
     out = capsys.readouterr()
     assert out.err == ""

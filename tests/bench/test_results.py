@@ -1,11 +1,10 @@
 """What a run leaves: its data, a comparison with an earlier run, a picture."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,11 @@ from halfstep.errors import UserError
 from halfstep.machine import hardware
 from halfstep.reporting.table import Table
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 SMALL = "--shapes 2x2 --optimizer none --calls 1 --rounds 3 --device cpu"
 
 
 @pytest.fixture
 def earlier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """Run a small bench; return its file."""
     file = tmp_path / "earlier.json"
     assert run("scaler", f"{SMALL} --json {file}") == 0
     capsys.readouterr()

@@ -1,8 +1,7 @@
 """`halfstep bench scaler`: its candidates do the same work, and its table."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -11,16 +10,12 @@ from bench_runs import flags, run, tables
 from halfstep.bench import measure, scaler
 from halfstep.scaling.grad_scaler import GradScaler
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 T = TypeVar("T")
 
 SCALERS = {"torch": torch.amp.GradScaler, "halfstep": GradScaler}
 
 
 def gradients_of(gradients: scaler.Gradients) -> list[torch.Tensor]:
-    """Return copies of the gradients that lie there."""
     return [p.grad.clone() for p in gradients.parameters if p.grad is not None]
 
 

@@ -1,14 +1,15 @@
 """The harness for training steps, and `bench recipe`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -20,18 +21,12 @@ from halfstep.bench.floor import Floor
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
 SMALL = "--layers 2 --width 8 --batch 4 --accumulate 3 --device cpu"
 BENCH: Any = commands.load("recipe")
 ALL = replace(BENCH, kinds=loops.CANDIDATES)
 
 
 def work(**more: Any) -> Namespace:
-    """Return settings: two layers of 8 x 8, three micro-batches of 4."""
     settings = flags("recipe", SMALL)
     vars(settings).update(more)
     return settings
@@ -110,7 +105,6 @@ class Process:
         self.name, self.turn = name, -1
 
     def request(self, question: Any) -> dict[str, Any]:
-        """Answer as planted."""
         self.log.append((self.name, question))
         self.turn += 1
         if "seed" in question:
@@ -132,7 +126,6 @@ class Process:
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no process start; nothing besides torch is installed."""
     Process.log = []
     monkeypatch.setattr(training, "WorkerProcess", Process)
     monkeypatch.setattr(training, "find_spec", lambda _: None)
@@ -282,12 +275,10 @@ def test_a_library_that_fails_at_a_later_seed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def make_loop(name: str, settings: Namespace) -> loops.Loop:
-    """Build any candidate, of other workloads too."""
     return training.make_loop(ALL, name, settings, seed=1)
 
 
 def batches_of(settings: Namespace) -> list[tuple[Tensor, Tensor]]:
-    """Return the micro-batches of a step."""
     return next(recipe.draw_batches(settings, 0))
 
 
@@ -322,7 +313,6 @@ def test_the_loss_falls(optimizer: str) -> None:
 
 
 def trained(name: str, own: Namespace | None = None, steps: int = 4) -> list[float]:
-    """Return the losses of a candidate's first steps."""
     settings = own or work()
     loop, batches = make_loop(name, settings), batches_of(settings)
     return [loop.step(batches).item() for _ in range(steps)]
@@ -406,12 +396,10 @@ class Every:
         self.inner, self.every, self.count = optimizer, every, 0
 
     def step(self) -> None:
-        """Step after the last micro-batch."""
         if self.count % self.every == 0:
             self.inner.step()
 
     def zero_grad(self) -> None:
-        """Clear after the last micro-batch."""
         if self.count % self.every == 0:
             self.inner.zero_grad()
 

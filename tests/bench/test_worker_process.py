@@ -1,13 +1,12 @@
 """Candidates in processes of their own: questions, answers, and how they end."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +14,6 @@ import torch
 from halfstep.bench import training, worker_process
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 ECHO = """
 import ctypes, os, signal, subprocess, sys
@@ -54,12 +49,11 @@ def worker(**task):
 """
 
 TASK = {"number": 1.5, "word": "\u00e9"}
-Start: TypeAlias = "Callable[..., worker_process.WorkerProcess]"
+Start = Callable[..., worker_process.WorkerProcess]
 
 
 @pytest.fixture
 def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Return what starts a process that echoes."""
     (tmp_path / "echo_program.py").write_text(ECHO, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)

@@ -1,13 +1,13 @@
 """Sharded checkpoints that were changed, and sealed by whoever did it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import pickle
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from halfstep.checkpoint import sharded
 from halfstep.session import fsdp_checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 FOREIGN = (
     "{} holds more than tensors and plain values, or none; it was not written by "
@@ -38,7 +34,6 @@ def _alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a sound directory."""
     path = tmp_path_factory.mktemp("original") / "c"
     with one_thread():
         fsdp_checkpoint.save(trained(), path, {"step": 1})
@@ -47,12 +42,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kept(original: Path, tmp_path: Path) -> Path:
-    """Return a copy that a test may spoil."""
     return shutil.copytree(original, tmp_path / "c")
 
 
 def edited(kept: Path, change: Callable[[Any], object]) -> None:
-    """Change a sound index, and seal it."""
     index = json.loads((kept / INDEX).read_text(encoding="utf-8"))
     change(index)
     (kept / INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -76,8 +69,6 @@ def test_index_is_torchs(original: Path) -> None:
 
 
 def _parts(*boxes: tuple[Any, Any], size: Any = (16, 6)) -> Callable[[Any], None]:
-    """Let a tensor be made of parts, each of an offset and sizes, all in one place."""
-
     def change(index: Any) -> None:
         place = index[NAME]["parts"][0][2:]
         index[NAME]["size"] = size
@@ -87,8 +78,6 @@ def _parts(*boxes: tuple[Any, Any], size: Any = (16, 6)) -> Callable[[Any], None
 
 
 def _place(file: Any = PART, start: Any = 0, length: Any = 10**6) -> Any:
-    """Let the part of a tensor be elsewhere."""
-
     def change(index: Any) -> None:
         index[NAME]["parts"][0][2:] = [file, start, length]
 

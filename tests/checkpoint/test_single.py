@@ -1,14 +1,14 @@
 """Checkpoints: whole or absent, exact to the bit, and refused when anything changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import pathlib
 import pickle
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +26,6 @@ from halfstep.checkpoint import (
     save,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 FILES = ("weights.safetensors", "state.pt", "manifest.json")
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -39,7 +35,6 @@ NOTES = {"step": 7, "level": "O2 bf16", "loss": 0.125, "tags": ["a", None], "s":
 
 
 def number(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of arbitrary numbers of a dtype, NaN patterns included."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -65,7 +60,6 @@ STATES = st.recursive(
 
 
 def same(left: Any, right: Any) -> bool:
-    """Compare nested values in type, dtype, shape and every bit."""
     if type(left) is not type(right):
         return False
     if isinstance(left, Tensor):
@@ -84,7 +78,6 @@ def same(left: Any, right: Any) -> bool:
 
 
 def trained() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return weights with a tie, and the state of an optimizer that has stepped."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters())
@@ -96,7 +89,6 @@ def trained() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    """Return a checkpoint."""
     weights, state = trained()
     save(tmp_path / "kept", weights, state, NOTES)
     return tmp_path / "kept"
@@ -205,7 +197,6 @@ class Crash(BaseException):
 def crash_at(
     call: int, monkeypatch: pytest.MonkeyPatch, where: object, name: str
 ) -> None:
-    """Let the n-th call of a function raise."""
     real, calls = getattr(where, name), [0]
 
     def crashing(*args: Any, **kwargs: Any) -> Any:
@@ -286,14 +277,12 @@ def test_failure_while_replacing(
 
 
 def refusal(directory: Path) -> str:
-    """Return why a checkpoint is refused."""
     with pytest.raises(CheckpointError) as caught:
         load(directory)
     return str(caught.value)
 
 
 def harmless(directory: Path, original: Checkpoint) -> bool:
-    """Say whether a checkpoint still says what it said; False where it is refused."""
     try:
         found = load(directory)
     except CheckpointError:

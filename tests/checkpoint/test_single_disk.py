@@ -3,8 +3,6 @@
 Started as a program, this file saves under limits, and is killed while it saves.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -32,19 +30,16 @@ unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="no limits, no kill -9
 
 
 def contents(large: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return weights, state and notes, of which one makes a large file."""
     size = {name: LARGE if name == large else 8 for name in WRITTEN}
     numbers = [torch.zeros(size[name] // 4) for name in WRITTEN[:2]]
     return {"w": numbers[0]}, {"s": numbers[1]}, {"n": "x" * size["manifest.json"]}
 
 
 def names(folder: Path) -> list[str]:
-    """Return what is in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def said(path: Path, reason: int) -> str:
-    """Return how a failure is told."""
     return (
         f"checkpoint {path} could not be written: {os.strerror(reason)}. Mend that, or "
         "choose another place."
@@ -55,7 +50,6 @@ def said(path: Path, reason: int) -> str:
 
 
 def under_limits(folder: Path) -> None:
-    """Save under limits on the size of files; print what came of it."""
     import resource
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -77,7 +71,6 @@ def under_limits(folder: Path) -> None:
 
 
 def killed(folder: Path) -> None:
-    """Be killed in the middle of many saves, each in a process of its own."""
     seen = []
     for turn in range(KILLS):
         child = os.fork()
@@ -101,7 +94,6 @@ def killed(folder: Path) -> None:
 
 
 def program(word: str, tmp_path: Path) -> tuple[Path, list[Any]]:
-    """Start this file; return the folder it saved in, and what it saw."""
     (tmp_path / "saved").mkdir()
     done = subprocess.run(
         [sys.executable, __file__, word, str(tmp_path / "saved")],
@@ -212,7 +204,6 @@ DEAD = 2**30
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, word: str, reason: int) -> None:
-    """Let no directory be renamed whose name holds a word."""
     original = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
@@ -229,7 +220,6 @@ def full(*_: object) -> None:
 
 
 def moved_aside(path: Path, number: int = DEAD) -> Path:
-    """Leave what a process does that is killed between the two renames."""
     old = path.with_name(f".{path.name}.old-{number}")
     path.rename(old)
     return old

@@ -1,20 +1,14 @@
 """The CPU: what a process may use of it, from files that look like the system's."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from halfstep.machine import cpu
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 def write(root: Path, files: dict[str, str]) -> None:
-    """Write files below a folder."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
@@ -22,7 +16,6 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return where this test's /proc and /sys/fs/cgroup are; both are empty."""
     monkeypatch.setattr(cpu, "PROC", tmp_path / "proc")
     monkeypatch.setattr(cpu, "CGROUPS", tmp_path / "cgroup")
     return tmp_path

@@ -1,10 +1,9 @@
 """fp16 products in fp32: the exact ones, rounded once, and only where they belong."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,22 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.bench import jobs
 from halfstep.machine import fp16_emulation, hardware
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 class Running(TorchDispatchMode):
     """Notes in which formats products really run."""
 
     def __init__(self) -> None:
-        """Begin with nothing noted."""
         super().__init__()
         self.products: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation."""
         del types
         name = func.overloadpacket.__name__
         if (
@@ -45,7 +39,6 @@ class Running(TorchDispatchMode):
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    """Return numbers of fp16, both signs, from 1/2 to 2."""
     some = torch.Generator().manual_seed(seed)
     size = torch.rand(shape, generator=some) * 1.5 + 0.5
     sign = torch.randint(0, 2, shape, generator=some) * 2 - 1
@@ -77,7 +70,6 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 def forward_backward(
     call: Callable[..., Tensor], given: tuple[Tensor, ...], way: Tensor
 ) -> list[Tensor]:
-    """Return a result, and the gradients of all operands but a row only added."""
     leaves = [each.detach().clone().requires_grad_() for each in given]
     out = call(*leaves)
     out.backward(way)  # type: ignore[no-untyped-call]

@@ -1,19 +1,15 @@
 """Rates of matrix products: formula, sizes, rounds, and what load does to them."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from halfstep.machine import cpu, gemm
 from halfstep.numerics.formats import FORMATS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
 NAMES = {format_.dtype: format_.name for format_ in FORMATS.values()}
@@ -26,7 +22,6 @@ class Clock:
         self.step, self.reads = step, 0
 
     def __call__(self) -> float:
-        """Return the time."""
         self.reads += 1
         return self.reads * self.step
 
@@ -68,7 +63,6 @@ def test_other_devices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shares(*of_attempts: float) -> Callable[[], Callable[[], float]]:
-    """Return a load that is as told in each attempt."""
     told = iter(of_attempts)
 
     def start() -> Callable[[], float]:
@@ -89,7 +83,6 @@ class Rates:
     def __call__(
         self, dtype: torch.dtype, _device: str, size: int, **more: Any
     ) -> float:
-        """Return a rate; those of one round share a factor."""
         name, alone = NAMES[dtype], more.get("clock") is time.thread_time
         if name == "fp32":
             self.factor = next(self.factors, 1.0)
@@ -98,7 +91,6 @@ class Rates:
 
 
 def size(dtype: torch.dtype, _device: str, **_more: Any) -> int:
-    """Return a size of its own for each format."""
     return {"fp32": 1024, "bf16": 1024, "fp16": 256}[NAMES[dtype]]
 
 

@@ -1,20 +1,15 @@
 """The machine: what is read of it, and its memory."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from halfstep.machine import Capabilities, Gpu, cpu, hardware
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AMX = Capabilities("a processor", 8, 4, ("AVX512", "AMX-BF16"), (), "2.99")
 CARD = Gpu("a card", (7, 5), 2**34)

@@ -1,7 +1,5 @@
 """The advice that follows from a machine's rates: plain tables, and never slower."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest
@@ -18,7 +16,6 @@ GB = 2**30
 
 @pytest.fixture(autouse=True)
 def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as if nothing limited the instructions: advice names what does."""
     for name in INSTRUCTION_LIMITS:
         monkeypatch.delenv(name, raising=False)
 
@@ -29,7 +26,6 @@ def cpu(*instruction_sets: str) -> Capabilities:
 
 
 def gpu(*capability: int) -> Capabilities:
-    """Return a machine with one GPU."""
     major, minor = capability
     card = Gpu("a card", (major, minor), 16 * GB)
     return Capabilities("a processor", 8, 4, ("AMX-BF16",), (card,), "2.99")
@@ -41,24 +37,20 @@ AMX = cpu("AVX512", "AVX512-BF16", "AMX-BF16")
 def plant(
     patch: pytest.MonkeyPatch, what: Capabilities, rates: dict[str, float]
 ) -> None:
-    """Let `hardware` believe in a machine and its rates."""
     patch.setattr(hardware, "capabilities", lambda: what)
     patch.setattr(hardware, "gemm_rates", lambda _device=None: dict(rates))
 
 
 def rates(fp32: float, bf16: float, fp16: float) -> dict[str, float]:
-    """Return rates by name."""
     return {"fp32": fp32, "bf16": bf16, "fp16": fp16}
 
 
 def fast(dtype: str, times: str, where: str) -> Recommendation:
-    """Return the advice to train in a format that is that many times as fast."""
     reason = f"{dtype} matmuls run {times} times as fast as fp32 on this {where}"
     return Recommendation("O2", dtype, reason)
 
 
 def slow(share: str, where: str) -> Recommendation:
-    """Return the advice to train in fp32."""
     reason = (
         f"bf16 matmuls run at {share} of fp32's rate on this {where}; 1.5 is the least "
         "that pays for the casts"

@@ -1,15 +1,14 @@
 """Measured rates on disk: reused under the same conditions, and under no others."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import platform
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from halfstep.errors import UserError
 from halfstep.machine import Capabilities, Gpu, cpu, gemm, hardware, rate_cache
 from halfstep.machine.gemm import GemmRates
 from halfstep.numerics import formats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
 QUIET = GemmRates(RATES, dict.fromkeys(RATES, 0.05), 0.01)
@@ -36,29 +32,24 @@ class Machine:
         self.folder, self.count, self.found, self.now = folder, 0, QUIET, 1e9
 
     def measure(self, _device: str) -> GemmRates:
-        """Measure."""
         self.count += 1
         return self.found
 
     def time(self) -> float:
-        """Return the time of day."""
         return self.now
 
     def files(self) -> list[Path]:
-        """Return what is cached."""
         place = self.folder / "halfstep" / "rates"
         return sorted(place.iterdir()) if place.exists() else []
 
 
 def new_process() -> None:
-    """Forget what only the process knows."""
     hardware._process_rates.clear()
     hardware._latest.clear()
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    """Plant a machine whose cache is empty."""
     planted = Machine(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("HALFSTEP_RATES", raising=False)

@@ -1,9 +1,6 @@
 """Words to a level and a format: every pair, with the reason or the refusal."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,18 +10,14 @@ from halfstep.machine import Recommendation, hardware
 from halfstep.machine.recommendation import resolve
 from halfstep.numerics import formats
 from halfstep.numerics.formats import BF16, FP16, FP32
+from halfstep.policy import levels
 from halfstep.policy.levels import LEVELS, O0, O1, O2, O3
-
-if TYPE_CHECKING:
-    from halfstep.policy import levels
 
 DEVICES = ("cpu", "cuda")
 
 
 @pytest.fixture(autouse=True)
 def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a machine whose GPU knows fp16 only, and whose advice is odd."""
-
     def recommend(device: str) -> Recommendation:
         return Recommendation("O1", "fp16", f"a coin was tossed on the {device}")
 
