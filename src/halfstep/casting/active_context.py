@@ -372,6 +372,17 @@ class Pushed:
         return None if self.context is None else self.context.cache
 
 
+def is_in_other_dtype(dtypes: Mapping[str, torch.dtype]) -> bool:
+    """Return whether this thread is in a context of another dtype than a device's here.
+
+    False where torch may hold the lock of its cache; see `_is_excluded`.
+    """
+    open_contexts = ((_thread.state.innermost.get(d), t) for d, t in dtypes.items())
+    return not _is_excluded(_BELOW_AUTOGRAD) and any(
+        pushed is not None and pushed.dtype != dtype for pushed, dtype in open_contexts
+    )
+
+
 def push(
     device: str,
     context: CastContext | None,

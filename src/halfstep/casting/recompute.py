@@ -41,11 +41,17 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
     It also restores the policy's number, which torch.compile reads.
     """
     contexts = {device: active_context.active(device) for device in KEYS}
+    dtypes = _enabled_dtypes()
     number = active_context.policy_number()
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            if active_context.is_in_other_dtype(dtypes):
+                # torch's checkpoint opens `torch.autocast`, whose casts are kept until
+                # the outermost context ends, and would be used for the other dtype.
+                torch.clear_autocast_cache()
+                stack.callback(torch.clear_autocast_cache)
             for device, context in contexts.items():
                 if active_context.active(device) is not context:
                     recomputed = (
@@ -59,6 +65,12 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
             yield
 
     return restored
+
+
+def _enabled_dtypes() -> dict[str, torch.dtype]:
+    """Return device -> dtype of torch's autocast, where it is on."""
+    enabled = filter(torch.is_autocast_enabled, KEYS)
+    return {device: torch.get_autocast_dtype(device) for device in enabled}
 
 
 def under_current_policy(run: Callable[P, R]) -> Callable[P, R]:
@@ -100,11 +112,7 @@ def in_caller_context(
     modules: Sequence[Callable[..., Any]],
 ) -> list[Callable[..., Any]]:
     """Return callables that run under this thread's autocast state in any thread."""
-    dtypes = {
-        device: torch.get_autocast_dtype(device)
-        for device in KEYS
-        if torch.is_autocast_enabled(device)
-    }
+    dtypes = _enabled_dtypes()
     cache_enabled = torch.is_autocast_cache_enabled()
     enter_policy = capture()
 
