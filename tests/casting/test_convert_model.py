@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.casting.convert_model import Conversion, convert_
 from halfstep.casting.module_rules import ModuleRuleHook
@@ -319,3 +320,25 @@ def test_norms_by_name(name: str, spared: bool) -> None:
         model = nn.Sequential(module)
         convert_(model, levels.parse(level), BF16, Policy(base="lean"))
         assert module.weight.dtype == (FP32 if spared and level == "O2" else BF16)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_islands_in_recomputation(reentrant: bool) -> None:
+    """Law: recomputed under checkpointing, an island runs as it did, to the bit."""
+    torch.manual_seed(0)
+    layer = Watch()
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+    attach_island(layer)
+    start = torch.randn(3, 4, requires_grad=True)
+    grads = []
+    for recompute in (False, True):
+        model.zero_grad()
+        with region():
+            if recompute:
+                out = checkpoint(model, start, use_reentrant=reentrant)
+            else:
+                out = model(start)
+        torch.autograd.backward(out.float().square().sum())
+        grads.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+    assert layer.seen == [(FP32, False)] * 3

@@ -366,3 +366,16 @@ def test_recomputation_is_not_recorded(rules: str) -> None:
         pass
     out.sum().backward()
     assert rows(region) == before
+
+
+@pytest.mark.parametrize("policy", ["torch", "lean + op:gelu=fp32"])
+def test_numbers_are_the_same(policy: str) -> None:
+    """Law: losses and gradients are those without recording, to the bit."""
+    passes = []
+    for record in (False, True):
+        model = Net()
+        with autocast("cpu", policy=policy, record=record):
+            total = loss(model) + loss(model)
+        total.backward()
+        passes.append([total, *(param.grad for param in model.parameters())])
+    torch.testing.assert_close(passes[1], passes[0], rtol=0, atol=0)

@@ -198,7 +198,14 @@ def test_the_cache_is_for_one_dtype() -> None:
                 thread.submit(other.__exit__, None, None, None).result()
                 assert thread.submit(flag).result()
         with autocast("cpu", BF16):
+            same = autocast("cpu", BF16)
+            thread.submit(same.__enter__).result()
+            with autocast("cpu", FP16):
+                assert not flag()
             assert flag()
+            thread.submit(same.__exit__, None, None, None).result()
+            with autocast("cpu", FP16):
+                assert flag()
 
 
 STEPS = st.lists(

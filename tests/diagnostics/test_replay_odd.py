@@ -532,3 +532,24 @@ def test_a_sum_beyond_float32_is_not_cured_by_bfloat16() -> None:
         hs.find_nonfinite(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
     )
     assert (bad.dtype, bad.advice) == ("float32", "Divide each loss by 2.")
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_replay_draws_from_the_state_given(is_bad: bool) -> None:
+    """Law: `generator_state`, not the current state, decides what a step draws."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    states = {}
+    for seed in range(16):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        states[bool(torch.rand(()) <= 0.5)] = state
+    assert len(states) == 2
+
+    def step() -> Tensor:
+        factor = torch.where(torch.rand(()) <= 0.5, torch.inf, 1.0)
+        return (model(torch.ones(1, 4)) * factor).sum()
+
+    torch.set_rng_state(states[not is_bad])
+    origin = hs.find_nonfinite(model, step, generator_state=states[is_bad])
+    assert (origin is not None) == is_bad
+    assert torch.equal(torch.get_rng_state(), states[not is_bad])

@@ -155,6 +155,9 @@ def rows() -> dict[str, dict[str, Any]]:
                 "command": COMMANDS[by],
                 "is_explained": unexplained is None,
             }
+        else:
+            is_row = line.startswith("| ") and not line.startswith("| you see |")
+            assert not (area and is_row), f"a row without a program: {line}"
     return found
 
 

@@ -48,3 +48,14 @@ def test_the_page_counts_its_rows() -> None:
     assert f"{kinds} kinds of problems" in page
     assert f"{unexplained} of {kinds} |" in page
     assert f"in {len(HEALTHY)} programs without a" in page
+
+
+def test_links_say_where_they_lead() -> None:
+    """Law: the text of a link to a thread and its address name the same thread."""
+    link = re.compile(
+        r"\[([\w.-]+#\d+)\]\(https://github.com/[\w.-]+/([\w.-]+)/issues/(\d+)\)"
+    )
+    threads = link.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(threads) >= len(REPORTS)
+    for text, repository, number in threads:
+        assert text == f"{repository}#{number}"

@@ -316,3 +316,14 @@ def test_gradients_that_no_kernel_reads(*, bad: bool) -> None:
         loss.register_hook(lambda gradient: gradient * torch.inf)
     session.backward(loss)
     assert session.step().skipped == bad
+
+
+@pytest.mark.parametrize("name", cases.OPTIMIZERS)
+def test_every_optimizer_is_explained(name: str) -> None:
+    """Law: `explain` says how each of torch's optimizers updates, before and after."""
+    session = cases.start(cases.OPTIMIZERS[name], "split", cases.model_for(name))
+    word = type(session.optimizer).__name__
+    for number in range(2):
+        notes = session.explain().notes
+        assert any(f"update: {word}" in note for note in notes), notes
+        window(session, number)

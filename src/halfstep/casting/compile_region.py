@@ -99,7 +99,7 @@ def _open(device: str, policy_text: str) -> None:
 
 
 def _abandon(pushed: active_context.Pushed) -> None:
-    if any(each is pushed for each in _thread.entered):
+    while any(each is pushed for each in _thread.entered):
         _close("")
 
 
