@@ -17,7 +17,7 @@ from halfstep.graph.problem import (
     Problem,
     TensorUse,
 )
-from halfstep.graph.solvers import cheapest, paint
+from halfstep.graph.solvers import minimum_cut, paint
 
 MOST = 9  # operations: brute force tries 2**9 assignments
 
@@ -64,7 +64,7 @@ def test_no_assignment_is_cheaper(problem: Problem) -> None:
         for choice in choices
     )
     least = min(problem.cost(low) for low in assignments if is_valid(problem, low))
-    cut, painted = cheapest(problem), paint(problem)
+    cut, painted = minimum_cut(problem), paint(problem)
     assert is_valid(problem, cut)
     assert is_valid(problem, painted)
     assert problem.cost(cut) == least <= problem.cost(painted)
@@ -98,6 +98,6 @@ def test_one_cast_a_tensor() -> None:
     operations = {name: Operation(ALLOW, 1, 9) for name in "ab"}
     operations["x"] = Operation(DENY)
     problem = Problem(operations, (TensorUse("x", ("a", "b"), 10),))
-    assert cheapest(problem) == {"a", "b"}
+    assert minimum_cut(problem) == {"a", "b"}
     assert problem.cost({"a", "b"}) == 12
     assert [cast.to_low for cast in problem.casts({"a"})] == [True]

@@ -13,6 +13,8 @@ All shared patches:
   miss gradients, and errors of an unused `GradScaler` name the call to delete;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
   `torch.autograd.backward`;
+- `diagnostics.step_calls`: meanwhile, the calls of every GradScaler class and of
+  `torch.autocast` are recorded;
 - `optimizer_hooks`: optimizer steps invalidate caches of casts, inside contexts and
   while a `CastCache` exists.
 

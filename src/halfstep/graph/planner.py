@@ -215,7 +215,7 @@ def plan_graph(
                 facts[node] = replace(fact, kind=DENY, reason=_EXACT)
         denied = {n: replace(problem.operations[n], kind=DENY) for n in exact}
         problem = replace(problem, operations={**problem.operations, **denied})
-    solve = solvers.cheapest if method == "min-cut" else solvers.paint
+    solve = solvers.minimum_cut if method == "min-cut" else solvers.paint
     chosen_low = solve(problem)
     for node, fact in facts.items():
         facts[node] = replace(fact, reason=_why(fact, low=node.name in chosen_low))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _LOW, _FP32 = ("low",), ("fp32",)
 
 
-def cheapest(problem: Problem) -> frozenset[str]:
+def minimum_cut(problem: Problem) -> frozenset[str]:
     """Return the operations in 16 bits of an assignment of least cost.
 
     It is a minimum s-t cut. The source side runs in 16 bits, the sink side in fp32; the
@@ -25,7 +25,7 @@ def cheapest(problem: Problem) -> frozenset[str]:
         >>> from halfstep.graph.problem import ALLOW, Operation, Problem, TensorUse
         >>> operations = {"x": Operation(DENY), "mm": Operation(ALLOW, 10, 30)}
         >>> problem = Problem(operations, (TensorUse("x", ("mm",), 25),))
-        >>> cheapest(problem), problem.cost(())  # a cast would cost more than it gains
+        >>> minimum_cut(problem), problem.cost(())  # a cast costs more than it gains
         (frozenset(), 30)
     """
     import networkx as nx  # a dependency of torch

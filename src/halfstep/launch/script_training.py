@@ -421,7 +421,7 @@ class ScriptTraining:
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        from halfstep.scaling.optimizer_step import step_or_undo
+        from halfstep.scaling.grad_scaler_step import step_or_undo
 
         loss: Any = None
         skipped = False

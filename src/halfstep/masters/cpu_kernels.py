@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("kernels.c")
 
 # The same values as in kernels.c.
-ENCODINGS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
+ENCODING_CODES = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
 DTYPES = {dtype: code for code, dtype in enumerate(FLOATS)}
 MAXIMIZE, NESTEROV, DECOUPLED, AMSGRAD, MOMENTUM, ADAM = (1 << bit for bit in range(6))
 STATES = 3
@@ -160,7 +160,7 @@ def update(
             len(items),
             numbers.buffer_info()[0],
             flags,
-            ENCODINGS[encoding],
+            ENCODING_CODES[encoding],
             random_words.buffer_info()[0],
             ctypes.addressof(team := kernels.team()),
         )

@@ -17,7 +17,7 @@ from halfstep._torch.optimizer_params import (
     gradients_of,
     name_of,
 )
-from halfstep.scaling import found_inf_reduction, misuse, optimizer_step, unscale
+from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
@@ -131,7 +131,7 @@ class GradScaler(TorchGradScaler):
         self._group = group = process_group
         self._loss_scalers = loss_scalers = LossScalers(rule, group)
         self._passes = BackwardPasses(loss_scalers, Retry.of(on_overflow), group)
-        self._host_scale = optimizer_step.HostScale()
+        self._host_scale = grad_scaler_step.HostScale()
         self._scaled = self._proposed = False
         self._stepped_grads, self._last_grads = (
             list[OptimizerGrads](),
@@ -322,13 +322,13 @@ class GradScaler(TorchGradScaler):
             )
             if self._scaled and not stale and state["stage"] is OptState.READY:
                 self.unscale_(optimizer)  # SAM's first pass came before the step
-            result = optimizer_step.step_with_closure(
+            result = grad_scaler_step.step_with_closure(
                 self, closure, optimizer, state, *args, **kwargs
             )
         elif fused_optimizers.handles_found_inf(optimizer):
             self._main_scaler()  # the caller may have set the scale
             host_scale = self._host_scale
-            result = optimizer_step.fused_step(
+            result = grad_scaler_step.fused_step(
                 self, optimizer, state, host_scale, *args, **kwargs
             )
         else:
@@ -525,7 +525,7 @@ class GradScaler(TorchGradScaler):
         return state | {
             "_loss_scalers": loss_scalers,
             "_passes": BackwardPasses(loss_scalers, self._passes.on_overflow),
-            "_host_scale": optimizer_step.HostScale(),
+            "_host_scale": grad_scaler_step.HostScale(),
             "_last_grads": [],
             "call_order_watch": None,
             "_last_step": self._last_step.read(),

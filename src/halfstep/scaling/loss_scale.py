@@ -1,4 +1,4 @@
-"""Defines the loss scale's rule and state.
+"""Defines the loss scale's rule and state; `loss_scaler.advance` applies the rule.
 
 A constant scale and no scale are rules with factors of 1, without special cases.
 """

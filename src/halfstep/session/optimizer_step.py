@@ -1,5 +1,7 @@
 """Unscales, checks and clips the gradients of a step, and updates the weights.
 
+`Session._update_weights` calls these stages in their order.
+
 In: scaled gradients, in 16 bits or accumulated in fp32. Out: found_inf and, if it is 0,
 updated weights. `AccumulationWindow` counts the micro-batches of a step, and warns
 about unfinished windows.
