@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep as hs
 from halfstep.nonfinite.origin import BadOp
-from halfstep.scaling import ScaleRule
+from halfstep.scaling import LossScaler, ScaleRule
 from halfstep.scaling.collapse import LossHistory, find_cause
 
 if TYPE_CHECKING:
@@ -321,3 +322,17 @@ def test_adams_eps_in_pure_fp16() -> None:
     assert error.cause == "weight"
     assert "use eps=6.1e-05" in error.advice
     assert train(6.1e-5) is None
+
+
+def test_a_loss_that_another_thread_reports_in_between() -> None:
+    """Law: two threads may report losses to one scaler at the same time."""
+    scaler = LossScaler(ScaleRule())
+    with FakeTensorMode():
+        other = torch.ones(())  # has no value, so that the scaler holds no loss
+
+    class Interrupted(Tensor):
+        def numel(self) -> int:
+            scaler.observe_loss(other)
+            return super().numel()
+
+    scaler.observe_loss(torch.tensor(2.0).as_subclass(Interrupted))

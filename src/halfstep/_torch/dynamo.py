@@ -39,7 +39,10 @@ def _set_actions(function: F, itself: str, calls: str) -> F:
 
 
 def call_after_trace(callback: Callable[[], None]) -> None:
-    """Call a function once torch.compile has traced the current frame, or given up."""
+    """Call a function once torch.compile has traced the current frame, or given up.
+
+    Where no frame is traced, as in later passes over a graph, it is not called.
+    """
     from torch._dynamo.symbolic_convert import tls  # slow; loaded while tracing
 
     translator = getattr(tls, "current_tx", None)

@@ -373,9 +373,12 @@ class Pushed:
 
 
 def is_in_other_dtype(dtypes: Mapping[str, torch.dtype]) -> bool:
-    """Return whether this thread is in a context of another dtype than a device's here.
+    """Return whether a context of this thread has another dtype than its device here.
 
     False where torch may hold the lock of its cache; see `_is_excluded`.
+
+    Args:
+        dtypes: Device type -> dtype of torch's autocast.
     """
     open_contexts = ((_thread.state.innermost.get(d), t) for d, t in dtypes.items())
     return not _is_excluded(_BELOW_AUTOGRAD) and any(

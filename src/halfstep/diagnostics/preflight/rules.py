@@ -382,14 +382,14 @@ def too_costly(facts: Facts) -> Iterator[Observation]:
     yield Observation(facts.words, measured, advice, None, 0.5, severity, limit)
 
 
-def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
+def verdict(facts: Facts, results: Sequence[Finding]) -> str:
     """Return the most important result as a sentence.
 
     Numerical problems come before costs; "not worth it" is about costs only.
     """
     errors = [
         one
-        for one in findings
+        for one in results
         if one.severity == "error" and not (one.rule == overflow.name and facts.rules)
     ]
     if errors:
