@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.graph.op_times import OpTimes
 from halfstep.policy import op_tables
 from halfstep.policy.decision import decide
 
@@ -65,17 +63,13 @@ def decisions(rows: Any) -> dict[str, set[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:policy rule")
-@settings(max_examples=40, deadline=None)
-@given(
-    names=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=8),
-    policy=st.sampled_from(POLICIES),
-)
-def test_eager_and_graph_agree(names: list[str], policy: str) -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_eager_and_graph_agree(policy: str, seed: int) -> None:
     """Law: the same reasons; low and fp32 operations compute what they are said to."""
+    names = random.Random(seed).sample(sorted(OPERATIONS), len(OPERATIONS))  # noqa: S311
     model, x = Program(names), torch.randn(8, 8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpTimes, "_time", lambda *_: 1000)
-        plan = hs.plan(model, [x], policy=policy, method="painting")
+    plan = hs.plan(model, [x], policy=policy, method="painting")
     with hs.autocast("cpu", torch.bfloat16, policy=policy, record=True) as context:
         model(x)
     eager = [

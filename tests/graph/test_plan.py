@@ -187,7 +187,20 @@ class Branching(nn.Module):
 def test_refusals() -> None:
     """Law: one error says what is wrong, and what would be right."""
     model, batch, plan = painted(mlp)
+    (x,) = batch
     refused: dict[str, Callable[[], object]] = {
+        "example_inputs is of type Tensor; it must be a list": lambda: hs.plan(
+            model, x
+        ),
+        "kinds is of type str; it must be a dictionary": lambda: hs.plan(
+            model, batch, kinds="gelu"
+        ),
+        "calibrate is of type int; it must be a function of the": lambda: hs.plan(
+            model, batch, dtype="fp16", calibrate=3
+        ),
+        "plan is of type str; it must be a plan of halfstep.plan": lambda: hs.rewrite(
+            model, "a.toml"
+        ),
         "method='cut' must be painting or min-cut": lambda: hs.plan(
             model, batch, method="cut"
         ),

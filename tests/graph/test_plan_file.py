@@ -35,14 +35,19 @@ class Gated(nn.Module):
         return scores * counts
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[nn.Module, list[Tensor], Plan, Path]:
-    """Return a model, its inputs, its plan, and the file that holds it."""
+@pytest.fixture(scope="module")
+def planned() -> tuple[nn.Module, list[Tensor], Plan]:
     torch.manual_seed(0)
-    model, inputs, path = Gated(), [torch.randn(4, 8)], tmp_path / "plan.toml"
-    plan = hs.plan(model, inputs, method="painting")
-    plan.save(path)
-    return model, inputs, plan, path
+    model, inputs = Gated(), [torch.randn(4, 8)]
+    return model, inputs, hs.plan(model, inputs, method="painting")
+
+
+@pytest.fixture
+def saved(planned: Any, tmp_path: Path) -> tuple[nn.Module, list[Tensor], Plan, Path]:
+    """Return a model, its inputs, its plan, and the file that holds it."""
+    path = tmp_path / "plan.toml"
+    planned[2].save(path)
+    return *planned, path
 
 
 def test_what_is_written_is_read(saved: Any) -> None:
