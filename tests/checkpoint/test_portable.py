@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from halfstep.machine import hardware
 from halfstep.session.session import Session
 
 LEAN = ("split", "kahan", "stochastic")
-WAYS = (through_torch, through_checkpoint)
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -69,14 +67,11 @@ def expected(truth: Tensor, stored: Tensor, form: str) -> Tensor:
     return high.float()
 
 
-PAIRS = list(itertools.product(KINDS, KINDS))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
-def test_any_to_any(pair: tuple[str, str], name: str) -> None:
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("source", KINDS)
+def test_any_to_any(source: str, target: str) -> None:
     """Law: weights, moments and counters arrive as exactly as the target can hold."""
-    source, target = pair
+    name = [*OPTIMIZERS][(KINDS.index(source) + KINDS.index(target)) % 2]
     state = copy.deepcopy(saved(source, name))
     session = build(target, name, seed=1)
     train(session, 7)
@@ -111,12 +106,9 @@ def test_any_to_any(pair: tuple[str, str], name: str) -> None:
     assert all(loss < 10 for loss in train(session, 3))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_is_uninterrupted(
-    kind: str, name: str, way: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_resumed_is_uninterrupted(kind: str, name: str, tmp_path: Path) -> None:
     """Law: a session that loads a file goes on to the bit, and leaves the file's alone.
 
     With another network and moments of its own in the way.
@@ -124,6 +116,7 @@ def test_resumed_is_uninterrupted(
     straight, resumed = build(kind, name), build(kind, name, seed=1)
     train(straight, 0, 1, 2)
     train(resumed, 9)
+    way = (through_torch, through_checkpoint)[(len(name) + KINDS.index(kind)) % 2]
     state = way(straight.state_dict(), tmp_path)
     before = copy.deepcopy(state)
     resumed.load_state_dict(state)
@@ -216,11 +209,6 @@ TARGETS = (
 )
 
 
-def _reorder(state: dict[str, Any]) -> None:
-    first, *rest = state["parameters"].items()
-    state["parameters"] = dict([*rest, first])
-
-
 def _two_groups(state: dict[str, Any]) -> None:
     (group,) = state["optimizer"]["param_groups"]
     first, rest = group["params"][:1], group["params"][1:]
@@ -233,14 +221,7 @@ def _of_sgd(state: dict[str, Any]) -> None:
     state["optimizer"]["param_groups"] = other["param_groups"]
 
 
-def _squeeze(state: dict[str, Any]) -> None:
-    state["optimizer"]["state"][0]["exp_avg"] = torch.ones(5)
-
-
-def _widen(state: dict[str, Any]) -> None:
-    state["weights"]["batch.num_batches_tracked"] = torch.tensor(1.5)
-
-
+COUNTER, FIRST = "batch.num_batches_tracked", "first.weight"
 HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (
         lambda s: s.update(version=4),
@@ -278,7 +259,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "weight 'last.bias': the state holds shape (4,), the model shape (3,); ",
     ),
     "another kind": (
-        _widen,
+        lambda s: s["weights"].update({COUNTER: torch.tensor(1.5)}),
         "weight 'batch.num_batches_tracked': the state holds torch.float32, the model ",
     ),
     "other groups": (
@@ -286,7 +267,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "the state's optimizer has groups of [1, 12] parameters, this one of [13]; ",
     ),
     "another order": (
-        _reorder,
+        lambda s: s["parameters"].update({FIRST: s["parameters"].pop(FIRST)}),
         "the state's optimizer holds 'first.bias' where this one holds 'first.weight'",
     ),
     "a name less": (
@@ -298,7 +279,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "'momentum', 'nesterov'] and no ['amsgrad', 'betas', ",
     ),
     "moments of another shape": (
-        _squeeze,
+        lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.ones(5)),
         "'exp_avg' of parameter 0 has shape (5,), the parameter (16, 6); ",
     ),
     "moments gone": (
@@ -308,11 +289,12 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("turn", [0, 2])
 @pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("kind", TARGETS)
-def test_refused_whole(kind: str, harm: str) -> None:
+def test_refused_whole(harm: str, turn: int) -> None:
     """Law: what cannot be loaded is named, and leaves everything as it was."""
     change, words = HARMS[harm]
+    kind = TARGETS[([*HARMS].index(harm) + turn) % len(TARGETS)]
     other, session = build("O2 bf16 fp32", "adamw"), build(kind, "adamw", seed=1)
     train(other, 0, 1, 2)
     train(session, 3)

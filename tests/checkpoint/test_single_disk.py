@@ -24,7 +24,8 @@ WRITTEN = ("weights.safetensors", "state.pt", "manifest.json")  # in this order
 LARGE = 20_000
 """Bytes of the one large file."""
 LIMITS = (0, 7, 511, 3000, 8192, 16_000, LARGE, 3 * LARGE)
-KILLS = 50
+KILLS = 8
+"""Each of four moments, twice."""
 
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="no limits, no kill -9")
 
@@ -49,7 +50,7 @@ def said(path: Path, reason: int) -> str:
 # Programs
 
 
-def under_limits(folder: Path) -> None:
+def under_limits(folder: Path) -> list[Any]:
     import resource
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -67,10 +68,10 @@ def under_limits(folder: Path) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
             seen.append([large, limit, words, names(folder)])
             shutil.rmtree(path, ignore_errors=True)
-    (folder.parent / "seen.json").write_text(json.dumps(seen))
+    return seen
 
 
-def killed(folder: Path) -> None:
+def killed(folder: Path) -> list[Any]:
     seen = []
     for turn in range(KILLS):
         child = os.fork()
@@ -90,28 +91,23 @@ def killed(folder: Path) -> None:
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status)
         seen.append(names(folder))
-    (folder.parent / "seen.json").write_text(json.dumps(seen))
+    return seen
 
 
-def program(word: str, tmp_path: Path) -> tuple[Path, list[Any]]:
-    (tmp_path / "saved").mkdir()
-    done = subprocess.run(
-        [sys.executable, __file__, word, str(tmp_path / "saved")],
-        env=os.environ | ONE_THREAD,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads((tmp_path / "seen.json").read_text())
-    return tmp_path / "saved", found
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return where the program has saved, and what each part of it has seen."""
+    path = tmp_path_factory.mktemp("ran")
+    program = [sys.executable, __file__, str(path)]
+    subprocess.run(program, env=os.environ | ONE_THREAD, check=True)
+    return path, json.loads((path / "seen.json").read_text())
 
 
 # Tests
 
 
 @unix
-def test_files_too_large(tmp_path: Path) -> None:
+def test_files_too_large(ran: tuple[Path, Any], tmp_path: Path) -> None:
     """Law: whatever byte of whatever file cannot be written, the reason is told.
 
     Nothing is left. Where the limit is above every file, the checkpoint is whole.
@@ -122,12 +118,12 @@ def test_files_too_large(tmp_path: Path) -> None:
         files = {name: (tmp_path / large / name).stat().st_size for name in WRITTEN}
         assert max(files, key=files.__getitem__) == large
         sizes[large] = files
-    folder, seen = program("limits", tmp_path)
+    folder, (seen, _) = ran
     hit = set()
     for large, limit, words, left in seen:
         over = [name for name in WRITTEN if sizes[large][name] > limit]
         hit |= set(over[:1])
-        path = folder / f"{large}-{limit}"
+        path = folder / "limits" / f"{large}-{limit}"
         assert words == (said(path, errno.EFBIG) if over else "whole"), (large, limit)
         assert left == ([] if over else [path.name])
     assert hit == set(WRITTEN)
@@ -135,9 +131,9 @@ def test_files_too_large(tmp_path: Path) -> None:
 
 
 @unix
-def test_killed_while_saving(tmp_path: Path) -> None:
+def test_killed_while_saving(ran: tuple[Path, Any]) -> None:
     """Law: kill -9 in each of many saves leaves one temporary directory at most."""
-    folder, seen = program("killed", tmp_path)
+    folder, (_, seen) = ran[0] / "killed", ran[1]
     assert len(seen) == KILLS
     assert {len(left) for left in seen} == {1}
     assert all(left[0].startswith(".c.part-") for left in seen)
@@ -346,4 +342,8 @@ def test_what_cannot_be_read_is_not_called_absent(
 
 
 if __name__ == "__main__":
-    {"limits": under_limits, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))
+    place = Path(sys.argv[1])
+    for part in ("limits", "killed"):
+        (place / part).mkdir()
+    told = [under_limits(place / "limits"), killed(place / "killed")]
+    (place / "seen.json").write_text(json.dumps(told))
