@@ -49,6 +49,7 @@ def worker(**task):
 """
 
 TASK = {"number": 1.5, "word": "\u00e9"}
+GLIBC = platform.libc_ver()[0] == "glibc"
 Start = Callable[..., worker_process.WorkerProcess]
 
 
@@ -63,7 +64,8 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 def test_questions_and_answers(echo: Start) -> None:
     """Law: each question is answered, whatever is printed meanwhile by whomever.
 
-    The environment is as given; by default threads that wait sleep.
+    The environment is as given; by default threads that wait sleep. A process that
+    fails is reported with its name, status and last line.
     """
     with echo({"PLANTED": "here"}) as process:
         for question in (3, "word", None, [1, {"a": 2.5}]):
@@ -72,28 +74,28 @@ def test_questions_and_answers(echo: Start) -> None:
                 "set": ["here", None],
                 "task": TASK,
             }
-    assert process.process.returncode == 0
+        for question in ("fail", 1):
+            with pytest.raises(UserError) as caught:
+                process.request(question)
+            expected = "candidate echo ended with status 1: ValueError: failed"
+            assert str(caught.value) == expected
     with echo() as process:
         assert process.request()["set"] == [None, "PASSIVE"]
+        if GLIBC:
+            assert process.request("hold")["freed"] >= 2**26
+    assert process.process.returncode == 0
 
 
-def test_a_failure(echo: Start) -> None:
-    """Law: a process that fails is reported with its name, status and last line."""
-    with echo({}) as process:
-        process.request(1)
+def test_kept_memory_and_a_sudden_end(echo: Start) -> None:
+    """Law: memory that was freed goes back to the system, unless it is to be kept.
+
+    A process that the system ends is reported, too: with the signal.
+    """
+    with echo({"GLIBC_TUNABLES": training.KEEP_MEMORY}) as process:
+        if GLIBC:
+            assert process.request("hold")["freed"] == 0
         with pytest.raises(UserError) as caught:
-            process.request("fail")
-        expected = "candidate echo ended with status 1: ValueError: failed"
-        assert str(caught.value) == expected
-        with pytest.raises(UserError) as again:
-            process.request(1)
-        assert str(again.value) == expected
-
-
-def test_a_sudden_end(echo: Start) -> None:
-    """Law: one that the system ends is reported too: with the signal."""
-    with echo({}) as process, pytest.raises(UserError) as caught:
-        process.request("kill")
+            process.request("kill")
     assert str(caught.value) == "candidate echo was killed by signal 9."
 
 
@@ -130,15 +132,6 @@ def test_one_that_does_not_end(echo: Start, monkeypatch: pytest.MonkeyPatch) -> 
     assert process.process.returncode == -9
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunables are glibc's")
-def test_memory_is_kept(echo: Start) -> None:
-    """Law: memory that was freed goes back to the system, unless it is to be kept."""
-    with echo({}) as process:
-        assert process.request("hold")["freed"] >= 2**26
-    with echo({"GLIBC_TUNABLES": training.KEEP_MEMORY}) as process:
-        assert process.request("hold")["freed"] == 0
-
-
 def test_memory_is_counted_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +147,7 @@ def test_memory_is_counted_in_bytes(
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux's /proc")
 def test_reset_peak() -> None:
     """Law: what was freed before counts neither as resident nor for the peak."""
-    size = 2**28
+    size = 2**26
     torch.ones(size, dtype=torch.uint8)
     before = hardware.peak_memory("cpu")
     worker_process.reset_peak("cpu")
