@@ -17,8 +17,6 @@ from halfstep.session.lr_schedule import LRSchedule
 
 
 class Slow(DelayedScalars):
-    """What a GPU does: numbers come `DELAY_STEPS` submits late."""
-
     def __init__(self) -> None:
         self.queue: list[list[float]] = []
 
@@ -43,7 +41,6 @@ def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that halves the rate of a step at a time."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     optimizer.step()

@@ -13,6 +13,5 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def fresh_amp() -> Iterator[None]:
-    """Begin with no amp; end with none."""
     with fresh():
         yield

@@ -44,7 +44,6 @@ def make(fused: bool = False) -> tuple[nn.Module, Optimizer, Any, DataLoader[Any
 
 
 def train(accelerator: accelerate.Accelerator, parts: Any, epochs: int = 3) -> float:
-    """Train as Accelerate's documentation does, with clipping; return the last loss."""
     model, optimizer, scheduler, loader = parts
     for _ in range(epochs):
         for inputs, targets in loader:
@@ -60,7 +59,6 @@ def train(accelerator: accelerate.Accelerator, parts: Any, epochs: int = 3) -> f
 
 
 def run(kind: Callable[..., Any], epochs: int = 3, **kwargs: Any) -> tuple[float, Any]:
-    """Prepare and train; return the last loss and the prepared parts."""
     _reset()
     accelerator = kind(cpu=True, **kwargs)
     parts = accelerator.prepare(*make())

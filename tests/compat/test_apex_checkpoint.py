@@ -44,7 +44,6 @@ def prepare(pair: Pair, level: str, num_losses: int) -> None:
 
 
 def train(pair: Pair, batches: Tensor, num_losses: int) -> list[Tensor]:
-    """Train; return what the net gave."""
     net, optimizer = pair
     outs = []
     for batch in batches:

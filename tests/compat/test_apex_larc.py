@@ -27,7 +27,6 @@ def adapted(weight: Tensor, grad: Tensor, lr: float, *, clip: bool) -> Tensor:
 
 
 def weights() -> list[nn.Parameter]:
-    """Return parameters: usual, with a tiny gradient, zero, without a gradient."""
     draw = torch.Generator().manual_seed(3)
     params = [nn.Parameter(torch.randn(5, 3, generator=draw)) for _ in range(4)]
     grads = [torch.randn(5, 3, generator=draw) for _ in range(3)]

@@ -169,7 +169,6 @@ def test_skips_what_it_must(shape: str, level: str, *, every: bool) -> None:
 
 
 def grow(level: str | None, zero_first: bool, twice: bool, how: str) -> list[Tensor]:
-    """Train one model, add another, train both; None: fp64 without amp."""
     exact = level is None
     models = [Two(1, exact=exact), Two(2, exact=exact)]
     optimizer: Any = torch.optim.SGD(

@@ -31,7 +31,6 @@ SCALE = {"fp16": ScaleRule(init_scale=2.0**10), "bf16": "none"}
 
 
 def net() -> nn.Sequential:
-    """Return the same small network each time; a norm stays in fp32 at O2."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1)
@@ -97,7 +96,6 @@ def test_as_lightning_itself(level: str, word: Any) -> None:
 
 
 def weights_of_session(level: str, dtype: str, accumulate: int) -> dict[str, Tensor]:
-    """Train a session with clipping and accumulation; return its weights."""
     model = net()
     session = hs.prepare(
         *(model, torch.optim.AdamW(model.parameters(), 3e-3), level),
@@ -160,10 +158,7 @@ class OverflowAt(Callback):
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("case", ["O1 bf16", "O1 fp16", "O2 fp16"])
 def test_overflow(case: str, algorithm: str) -> None:
-    """Law: an overflow changes nothing, is reported, and holds the LR schedule.
-
-    Under a fused optimizer, which Lightning's own plugin does not clip.
-    """
+    """Law: an overflow changes nothing, is reported, and holds the LR schedule."""
 
     def make(params: Any) -> Any:
         optimizer = torch.optim.AdamW(params, 3e-3, fused=True)
@@ -197,10 +192,7 @@ def states_of(run: Trainer) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", ["O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"])
 def test_resume(case: str, tmp_path: Path) -> None:
-    """Law: a checkpoint holds fp32 weights and plain values; resumed is uninterrupted.
-
-    With a skipped step in the first half.
-    """
+    """Law: a checkpoint holds fp32 weights and plain values; it resumes to the bit."""
     level, dtype = case.split()
 
     def fit(epochs: int, path: str | None = None) -> tuple[Module, Trainer]:

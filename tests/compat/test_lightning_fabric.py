@@ -47,7 +47,6 @@ class Run:
             self.model, self.optimizer = self.fabric.setup(self.net, optimizer)
 
     def backward(self, batch: tuple[Tensor, Tensor], accumulate: int = 1) -> float:
-        """Run one micro-batch; return its loss."""
         loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
         self.fabric.backward(loss / accumulate)
         return loss.item()

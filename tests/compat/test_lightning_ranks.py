@@ -35,8 +35,6 @@ def half(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def by_trainer(case: str, rank: int, overflow: bool) -> dict[str, Any]:
-    """Train with the Trainer; one pass overflows on the last rank."""
-
     class Ranked(Module):
         def train_dataloader(self) -> Any:
             return DataLoader(half(rank), batch_size=None)  # type: ignore[arg-type]

@@ -43,8 +43,6 @@ def _fresh_state() -> Iterator[None]:
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """64 texts of eight tokens; the first one tells the label."""
-
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(60, (64, 8), generator=random)

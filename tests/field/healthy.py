@@ -39,16 +39,7 @@ def loop(
     dtype: torch.dtype = torch.float16,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Program:
-    """Return the loop of torch's own examples, and what `hs.check` needs.
-
-    Args:
-        amp: Its classes.
-        model: That it trains.
-        loss_of: `loss_of(model, batch)`, run inside autocast.
-        batch: The same in each step.
-        dtype: Of autocast; float16 has a scaler, bfloat16 none.
-        optimizer: Default: AdamW.
-    """
+    """Return the loop of torch's own examples, and what `hs.check` needs."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = amp.scaler(enabled=dtype == torch.float16)
     check = {"loss_fn": loss_of, "batch": batch, "level": "O1", "dtype": dtype}

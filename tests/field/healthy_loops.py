@@ -50,7 +50,6 @@ def classifying(
     scaler: Any = None,
     **more: Any,
 ) -> Program:
-    """Return the usual loop of a classifier; in float16, with a scaler."""
     model, (x, y) = model or net(), batch()
     optimizer = optimizer or adamw(model)
     if "dtype" not in more:
@@ -344,7 +343,6 @@ def averaged_model(amp: Amp) -> Program:
 
 
 def gan(amp: Amp, *, own_scalers: bool) -> Program:
-    """Return a generator and a discriminator that train in turn."""
     generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
     discriminator = nn.Sequential(
         nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)

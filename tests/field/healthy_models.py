@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 
 def classification(model: Any, batch: Any) -> Tensor:
-    """Return the cross entropy of a batch of inputs and classes."""
     inputs, classes = batch
     return F.cross_entropy(model(inputs), classes)
 
 
 def classified(*shape: int, classes: int = 4) -> tuple[Tensor, Tensor]:
-    """Return inputs of a shape, and a class for each."""
     return torch.randn(shape), torch.randint(classes, shape[:1])
 
 

@@ -20,14 +20,12 @@ BATCH, WIDTH = 16, 8
 def linear(
     amp: Amp, *, scale: float = 1024.0, lr: float = 0.01, outputs: int = 1
 ) -> tuple[nn.Linear, torch.optim.SGD, Any]:
-    """Return a layer, its optimizer, and a scaler."""
     model = nn.Linear(WIDTH, outputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return model, optimizer, amp.scaler(init_scale=scale)
 
 
 def batch() -> Tensor:
-    """Return inputs."""
     return torch.randn(BATCH, WIDTH)
 
 
@@ -42,33 +40,27 @@ def distance(y: Tensor) -> Tensor:
 
 
 def updates_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return a list that grows with each step that the optimizer makes."""
     updates: list[int] = []
     optimizer.register_step_post_hook(lambda *_: updates.append(1))
     return updates
 
 
 def unchanged(weight: Tensor, least: float = 0.0) -> Callable[[], bool]:
-    """Return what says whether a weight has moved by no more from its value now."""
     before = weight.detach().clone()
     return lambda: bool((weight - before).norm() <= least)
 
 
 def is_nonfinite(tensor: Tensor) -> Callable[[], bool]:
-    """Return what says whether a tensor holds inf or NaN by then."""
     return lambda: not bool(tensor.isfinite().all())
 
 
 class Between(nn.Module):
-    """Two layers, and a function between them."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
         self.outer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the outer layer makes of the function."""
         return self.outer(self.function(self.inner(x)))  # type: ignore[no-any-return]
 
 
@@ -84,19 +76,7 @@ def loop(
     after_step: Callable[[], object] = bool,
     **program: Any,
 ) -> Program:
-    """Return the loop of torch's own examples.
-
-    Args:
-        amp: Its classes; None: no autocast.
-        model: That it trains.
-        loss_of: The loss, computed inside autocast.
-        optimizer: Its optimizer.
-        scaler: None: the loss is not scaled.
-        dtype: Of autocast.
-        after_backward: Called between backward and the step.
-        after_step: Called at the end of an iteration.
-        program: More of `Program`.
-    """
+    """Return the loop of torch's own examples."""
 
     def step() -> None:
         optimizer.zero_grad()

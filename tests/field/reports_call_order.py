@@ -105,7 +105,6 @@ def step_besides_scaler(amp: Amp, *, cured: bool) -> Program:
 def accumulation(
     amp: Amp, *, clips: tuple[int, ...] = (), updates: tuple[int, ...] = (2,)
 ) -> Program:
-    """Return a step of two micro-batches: after which of them it clips, and updates."""
     model, optimizer, scaler = linear(amp)
     batches = torch.randn(2, 16, 8)
 
@@ -243,7 +242,6 @@ def gradient_at_scale_one(amp: Amp, *, cured: bool) -> Program:
 
 @report(says="each step makes a new GradScaler", truth="GradScaler")
 def scaler_each_epoch(amp: Amp, *, cured: bool) -> Program:
-    """Train epochs of ten batches."""
     model, optimizer, once = linear(amp, scale=2.0**16)
     x, updates = batch(), updates_of(optimizer)
     loss_of = lambda: (model(x) - 3).abs().sum()  # noqa: E731

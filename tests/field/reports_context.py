@@ -138,7 +138,6 @@ def decorated_generator(amp: Amp, *, cured: bool) -> Program:
 
 
 def output_of(context: Callable[[], Any]) -> Program:
-    """Return a program that is sick if its output is in float32."""
     model, x, dtypes = nn.Linear(8, 1), batch(), []
 
     def step() -> None:

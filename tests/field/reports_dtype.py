@@ -22,15 +22,12 @@ BF16 = torch.bfloat16
 
 
 def plain_training(model: nn.Module, *, dtype: torch.dtype) -> Program:
-    """Return the loop of a model that was cast as a whole, without autocast."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH, dtype=dtype)
     return loop(None, model, lambda: mean_square(model(x)), optimizer)
 
 
 class Net(nn.Module):
-    """A linear layer, and a function of its output that is the report's."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -44,8 +41,6 @@ class Net(nn.Module):
 
 
 class Projection(torch.autograd.Function):
-    """A product with a backward pass by hand."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -33,7 +33,6 @@ def checked(
     length: int,
     factor: float = 1.0,
 ) -> Program:
-    """Return a program whose outputs are compared with those in fp32."""
     middle = Middle(function)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH))
     nn.init.eye_(model[0].weight)

@@ -29,7 +29,6 @@ MODELS = [
 
 
 def program(name: str, amp: Amp) -> Program:
-    """Return a program, from the same random numbers each time."""
     torch.manual_seed(0)
     return HEALTHY[name](amp)
 

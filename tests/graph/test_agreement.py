@@ -49,7 +49,6 @@ class Program(nn.Module):
         self.weight = nn.Parameter(torch.eye(8) / 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the operations make of x, of shape (8, 8)."""
         for name in self.names:
             x = OPERATIONS[name](x, self.weight)
         return x

@@ -41,7 +41,6 @@ class Classifier(nn.Module):
         self.head = nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores; x: (rows, 32)."""
         scores: Tensor = self.head(self.norm(self.blocks(x)))
         return scores
 

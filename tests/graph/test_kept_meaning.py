@@ -17,7 +17,6 @@ class Scaled(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
-        """Return (4,); x: (rows, 4)."""
         scores: Tensor = self.layer(x).sum(0) / x.shape[0] * factor
         return scores
 
@@ -66,7 +65,6 @@ class Rotary(nn.Module):
         self.register_buffer("speeds", torch.linspace(0.5, 2.0, 16))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return (rows, 16); positions: (rows, 1)."""
         angles = positions * self.speeds
         hidden = self.layer(x)
         turned: Tensor = hidden * torch.cos(angles) + hidden * torch.sin(angles)

@@ -28,7 +28,6 @@ class Encoder(nn.Module):
         self.out.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores of 11 classes; tokens: (rows, length)."""
         hidden = self.norm(self.hidden(self.embed(tokens)).relu())
         scores: Tensor = self.out(hidden)
         return scores
@@ -40,7 +39,6 @@ def encoder() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 def planned(model: nn.Module, batch: tuple[Tensor], policy: str = "lean") -> Plan:
-    """Return the plan by painting for the weights of O2."""
     return hs.plan(model, batch, method="painting", level="O2", policy=policy)
 
 

@@ -21,11 +21,7 @@ REGISTER_HOOK = Tensor.register_hook
 
 
 class Odd(nn.Module):
-    """Layers, norms and buffers, around what a test is about.
-
-    Args:
-        body: Is called with the model and its input.
-    """
+    """Layers, norms and buffers, around what a test is about."""
 
     def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -38,7 +34,6 @@ class Odd(nn.Module):
         self.body = body
 
     def forward(self, x: Tensor) -> Any:
-        """Return what the body makes of x, of shape (rows, 8)."""
         return self.body(self, x)
 
 
@@ -111,7 +106,6 @@ BODIES = [
 
 
 def after_a_pass(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
-    """Return output, gradients and buffers after a forward and a backward pass."""
     model.zero_grad()
     output = run(x)
     output.sum().backward()

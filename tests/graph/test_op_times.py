@@ -98,7 +98,6 @@ class Counted(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (rows, 8); x: (rows, 8)."""
         scores: Tensor = self.drop(self.norm(self.layer(x)))
         return scores.exp()
 

@@ -58,7 +58,6 @@ def mlp() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 def painted(make: Callable[[], Any]) -> tuple[nn.Module, Any, Any]:
-    """Return a model, its batch and its plan by painting."""
     model, batch = make()
     return model, batch, hs.plan(model, batch, method="painting")
 

@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 
 class Gated(nn.Module):
-    """A product, parts of it, an operation that stays fp32, a write in place."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(8, 16)
         self.down = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores; x: (rows, 8)."""
         value, gate = self.up(x).split(8, dim=-1)
         hidden = value * gate.exp()
         scores: Tensor = self.down(hidden)
@@ -44,7 +41,6 @@ def planned() -> tuple[nn.Module, list[Tensor], Plan]:
 
 @pytest.fixture
 def saved(planned: Any, tmp_path: Path) -> tuple[nn.Module, list[Tensor], Plan, Path]:
-    """Return a model, its inputs, its plan, and the file that holds it."""
     path = tmp_path / "plan.toml"
     planned[2].save(path)
     return *planned, path

@@ -24,7 +24,6 @@ MOST = 9  # operations: brute force tries 2**9 assignments
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Draw a graph whose operations use the results of earlier ones."""
     costs = st.integers(0, 20)
     operations = {
         f"op{index}": Operation(draw(st.sampled_from(KINDS)), draw(costs), draw(costs))
@@ -71,7 +70,6 @@ def test_no_assignment_is_cheaper(problem: Problem) -> None:
 
 
 def chain(*kinds: str) -> Problem:
-    """Return operations "0", "1", ... behind an input, each using the one before."""
     operations = {"input": Operation(DENY)}
     operations |= {str(index): Operation(kind) for index, kind in enumerate(kinds)}
     names = list(operations)

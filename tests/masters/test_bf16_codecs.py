@@ -68,7 +68,6 @@ def kahan(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def added(weight: Tensor, compensation: Tensor) -> Tensor:
-    """Return the master of a weight and compensation."""
     master = torch.empty_like(weight, dtype=torch.float32)
     bf16_codecs.kahan_decode_(weight, compensation, master)
     return master
@@ -167,7 +166,6 @@ def test_split_of_every_code() -> None:
 
 
 def bound(master: Tensor) -> Tensor:
-    """Return how far off a master may come back: see `bf16_codecs.kahan_encode_`."""
     fraction, exponent = torch.frexp(master.double())
     # frexp's fractions are from a half to 1, the format's from 1 to 2.
     one = torch.ones_like(fraction)

@@ -53,20 +53,17 @@ def script(path: Path, text: str) -> str:
 
 
 def fake(tmp_path: Path, compiling: str) -> str:
-    """Write a compiler that knows its version, and then does something else."""
     version = 'if [ "$1" = --version ]; then echo fakecc 1.0; exit 0; fi'
     return script(tmp_path / "fakecc", f"{version}\n{compiling}")
 
 
 def counting(tmp_path: Path) -> tuple[str, Path]:
-    """Write a compiler that does its work, and takes down each call."""
     log = tmp_path / "calls"
     log.touch()
     return script(tmp_path / "cc1", f'echo "$@" >> {log}\nexec {REAL} "$@"'), log
 
 
 def compiled(log: Path) -> int:
-    """Return how often a counting compiler was asked to compile."""
     calls = log.read_text(encoding="utf-8").splitlines()
     return sum("--version" not in call for call in calls)
 
@@ -107,7 +104,6 @@ def source(tmp_path: Path, text: str) -> Path:
 
 
 def instead(tmp_path: Path, text: str) -> str:
-    """Write a compiler that compiles this text, whatever it is given."""
     command = f'{REAL} -shared -fPIC -o "$2" {source(tmp_path, text)}'
     return fake(tmp_path, f"{GARBAGE}; exec {command}")
 
@@ -170,7 +166,6 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch, begun: Path) -> None:
-    """Let patience end as soon as a program has written into a file."""
     wait = subprocess.Popen.communicate
 
     def communicate(
@@ -227,10 +222,7 @@ def test_old_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_words_and_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path, variable: str
 ) -> None:
-    """Law: a variable may hold more than a name, as with ccache; blank is not set.
-
-    A second process finds what the first compiled.
-    """
+    """Law: a variable may hold more than a name, as with ccache; blank is not set."""
     compiler, log = counting(tmp_path)
     monkeypatch.setenv(variable, f"env {compiler}")
     for _ in range(2):

@@ -18,7 +18,6 @@ STILL = Sgd(0.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 
 @pytest.fixture(scope="module", params=["own", "portable"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Return kernels for this processor, and such without its special words."""
     twin.ready(cpu_kernels)
     compiler = c_compiler.find()
     if request.param == "portable":
@@ -101,10 +100,7 @@ def test_every_encoding(kernels: Kernels, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["split", "kahan"])
 def test_every_decoding(kernels: Kernels, form: str) -> None:
-    """Law: each weight with each kind of rest is decoded as by torch operations.
-
-    With pairs that nothing encodes, too: somebody may have set weights to zero.
-    """
+    """Law: each weight with each kind of rest is decoded as by torch operations."""
     rests = [0, 1, 0x3F80, 0x7FFF, 0x8000 - (1 << 16), 0xBF80 - (1 << 16), -1]
     high = all_bits().repeat(len(rests)).view(torch.bfloat16)
     extra = torch.tensor(rests, dtype=torch.int16).repeat_interleave(1 << 16)

@@ -21,7 +21,6 @@ def weights(dtype: torch.dtype, seed: int = 0) -> list[nn.Parameter]:
 
 
 def gradients(params: list[nn.Parameter], seed: int) -> list[Tensor]:
-    """Return random gradients in the parameters' dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
 

@@ -66,7 +66,6 @@ def assert_follows(
     *slopes: dict[str, Tensor],
     clip: float | None = None,
 ) -> None:
-    """Take a step; assert that it is torch's own up to derived roundings."""
     seen = cases.Watched(session.model)
     twin = cases.Twin(make, session)
     clip = clip or session.clip_grad_norm

@@ -100,7 +100,6 @@ def test_only_what_was_changed_follows(*, release: bool) -> None:
 
 
 def ordinary(session: Session, number: int) -> None:
-    """Do what runs do between steps, and what must not be taken for an edit."""
     session.model.eval()
     with torch.no_grad(), session.autocast():
         session.model(cases.slopes_of(session.model, number))

@@ -22,7 +22,6 @@ every_optimizer = pytest.mark.parametrize("name", cases.OPTIMIZERS)
 
 
 def stored(form: str, truth: Tensor, clock: RoundingRng, number: int) -> list[Tensor]:
-    """Return the weight that a truth becomes, and what is kept beside it."""
     low = torch.empty_like(truth, dtype=torch.bfloat16)
     if form == "fp32":
         return [truth.bfloat16(), truth]
@@ -45,7 +44,6 @@ def moments(
     slot_number: int,
     like: Tensor,
 ) -> dict[str, Tensor]:
-    """Return an fp32 optimizer's state as a form keeps it."""
     kept = dict(state)
     if form not in {"kahan", "stochastic"}:
         return kept
@@ -65,7 +63,6 @@ def moments(
 def assert_step(
     session: Session, make: Make, form: str, *slopes: dict[str, Tensor]
 ) -> None:
-    """Take one step; assert that it is torch's own in fp32, and the form's rounding."""
     seen = cases.Watched(session.model)
     twin = cases.Twin(make, session)
     masters = cases.masters_of(session)
@@ -105,10 +102,7 @@ def test_a_step_is_torchs_own(
     clip: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Law: each step is torch's own in fp32 from what is stored, then one rounding.
-
-    Bit for bit, in pieces of a few numbers, with a parameter missing now and then.
-    """
+    """Law: each step is torch's own in fp32 from what is stored, then one rounding."""
     monkeypatch.setattr(generic_step, "MAX_PIECE_NUMEL", 20)
     make = cases.OPTIMIZERS[name]
     model = cases.model_for(name)
@@ -180,11 +174,7 @@ SKIPPED = [
 def test_nothing_moves(
     form: str, name: str, value: str, accumulate: int, *, kernel: bool
 ) -> None:
-    """Law: weights, what is beside them, moments, counters, clock: not one bit.
-
-    Before the first good step, and after some; afterwards the run is that of a session
-    which never saw the bad step.
-    """
+    """Law: weights, what is beside them, moments, counters, clock: not one bit."""
     more = {"kernel": kernel, "accumulate": accumulate, "clip_grad_norm": 1.0}
     session, calm = (cases.start(STEPPED[name], form, **more) for _ in range(2))
     for number in range(3):

@@ -34,14 +34,11 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """An optimizer of others: its rate falls with a counter that each group keeps."""
-
     def __init__(self, params: Any, lr: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "count": 0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step, and count it, once for each group."""
         del closure
         for group in self.param_groups:
             group["count"] += 1
@@ -53,7 +50,6 @@ class Counting(torch.optim.Optimizer):
 def follow(
     make: Make, form: str, steps: int = 4, **more: Any
 ) -> tuple[Session, cases.Twin]:
-    """Train beside a twin, which starts once and is given the same gradients."""
     session = cases.start(make, form, **more)
     twin = cases.Twin(make, session)
     seen = cases.Watched(session.model)
@@ -65,7 +61,6 @@ def follow(
 
 
 def assert_same(session: Session, twin: cases.Twin) -> None:
-    """Assert that an exact form holds the twin's numbers, to the bit."""
     truths = session.weights()
     assert all(torch.equal(truths[n], p) for n, p in twin.params.items())
 

@@ -78,7 +78,6 @@ def go(session: Session, seed: int) -> StepReport:
 
 
 def pair(make: Make, form: str, **more: Any) -> list[Session]:
-    """Return a session that releases gradients, and an ordinary one."""
     return [
         cases.start(make, form, Chain(**more), optimizer_in_backward=release)
         for release in (True, False)
@@ -91,10 +90,7 @@ def pair(make: Make, form: str, **more: Any) -> list[Session]:
 def test_equals_the_ordinary_step(
     form: str, make: Make, *, segments: bool | None
 ) -> None:
-    """Law: weights, moments, counters and clock are the ordinary step's, to the bit.
-
-    With a tied weight, and with segments that are computed again.
-    """
+    """Law: weights, moments, counters and clock are the ordinary step's, to the bit."""
     released, plain = pair(make, form, segments=segments)
     kernel = cases.masters_of(released).kernel is not None
     assert kernel == (make is not RMSPROP)

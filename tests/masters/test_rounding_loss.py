@@ -37,7 +37,6 @@ def by_hand(
     slopes: dict[str, Tensor],
     pick: Callable[[str, Tensor], Tensor] = lambda _, flat: flat,
 ) -> tuple[list[int], rounding_loss.RoundingLoss]:
-    """Take a step; return numbers with a gradient, and which stayed; and the count."""
     before = held(session)
     assert cases.go(session, slopes).applied
     after = held(session)

@@ -123,10 +123,7 @@ RATES: list[tuple[Make, int, dict[str, str]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "steps", "expected"), RATES)
 def test_rates(make: Make, steps: int, expected: dict[str, str]) -> None:
-    """Law: what must fail fails, and what must pass passes, 20 times in 20.
-
-    Each time with other seeds and data.
-    """
+    """Law: what must fail fails, and what must pass passes, 20 times in 20."""
     for number in range(20):
         draw = torch.Generator().manual_seed(number)
         teacher = torch.randn(16, 4, generator=draw)
@@ -460,7 +457,6 @@ def noisy(seed: int) -> Iterator[Batch]:
 
 
 def without_bf16(seed: int) -> Any:
-    """Make a model with a loss that has no kernel for bf16 weights."""
     model, optimizer, _ = adam()(seed)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:

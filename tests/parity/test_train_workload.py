@@ -30,7 +30,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_file(folder: Path, task: str, **more: Any) -> dict[str, Any]:
-    """Write data, and settings as TOML to `compare.toml`; return the settings."""
     path = folder / "letters.json"
     if task == "ner":
         path = write_marked(folder, 60)

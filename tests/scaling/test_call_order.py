@@ -36,7 +36,6 @@ class Loop:
         self.scaler.scale(self.loss()).backward()
 
     def penalty(self) -> torch.Tensor:
-        """Return the mean square of the gradients of a scaled loss."""
         scaled, params = self.scaler.scale(self.loss()), [*self.model.parameters()]
         grads = torch.autograd.grad(scaled, params, create_graph=True)
         return torch.stack([grad.square().mean() for grad in grads]).mean()

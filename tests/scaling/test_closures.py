@@ -61,8 +61,6 @@ class SAM(torch.optim.Optimizer):
 
 
 class Extragradient(torch.optim.Optimizer):
-    """Steps its base after each of three evaluations, and cools it down."""
-
     def __init__(self, params: Any, base: Make) -> None:
         super().__init__(params, {})
         self.base = base(self.param_groups)
@@ -79,8 +77,6 @@ class Extragradient(torch.optim.Optimizer):
 
 
 class Problem:
-    """A small regression, an optimizer, and a scaler or none."""
-
     def __init__(self, make: Make, scaler: Any = None) -> None:
         torch.manual_seed(0)
         layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
@@ -127,7 +123,6 @@ class Problem:
         return result
 
     def everything(self) -> Any:
-        """Return a copy of all that a step taken back must leave alone."""
         parts = [self.model.state_dict(), self.optimizer.state_dict()]
         if isinstance(self.optimizer, SAM | Extragradient):
             parts.append(self.optimizer.base.state_dict())

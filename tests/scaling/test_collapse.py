@@ -79,8 +79,6 @@ def broken(step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is lost; what the error says of it."""
-
     word: str = ""
     at: tuple[str, str] | None = None
     """Phase and place of the value, where chance does not decide."""
@@ -235,7 +233,6 @@ def short() -> Any:
 
 
 def steps(scaler: Any, weight: Tensor, factors: list[float]) -> None:
-    """Make steps; a factor multiplies a number in float16 for a while."""
     optimizer = torch.optim.SGD([("weight", weight)], lr=0.0)
     for factor in factors:
         loss = ((weight.half() * factor).float() / factor).square().sum()
@@ -264,10 +261,7 @@ def test_a_run_that_went_on_is_not_young(kind: str) -> None:
 
 @pytest.mark.parametrize("halt", [3, 4, 5])
 def test_a_collapse_across_a_state(halt: int) -> None:
-    """Law: a run that is saved amid its last skips ends with the error it would have.
-
-    One skip short of the limit, too, where the graph of the next loss is examined.
-    """
+    """Law: a run saved amid its last skips ends with the error it would have."""
     factors = [2.0] * 3 + [RANGE] * 3
     with pytest.raises(hs.LossScaleCollapse) as straight:
         steps(short(), nn.Parameter(torch.ones(1)), factors)

@@ -35,7 +35,6 @@ class Setup:
         self.scaler = hs.GradScaler("cpu", **numbers)
 
     def state(self) -> tuple[dict[str, Tensor], Any]:
-        """Return all that a skipped step must leave alone."""
         return self.model.state_dict(), self.optimizer.state_dict()["state"]
 
     def iterate(self, value: float = 0.0) -> None:
@@ -210,7 +209,6 @@ def test_scale_under_functional_transforms() -> None:
 
 
 def weight(value: float = 1.0) -> nn.Parameter:
-    """Return a parameter of one number."""
     return nn.Parameter(torch.tensor([value]))
 
 

@@ -301,7 +301,6 @@ class _World:
         return any(flag for each in self._optimizers for flag in self.flags(each)[1])
 
     def bits(self) -> list[Any]:
-        """Return all that must agree, in comparable form."""
         found = [_plain([param, param.grad]) for param in self._params]
         for optimizer in self._optimizers:
             params = optimizer.param_groups[0]["params"]
@@ -345,7 +344,6 @@ def _plain(value: Any) -> Any:
 
 
 def _outcome(world: _World, line: Line) -> tuple[Any, str]:
-    """Run one call; return its value or the type of its error, and its words."""
     try:
         return _plain(getattr(world, line[0])(*line[1])), ""
     except Exception as error:  # noqa: BLE001 -- any error is part of the contract
@@ -445,7 +443,6 @@ def _numbers(rng: random.Random) -> tuple[Any, ...]:
 
 
 def _compare(kind: Kind, rng: random.Random, tally: Counter[str]) -> None:
-    """Run one sequence on both sides; after each call all must agree."""
     numbers, lines = _numbers(rng), _sequence(rng, len(kind.makes))
     theirs = _World(kind, torch.amp.GradScaler, numbers)
     ours = _World(kind, hs.GradScaler, numbers)

@@ -43,7 +43,6 @@ class Loop:
 
 
 def ours(**numbers: Any) -> Any:
-    """Return a scaler with every number away from its default."""
     given: dict[str, Any] = {"init_scale": 64.0, "growth_factor": 4.0}
     given |= {"backoff_factor": 0.25, "growth_interval": 5, "hysteresis": 3}
     return hs.GradScaler("cpu", **(given | numbers))

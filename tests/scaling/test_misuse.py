@@ -32,7 +32,6 @@ class Loop:
             getattr(self, call)()
 
     def backward(self) -> None:
-        """Run a backward pass; all gradients are 1."""
         out = self.model(torch.ones(1, 2, dtype=self.model.weight.dtype))
         self.scaler.scale(out.float().sum()).backward()
 
@@ -65,7 +64,6 @@ class Loop:
         self.optimizer = SGD(wide.named_parameters())
 
     def backward_fp16(self, *names: str) -> None:
-        """Run a backward pass with some parameters in fp16."""
         for name in names or ("bias",):
             param = getattr(self.model, name)
             param.data = param.data.half()

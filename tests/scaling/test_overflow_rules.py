@@ -28,8 +28,6 @@ def scale(factor: float, *layers: nn.Linear) -> None:
 
 
 class Ffn(nn.Module):
-    """Two layers with a squared ReLU between them."""
-
     def __init__(self, square: Any = lambda x: x * x, *, bias: bool = True) -> None:
         super().__init__()
         self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(2))
@@ -41,8 +39,6 @@ class Ffn(nn.Module):
 
 
 class Glu(nn.Module):
-    """A product of two layers, and a layer without bias after it."""
-
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(2))
@@ -65,8 +61,6 @@ class SquareLstm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Logits of one head, by a function of torch."""
-
     def __init__(self, factor: float = 400.0) -> None:
         super().__init__()
         layers = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -94,7 +88,6 @@ class Denominator(Attention):
 
 
 def large(factor: float = 1e5) -> nn.Linear:
-    """Return a layer whose result overflows, or almost."""
     layer = nn.Linear(WIDTH, WIDTH)
     scale(factor, layer)
     return layer
@@ -111,8 +104,6 @@ class Sum(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two numbered layers with the same overflow."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Ffn() for _ in range(2))
@@ -124,8 +115,6 @@ class Blocks(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding, a part with an overflow, a norm and a head."""
-
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.embed, self.body = nn.Linear(WIDTH, WIDTH), part
@@ -146,8 +135,6 @@ def at_root(kind: Any, **more: Any) -> nn.Module:
 
 
 class AtRootMatmul(nn.Module):
-    """A product with a parameter of the model itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH) * 3e4)
@@ -219,7 +206,6 @@ def by_session(
     policy: str,
     level: str,
 ) -> int:
-    """Train with a session; return the number of applied steps."""
     torch.manual_seed(0)
     model = make()
     session = hs.prepare(
@@ -241,7 +227,6 @@ def by_session(
 def by_scaler(
     make: Callable[[], nn.Module], loss_of: Callable[[Tensor], Tensor], policy: str
 ) -> int:
-    """Train with autocast and a GradScaler; return the number of applied steps."""
     torch.manual_seed(0)
     model, applied = make(), 0
     optimizer = torch.optim.SGD(model.named_parameters(), 1e-3)

@@ -41,7 +41,6 @@ class Loop:
         return (self.weight.half() * factor).float().sum() * 2.0**power
 
     def step(self) -> Any:
-        """Step and close the iteration; return its report."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -217,8 +216,6 @@ def test_a_static_scale_is_not_tried_for_ever() -> None:
 
 
 class Box:
-    """A saved tensor, which can be watched."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 

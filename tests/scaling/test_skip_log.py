@@ -180,7 +180,6 @@ class Slow(async_read.DelayedScalars):
 
     @property
     def num_pending(self) -> int:
-        """How many have not come."""
         return len(self.queue)
 
     def submit(self, values: Any) -> list[float] | None:

@@ -36,7 +36,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_step(session: Session) -> Any:
-    """Run one step; return the weights after it."""
     for _ in range(session.accumulate):
         with session.autocast():
             loss = session.model(torch.ones(3, 4)).float().square().mean()

@@ -68,8 +68,6 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Ours:
-    """A session."""
-
     def __init__(self, program: Program, accumulate: int) -> None:
         self.net = Net()
         params = [param for param in self.net.parameters() if param.requires_grad]

@@ -28,7 +28,6 @@ def loss_of(models: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def train(session: hs.Session, models: list[nn.Module], batches: Tensor) -> list[Any]:
-    """Train on batches; return the reports."""
     reports = []
     for x in batches:
         with session.autocast():

@@ -62,7 +62,6 @@ def new(case: str, optimizer: str, seed: int) -> Session:
 
 
 def train(session: Session, first: int, last: int) -> list[float]:
-    """Take some steps; return their losses."""
     losses = []
     for x in INPUTS[first:last]:
         with session.autocast():

@@ -45,7 +45,6 @@ def no_false_alarm() -> Iterator[None]:
 
 
 def net(seed: int) -> nn.Sequential:
-    """Return a small network; LayerNorm stays in fp32 at O2."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
 
@@ -60,7 +59,6 @@ def wrap(session: Any, group: Group, **more: Any) -> None:
 
 
 def one_step(session: Any, step: int, micros: int = 1) -> Any:
-    """Train on this rank's batches; return the last report."""
     for micro in range(micros):
         with session.autocast():
             loss = session.model(batch(micros * step + micro)).float().square().mean()
@@ -76,7 +74,6 @@ def truths(session: Any) -> list[Tensor]:
 
 
 def all_of(session: Any) -> dict[str, Any]:
-    """Return all that must be the same on every rank."""
     slots = masters_of(session).master_params.values()
     return held(session.model, session.optimizer) | {
         "weights by name": session.weights(),
@@ -87,7 +84,6 @@ def all_of(session: Any) -> dict[str, Any]:
 
 
 def forms(group: Group, form: str, accumulate: int, route: str) -> dict[str, Any]:
-    """Begin with other weights on each rank; take 8 steps."""
     session = prepared(net(dist.get_rank()), master=form, accumulate=accumulate)
     if route == "generic":
         masters_of(session).kernel = None
@@ -103,7 +99,6 @@ def forms(group: Group, form: str, accumulate: int, route: str) -> dict[str, Any
 
 
 def without_region(group: Group) -> dict[str, Any]:
-    """Open no region for the forward pass."""
     session = prepared(net(dist.get_rank()))
     wrap(session, group)
     with no_false_alarm():
@@ -179,7 +174,6 @@ def worst(errors: list[tuple[float, float]]) -> float:
 
 
 def kept_memory(group: Group) -> dict[str, Any]:
-    """Take steps of two micro-batches; take down collectives and their memory."""
     session = prepared(net(0), accumulate=2)
     wrap(session, group)
     places, calls = [], []

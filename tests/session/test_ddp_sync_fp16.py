@@ -59,7 +59,6 @@ def near(group: Group, accumulate: int) -> dict[str, Any]:
 def fuzz(
     group: Group, kind: str, accumulate: int, clip: float | None, drop: bool
 ) -> dict[str, Any]:
-    """Plant inf and NaN at random: any rank, parameter, micro-batch."""
     draw = random.Random(f"{kind} {accumulate} {clip}")  # noqa: S311 -- no secret
     more = {"on_overflow": "drop_microbatch"} if drop else {}
     trainer = Trainer(

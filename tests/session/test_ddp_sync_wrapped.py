@@ -45,7 +45,6 @@ MEANS = [
 
 
 def gaps(watched: Watched, micros: int, steps: int = 5) -> float:
-    """Train; return the largest error of a gradient in bounds."""
     errors = []
     with no_false_alarm():
         for step in range(steps):
@@ -98,7 +97,6 @@ def subgroups(_group: Group, accumulate: int) -> dict[str, Any]:
 
 
 def sparse(group: Group) -> dict[str, Any]:
-    """Look up other rows on every rank; the last row on none."""
     torch.manual_seed(5)
     model = nn.EmbeddingBag(9, 4, sparse=True, mode="sum")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,7 +131,6 @@ def buffers(group: Group) -> dict[str, Any]:
 
 
 def hooked(group: Group) -> dict[str, Any]:
-    """Register a communication hook; count how often each pass asks it."""
     session = prepared(net(0), accumulate=2)
     wrap(session, group)
     asked = [0]
@@ -174,7 +171,6 @@ def joined(group: Group) -> dict[str, Any]:
 
 
 def ignored(group: Group) -> dict[str, Any]:
-    """Leave one parameter out of DDP: each rank trains its own."""
     session = prepared(net(0), accumulate=2)
     names = ["3.weight"]
     hide = torch.nn.parallel.DistributedDataParallel

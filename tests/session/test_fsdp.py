@@ -41,7 +41,6 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(dtype: str, name: str, clip: float | None) -> dict[str, Any]:
-    """Train shards by a session; one part of a gradient is spoilt on one rank."""
     plan = plants(29)
     model = sides()
     fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy("O2", dtype))
@@ -183,7 +182,6 @@ def _note(seen: dict[str, Any], name: str, module: Any, _: Any, out: Tensor) -> 
 
 
 def all_low() -> dict[str, Any]:
-    """Train at O3: shards in 16 bits, and no others."""
     model = sides().to(torch.bfloat16)
     fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy("O3", "bf16"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)

@@ -56,7 +56,6 @@ def build(
 
 
 def train(session: Session, steps: tuple[int, ...], share: int | None) -> None:
-    """Train some steps on one half of the data; on both where there is one process."""
     masters_of(session).kernel = None  # torch's own arithmetic, as on shards
     for step in steps:
         with session.autocast():
@@ -103,7 +102,6 @@ def loads(kind: str, name: str, source: str) -> dict[str, Any]:
 
 
 def hands_over(kind: str, name: str) -> dict[str, Any]:
-    """Load a whole state into parts, and that of the parts into a whole again."""
     first, last = build("O2 bf16", name, parts=False), build(kind, name, parts=False)
     train(first, BEFORE, None)
     session = build(kind, name, parts=True, seed=1)
@@ -187,7 +185,6 @@ def _alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder, in which this process has saved whole states."""
     common = tmp_path_factory.mktemp("states")
     with one_thread():
         for form, name in UNSHARDED:

@@ -144,7 +144,6 @@ def _fail(*_: Any, **__: Any) -> Any:
 
 
 def fails(moment: str, rank: int) -> dict[str, Any]:
-    """Let one rank fail to write; return what each is told, and what is left."""
     folder = shared() / f"{moment} {rank}"
     session = trained(dist.get_rank(), shard=True)
     fsdp_checkpoint.save(session, folder / "before")
@@ -167,7 +166,6 @@ def fails(moment: str, rank: int) -> dict[str, Any]:
 
 
 def damaged(name: str) -> dict[str, Any]:
-    """Damage a file of two ranks' checkpoint; return how each is refused."""
     session, folder = trained(dist.get_rank(), shard=True), shared() / f"cut {name}"
     fsdp_checkpoint.save(session, folder)
     if dist.get_rank() == 0:

@@ -37,7 +37,6 @@ def build(
 
 
 def batch(number: int) -> Tensor:
-    """Return inputs; those of one batch hold an inf."""
     inputs = torch.randn(12, 6, generator=torch.Generator().manual_seed(number))
     if number == BAD:
         inputs[0, 0] = torch.inf

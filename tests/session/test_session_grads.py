@@ -44,7 +44,6 @@ class Net(nn.Module):
 
 
 def build(kind: str, **options: Any) -> Session:
-    """Return a session; `kind` holds level and dtype."""
     level, dtype = kind.split()
     model = Net(sparse=dtype != "fp16")  # torch adds no sparse tensors in fp16
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def build(kind: str, **more: Any) -> Session:
-    """Return a session over a linear layer; `kind` holds level and dtype."""
     level, dtype = kind.split()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))

@@ -84,7 +84,6 @@ class Trainer:
             return out.float().square().mean()
 
     def step(self) -> tuple[Any, int]:
-        """Finish a step; return its report and how many collectives it took."""
         if self.how == "late":
             average((param.grad for param in self.params), self.group)
             for index, param in enumerate(self.params):
@@ -94,7 +93,6 @@ class Trainer:
         return report, len(calls)
 
     def seen(self) -> dict[str, Any]:
-        """Return what must be the same on every rank."""
         return held(self.session.model, self.session.optimizer) | {
             "masters": self.session.weights(),
             "scales": self.session.state_dict()["scales"],
@@ -131,7 +129,6 @@ def train(group: Group, kind: str, how: str, clip: float | None) -> dict[str, An
 
 
 def idle(group: Group) -> dict[str, Any]:
-    """Let each rank in turn have no gradient; the first overflows in step 3."""
     trainer = Trainer(group, "O0 fp32", "own", clip_grad_norm=1.0)
     kept, rested, skipped, calls = [], [], [], []
     for step in range(STEPS):
@@ -150,7 +147,6 @@ def idle(group: Group) -> dict[str, Any]:
 
 
 def dropped(group: Group, how: str) -> dict[str, Any]:
-    """Drop a micro-batch of four that one rank spoilt; train without it as well."""
     plan = plants(23)
     trainer = Trainer(
         group, "O0 fp32", how, accumulate=4, on_overflow="drop_microbatch"
@@ -177,7 +173,6 @@ def dropped(group: Group, how: str) -> dict[str, Any]:
 
 
 def named(group: Group, how: str, accumulate: int, step: int) -> dict[str, Any]:
-    """Train on two losses with scales of their own; the first overflows in a step."""
     plant = Plant(dist.get_world_size() - 1, 1, float("inf"))
     trainer = Trainer(group, "O0 fp32", how, accumulate=accumulate)
     model = net()
@@ -212,7 +207,6 @@ def flushed(group: Group, kind: str) -> dict[str, Any]:
 
 
 def normed(group: Group) -> dict[str, Any]:
-    """Train a batch norm; at step 4 the last rank's batch holds an inf."""
     model = torch.nn.Sequential(net(), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
     session = hs.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "O0")
     session.model = DistributedDataParallel(model, process_group=group)
@@ -242,7 +236,6 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 def places(flags: Iterable[bool]) -> list[int]:
-    """Return the steps at which it is true."""
     return [step for step, flag in enumerate(flags) if flag]
 
 

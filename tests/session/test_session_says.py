@@ -207,8 +207,6 @@ def test_step_needs_a_backward_pass_and_a_gradient() -> None:
 
 
 def update(*path: str, **value: Any) -> Any:
-    """Return a change of a state: values at a path of keys, or the key removed."""
-
     def change(state: Any) -> None:
         *outer, last = path
         for key in outer:

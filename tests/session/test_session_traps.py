@@ -48,10 +48,7 @@ def short(error: pytest.ExceptionInfo[Exception]) -> bool:
 @every_form
 @every_kernel
 def test_a_window_is_forgotten(form: str, *, kernel: bool) -> None:
-    """Law: after `session.zero_grad()` a step is what it is without what came before.
-
-    Whether a pass, a folded micro-batch, or both came before.
-    """
+    """Law: after `session.zero_grad()` a step is as if nothing had come before."""
     for given_up in ("pass", "micro", "both"):
         more = {"accumulate": 2, "kernel": kernel}
         sessions = [cases.start(cases.ADAMW, form, **more) for _ in range(2)]
@@ -123,10 +120,7 @@ def test_passes_of_others(
 def test_a_step_that_was_replaced(
     form: str, scheduler: str | None, *, late: bool
 ) -> None:
-    """Law: a user's `optimizer.step` is called once a step, and never for a skip.
-
-    Whether a schedule was made before it was replaced, or after.
-    """
+    """Law: a user's `optimizer.step` is called once a step, and never for a skip."""
     model = cases.Mixed()
     optimizer = cases.ADAMW(model.parameters())
     calls: list[int] = []

@@ -115,10 +115,7 @@ def test_an_unfrozen_weight_is_counted(form: str, accumulate: int) -> None:
 @every_way
 @pytest.mark.parametrize("make", [cases.ADAMW, RMSPROP], ids=["adamw", "rmsprop"])
 def test_a_parameter_appended(form: str, way: dict[str, Any], make: cases.Make) -> None:
-    """Law: what is appended to a group gets a master, as if it had been there before.
-
-    Its 16 bits hold all it began with, so the two start alike.
-    """
+    """Law: what is appended to a group gets a master, as if there before."""
     sessions = []
     for late in (True, False):
         model = cases.Mixed()
@@ -146,10 +143,7 @@ def test_a_parameter_appended(form: str, way: dict[str, Any], make: cases.Make) 
 @every_way
 @pytest.mark.parametrize("make", [cases.ADAMW, RMSPROP], ids=["adamw", "rmsprop"])
 def test_loaded_in_mid_step(form: str, way: dict[str, Any], make: cases.Make) -> None:
-    """Law: no state is given while a step is under way; one may be loaded then.
-
-    After a pass, and after a whole micro-batch of two; weights may have moved.
-    """
+    """Law: no state is given while a step is under way; one may be loaded then."""
     sessions = [cases.start(make, form, **way) for _ in range(2)]
     for session in sessions:
         step(session, 1, 2)
@@ -172,10 +166,7 @@ def test_loaded_in_mid_step(form: str, way: dict[str, Any], make: cases.Make) ->
 
 @pytest.mark.parametrize("release", [False, True])
 def test_what_may_be_set(release: bool) -> None:
-    """Law: a norm that is none, or that weights would not wait for, is refused later.
-
-    The window is what it was.
-    """
+    """Law: a norm that is none, or for which no weight waits, is refused later."""
     more = {"optimizer_in_backward": True} if release else {"accumulate": 2}
     session = cases.start(cases.SGD, "split", **more)
     for bad in (-1, 0.0, -math.inf, math.nan, *([1.0] if release else [])):
@@ -270,10 +261,7 @@ def counters(session: Session) -> list[float]:
 @every_form
 @pytest.mark.parametrize("cause", ["kernel", "state"])
 def test_an_update_that_fails(form: str, cause: str) -> None:
-    """Law: an error inside an update leaves counters, weights and clock alone.
-
-    Whether the kernel raises, or a moment does not fit; then training goes on.
-    """
+    """Law: an error inside an update leaves counters, weights and clock alone."""
     sessions = [cases.start(cases.ADAMW, form) for _ in range(2)]
     for session in sessions:
         for seed in (1, 2):  # by then each parameter has a state

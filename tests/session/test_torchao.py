@@ -49,7 +49,6 @@ class Run:
         )
 
     def step(self, number: int) -> float:
-        """Take one step; return its loss."""
         x = INPUTS[number]
         with self.session.autocast():
             target = x.sin().sum(-1, keepdim=True) / 8
