@@ -31,6 +31,9 @@ def shape():
 """
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"planned_{next(_numbers)}"
@@ -38,9 +41,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return f"{name}:make"
-
-
-_numbers = itertools.count()
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -71,18 +71,10 @@ def test_low_weights(capsys: Any, model: str) -> None:
 def test_data_is_complete(capsys: Any, model: str) -> None:
     """Law: as data there is a row for each operation, too."""
     tables = json.loads(shown(capsys, model, "--json", "-"))
-    assert [table["title"] for table in tables] == [
-        "Plan by min-cut",
-        "By operation",
-        "By module",
-        "plan",
-    ]
-    assert [row["op"] for row in tables[-1]["rows"]] == [
-        "linear",
-        "gelu",
-        "linear",
-        "softmax.int",
-    ]
+    titles = ["Plan by min-cut", "By operation", "By module", "plan"]
+    assert [table["title"] for table in tables] == titles
+    ops = ["linear", "gelu", "linear", "softmax.int"]
+    assert [row["op"] for row in tables[-1]["rows"]] == ops
 
 
 def test_kinds_and_explain(capsys: Any, model: str) -> None:
@@ -101,34 +93,29 @@ def test_files(capsys: Any, model: str, tmp_path: Path) -> None:
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<rect ") == 4
     text = (tmp_path / "plan.toml").read_text()
-    (tmp_path / "plan.toml").write_text(
-        text.replace('runs_in = "bf16"', 'runs_in = "fp32"')
-    )
+    wide = text.replace('runs_in = "bf16"', 'runs_in = "fp32"')
+    (tmp_path / "plan.toml").write_text(wide)
     assert "0 of 4 in bf16" in shown(capsys, model, "--load", "plan.toml")
 
 
-@pytest.mark.parametrize("nested", ["", "model"])
-def test_folders(capsys: Any, monkeypatch: Any, tmp_path: Path, nested: str) -> None:
+def test_folders(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """Law: a transformers folder, and a run that holds one; weights are not needed."""
     monkeypatch.chdir(tmp_path)
-    config = BertConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        vocab_size=50,
-        max_position_embeddings=32,
-        architectures=["BertForSequenceClassification"],
-    )
-    config.save_pretrained(tmp_path / "bert" / nested)
-    text = shown(capsys, "bert", "--batch", "2", "--length", "64")
-    assert "bert.encoder.layer.0.attention" in text
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 32, "vocab_size": 50, "max_position_embeddings": 32}
+    architectures = ["BertForSequenceClassification"]
+    config = BertConfig(**shape, architectures=architectures)
+    config.save_pretrained(tmp_path / "run" / "model")
+    for name in ("run", "run/model"):
+        text = shown(capsys, name, "--batch", "2", "--length", "64")
+        assert "bert.encoder.layer.0.attention" in text
 
-    data = json.loads((tmp_path / "bert" / nested / "config.json").read_text())
-    data["auto_map"] = {"AutoConfig": "evil.Config"}
-    (tmp_path / "bert" / nested / "config.json").write_text(json.dumps(data))
-    assert cli.run(["plan", "bert"]) == 2
-    assert "auto_map" in capsys.readouterr().err
+    file = tmp_path / "run" / "model" / "config.json"
+    foreign = {"auto_map": {"AutoConfig": "evil.Config"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | foreign))
+    for name in ("run", "run/model"):
+        assert cli.run(["plan", name]) == 2
+        assert "auto_map" in capsys.readouterr().err
 
 
 def test_a_saved_program(capsys: Any, model: str, tmp_path: Path) -> None:

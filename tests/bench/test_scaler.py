@@ -54,12 +54,25 @@ def test_idle() -> None:
     assert set(idle.state) == set(gradients.parameters)
 
 
-@pytest.mark.parametrize("name", scaler.OPTIMIZERS)
+def counting(name: str, updates: list[str]) -> type[torch.amp.GradScaler]:
+    class Counting(SCALERS[name]):  # type: ignore[misc]
+        def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+            updates.append(name)
+            super().update(new_scale)
+
+    return Counting
+
+
+@pytest.mark.parametrize("name", ["none", "sgd", "sgd-fused"])
 def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: each timed step finds the gradients as drawn and no two steps share a clock.
 
     Both scalers leave the same gradients, unscaled exactly, and the same new weights.
+    They take turns, as many steps of each.
     """
+    updates: list[str] = []
+    for owner, kind in ((torch.amp, "torch"), (scaler, "halfstep")):
+        monkeypatch.setattr(owner, "GradScaler", counting(kind, updates))
     left: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     gradients = scaler.Gradients.draw("4x3", "cpu")
     drawn = gradients_of(gradients)
@@ -76,8 +89,7 @@ def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return result, 2**-10
 
     monkeypatch.setattr(measure, "timed", timed)
-    if name.startswith("adamw"):  # its state would tell the steps apart
-        name = name.replace("adamw", "sgd")
+    # The state of AdamW would tell the steps apart.
     optimizer = scaler.make_optimizer(name, gradients.parameters)
     words = flags("scaler", "--calls 2 --rounds 3 --device cpu")
     times = scaler.take_times(gradients, optimizer, words)
@@ -85,38 +97,14 @@ def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("bare", "torch", "halfstep"), [2**-10] * 3
     )
     assert len(left) == 3 + 3 + 3 * 3 * 2  # once each, the trial, rounds of 2 calls
+    both = ["torch"] * 2 + ["halfstep"] * 2
+    assert updates[:5] == ["torch", "halfstep", *["torch"] * 3]
+    assert updates[5:] == both + both[::-1] + both
     torchs, ours = left[1], left[2]
     for theirs, own in zip(torchs, ours, strict=True):
         assert all(map(torch.equal, theirs, own))
     assert all(torch.equal(a, b * 2**-16) for a, b in zip(ours[0], drawn, strict=True))
     assert all(bool(weight.all()) == (name != "none") for weight in ours[1])
-
-
-def test_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: torch's scaler and ours take turns, as many steps of each."""
-    seen: list[str] = []
-
-    def counting(name: str) -> type[torch.amp.GradScaler]:
-        kind = SCALERS[name]
-
-        class Counting(kind):  # type: ignore[misc, valid-type]
-            def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-                seen.append(name)
-                super().update(new_scale)
-
-        return Counting
-
-    ours, theirs = counting("halfstep"), counting("torch")
-    monkeypatch.setattr(scaler, "GradScaler", ours)
-    monkeypatch.setattr(torch.amp, "GradScaler", theirs)
-    monkeypatch.setattr(measure, "timed", lambda step, _: (step(), 2.0**-10))
-    gradients = scaler.Gradients.draw("2x2", "cpu")
-    idle = scaler.NoOpOptimizer(gradients.parameters)
-    words = flags("scaler", "--calls 2 --rounds 3 --device cpu")
-    scaler.take_times(gradients, idle, words)
-    assert seen[:5] == ["torch", "halfstep", "torch", "torch", "torch"]
-    both = ["torch"] * 2 + ["halfstep"] * 2
-    assert seen[5:] == both + both[::-1] + both
 
 
 def test_table(
@@ -157,14 +145,13 @@ def test_noise(torchs: float, ours: float, monkeypatch: pytest.MonkeyPatch) -> N
     assert table.rows[0][-3:] == (None, 0.5, None)
 
 
-@pytest.mark.parametrize(("words", "count"), [("all", 5), ("sgd,adamw", 2)])
-def test_run(words: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Law: the command prints a row for each shape and optimizer, and its own line."""
     small = "--shapes 3x2,2x4 --calls 1 --rounds 1 --device cpu"
-    assert run("scaler", f"{small} --optimizer {words}") == 0
+    assert run("scaler", f"{small} --optimizer all") == 0
     out, err = capsys.readouterr()
-    assert len(err.splitlines()) == 2 * count
-    names = words.replace("all", "none,sgd,adamw,sgd-fused,adamw-fused")
+    assert len(err.splitlines()) == 2 * len(scaler.OPTIMIZERS)
+    names = ",".join(scaler.OPTIMIZERS)
     assert f"--shapes 3x2,2x4 --optimizer {names} --calls 1" in out
 
 

@@ -1,11 +1,11 @@
 """The harness for training steps, and `bench recipe`."""
 
-import contextlib
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -386,87 +386,40 @@ def test_saved_for_backward(name: str, saved: int) -> None:
     assert counter.bytes == saved
 
 
-class Every:
-    """An optimizer that waits for the last of some micro-batches."""
-
-    def __init__(self, optimizer: Any, every: int) -> None:
-        self.inner, self.every, self.count = optimizer, every, 0
-
-    def step(self) -> None:
-        if self.count % self.every == 0:
-            self.inner.step()
-
-    def zero_grad(self) -> None:
-        if self.count % self.every == 0:
-            self.inner.zero_grad()
+GIVEN: dict[str, Any] = {
+    "accelerate": {"cpu": True, "gradient_accumulation_steps": 3}
+    | {"mixed_precision": "bf16"},
+    "fabric-mixed": {"accelerator": "cpu", "devices": 1, "precision": "bf16-mixed"},
+    "fabric-true": {"accelerator": "cpu", "devices": 1, "precision": "bf16-true"},
+}
 
 
-def test_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: Accelerate gets dtype, device and micro-batches, in the loop it documents.
-
-    With a stand-in that casts nothing, that is fp32.
-    """
-    given: dict[str, Any] = {}
-
-    class Accelerator:
-        def __init__(self, **settings: Any) -> None:
-            given.update(settings)
-
-        def prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Every]:
-            self.model = model
-            self.optimizer = Every(optimizer, given["gradient_accumulation_steps"])
-            return model, self.optimizer
-
-        @contextlib.contextmanager
-        def accumulate(self, model: nn.Module) -> Iterator[None]:
-            assert model is self.model
-            self.optimizer.count += 1
-            yield
-
-        def backward(self, loss: Tensor) -> None:
-            (loss / self.optimizer.every).backward()
-
-    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(**locals()))
-    assert trained("accelerate") == trained("fp32")
-    assert given == {
-        "mixed_precision": "bf16",
-        "cpu": True,
-        "gradient_accumulation_steps": 3,
-    }
-
-
-@pytest.mark.parametrize("name", ["mixed", "true"])
-@pytest.mark.parametrize(("dtype", "number"), [("bf16", "bf16"), ("fp16", "16")])
-def test_fabric(
-    name: str, dtype: str, number: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: Fabric gets precision and one device, in the loop it documents."""
-    given: dict[str, Any] = {}
-
-    class Fabric:
-        def __init__(self, **settings: Any) -> None:
-            given.update(settings)
-
-        def setup(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-            return model, optimizer
-
-        def backward(self, loss: Tensor) -> None:
-            loss.backward()
-
-    monkeypatch.setitem(sys.modules, "lightning_fabric", SimpleNamespace(**locals()))
-    assert trained(f"fabric-{name}", work(dtype=dtype)) == trained("fp32")
-    precision = f"{number}-{name}"
-    assert given == {"accelerator": "cpu", "devices": 1, "precision": precision}
-
-
-@pytest.mark.parametrize("name", ["accelerate", "fabric-mixed", "fabric-true"])
-def test_other_libraries_themselves(name: str) -> None:
-    """Law: where a library is installed, it learns as fp32 does, but for rounding."""
+@pytest.mark.parametrize("name", GIVEN)
+def test_other_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a library gets dtype, device and micro-batches, and learns as fp32 does."""
     package = loops.CANDIDATES[name].package
     if package is None or find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    own = work(width=64, optimizer="adamw", accumulate=1)
+    kind = "Accelerator" if name == "accelerate" else "Fabric"
+    make, given = getattr(import_module(package), kind), []
+
+    def noting(**settings: Any) -> Any:
+        given.append(settings)
+        return make(**settings)
+
+    monkeypatch.setattr(f"{package}.{kind}", noting)
+    own = work(width=64, optimizer="adamw")
     assert trained(name, own) == pytest.approx(trained("fp32", own), rel=2**-7)
+    assert given == [GIVEN[name]]
+
+
+@pytest.mark.parametrize("name", ["mixed", "true"])
+def test_fabric_in_fp16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: Fabric calls fp16 16."""
+    module = SimpleNamespace(Fabric=lambda **given: pytest.fail(given["precision"]))
+    monkeypatch.setitem(sys.modules, "lightning_fabric", module)
+    with pytest.raises(pytest.fail.Exception, match=f"^16-{name}$"):
+        make_loop(f"fabric-{name}", work(dtype="fp16"))
 
 
 @pytest.mark.slow
