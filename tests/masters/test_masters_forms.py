@@ -2,76 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import kernel_twin as twin
 import master_cases as cases
 import pytest
 import torch
 from small_training import same
 from torch import Tensor, nn
 
-from halfstep.masters import MasterWeights, bf16_codecs, generic_step
+from halfstep.masters import MasterWeights, generic_step
+from halfstep.masters.fused_step import ParamUpdate
 
 if TYPE_CHECKING:
     from master_cases import Make
 
-    from halfstep.masters.encoding import RoundingRng
+    from halfstep.masters.encoding import MasterParam, RoundingRng
     from halfstep.session.session import Session
 
 every_optimizer = pytest.mark.parametrize("name", cases.OPTIMIZERS)
 
 
-def stored(form: str, truth: Tensor, clock: RoundingRng, number: int) -> list[Tensor]:
-    low = torch.empty_like(truth, dtype=torch.bfloat16)
-    if form == "fp32":
-        return [truth.bfloat16(), truth]
-    if form == "split":
-        rest = torch.empty_like(truth, dtype=torch.int16)
-        bf16_codecs.split_encode_(truth, low, rest)
-        return [low, rest]
-    if form == "kahan":
-        rest = torch.empty_like(low)
-        bf16_codecs.kahan_encode_(truth, low, rest)
-        return [low, rest]
-    bf16_codecs.stochastic_round_(truth, low, clock.random_bits16(number, 0, truth))
-    return [low]
-
-
-def moments(
-    form: str,
-    state: dict[str, Tensor],
-    clock: RoundingRng,
-    slot_number: int,
-    like: Tensor,
-) -> dict[str, Tensor]:
-    kept = dict(state)
-    if form not in {"kahan", "stochastic"}:
-        return kept
-    number = 0
-    for key, value in state.items():
-        if key == "step" or value.shape != like.shape:
-            continue
-        number += 1
-        low = torch.empty_like(value, dtype=torch.bfloat16)
-        bf16_codecs.stochastic_round_(
-            value, low, clock.random_bits16(slot_number, number, value)
-        )
-        kept[key] = low
-    return kept
+def stored(
+    form: str, slot: MasterParam, right: Tensor, state: dict[str, Any], rng: RoundingRng
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return weight and residual, and the state, that torch's results become."""
+    keys = [k for k, v in state.items() if k != "step" and v.shape == right.shape]
+    kind = torch.bfloat16 if form in twin.LEAN else torch.float32
+    moments, place = tuple(state[key] for key in keys), (None, False, slot.param_index)
+    kept = tuple(moment.to(kind) for moment in moments)
+    like = ParamUpdate(slot.weight.detach(), right, slot.residual, kept, *place)
+    plain = ParamUpdate(right, right, None, moments, *place)
+    parts = [*twin.in_form(plain, like, form, (rng.seed, rng.step))]
+    count = len(parts) - len(keys)
+    return parts[:count], state | dict(zip(keys, parts[count:], strict=True))
 
 
 def assert_step(
     session: Session, make: Make, form: str, *slopes: dict[str, Tensor]
 ) -> None:
     seen = cases.Watched(session.model)
-    twin = cases.Twin(make, session)
+    torchs = cases.Twin(make, session)
     masters = cases.masters_of(session)
     clock = masters.rng
     assert cases.go(session, *slopes).applied
-    twin.step(seen.seen, session.clip_grad_norm)
+    torchs.step(seen.seen, session.clip_grad_norm)
     for name, held in cases.by_name(session).items():
-        right, slot = twin.params[name], masters.master_params.get(held)
-        state = twin.optimizer.state.get(right, {})
+        right, slot = torchs.params[name], masters.master_params.get(held)
+        state = torchs.optimizer.state.get(right, {})
         if slot is None:
             assert torch.equal(held, right), name
             assert same(session.optimizer.state.get(held, {}), dict(state)), name
@@ -82,11 +60,8 @@ def assert_step(
         if name not in seen.seen and form == "stochastic":
             # Rounding what bf16 holds changes nothing, whatever was drawn.
             assert torch.equal(right, slot.weight.float())
-        for mine, yours in zip(
-            got, stored(form, right.detach(), clock, slot.param_index), strict=True
-        ):
-            assert same(mine, yours), (name, form)
-        rounded = moments(form, dict(state), clock, slot.param_index, slot.weight)
+        parts, rounded = stored(form, slot, right.detach(), dict(state), clock)
+        assert same(got, parts), (name, form)
         if name not in seen.seen:
             rounded = {k: v.to(rounded[k].dtype) for k, v in state.items()}
         assert same(dict(session.optimizer.state.get(held, {})), rounded), name
@@ -123,25 +98,25 @@ def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:
     kahan, an ulp of 2**-7 at random. Elsewhere moments are rounded, counters never.
     """
     weight = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
-    twin = nn.Parameter(torch.ones(shape))
+    wide = nn.Parameter(torch.ones(shape))
     make = cases.OPTIMIZERS[name]
-    optimizer, reference = make([weight]), make([twin])
+    optimizer, reference = make([weight]), make([wide])
     masters = MasterWeights(optimizer, master=form)
     steps = 20
     for _ in range(steps):
-        weight.grad, twin.grad = torch.ones_like(weight), torch.ones_like(twin)
+        weight.grad, wide.grad = torch.ones_like(weight), torch.ones_like(wide)
         masters.step()
         optimizer.zero_grad()
         reference.step()
     (held,) = cases.adopted(optimizer)
     truth = masters.fp32_value(held)
     if form in {"fp32", "split"}:
-        assert torch.equal(truth, twin)
+        assert torch.equal(truth, wide)
         assert same(optimizer.state_dict(), reference.state_dict())
     elif weight.numel() and name == "sgd":
         loss = 2.0**-17 + 2.0**-23 if form == "kahan" else 2.0**-7
-        assert (truth - twin).abs().max() <= steps * loss
-    for key, value in reference.state.get(twin, {}).items():
+        assert (truth - wide).abs().max() <= steps * loss
+    for key, value in reference.state.get(wide, {}).items():
         if key in {"step", "mu_product", "eta", "mu"} and not value.dim():
             assert torch.equal(optimizer.state[held][key], value), key
 
