@@ -26,9 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["forks", "torch._dynamo", "torch.distributed.fsdp", "halfstep.session.factory"]
-)
+_PRELOADED = [
+    *("forks", "torch._dynamo", "torch.distributed.fsdp", "halfstep.session.factory"),
+]
+
+
+def preload(*modules: str) -> None:
+    """Let processes have these modules too, before the first of them is forked."""
+    _PRELOADED.extend(modules)
+    _FORKS.set_forkserver_preload(_PRELOADED)
+
+
+preload()
 
 
 def run_forked(
@@ -36,6 +45,7 @@ def run_forked(
     *arguments: str,
     environments: Sequence[Mapping[str, str]] = ({},),
     timeout: float = 120,
+    kill: bool = True,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run a program in one process for each environment, all at once.
 
@@ -45,9 +55,10 @@ def run_forked(
         arguments: What it is told.
         environments: Added to this process's.
         timeout: Seconds after which they count as stuck.
+        kill: Whether all are killed where one fails.
 
     Returns:
-        For each process what it said; where one failed, the others were killed.
+        For each process what it said.
     """
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in ONE_THREAD.items():
@@ -62,7 +73,7 @@ def run_forked(
         for process in running:
             process.start()
         waiting = list(running)
-        while waiting and not any(process.exitcode for process in running):
+        while waiting and not (kill and any(process.exitcode for process in running)):
             sentinels = [process.sentinel for process in waiting]
             assert connection.wait(sentinels, timeout), f"{file} {arguments} is stuck"
             waiting = [process for process in running if process.is_alive()]
@@ -81,9 +92,16 @@ def run_forked(
 
 
 def run_ranks(
-    file: str, *arguments: str, processes: int = 2, timeout: float = 120
+    file: str,
+    *arguments: str,
+    processes: int = 2,
+    timeout: float = 120,
+    check: bool = True,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run a program in several processes as torchrun does; all must end well."""
+    """Run a program in several processes as torchrun does; all must end well.
+
+    Without `check` each ends by itself.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     together = {
         "MASTER_ADDR": "127.0.0.1",
@@ -97,9 +115,10 @@ def run_ranks(
         together | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         for rank in range(processes)
     ]
-    ended = run_forked(file, *arguments, environments=ranks, timeout=timeout)
+    words = (file, *arguments)
+    ended = run_forked(*words, environments=ranks, timeout=timeout, kill=check)
     texts = "\n".join(each.stderr for each in ended)
-    assert not any(each.returncode for each in ended), texts
+    assert not check or not any(each.returncode for each in ended), texts
     return ended
 
 

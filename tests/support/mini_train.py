@@ -1,9 +1,9 @@
 """A program: `halfstep` with the size "mini", which trains in a moment.
 
-In: --pause SECONDS that each step takes longer; --hold STEP@FILE, before which it waits
-until there is that file; --fail RANK@STEP, where that process
-raises; --kill RANK@STEP, where it kills itself, if torchrun did not start it again;
-then the words of a command line. Out: what `halfstep` does with these.
+In: --pause SECONDS that each step takes longer; --signal NUMBER@STEP, which it sends to
+itself there; --fail RANK@STEP, where that process raises; --kill RANK@STEP, where it
+kills itself, if torchrun did not start it again; then the words of a command line. Out:
+what `halfstep` does with these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,15 +34,10 @@ def _blow(text: str) -> tuple[int, int]:
     return int(rank), int(step)
 
 
-def _gate(text: str) -> tuple[int, Path]:
-    step, _, file = text.partition("@")
-    return int(step), Path(file)
-
-
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument("--hold", type=_gate, default=(0, Path()))
+    parser.add_argument("--signal", type=_blow, default=(0, 0))
     parser.add_argument("--fail", type=_blow)
     parser.add_argument("--kill", type=_blow)
     parser.add_argument("words", nargs=argparse.REMAINDER)
@@ -56,8 +50,8 @@ def _disturb(patch: pytest.MonkeyPatch, told: argparse.Namespace) -> None:
 
     def disturbed(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
         time.sleep(told.pause)
-        while told.hold[0] == work.number and not told.hold[1].exists():
-            time.sleep(0.01)
+        if told.signal[1] == work.number:
+            os.kill(os.getpid(), told.signal[0])
         here = (self.world.rank, work.number)
         if told.kill == here and first_start:
             os.kill(os.getpid(), signal.SIGKILL)
