@@ -3,16 +3,24 @@
 import io
 import json
 import pickle
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from data_files import Trap
-from sharded_files import INDEX, PART, refusal, reseal, trained
-from small_training import one_thread, same
+from sharded_files import (  # noqa: F401 -- fixtures among them
+    INDEX,
+    PART,
+    alone,
+    kept_checkpoint,
+    original_checkpoint,
+    refusal,
+    reseal,
+    trained,
+)
+from small_training import same
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from halfstep.checkpoint import sharded
@@ -24,25 +32,6 @@ FOREIGN = (
 )
 NAME = "weights/0.weight"
 """A tensor of 16 times 6 numbers."""
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("original") / "c"
-    with one_thread():
-        fsdp_checkpoint.save(trained(), path, {"step": 1})
-    return path
-
-
-@pytest.fixture
-def kept(original: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(original, tmp_path / "c")
 
 
 def edited(kept: Path, change: Callable[[Any], object]) -> None:

@@ -10,37 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from sharded_files import INDEX, PART, cut, flip, refusal, trained
+from sharded_files import (  # noqa: F401 -- fixtures among them
+    INDEX,
+    PART,
+    alone,
+    cut,
+    flip,
+    kept_checkpoint,
+    original_checkpoint,
+    refusal,
+    trained,
+)
 from sharding import shared, start
-from small_training import one_thread, same
+from small_training import same
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-import halfstep as hs
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError
 from halfstep.session import fsdp_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("original") / "c"
-    with one_thread():
-        fsdp_checkpoint.save(trained(), path, {"step": 1})
-    return path
-
-
-@pytest.fixture
-def kept(original: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(original, tmp_path / "c")
+    from collections.abc import Callable
 
 
 def test_round_trip(kept: Path, original: Path) -> None:
@@ -79,6 +69,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda path: (shutil.rmtree(path), single.save(path, {}, {}, {})),
         "is not a halfstep sharded checkpoint: manifest.json says it is a halfstep ",
     ),
+    "nothing": ("", shutil.rmtree, "has no file .metadata, which is written last."),
     "an empty directory": (
         "",
         lambda path: (shutil.rmtree(path), path.mkdir()),
@@ -232,9 +223,3 @@ def test_damage_is_seen_by_all(ranks: list[dict[str, Any]], name: str) -> None:
     for each in found:
         assert f"FOLDER/{name} is truncated or altered: " in each["said"]
         assert each["untouched"]
-
-
-def test_errors_are_the_users(original: Path) -> None:
-    """Law: all of these are errors that the command line shows as one line."""
-    assert issubclass(CheckpointError, hs.UserError)
-    assert refusal(original.with_name("nowhere")).endswith("which is written last.")

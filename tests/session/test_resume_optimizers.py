@@ -92,7 +92,7 @@ def test_every_optimizer_is_here() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    thinned({n: (n,) for n in OPTIMIZERS}, {k: (k,) for k in KINDS}, 3),
+    thinned({n: (n,) for n in OPTIMIZERS}, {k: (k,) for k in KINDS}, 4),
 )
 def test_resumed_is_uninterrupted(name: str, kind: str) -> None:
     """Law: four steps, a file, a new session, three steps: seven steps to the bit."""

@@ -246,9 +246,10 @@ def test_a_dead_column(form: str) -> None:
 
 
 @every_form
-@every_window
-@pytest.mark.parametrize("make", [cases.ADAMW, cases.NADAM])
-@pytest.mark.parametrize("schedule", ["before", "after", None])
+@pytest.mark.parametrize(
+    ("accumulate", "make", "schedule"),
+    [(1, cases.ADAMW, "before"), (2, cases.NADAM, "after"), (2, cases.ADAMW, None)],
+)
 def test_a_step_by_hand(
     form: str, accumulate: int, make: cases.Make, schedule: str | None
 ) -> None:

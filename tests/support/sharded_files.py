@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from sharding import session_of
-from small_training import same
+from small_training import one_thread, same
 
 from halfstep.checkpoint import sharded
 from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, digest, seal
 from halfstep.session import fsdp_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from halfstep.session.session import Session
@@ -34,6 +36,25 @@ def trained(seed: int = 0, *, shard: bool = False) -> Session:
     session.backward(loss)
     session.step()
     return session
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", name="original")
+def original_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original") / "c"
+    with one_thread():
+        fsdp_checkpoint.save(trained(), path, {"step": 1})
+    return path
+
+
+@pytest.fixture(name="kept")
+def kept_checkpoint(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "c")
 
 
 def refusal(directory: Path) -> str:
