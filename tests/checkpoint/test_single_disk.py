@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from processes import ONE_THREAD
+from forks import run_forked
 
 from halfstep.checkpoint import CheckpointError, atomic_directory, load, save
 
@@ -98,8 +97,8 @@ def killed(folder: Path) -> list[Any]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Return where the program has saved, and what each part of it has seen."""
     path = tmp_path_factory.mktemp("ran")
-    program = [sys.executable, __file__, str(path)]
-    subprocess.run(program, env=os.environ | ONE_THREAD, check=True)
+    (done,) = run_forked(__file__, str(path))
+    assert done.returncode == 0, done.stderr
     return path, json.loads((path / "seen.json").read_text())
 
 

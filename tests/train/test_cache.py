@@ -4,13 +4,12 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import run_forked
 
 from halfstep.errors import UserError
 from halfstep.train.data import cache
@@ -155,7 +154,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 from halfstep.train.data import cache
 
@@ -163,25 +162,13 @@ def build(folder):
     with Path(sys.argv[1]).open("a") as log:
         log.write("built\\n")
     (folder / "a").write_bytes(b"abc")
-    time.sleep(float(sys.argv[2]))
+    if sys.argv[2:]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
     (folder / "b").write_bytes(b"")
 
 print(cache.get_or_build("rows", {"of": "test", "size": 3}, build), flush=True)
 """
-
-
-def start(log: Path, seconds: float) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", PROGRAM, str(log), str(seconds)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-
-
-def until(log: Path) -> None:
-    for _ in range(6000):
-        if log.exists() and log.read_text(encoding="utf-8"):
-            return
-        time.sleep(0.01)
-    message = "no process began to build"
-    raise AssertionError(message)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -189,10 +176,11 @@ def test_one_of_many_processes_builds(tmp_path: Path, *, damaged: bool) -> None:
     """Law: those that come while one builds wait for it and use what it made."""
     if damaged:
         flip(cache.get_or_build("rows", FACTS, write) / "a")
-    log = tmp_path / "log"
-    running = [start(log, 1.0) for _ in range(2)]
-    said = {process.communicate(timeout=120)[0] for process in running}
-    assert [process.returncode for process in running] == [0] * 2
+    log, program = tmp_path / "log", tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ended = run_forked(str(program), str(log), environments=[{}, {}])
+    assert [process.returncode for process in ended] == [0] * 2
+    said = {process.stdout for process in ended}
     assert log.read_text(encoding="utf-8") == "built\n"
     entry = cache.get_or_build("rows", FACTS, refuse)
     assert said == {f"{entry}\n"}
@@ -201,11 +189,9 @@ def test_one_of_many_processes_builds(tmp_path: Path, *, damaged: bool) -> None:
 
 def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
     """Law: what it left is no entry, blocks no other process, and is removed."""
-    log = tmp_path / "log"
-    process = start(log, 600.0)
-    until(log)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (ended,) = run_forked(str(tmp_path / "program.py"), str(tmp_path / "log"), "kill")
+    assert ended.returncode == -signal.SIGKILL
     assert [name for name in names() if ".part-" in name]
     assert content(cache.get_or_build("rows", FACTS, write)) == WHOLE
     assert not [name for name in names() if ".part-" in name]

@@ -181,7 +181,7 @@ def test_a_store_travels_as_its_folder() -> None:
     path = lines("a.jsonl", [["x" * 99, n] for n in range(999)])
     many = open_store(path, "classify", None)
     assert len(pickle.dumps(many)) == len(pickle.dumps(few))
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
         assert pool.submit(held, many).result(timeout=120) == held(many)
 
 

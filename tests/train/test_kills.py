@@ -29,14 +29,8 @@ MODEL = "model/model.safetensors"
 STEPS = 24  # 92 texts in batches of 8, twice
 
 
-@pytest.mark.parametrize(
-    ("processes", "kills"),
-    [
-        (1, 2),
-        pytest.param(1, 50, marks=pytest.mark.slow),
-        pytest.param(2, 20, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # test_resume.py kills at moments that are chosen
+@pytest.mark.parametrize(("processes", "kills"), [(1, 50), (2, 20)])
 def test_killed_at_random_moments(tmp_path: Path, processes: int, kills: int) -> None:
     """Law: kill -9 at any moment loses time, and not a bit."""
     done = subprocess.run(

@@ -4,16 +4,14 @@ Started as a program, this file logs and writes under limits on the size of file
 """
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 from data_files import tree
-from processes import ONE_THREAD
+from forks import run_forked
 
 from halfstep.errors import UserError
 from halfstep.train.output.run_directory import RunFolder
@@ -59,8 +57,8 @@ def program(path: Path) -> None:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """Return where the program has run, and what it said of each folder."""
     path = tmp_path_factory.mktemp("disk")
-    command = [sys.executable, __file__, str(path)]
-    subprocess.run(command, env=os.environ | ONE_THREAD, check=True)
+    (done,) = run_forked(__file__, str(path))
+    assert done.returncode == 0, done.stderr
     return path, json.loads((path / "said.json").read_text())
 
 
