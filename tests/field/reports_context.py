@@ -1,4 +1,4 @@
-"""Autocast contexts: opened in the wrong place, or over the wrong thing."""
+"""Autocast contexts in the wrong place, or over the wrong thing; several processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from tests.field.nets import (
     batch,
     distance,
+    is_nonfinite,
     linear,
     loop,
     mean_square,
@@ -18,6 +20,7 @@ from tests.field.nets import (
 )
 from tests.field.report import Program, report
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -249,3 +252,26 @@ def scaler_switched_off(amp: Amp, *, cured: bool) -> Program:
         return mean_square(model(x)) * 1e-8
 
     return loop(amp, model, loss_of, optimizer, scaler, is_sick=unchanged(model.weight))
+
+
+def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    return nn.parallel.DistributedDataParallel(model)
+
+
+@report(says=r"fp16_compress_hook", truth="compress_hook")
+def compressed_gradients(amp: Amp, *, cured: bool) -> Program:
+    layer = nn.Linear(8, 1)
+    model = data_parallel(layer)
+    if not cured:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9)
+    x = 300 * torch.randn(16, 8)
+
+    def loss_of() -> torch.Tensor:
+        return (model(x).float() - 1000).square().mean()
+
+    low = torch.bfloat16
+    is_sick = is_nonfinite(layer.weight)
+    return loop(amp, model, loss_of, optimizer, dtype=low, is_sick=is_sick)

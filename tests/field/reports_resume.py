@@ -1,4 +1,4 @@
-"""Schedules that count skipped steps, averages, and what checkpoints lose."""
+"""Schedules that count skipped steps, averages, what checkpoints lose, and speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tests.field.nets import batch, distance, linear, loop, updates_of
 from tests.field.report import Program, report
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from tests.field.report import Amp
@@ -122,3 +122,29 @@ def weights_saved_in_half(amp: Amp, *, cured: bool) -> Program:
     begin = resumed.weight.detach().clone()
     more = {"is_sick": lambda: not torch.equal(begin, model.weight)}
     return loop(amp, resumed, lambda: distance(resumed(x)), optimizer, scaler, **more)
+
+
+@report(
+    says=r"of a step of .* in fp32 matmuls.*inside the autocast", truth="autocast|fp32"
+)
+def only_the_loss_in_autocast(amp: Amp, *, cured: bool) -> Program:
+    # Products large enough to take most of a step, also on a busy machine.
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, dtypes = torch.randn(512, 256), set()
+
+    def forward() -> Tensor:
+        y = model(x)
+        dtypes.add(y.dtype)
+        return y
+
+    def step() -> None:
+        optimizer.zero_grad()
+        y = None if cured else forward()
+        with amp.autocast(torch.bfloat16):
+            y = forward() if y is None else y
+            loss = y.float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    return Program(model, step, lambda: dtypes == {torch.float32})

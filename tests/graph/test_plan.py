@@ -1,8 +1,9 @@
-"""Plans of small models: what is captured, decided, rewritten, and kept in training."""
+"""Plans of small models: what is captured, decided as eager autocast does, and run."""
 
 from __future__ import annotations
 
 import copy
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.graph import Plan, load_plan
 from halfstep.graph import rewrite as rewriting
 from halfstep.graph.compile_backend import compile_graph
 from halfstep.graph.op_times import OpTimes
+from halfstep.policy import op_tables
+from halfstep.policy.decision import decide
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 LOW = torch.bfloat16
 
@@ -218,3 +223,194 @@ def test_refusals() -> None:
     compiled = torch.compile(model, backend=compile_graph, options={"typ": "bf16"})
     with pytest.raises(Exception, match="options hold 'typ'; choose dtype"):
         compiled(*batch)
+
+
+class Encoder(nn.Module):
+    """An embedding that is the output layer as well, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.hidden, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.hidden(self.embed(tokens)).relu())
+        scores: Tensor = self.out(hidden)
+        return scores
+
+
+def encoder() -> tuple[nn.Module, tuple[Tensor]]:
+    torch.manual_seed(0)
+    return Encoder(), (torch.randint(0, 11, (3, 5)),)
+
+
+def planned(model: nn.Module, batch: tuple[Tensor], policy: str = "lean") -> Plan:
+    return hs.plan(model, batch, method="painting", level="O2", policy=policy)
+
+
+def session_of(model: nn.Module) -> hs.Session:
+    return hs.prepare(model, torch.optim.AdamW(model.parameters()), "O2", dtype="bf16")
+
+
+def train(session: hs.Session, run: nn.Module, batch: tuple[Tensor]) -> list[float]:
+    losses = []
+    for _ in range(3):
+        with session.autocast():
+            loss = run(*batch).square().mean()
+        session.backward(loss)
+        session.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_planned_steps_are_those_of_the_level() -> None:
+    """Law: with O2's decisions, the losses and weights of O2, to the bit."""
+    model, batch = encoder()
+    eager = copy.deepcopy(model)
+    plan = planned(model, batch)
+    assert len(plan.low) == len(plan.nodes)
+    session = session_of(model)
+    expected = train(session_of(eager), eager, batch)
+    assert train(session, hs.rewrite(model, plan), batch) == expected
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(own.equal(other) for own, other in pairs)
+
+
+def test_low_weights_need_no_cast() -> None:
+    """Law: casts are of inputs and results; norms keep fp32, and what rules say."""
+    model, batch = encoder()
+    plan = planned(model, batch)
+    assert set(plan.low_weights) == {
+        "embed.weight",
+        "hidden.weight",
+        "hidden.bias",
+        "out.weight",
+    }
+    assert {(cast.tensor, cast.to) for cast in plan.casts} == {("linear_1", "fp32")}
+    ruled = planned(model, batch, policy="lean + module:hidden=fp32")
+    assert set(ruled.low_weights) == {"embed.weight", "out.weight"}
+
+
+def test_an_fp32_operation_takes_a_low_weight() -> None:
+    """Law: where an operation stays fp32, its weight is cast up."""
+    model, batch = encoder()
+    fp32 = hs.plan(model, batch, level="O2", kinds={"embedding": "deny"})
+    assert ("embed_weight", "fp32") in {(c.tensor, c.to) for c in fp32.casts} | {
+        (c.tensor.replace("out", "embed"), c.to) for c in fp32.casts
+    }
+    session_of(model)
+    assert hs.rewrite(model, fp32)(*batch).dtype == torch.float32
+
+
+def test_a_file_keeps_them(tmp_path: Path) -> None:
+    """Law: a plan for low weights is one from its file, too; unknown ones are not."""
+    model, batch = encoder()
+    plan, path = planned(model, batch), tmp_path / "plan.toml"
+    plan.save(path)
+    again = load_plan(path, model, batch)
+    assert (again.low_weights, len(again.casts)) == (plan.low_weights, len(plan.casts))
+    for spoilt in ('["hidden.weigth"]', "1"):
+        text = path.read_text().splitlines()
+        text[3] = f"low_weights = {spoilt}"
+        path.write_text("\n".join(text))
+        with pytest.raises(hs.UserError, match=r"has .*, which is no parameter"):
+            load_plan(path, model, batch)
+
+
+def test_the_order_of_calls() -> None:
+    """Law: plan, prepare, rewrite; any other order ends in one line."""
+    model, batch = encoder()
+    low, fp32 = planned(model, batch), hs.plan(model, batch, method="painting")
+    refused: dict[str, Callable[[], object]] = {
+        "level='O3' must be O1 or O2": lambda: hs.plan(model, batch, level="O3"),
+        r"'embed.weight' is fp32: call halfstep.prepare\(model, optimizer, 'O2', "
+        r"dtype='bf16'\) first": lambda: hs.rewrite(model, low),
+    }
+    for message, call in refused.items():
+        with pytest.raises(hs.UserError, match=message):
+            call()
+    session_of(model)
+    refused = {
+        "for fp32 weights, and 'embed.weight' is bf16": lambda: hs.rewrite(model, fp32),
+        "is bf16: plan the model while": lambda: planned(model, batch),
+    }
+    for message, call in refused.items():
+        with pytest.raises(hs.UserError, match=message):
+            call()
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, w: x @ w,
+    "linear": nn.functional.linear,
+    "add": lambda x, w: x + w,
+    "exp": lambda x, _: (x * 2**-6).exp(),
+    "softmax": lambda x, _: x.softmax(-1),
+    "log_softmax": lambda x, _: x.log_softmax(-1),
+    "relu": lambda x, _: x.relu(),
+    "gelu": lambda x, _: nn.functional.gelu(x),
+    "cumsum": lambda x, _: x.cumsum(0),
+    "mean": lambda x, _: x.mean(-1, keepdim=True).expand(8, 8),
+    "norm": lambda x, _: nn.functional.layer_norm(x, (8,)),
+    "pow": lambda x, _: x.pow(2),
+    "residual": lambda x, w: x + (x @ w).relu(),
+    "transpose": lambda x, _: x.t(),
+}
+POLICIES = (
+    "lean",
+    "torch",
+    "lean + op:gelu=fp32 + op:softmax=low",
+    "torch + op:add=fp32",
+)
+
+
+class Program(nn.Module):
+    """Some operations in a row, each with the same weight."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+        self.weight = nn.Parameter(torch.eye(8) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = OPERATIONS[name](x, self.weight)
+        return x
+
+
+def decisions(rows: Any) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for op, reason in rows:
+        found.setdefault(op, set()).add(reason)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_eager_and_graph_agree(policy: str, seed: int) -> None:
+    """Law: the same reasons; low and fp32 operations compute what they are said to."""
+    names = random.Random(seed).sample(sorted(OPERATIONS), len(OPERATIONS))  # noqa: S311
+    model, x = Program(names), torch.randn(8, 8)
+    plan = hs.plan(model, [x], policy=policy, method="painting")
+    with hs.autocast("cpu", torch.bfloat16, policy=policy, record=True) as context:
+        model(x)
+    eager = [
+        dict(zip(context.report().columns, r, strict=True))
+        for r in context.report().rows
+    ]
+    graph_reasons = decisions(
+        (node.op, node.reason.removeprefix("no row: ").partition("; its neigh")[0])
+        for node in plan.nodes
+    )
+    for op, reasons in decisions((r["operation"], r["reason"]) for r in eager).items():
+        assert graph_reasons.get(op, reasons) == reasons, op
+    chosen = hs.Policy.parse(policy)
+    for node in plan.nodes:
+        category = decide(node.op, [torch.float32], "cpu", policy=chosen).category
+        outs = {r["out"] for r in eager if r["operation"] == node.op}
+        if category == op_tables.LOW:
+            assert (node.low, outs) == (True, {"bf16"}), node
+        elif category == op_tables.FP32:
+            assert (node.low, outs) == (False, {"fp32"}), node
