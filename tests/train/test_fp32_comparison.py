@@ -40,7 +40,7 @@ def note_of(result: RunResult) -> str:
     return note
 
 
-@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"master": "split"}])
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "master": "split"}])
 def test_steps_are_those_of_runs(settings: dict[str, Any], more: Any) -> None:
     """Law: to the bit the losses of runs at O0 and at the level; weights unaffected."""
     result = run(settings | LOW | more | {"compare_fp32": 4})

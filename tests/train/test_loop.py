@@ -21,7 +21,7 @@ from halfstep.train.signals import Diverged
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 
-KINDS = ("O0 auto", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
+KINDS = ("O0 auto", "O1 fp16", "O2 bf16", "O3 bf16")
 QUIET = {"dropout": 0.0, "mask_tokens": 0.0}
 STILL = QUIET | {"lr": 1e-12}
 RECORD = {
@@ -103,18 +103,15 @@ def test_what_is_written(settings: dict[str, Any]) -> None:
     assert written["dev"]["macro_f1"] == best["dev_macro_f1"]
 
 
-@pytest.mark.parametrize("accumulate", [3, 16])
-def test_accumulation_changes_nothing(
-    settings: dict[str, Any], accumulate: int
-) -> None:
+def test_accumulation_changes_nothing(settings: dict[str, Any]) -> None:
     """Law: micro-batches, even or not, more than texts even, are one batch in fp32."""
-    whole, parts = (
-        steps_of(records(settings, **QUIET, accumulate=each))
-        for each in (1, accumulate)
+    whole, *others = (
+        steps_of(records(settings, **QUIET, accumulate=each)) for each in (1, 3, 16)
     )
-    for key, bound in (("loss", 1e-4), ("grad_norm", 1e-3)):
-        expected = pytest.approx([r[key] for r in whole], rel=bound)
-        assert [r[key] for r in parts] == expected
+    for parts in others:
+        for key, bound in (("loss", 1e-4), ("grad_norm", 1e-3)):
+            expected = pytest.approx([r[key] for r in whole], rel=bound)
+            assert [r[key] for r in parts] == expected
 
 
 def test_a_seed_is_a_run(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -229,7 +226,7 @@ def test_layer_decay(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     assert rates["bert.embeddings.word_embeddings.weight"] == 0.25
 
 
-@pytest.mark.parametrize("kind", ["O0 auto", "O1 bf16", "O2 fp16"])
+@pytest.mark.parametrize("kind", ["O0 auto", "O2 fp16"])
 def test_recompute(settings: dict[str, Any], kind: str) -> None:
     """Law: recomputing activations costs time and changes not a bit, dropout too."""
     plain, again = (

@@ -1,5 +1,7 @@
 """A probe in a run: what it writes, and that it changes nothing."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,26 @@ from halfstep.train.run import run
 pytestmark = pytest.mark.usefixtures("small_runs")
 
 STEPS = 12
+Runs = Callable[[str], RunResult]
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    source = write_letters(tmp_path, 106)
+def settings(folder: Path) -> dict[str, Any]:
+    source = write_letters(folder, 106)
     more = {"level": "O2", "dtype": "bf16", "epochs": 2, "eval_every": 4}
-    return small_settings(tmp_path, source, **more)
+    return small_settings(folder, source, **more)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, small_runs: None) -> Runs:
+    """Return what trains with a probe, or "off"; once with each."""
+    del small_runs
+    folder = tmp_path_factory.mktemp("probed")
+
+    @functools.cache
+    def trained(mode: str) -> RunResult:
+        return run(settings(folder) | {"out": str(folder / mode), "probe": mode})
+
+    return trained
 
 
 def events(result: RunResult, kind: str) -> list[dict[str, Any]]:
@@ -37,23 +52,20 @@ def events(result: RunResult, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["flags", "sampled", "full"])
-def test_nothing_changes(settings: dict[str, Any], tmp_path: Path, mode: str) -> None:
+def test_nothing_changes(runs: Runs, mode: str) -> None:
     """Law: a run with a probe leaves the model and records of one without."""
-    bare = run(settings | {"out": str(tmp_path / "bare")})
-    probed = run(settings | {"out": str(tmp_path / mode), "probe": mode})
-    records = [timeless(steps_of(each.folder.records())) for each in (bare, probed)]
+    both = [runs("off"), runs(mode)]
+    records = [timeless(steps_of(each.folder.records())) for each in both]
     assert len(records[0]) == STEPS
     assert records[0] == records[1]
-    states = [
-        single.load(each.folder.checkpoint_path(STEPS)) for each in (bare, probed)
-    ]
+    states = [single.load(each.folder.checkpoint_path(STEPS)) for each in both]
     assert same(states[0].weights, states[1].weights)
     assert same(states[0].state, states[1].state)
 
 
-def test_statistics(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_statistics(runs: Runs) -> None:
     """Law: each step has statistics of outputs and of gradients, of training alone."""
-    result = run(settings | {"out": str(tmp_path / "run"), "probe": "full"})
+    result = runs("full")
     found = events(result, "stats")
     assert [event["step"] for event in found] == list(range(1, STEPS + 1))
     names = found[0]["tensors"]
@@ -64,30 +76,24 @@ def test_statistics(settings: dict[str, Any], tmp_path: Path) -> None:
     assert not events(result, "non_finite")
 
 
-def test_a_collapse_is_seen(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collapse_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the step that ends a run is among the events of its probe."""
     overflow_in(monkeypatch, *range(1, 99))
-    given = settings | {"dtype": "fp16", "loss_scale": "dynamic", "probe": "flags"}
-    given |= {"epochs": 9, "eval_every": 99, "out": str(tmp_path / "run")}
+    given = {"dtype": "fp16", "loss_scale": "dynamic", "probe": "flags"}
     with pytest.raises(LossScaleCollapse):
-        run(given)
+        run(settings(tmp_path) | given | {"epochs": 9, "eval_every": 99})
     records = RunFolder(tmp_path / "run").records()
     last = max(record["step"] for record in steps_of(records))  # the one before
     seen = [r["step"] for r in records if r.get("event") == "non_finite"]
     assert seen[-1] > last
 
 
-def test_resumed(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a run that is cut off and resumed has the events of one that was not."""
-    given = settings | {"probe": "full"}
-    whole = run(given | {"out": str(tmp_path / "whole")})
+    given = settings(tmp_path) | {"probe": "full"}
     interrupt_before(monkeypatch, 7)
     with pytest.raises(KeyboardInterrupt):
-        run(given | {"out": str(tmp_path / "cut")})
-    again = run({"out": str(tmp_path / "cut")}, resume=True)
-    metrics = [timeless(each.folder.records()) for each in (whole, again)]
+        run(given)
+    again = run({"out": given["out"]}, resume=True)
+    metrics = [timeless(each.folder.records()) for each in (runs("full"), again)]
     assert metrics[0] == metrics[1]

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import (
-    assert_same_run,
-    write_letters,
-)
+from small_training import assert_same_run, small_settings, write_letters
 from torch.profiler import profile as watch
 
 from halfstep.diagnostics.profiling import timeline
@@ -18,6 +15,7 @@ from halfstep.diagnostics.profiling.profile_result import Profile
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.train import profile_step
+from halfstep.train.profile_step import is_profile_step
 from halfstep.train.run import run
 from halfstep.train.train_state import Timers
 
@@ -26,10 +24,14 @@ pytestmark = pytest.mark.usefixtures("small_runs")
 CPU = torch.device("cpu")
 
 
-def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    data = write_letters(folder, 120)
-    plan = {"epochs": 2, "batch_size": 8, "dev_share": 0.2, "model": "mini"}
-    return {"data": str(data), **plan, "lr": 5e-3, **more}
+@pytest.fixture(autouse=True)
+def _profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_step, "is_profile_step", is_profile_step)
+
+
+def settings(folder: Path, level: str, dtype: str) -> dict[str, Any]:
+    more = {"level": level, "dtype": dtype, "epochs": 2, "lr": 5e-3, "seed": 3}
+    return small_settings(folder, write_letters(folder, 120), **more)
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O0", "auto"), ("O2", "fp16")])
@@ -37,10 +39,10 @@ def test_looking_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str
 ) -> None:
     """Law: weights, checkpoints and records are those of a run without, to the bit."""
-    told = settings(tmp_path, level=level, dtype=dtype, seed=3)
-    run({**told, "out": str(tmp_path / "looked")})
+    told = settings(tmp_path, level, dtype)
+    run(told | {"out": str(tmp_path / "looked")})
     monkeypatch.setattr(profile_step, "is_profile_step", lambda *_: False)
-    run({**told, "out": str(tmp_path / "plain")})
+    run(told | {"out": str(tmp_path / "plain")})
     assert (tmp_path / "looked" / "profile.json").exists()
     assert not (tmp_path / "plain" / "profile.json").exists()
     assert_same_run(tmp_path / "looked", tmp_path / "plain")
@@ -49,7 +51,7 @@ def test_looking_changes_nothing(
 def test_what_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Law: the file is a profile of the run's level and format, and nothing is said."""
     out = tmp_path / "run"
-    run({**settings(tmp_path, level="O1", dtype="bf16"), "out": str(out)})
+    run(settings(tmp_path, "O1", "bf16"))
     told = json.loads((out / "profile.json").read_text(encoding="utf-8"))
     found = Profile.from_data(told)
     assert (found.level, found.dtype, found.device) == ("O1", "bf16", "cpu")
@@ -65,21 +67,20 @@ def test_what_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_which_step_is_due() -> None:
     """Law: one step of a run, on a CPU, and none while somebody else profiles."""
     gpu = SimpleNamespace(type="cuda")
-    assert [n for n in range(1, 51) if profile_step.is_profile_step(n, 50, CPU)] == [
-        profile_step.PROFILED_STEP
-    ]
-    assert [n for n in range(1, 8) if profile_step.is_profile_step(n, 7, CPU)] == [7]
-    assert not profile_step.is_profile_step(profile_step.PROFILED_STEP, 50, gpu)  # type: ignore[arg-type]
+    due = profile_step.PROFILED_STEP
+    assert [n for n in range(1, 51) if is_profile_step(n, 50, CPU)] == [due]
+    assert [n for n in range(1, 8) if is_profile_step(n, 7, CPU)] == [7]
+    assert not is_profile_step(due, 50, gpu)  # type: ignore[arg-type]
     with watch():
-        assert not profile_step.is_profile_step(profile_step.PROFILED_STEP, 50, CPU)
+        assert not is_profile_step(due, 50, CPU)
 
 
 def test_a_step_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: events that cannot be read are told in a warning, and the run is as ever."""
-    told = settings(tmp_path, level="O1", dtype="bf16", seed=3)
-    run({**told, "out": str(tmp_path / "plain")})
+    told = settings(tmp_path, "O1", "bf16")
+    run(told | {"out": str(tmp_path / "plain")})
 
     def read(*_: object) -> None:
         message = "no such event\nat all"
@@ -87,7 +88,7 @@ def test_a_step_that_cannot_be_read(
 
     monkeypatch.setattr(timeline, "read", read)
     with pytest.warns(UserWarning, match="read: RuntimeError: no such event; training"):
-        run({**told, "out": str(tmp_path / "unread")})
+        run(told | {"out": str(tmp_path / "unread")})
     assert not (tmp_path / "unread" / "profile.json").exists()
     (tmp_path / "plain" / "profile.json").unlink()
     assert_same_run(tmp_path / "unread", tmp_path / "plain")
