@@ -2,7 +2,6 @@
 
 import functools
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -206,16 +205,27 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
 
 
 class _Attention(nn.Module):
-    def forward(self, *operands: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        return functional.scaled_dot_product_attention(*operands, mask, p, scale=0.4)
+    def forward(
+        self, *operands: Tensor, mask: Tensor | None, p: float, is_causal: bool = False
+    ) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            *operands, mask, p, is_causal, scale=0.4
+        )
 
 
-def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) -> Tensor:
+def _attention(
+    *operands: Tensor, mask: Tensor | None = None, p: float = 0.3, **more: bool
+) -> Tensor:
     torch.manual_seed(7)
     module = _Attention()
     hs.use_fast_dropout(module)
-    output: Tensor = module(*operands, mask=mask, p=p)
+    output: Tensor = module(*operands, mask=mask, p=p, **more)
     return output
+
+
+def _torchs(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) -> Tensor:
+    torch.manual_seed(7)
+    return _Attention()(*operands, mask=mask, p=p)  # type: ignore[no-any-return]
 
 
 def _operands(dtype: torch.dtype) -> list[Tensor]:
@@ -233,11 +243,7 @@ def test_attention_drops_shares() -> None:
         fast_dropout.attention_probs(query, key, None, 0.4), 0.5
     )
     torch.testing.assert_close(ours, shares @ value)
-    torch.manual_seed(7)
-    theirs = functional.scaled_dot_product_attention(
-        query, key, value, dropout_p=0.5, scale=0.4
-    )
-    assert not torch.allclose(ours, theirs)
+    assert not torch.allclose(ours, _torchs(query, key, value, p=0.5))
 
 
 @pytest.mark.parametrize("masked", ["nothing", "padding", "a row"])
@@ -275,64 +281,30 @@ def test_attention_of_16_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("queries", [5, 6])
 def test_causal_attention(queries: int) -> None:
-    """Law: causal attention is attention under torch's triangular mask."""
+    """Law: it is attention under torch's triangular mask, and not under another."""
     query, key, value = _operands(torch.float64)
-    query = query[:, :, :queries]
-
-    class Attention(nn.Module):
-        def forward(self, *, is_causal: bool, mask: Tensor | None) -> Tensor:
-            return functional.scaled_dot_product_attention(
-                query, key, value, mask, 0.3, is_causal=is_causal
-            )
-
-    module = Attention()
-    hs.use_fast_dropout(module)
-    outputs = []
+    operands = query[:, :, :queries], key, value
     mask = torch.ones(queries, 5, dtype=torch.bool).tril()
-    for arguments in (
-        {"is_causal": True, "mask": None},
-        {"is_causal": False, "mask": mask},
-    ):
-        torch.manual_seed(7)
-        outputs.append(module(**arguments))
-    assert torch.equal(*outputs)
-
-
-def test_a_mask_of_causal_attention_is_torchs_error() -> None:
-    """Law: what torch rejects is rejected after use_fast_dropout, too."""
-    q = torch.ones(1, 1, 2, 2)
-
-    class Attention(nn.Module):
-        def forward(self) -> Tensor:
-            mask = torch.ones(2, 2, dtype=torch.bool)
-            return functional.scaled_dot_product_attention(
-                q, q, q, mask, 0.3, is_causal=True
-            )
-
-    module = Attention()
-    hs.use_fast_dropout(module)
+    causal = _attention(*operands, is_causal=True)
+    assert torch.equal(causal, _attention(*operands, mask=mask))
     with pytest.raises(RuntimeError, match="should not be set when is_causal=True"):
-        module()
+        _attention(*operands, mask=mask, is_causal=True)
 
 
 def test_a_hook_that_raises_leaves_attention_to_torch() -> None:
     """Law: a module whose earlier pre-hook raised does not count as left."""
     operands = _operands(torch.float32)
 
-    def plain() -> Tensor:
-        torch.manual_seed(7)
-        return functional.scaled_dot_product_attention(*operands, None, 0.3, scale=0.4)
-
     def raises(*_: object) -> None:
         raise ValueError
 
-    before, module = plain(), _Attention()
+    before, module = _torchs(*operands), _Attention()
     module.register_forward_pre_hook(raises)
     hs.use_fast_dropout(module)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^$"):
             module(*operands, mask=None, p=0.3)
-    assert torch.equal(plain(), before)
+    assert torch.equal(_torchs(*operands), before)
 
 
 def test_a_compiled_model_keeps_torchs_dropout() -> None:
@@ -359,21 +331,12 @@ def test_a_compiled_model_keeps_torchs_dropout() -> None:
     assert torch.equal(*outputs)
 
 
-def test_without_numpy() -> None:
+def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what is missing is named."""
-    program = (
-        "import sys; sys.modules['numpy'] = None\n"
-        "import halfstep as hs\n"
-        "try: hs.use_fast_dropout(None)\n"
-        "except hs.UserError as error: print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert "numpy, which is not installed: pip install numpy" in done.stdout
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    words = "numpy, which is not installed: pip install numpy"
+    with pytest.raises(hs.UserError, match=words):
+        hs.use_fast_dropout(_net())
 
 
 def test_what_attention_leaves_to_torch() -> None:
@@ -384,11 +347,7 @@ def test_what_attention_leaves_to_torch() -> None:
     deep = [each.unsqueeze(0) for each in (query, key, value)]
     for operands, mask in (((query, key, value), bias), (deep, None)):
         ours = _attention(*operands, mask=mask)
-        torch.manual_seed(7)
-        theirs = functional.scaled_dot_product_attention(
-            *operands, mask, 0.3, scale=0.4
-        )
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, _torchs(*operands, mask=mask))
     _attention(query, key, value, mask=bias).sum().backward()
     assert bias.grad is not None
 
@@ -408,14 +367,9 @@ def test_only_attention_modules_are_fast() -> None:
     hs.use_fast_dropout(module)
     with pytest.raises(TypeError):
         module(*operands, mask=None, p="much")
-
-    def plain() -> Tensor:
-        torch.manual_seed(7)
-        return functional.scaled_dot_product_attention(*operands, None, 0.3, scale=0.4)
-
-    before = plain()
+    before = _torchs(*operands)
     assert not torch.equal(_attention(*operands), before)
-    assert torch.equal(plain(), before)
+    assert torch.equal(_torchs(*operands), before)
 
 
 def test_evaluation_is_the_identity() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
+from late_scalars import slow_device  # noqa: F401
 from torch import nn
 
 import halfstep as hs
@@ -14,30 +14,6 @@ from halfstep._torch import async_read
 from halfstep._torch.async_read import DELAY_STEPS, DelayedScalars
 from halfstep.scaling import LossScaler, ScaleRule
 from halfstep.session.lr_schedule import LRSchedule
-
-
-class Slow(DelayedScalars):
-    def __init__(self) -> None:
-        self.queue: list[list[float]] = []
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.queue)
-
-    def submit(self, values: Any) -> list[float] | None:
-        self.queue.append([float(value) for value in values])
-        return self.queue.pop(0) if len(self.queue) > DELAY_STEPS else None
-
-    def read_pending(self) -> list[list[float]]:
-        return self.queue
-
-
-@pytest.fixture(name="slow")
-def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let everything that is sent come late, as from a device that is no CPU."""
-    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
-    monkeypatch.setattr("halfstep.scaling.collapse.DelayedScalars", Slow)
-    monkeypatch.setattr("halfstep.session.lr_schedule.DelayedScalars", Slow)
 
 
 def scheduler() -> torch.optim.lr_scheduler.LRScheduler:

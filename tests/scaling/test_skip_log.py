@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from late_scalars import slow_device  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -170,27 +171,6 @@ def test_the_place_is_named() -> None:
     out = session.model(torch.ones(1, 2))
     with pytest.warns(UserWarning, match=r"log, after linear \(weight, bias\)"):
         session.backward((out - out.detach()).log().mean())
-
-
-class Slow(async_read.DelayedScalars):
-    """What a GPU does: numbers come `DELAY_STEPS` submits late."""
-
-    def __init__(self) -> None:
-        self.queue: list[list[float]] = []
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.queue)
-
-    def submit(self, values: Any) -> list[float] | None:
-        self.queue.append([number for v in values for number in v.flatten().tolist()])
-        return self.queue.pop(0) if len(self.queue) > async_read.DELAY_STEPS else None
-
-
-@pytest.fixture(name="slow")
-def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.scaling.collapse.DelayedScalars", Slow)
-    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
 
 
 @pytest.mark.usefixtures("slow")

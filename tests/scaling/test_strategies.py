@@ -54,63 +54,73 @@ def test_back_off_loses_those_steps() -> None:
         assert losses == [True] * lost + [False] * (20 - lost)
 
 
-@pytest.mark.parametrize("margin", [0, 1, 4])
-def test_scale_by_hand(margin: int) -> None:
-    """Law: 2**(15 - e - margin), for the one gradient 3 * 2**-9, e = -8.
+FIRST = [
+    # 2**(15 - e - margin), for the one gradient 3 * 2**-9, e = -8.
+    *((margin, 3 * 2.0**-9, 2.0 ** (23 - margin)) for margin in (0, 1, 4)),
+    # Zeros, or a loss that is not finite, leave the scale where it is.
+    *((1, factor, 2.0**16) for factor in (0.0, 2.0**-60, math.inf, math.nan)),
+    # Where fp16 holds nothing at 1, the trial goes on at 2**12 and 2**24; or below.
+    *((1, 2.0**exponent, 2.0 ** (14 - exponent)) for exponent in (-26, -38, 20)),
+]
 
-    The trial at 1 says so, and the step's own look says it again.
-    """
-    loop = plain(MeasuredStrategy(margin=margin), 3 * 2.0**-9)
+
+@pytest.mark.parametrize(("margin", "size", "expected"), FIRST)
+def test_first_scale(margin: int, size: float, expected: float) -> None:
+    """Law: the trial says so, and the step's own look says it again."""
+    loop = plain(MeasuredStrategy(margin=margin), size)
     loop.begin().backward()
-    assert loop.state.scale.item() == 2.0 ** (23 - margin)
+    assert loop.state.scale.item() == expected
     loop.end()
     assert loop.wish is not None
-    assert loop.wish.item() == 2.0 ** (23 - margin)
+    assert loop.wish.item() == expected
 
 
-def test_what_was_flushed_is_looked_at_again() -> None:
-    """Law: the trial does not believe what a low scale left of the gradients.
-
-    Backwards it goes 2**-10, 2**-20, 2**-30, 2**-15, 1. At scale 1 fp16 holds the first
-    two alone: they would allow 2**24, where the last one is 2**24. It allows 2**14.
-    """
-    weight = torch.full((3,), 2.0**-20, requires_grad=True)
+@pytest.mark.parametrize(
+    ("first", "powers"),
+    [
+        # Backwards it goes 2**-10, 2**-20, 2**-30, 2**-15, 1. At scale 1 fp16 holds the
+        # first two: they would allow 2**24, where the last is 2**24. It allows 2**14.
+        (2.0**-20, (15, 15, -10, -10)),
+        # Backwards 2**-10, 2**-25, 2**-40, and up to 2**5: from 2**16 on fp16 holds the
+        # third, and the last is inf; below, all after the second are zero.
+        (0.0, (15, 15, 15, -15, -15)),
+    ],
+)
+def test_a_low_scale_shows_little(first: float, powers: tuple[int, ...]) -> None:
+    """Law: what it flushed is looked at again; one that overflowed is left for good."""
+    weight = torch.full((3,), first, requires_grad=True)
 
     def loss() -> Tensor:
-        grown = weight.half() * 2.0**15 * 2.0**15
-        return (grown * 2.0**-10 * 2.0**-10).float().sum() * 2.0**-10
+        grown = weight.half()
+        for power in powers:
+            grown = grown * 2.0**power
+        return grown.float().sum() * 2.0**-10
 
     loop = Loop(MeasuredStrategy(), loss, [weight])
     loop.begin()
     assert loop.state.scale.item() == 2.0**14
 
 
-def test_where_no_scale_serves_all() -> None:
-    """Law: a scale that overflowed is not gone back to, whatever a lower one shows.
-
-    Backwards it goes 2**-10, 2**-25, 2**-40, and up to 2**5: from 2**16 on fp16 holds
-    the third, and the last is inf; below, all after the second are zero.
-    """
-    weight = torch.zeros(3, requires_grad=True)
-
-    def loss() -> Tensor:
-        grown = weight.half() * 2.0**15 * 2.0**15 * 2.0**15
-        return (grown * 2.0**-15 * 2.0**-15).float().sum() * 2.0**-10
-
-    loop = Loop(MeasuredStrategy(), loss, [weight])
-    loop.begin()
-    assert loop.state.scale.item() == 2.0**14
+LOOKS: dict[str, tuple[int, list[float], list[float | None]]] = {
+    "the scale follows the gradients": (2, [1.0, 2.0], [2.0**14, None, 2.0**13]),
+    "the lowest of ten looks counts": (
+        *(1, [2.0**5, *[1.0] * 10], [*[2.0**9] * 10, 2.0**14]),
+    ),
+    "losses that take turns are steps of their own": (
+        *(3, [1.0, 4.0] * 9, [2.0**14, None, None, 2.0**12, None, None, 2.0**12]),
+    ),
+}
+"""Law -> steps between two looks, gradients, and what each step asks for."""
 
 
-@pytest.mark.parametrize("factor", [0.0, 2.0**-60, math.inf, math.nan])
-def test_nothing_to_learn(factor: float) -> None:
-    """Law: zeros, or a loss that is not finite, leave the scale where it is."""
-    loop = plain(MeasuredStrategy(), factor)
-    loop.begin().backward()
-    assert loop.state.scale.item() == 2.0**16
-    loop.end()
-    assert loop.wish is not None
-    assert loop.wish.item() == 2.0**16
+@pytest.mark.parametrize("law", LOOKS)
+def test_looks(law: str) -> None:
+    every, sizes, wishes = LOOKS[law]
+    loop = plain(MeasuredStrategy(every=every), *sizes)
+    for wish in wishes:
+        loop.step()
+        assert wish is None or loop.state.scale.item() == wish
+    assert loop.wishes == wishes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -160,25 +170,6 @@ def test_due_steps() -> None:
     assert [wish is not None for wish in loop.wishes] == taps
 
 
-def test_scale_follows_the_gradients() -> None:
-    """Law: a look at gradients twice as large proposes half the scale."""
-    loop = plain(MeasuredStrategy(every=2), 1.0, 2.0)
-    loop.step()
-    loop.step()
-    assert loop.state.scale.item() == 2.0**14
-    loop.step()
-    assert loop.state.scale.item() == 2.0**13
-    assert loop.wishes == [2.0**14, None, 2.0**13]
-
-
-def test_ten_looks_count() -> None:
-    """Law: the lowest of the last ten looks is asked for; the eleventh is forgotten."""
-    loop = plain(MeasuredStrategy(every=1), 2.0**5, *[1.0] * 10)
-    for _ in range(11):
-        loop.step()
-    assert loop.wishes == [2.0**9] * 10 + [2.0**14]
-
-
 def test_an_overflow_counts_as_a_look() -> None:
     """Law: a scale S that overflowed keeps proposals at S / 4 while its look counts."""
     watched, state = MeasuredStrategy(), ScaleState.first(RULE, "cpu")
@@ -214,14 +205,6 @@ def test_optimizers_of_one_step() -> None:
         loop.end()
         assert (loop.wish is not None) == due
         assert loop.strategy.propose([], loop.state, CLEAN) is None
-
-
-def test_losses_that_take_turns() -> None:
-    """Law: two losses, each with its optimizer, are steps of their own."""
-    loop = plain(MeasuredStrategy(every=3), *[1.0, 4.0] * 9)
-    for _ in range(7):
-        loop.step()
-    assert loop.wishes == [2.0**14, None, None, 2.0**12, None, None, 2.0**12]
 
 
 class Counted(torch.autograd.Function):
@@ -375,14 +358,3 @@ def test_no_step_is_lost_on_a_gpu(name: str, exponent: int) -> None:
     assert scale is not None
     (loss * scale).backward()
     assert all(gradient.isfinite().all() for gradient in loop.gradients())
-
-
-@pytest.mark.parametrize("exponent", [-26, -38, 20])
-def test_none_or_inf_at_first(exponent: int) -> None:
-    """Law: where fp16 holds nothing at 1, the trial goes on at 2**12 and 2**24.
-
-    Where 1 overflows already, it goes below.
-    """
-    loop = plain(MeasuredStrategy(), 2.0**exponent)
-    loop.begin()
-    assert loop.state.scale.item() == 2.0 ** (14 - exponent)

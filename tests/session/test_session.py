@@ -224,22 +224,6 @@ def test_equals_a_plain_loop(kind: str, clip: float | None, make: Make) -> None:
     same(session.optimizer.state_dict()["state"], state)
 
 
-@pytest.mark.parametrize("make", [SGD, OPTIMIZERS["fused"]], ids=["sgd", "fused"])
-def test_accumulation_is_one_big_batch(make: Make) -> None:
-    """Law: four quarters make the step of the whole batch, and only the last counts."""
-    whole, parts = build(make=make), build(make=make, accumulate=4)
-    for seed in range(3):
-        go(whole, seed)
-        reports = [go(parts, seed, slice(i, i + 4)) for i in range(0, 16, 4)]
-        assert [r.complete for r in reports] == [False, False, False, True]
-        assert [r.applied for r in reports] == [False, False, False, True]
-        assert [r.step for r in reports] == [seed, seed, seed, seed + 1]
-    # Sums of 16 terms in another order: a few ulps of fp32, three steps.
-    torch.testing.assert_close(
-        parts.weights(), whole.weights(), rtol=2.0**-18, atol=2.0**-20
-    )
-
-
 @table
 def test_accumulation_is_the_mean(kind: str) -> None:
     """Law: the same micro-batch four times is the micro-batch once, to the bit."""

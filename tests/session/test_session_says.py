@@ -219,9 +219,6 @@ def update(*path: str, **value: Any) -> Any:
     return change
 
 
-WATCH = ("scales", "", "watch")
-
-
 STATES: dict[str, Any] = {
     "session state has version 0; this halfstep reads version 3.": update(
         "version", to=0
@@ -235,10 +232,8 @@ STATES: dict[str, Any] = {
     "weight '0.bias': the state holds nothing, the model shape (16,);": update(
         "weights", "0.bias"
     ),
-    "has no 'clean_steps'": update("scales", "", "clean_steps"),
     "has no 'scale'": update("scales", "b", "scale"),
-    "has no 'begun'": update(*WATCH, "begun"),
-    "'watch' is of type NoneType": update(*WATCH, to=None),
+    "'watch' is of type NoneType": update("scales", "", "watch", to=None),
 }
 
 
