@@ -21,8 +21,10 @@ import ast
 import contextlib
 import doctest
 import functools
+import gc
 import io
 import json
+import logging
 import os
 import pkgutil
 import re
@@ -198,7 +200,9 @@ def wrap_nothing() -> None:
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
     """Begin with the same random numbers; end with torch's state as it was."""
-    torch.manual_seed(0)
+    # torch.manual_seed notes the stack, for each kind of device that is not there.
+    on_gpu = torch.cuda.is_available()
+    (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(0)
     threads = torch.get_num_threads()
     yield
     left_on = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
@@ -260,6 +264,18 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return None
     is_library = collection_path == SOURCE / "halfstep" / "compat" / "transformers.py"
     return is_library or ">>> " not in collection_path.read_text("utf-8") or None
+
+
+def pytest_collection_finish() -> None:
+    """Spare each test what has nothing to do with it.
+
+    pytest gives each logger that does not propagate, of which torch has many, a handler
+    for each phase of a test, and the collector would go through all modules.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        logger.propagate = True
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
