@@ -8,8 +8,9 @@ VENV   ?= .venv$(addprefix -,$(notdir $(filter-out python3,$(PYTHON))))$(addpref
 BIN    := $(VENV)/bin
 OUT    ?= runs/emotions
 
-# What is pinned, but for the torch that was asked for; newer torchao does not import with torch 2.9.
-PINS   := sed -e 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' \
+# What is pinned, but for the torch that was asked for, which may want an older setuptools;
+# newer torchao does not import with torch 2.9.
+PINS   := sed -e 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' $(if $(TORCH),-e '/^setuptools==/d') \
 	-e 's/^torchao==.*/$(if $(filter 2.9%,$(TORCH)),torchao==0.14.1,&)/' constraints.txt > $(VENV)/constraints.txt
 
 # Else each process of a test compiles the package anew, and each run of pytest the tests.
@@ -22,10 +23,13 @@ train: $(VENV)/.train
 	@echo 'next: source $(BIN)/activate; halfstep predict $(OUT) "今天真开心"; open $(OUT)/report.html'
 
 # A file of tests at a time to each process, since the tests of a file share what they
-# have made; one thread each, or they would wait for each other's.
+# have made; one thread each, or they would wait for each other's. Then, where there is
+# a GPU, those that need one.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" \
 		-n auto --maxprocesses 4 --dist loadfile
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python -m pytest -q -m gpu -n 4 --dist loadfile; fi
 
 # Likewise, the numeric tests under each instruction set that this CPU has.
 test-caps: $(VENV)/.dev

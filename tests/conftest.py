@@ -103,6 +103,12 @@ NUMERIC = {
 """Test files that compute in 16 bits: marked `numeric`."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those marked `gpu`: they compare with a CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, Any, list[pytest.Collector]]:
     """Look for no examples in docstrings of tests."""
@@ -120,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("numeric")
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="no CUDA device")
+    skip = pytest.mark.skip(reason="no CUDA device, or not run by `-m gpu`")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)

@@ -175,6 +175,8 @@ def different(ours: list[Outcome], theirs: list[Outcome]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+@pytest.mark.filterwarnings("ignore:Using torch.cross without")
 @pytest.mark.usefixtures("_everything_installed")
 @pytest.mark.parametrize(
     ("way", "low"), [*((way, "bf16") for way in WAYS), ("default", "fp16")]

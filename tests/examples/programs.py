@@ -47,7 +47,7 @@ class Program:
 
         apex's O1 changes torch for good; Accelerate has one state a process.
         """
-        left_behind = "amp.initialize", "accelerate", "transformers"
+        left_behind = "amp.initialize", "accelerate", "transformers", "CUDAGraph"
         return self.form == "run" or any(name in self.text for name in left_behind)
 
     @property

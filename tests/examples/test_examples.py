@@ -49,7 +49,8 @@ def output(program: Program) -> str:
         return program.run()
     with program.file() as file:
         if program.needs_torchrun:
-            ended = run_ranks(str(file), timeout=300)
+            processes = min(2, torch.cuda.device_count()) or 2
+            ended = run_ranks(str(file), processes=processes, timeout=300)
         else:
             variable = "bf16" if program.form == "run" else ""
             ended = run_forked(str(file), environments=[{"HALFSTEP": variable}])
@@ -109,6 +110,18 @@ def test_with_a_loss_scale(program: Program) -> None:
     if program.folder in NO_FP16:
         pytest.skip(NO_FP16[program.folder])
     check_same_end(program, "float16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("program", AFTERS, ids=lambda p: f"{p.folder}-{p.form}")
+def test_on_a_gpu(program: Program) -> None:
+    """Law: the same on a GPU, where the format is fp16."""
+    if program.folder in {"apex", "ddp_several_devices"}:
+        pytest.skip("it needs apex, or several GPUs")
+    if program.folder == "overflow":
+        check_overflow(program)
+    else:
+        check_same_end(program, "bfloat16")
 
 
 @pytest.mark.parametrize("folder", programs.folders())

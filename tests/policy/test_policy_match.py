@@ -200,6 +200,15 @@ def test_a_glob_for_all() -> None:
             assert "Tensor" in str(call._schema).split("->", maxsplit=1)[0], name
 
 
+def test_kernels_without_a_schema() -> None:
+    """Law: a kernel for an operation that is not defined hides no others."""
+    library = torch.library.Library("halfstep_orphan", "IMPL")
+    library.impl("nowhere", lambda x: x, "CPU")
+    assert "halfstep_orphan::nowhere" in torch._C._dispatch_get_all_op_names()
+    assert ops("halfstep_orphan::*") == ()
+    library._destroy()
+
+
 def test_operations_registered_later(library: str) -> None:
     """Law: operations registered later are seen, named with their namespace."""
     both = (f"{library}::smooth", f"{library}::smooth.twice")

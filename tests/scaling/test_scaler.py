@@ -49,8 +49,9 @@ class Twin:
         if bad:
             self.clean = 0
             self.skips += 1
-            self.left -= 1
-            if self.left <= 0:
+            if self.left > 1:
+                self.left -= 1
+            else:
                 lower = self.scale * rule.backoff_factor
                 self.scale = fp32(max(lower, rule.min_scale))
         else:

@@ -71,11 +71,10 @@ class DelayedScalars:
             for v in values:
                 host_values += [float(v)] if v.numel() == 1 else v.flatten().tolist()
             return host_values
-        flat_values = [
-            to_device_async(v.reshape(-1), device).to(torch.float32) for v in values
-        ]
-        host = torch.empty(sum(v.numel() for v in flat_values), pin_memory=True)
-        host.copy_(torch.cat(flat_values), non_blocking=True)
+        # `cat` promotes dtypes: few launches, as this is on every step.
+        flat = torch.cat([to_device_async(v.reshape(-1), device) for v in values])
+        host = torch.empty(flat.numel(), pin_memory=True)
+        host.copy_(flat.to(torch.float32), non_blocking=True)
         self._pending.append((host, _record_event(device)))
         if len(self._pending) <= DELAY_STEPS:
             return None

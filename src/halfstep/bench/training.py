@@ -429,8 +429,10 @@ def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
 
 def count_casts(call: Callable[[], object]) -> int:
     """Return how many tensors a call copies to another dtype."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with without_kineto_log(), torch.profiler.profile(activities=activities) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    # Without acc_events torch 2.11 warns that events of earlier cycles are lost.
+    watch = torch.profiler.profile(activities=cpu, acc_events=True)
+    with without_kineto_log(), watch as profile:
         call()
     return sum(event.name == "aten::_to_copy" for event in profile.events() or ())
 

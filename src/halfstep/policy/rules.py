@@ -370,7 +370,10 @@ def _all_op_names() -> list[str]:
 def _is_functional(op: str) -> bool:
     """Return whether an operation takes tensors, writes to none, returns no view."""
     name, _, overload = op.partition(".")
-    schema = torch._C._get_schema(name, overload)  # noqa: SLF001
+    try:
+        schema = torch._C._get_schema(name, overload)  # noqa: SLF001
+    except RuntimeError:  # a library may register kernels of an operation it lacks
+        return False
     takes = any(str(argument.type) in _TENSORS for argument in schema.arguments)
     writes = any(
         argument.alias_info and argument.alias_info.is_write

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep._torch import async_read
 from halfstep._torch.async_read import DelayedScalars
-from halfstep.errors import UserError, require, require_type
+from halfstep.errors import UserError, require, require_type, warn_caller
 from halfstep.nonfinite import optimizer_eps
 from halfstep.nonfinite.graph import find_in_graph, nodes_of
 from halfstep.nonfinite.origin import BadOp
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from halfstep.policy.rules import Policy
     from halfstep.scaling.loss_scale import ScaleRule, ScaleState
     from halfstep.scaling.step_report import NonFiniteParam
+
+_CAPTURED = (
+    "the update of the loss scale is captured in a CUDA graph: replays change the "
+    "scale, but no skipped step and no collapse is reported; read get_scale()."
+)
 
 MAX_OVERFLOWS_AT_MIN_SCALE = 10
 """Consecutive overflows at the minimum scale that end the run. More than one, since a
@@ -273,10 +278,11 @@ class CollapseMonitor:
 
         Unscaling then enlarges gradients and can itself overflow.
         """
-        return (
-            rule.min_scale < 1
-            and self._last_read_scale * rule.backoff_factor**self._steps_unread < 1
-        )
+        if rule.min_scale >= 1:
+            return False
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            return True  # in some replay
+        return self._last_read_scale * rule.backoff_factor**self._steps_unread < 1
 
     def on_external_set(self, scale: float = 0.0) -> None:
         """Record that the scale was set by other code; 0: the value is unknown."""
@@ -307,6 +313,11 @@ class CollapseMonitor:
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
+        if scale_used.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._loss = self._loss_sum = None
+            self.on_external_set()  # by each replay
+            warn_caller(_CAPTURED)
+            return
         self._steps_unread += 1
         loss, loss_sum = self._loss, self._loss_sum
         if loss is None or loss.numel() != 1 or loss.is_complex():

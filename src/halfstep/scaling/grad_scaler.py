@@ -175,6 +175,8 @@ class GradScaler(TorchGradScaler):
             main.monitor.on_external_set(set_to)
             main.proposal = None
         main.set_state(scale, clean)
+        if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.call_order_watch = None  # it reads weights, which a capture refuses
         return main
 
     def scale(self, outputs: Any) -> Any:
@@ -210,7 +212,7 @@ class GradScaler(TorchGradScaler):
             scale.copy_(main.state.scale)
             clean.copy_(main.state.clean_steps)
             main.set_state(scale, clean)
-            self._host_scale.mark_written(scale)
+        self._host_scale.mark_written(scale)
 
     def _name_of(self, param: Tensor) -> str:
         return name_of(param, optimizers_of(self._last_grads))
@@ -476,8 +478,10 @@ class GradScaler(TorchGradScaler):
         culprits: Callable[[], tuple[NonFiniteParam, ...]]
         culprits = partial(remaining_nonfinite, self._last_grads)
         if main.monitor.needs_names(found_inf.device):
-            pairs = [part.gradients() or [] for part in self._last_grads]
-            culprits = deferred_nonfinite([pair for part in pairs for pair in part])
+            pairs = [p for part in self._last_grads for p in part.gradients() or ()]
+            culprits = deferred_nonfinite(
+                [name for name, _ in pairs], [grad for _, grad in pairs]
+            )
         try:
             self._loss_scalers.update(found_inf, culprits)
         finally:

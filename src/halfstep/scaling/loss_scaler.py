@@ -39,7 +39,7 @@ def advance(
     With s the scale, c the clean steps, h the hysteresis left, and s' the next s::
 
         overflow, h > 1          s' = s                         c' = 0       h' = h - 1
-        overflow, h <= 1         s' = max(s * backoff, floor)   c' = 0       h' = h - 1
+        overflow, h <= 1         s' = max(s * backoff, floor)   c' = 0       h' = h
         clean, c + 1 >= window   s' = min(s * growth, ceiling)  c' = 0       h' = full
         clean                    s' = s                         c' = c + 1   h' = h
 
@@ -74,10 +74,13 @@ def advance(
         # Reading is free, and thirty tensor operations on one number cost more than
         # checking a thousand gradients.
         return _advance_on_host(state, bool(found_inf), rule, proposal)
+    has_kernel = state.scale.device.type in {"cpu", "cuda"}
+    if has_kernel and rule.hysteresis == 1 and proposal is None:
+        return _advance_by_kernel(state, found_inf, rule)
     overflowed = found_inf.to(state.scale.device) > 0
     # In double and rounded once, as in torch's kernel; MPS has no double.
     scale = state.scale if state.scale.is_mps else state.scale.double()
-    left = state.hysteresis_left - overflowed.int()
+    left, holds = state.hysteresis_left, state.hysteresis_left > 1
     clean = torch.where(overflowed, 0, state.clean_steps + 1)
     grow = clean >= rule.growth_interval
     lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
@@ -90,13 +93,46 @@ def advance(
     else:
         clean_scale = proposal.to(scale).clamp(rule.min_scale, rule.max_scale)
         lower = torch.minimum(lower, clean_scale)
-    lower = torch.where(left <= 0, torch.minimum(lower, scale), scale)
+    lower = torch.where(holds, scale, torch.minimum(lower, scale))
+    left = left - (overflowed & holds).int()
     refilled = ~overflowed if rule.refill == "clean" else grow
     return ScaleState(
         torch.where(overflowed, lower, clean_scale).float(),
         torch.where(grow, 0, clean).to(torch.int32),
         torch.where(refilled, rule.hysteresis, left).to(torch.int32),
         torch.where(overflowed, state.skips_in_a_row + 1, 0).to(torch.int32),
+    )
+
+
+def _copy_into(state: ScaleState, new: ScaleState) -> ScaleState:
+    for field in fields(ScaleState):
+        getattr(state, field.name).copy_(getattr(new, field.name))
+    return state
+
+
+def _advance_by_kernel(
+    state: ScaleState, found_inf: Tensor, rule: ScaleRule
+) -> ScaleState:
+    """Do the same with torch's kernel: a third of the launches."""
+    scale = state.scale.clone()
+    clean = state.clean_steps.clamp(max=rule.growth_interval - 1)
+    flag = found_inf.to(scale)
+    torch._amp_update_scale_(
+        scale,
+        clean,
+        flag,
+        rule.growth_factor,
+        rule.backoff_factor,
+        rule.growth_interval,
+    )
+    # A loaded scale may be below the minimum or above the maximum.
+    lowest = state.scale.clamp(max=rule.min_scale)
+    highest = None
+    if rule.max_scale < FP32_MAX:
+        highest = state.scale.clamp(min=rule.max_scale)
+    skips = (state.skips_in_a_row + 1).mul_(flag > 0)
+    return ScaleState(
+        scale.clamp_(lowest, highest), clean, state.hysteresis_left, skips
     )
 
 
@@ -120,8 +156,10 @@ def _advance_on_host(
         clean = 0 if grow else clean
     else:
         clean, next_scale = 0, scale
-        left = state.hysteresis_left - 1
-        if left.item() <= 0:
+        left = state.hysteresis_left
+        if left.item() > 1:
+            left = left - 1
+        else:
             next_scale = min(max(scale * rule.backoff_factor, rule.min_scale), scale)
             if proposal is not None:
                 proposed = min(max(proposal.item(), rule.min_scale), rule.max_scale)
@@ -296,7 +334,7 @@ class LossScaler:
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        scale_used = self.state.scale
+        before, scale_used = self.state, self.state.scale
         if self.strategy is not None:
             self.strategy.on_found_inf(self.state, found_inf)
         self.state = advance(self.state, found_inf, self.rule, self.proposal)
@@ -305,6 +343,9 @@ class LossScaler:
             in_a_row = self.state.skips_in_a_row * was_skipped
             self.state = replace(self.state, skips_in_a_row=in_a_row)
         self.proposal = None
+        if scale_used.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A CUDA graph repeats its kernels, on the same tensors.
+            self.state = _copy_into(before, self.state)
         self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,6 +382,7 @@ class LossScaler:
         for field in fields(ScaleState):
             current = getattr(self.state, field.name)
             loaded[field.name] = torch.full_like(current, state[field.name])
+        loaded["hysteresis_left"].clamp_(1, self.rule.hysteresis)
         if self.rule.backoff_factor == 1:
             loaded["scale"] = self.state.scale  # a fixed scale is the rule's
         is_same = state.get("strategy", "backoff") == self.rule.strategy
@@ -364,5 +406,5 @@ def _history_from(state: dict[str, Any]) -> StepHistory:
 
 
 def inverse_scale(scale: Tensor) -> Tensor:
-    """Return 1 / scale, divided in double and rounded once, as in torch."""
-    return scale.reciprocal() if scale.is_mps else scale.double().reciprocal().float()
+    """Return 1 / scale in fp32: the bits of torch, which rounds a double's quotient."""
+    return scale.reciprocal()

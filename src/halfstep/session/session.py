@@ -235,7 +235,8 @@ class Session:
         window.num_passes += not name
         try:
             if passes is None:
-                self._run_backward(scaler.scale(loss / window.size), second_pass)
+                share = loss / window.size if window.size > 1 else loss
+                self._run_backward(scaler.scale(share), second_pass)
             else:
                 self._run_checked(passes, loss, name, scaler)
         except Exception as error:
@@ -629,11 +630,11 @@ class Session:
         # Read now: clipping and clearing destroy the gradients.
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
         if on_device or found_inf:
-            named_grads = list(zip(map(self._name, params), grads, strict=True))
+            names = map(self._name, params)
             culprits = (
-                deferred_nonfinite(named_grads)
+                deferred_nonfinite(names, grads)
                 if on_device
-                else Constant(find_nonfinite_params(named_grads))
+                else Constant(find_nonfinite_params(zip(names, grads, strict=True)))
             )
         report = StepReport(
             self._num_attempted + 1,

@@ -94,7 +94,9 @@ def watched(
 ) -> Timeline:
     """Run steps under the profiler and return the shortest, the least disturbed."""
     plain, device = _calls(), "cuda" if cuda else None
-    with without_kineto_log(), watch(record_shapes=True, use_device=device) as seen:
+    # Without use_kineto there are no events of kernels.
+    watching = watch(record_shapes=True, use_device=device, use_kineto=cuda)
+    with without_kineto_log(), watching as seen:
         slower = _calls() - plain
         for _ in range(times):
             with record_function(_STEP):
