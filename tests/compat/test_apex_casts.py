@@ -135,35 +135,26 @@ def ran(program: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, 
     return out.dtype, x.grad.dtype
 
 
-@pytest.mark.usefixtures("_casts")
-@DTYPES
-@pytest.mark.parametrize("name", HALVES)
-def test_half_list(name: str, dtype: torch.dtype) -> None:
-    """Law: products come out in fp16; gradients in the dtype of their tensor."""
-    assert ran(*HALVES[name], dtype) == (HALF, dtype)
+PROGRAMS = HALVES | FLOATS | MATCHES
 
 
 @pytest.mark.usefixtures("_casts")
 @DTYPES
-@pytest.mark.parametrize("name", FLOATS)
-def test_float_list(name: str, dtype: torch.dtype) -> None:
-    """Law: sums, ranges and losses come out in fp32; gradients as their tensor."""
-    assert ran(*FLOATS[name], dtype) == (FLOAT, dtype)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_lists(name: str, dtype: torch.dtype) -> None:
+    """Law: products come out in fp16; sums, ranges and losses in fp32; others as is.
 
-
-@pytest.mark.usefixtures("_casts")
-@DTYPES
-@pytest.mark.parametrize("name", MATCHES)
-def test_match_list(name: str, dtype: torch.dtype) -> None:
-    """Law: the rest comes out as it went in."""
-    assert ran(*MATCHES[name], dtype) == (dtype, dtype)
+    Gradients have the dtype of their tensor.
+    """
+    out = HALF if name in HALVES else FLOAT if name in FLOATS else dtype
+    assert ran(*PROGRAMS[name], dtype) == (out, dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("name", ["linear", "pow", "softmax"])
 def test_without_casts_all_match(name: str, dtype: torch.dtype) -> None:
     """Law: before initialize, and while disabled, nothing is cast: the twin."""
-    program, shape = (HALVES | FLOATS)[name]
+    program, shape = PROGRAMS[name]
     if isinstance(program, nn.Module):
         program = nn.Linear(4, 3).to(dtype)
     assert ran(program, shape, dtype) == (dtype, dtype)

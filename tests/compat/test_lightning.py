@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from small_training import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -79,13 +80,6 @@ def trained(*plugins: MixedPrecision, **options: Any) -> Module:
     module = Module()
     trainer(*plugins, **options).fit(module)
     return module
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(one.values(), other.values(), strict=True)
-    )
 
 
 @pytest.mark.parametrize(("level", "word"), [("O0", "32-true"), ("O1", "bf16-mixed")])

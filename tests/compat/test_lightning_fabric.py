@@ -15,13 +15,13 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
+from small_training import same
 from tests.compat.test_lightning import (
     SCALE,
     STEPS,
     Module,
     batches,
     net,
-    same,
     trainer,
     weights_of_session,
 )

@@ -1,15 +1,33 @@
-"""What people report is explained or impossible, and what cures it is seen to work."""
+"""What people report is explained or impossible, and what cures it is seen to work.
+
+Programs that are well are accused of nothing. The script that asks other tools about
+the same programs counts right.
+"""
 
 from __future__ import annotations
 
 import re
+import warnings
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from benchmarks import field
 from tests.field.healthy import HEALTHY
 from tests.field.healthy import load as load_healthy
-from tests.field.report import HALFSTEP, PAGE, REPORTS, TORCH, Report, load
+from tests.field.report import HALFSTEP, PAGE, REPORTS, SPEED_RULES, TORCH, Report, load
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tests.field.report import Amp, Program
+
+    from halfstep.reporting.finding import Finding
 
 load()
+load_healthy()
 EACH = pytest.mark.parametrize("report", REPORTS.values(), ids=lambda each: each.name)
 
 
@@ -40,7 +58,6 @@ def test_the_cure_works(report: Report) -> None:
 
 def test_the_page_counts_its_rows() -> None:
     """Law: 95 in 100 are explained; the page says how many there are, and are not."""
-    load_healthy()
     kinds = len(REPORTS)
     unexplained = sum(not each.is_explained for each in REPORTS.values())
     assert unexplained <= 0.05 * kinds
@@ -59,3 +76,85 @@ def test_links_say_where_they_lead() -> None:
     assert len(threads) >= len(REPORTS)
     for text, repository, number in threads:
         assert text == f"{repository}#{number}"
+
+
+MODELS = [
+    name
+    for name, build in HEALTHY.items()
+    if "models" in getattr(build, "__module__", "")
+]
+"""Programs with what `hs.check` needs."""
+
+
+def program(name: str, amp: Amp) -> Program:
+    torch.manual_seed(0)
+    return HEALTHY[name](amp)
+
+
+def accusations(findings: Iterable[Finding]) -> list[str]:
+    """Return what is said to be wrong; the speed of a small program is not asked."""
+    return [
+        f"{one.rule}: {one}"
+        for one in findings
+        if one.severity != "note" and one.rule not in SPEED_RULES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "amp"),
+    [
+        *((name, TORCH) for name in HEALTHY),
+        *((name, HALFSTEP) for name in HEALTHY if name not in MODELS),
+    ],
+)
+def test_diagnose_accuses_no_healthy_program(name: str, amp: Amp) -> None:
+    """Law: as it is, and loops with our classes, too."""
+    healthy = program(name, amp)
+    diagnosis = hs.diagnose(healthy.step, **healthy.given)
+    assert accusations(diagnosis.findings) == []
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_the_classes_warn_of_no_healthy_program(name: str) -> None:
+    """Law: a warning would be an error here; and what it trains is well afterwards."""
+    healthy = program(name, HALFSTEP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            healthy.step()
+    tensors = healthy.model.parameters()
+    assert all(bool(each.isfinite().all()) for each in tensors)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_check_accuses_no_healthy_model(name: str) -> None:
+    """Law: before training, of models that are trained by torch's own loop."""
+    healthy = program(name, TORCH)
+    report = hs.check(healthy.model, **healthy.check)
+    assert report.good
+    # A dynamic scale that begins too high settles, so this is no accusation.
+    serious = [one for one in report.findings if one.rule != "loss scale"]
+    assert accusations(serious) == []
+
+
+def test_torch_names_what_its_error_names() -> None:
+    """Law: a tool is believed by its words; the cause is another matter."""
+    answer = field.answer(REPORTS["bilinear"])
+    assert answer.named == (True, True, True, True)
+    assert answer.occurs
+    assert answer.explained
+
+
+def test_what_torch_does_silently_only_ours_names() -> None:
+    """Law: nobody names what no tool but ours looks at."""
+    answer = field.answer(REPORTS["statistics_after_overflow"])
+    assert answer.named == (False, False, False, True)
+
+
+def test_the_page_counts_answers_by_area() -> None:
+    """Law: a row an area and one for all, with the command that made it."""
+    answers = [field.answer(REPORTS[name]) for name in ("bilinear", "index_add")]
+    page = field.page(answers, "the command")
+    assert "| Dtype error | 2 | 2 | 2 | 2 | 2 | 0 | 2 |" in page
+    assert "| all | 2 | 2 | 2 | 2 | 2 | 0 | 2 |" in page
+    assert "the command" in page

@@ -13,6 +13,7 @@ from session_cases import any_machine  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
@@ -53,19 +54,19 @@ def start(name: str, kind: str) -> Session:
     for group in optimizer.param_groups:
         if isinstance(group.get("eps"), float):
             group["eps"] = 2.0**-10  # fp16 rounds 1e-8 to 0
-    scale = 8.0 if dtype == "fp16" else "none"
+    scale = ScaleRule(init_scale=16.0) if dtype == "fp16" else "none"
     more = {"master": master} if level == "O2" else {}
     return hs.prepare(model, optimizer, level, dtype=dtype, loss_scale=scale, **more)
 
 
-def go(session: Session, *steps: int) -> None:
+def go(session: Session, *steps: int, factor: float = 1.0) -> None:
     for step in steps:
         draw = torch.Generator().manual_seed(step)
         x, y = (torch.randn(5, size, generator=draw) for size in (6, 3))
         with session.autocast():
             loss = nn.functional.mse_loss(session.model(x).float(), y)
-        session.backward(loss)
-        assert session.step().applied
+        session.backward(loss * factor)
+        assert session.step().applied == (factor == 1)
 
 
 def everything(session: Session) -> Any:
@@ -95,14 +96,21 @@ def test_every_optimizer_is_here() -> None:
     thinned({n: (n,) for n in OPTIMIZERS}, {k: (k,) for k in KINDS}, 4),
 )
 def test_resumed_is_uninterrupted(name: str, kind: str) -> None:
-    """Law: four steps, a file, a new session, three steps: seven steps to the bit."""
+    """Law: four steps, a skip, a file, a new session, three steps: as at one go."""
     whole, first, second = (start(name, kind) for _ in range(3))
-    go(whole, *range(7))
-    go(first, *range(4))
-    second.load_state_dict(saved(first))
+    for session in (whole, first):
+        go(session, *range(4))
+        go(session, 4, factor=torch.inf)
+    go(whole, *range(4, 7))
+    state = saved(first)
+    assert [state["level"], state["dtype"]] == kind.split()[:2]
+    second.load_state_dict(state)
     same(everything(second), everything(first))
+    assert (second.steps_applied, second.steps_skipped) == (4, 1)
     go(second, *range(4, 7))
     same(everything(second), everything(whole))
+    scales = [session.state_dict()["scales"] for session in (whole, second)]
+    assert scales[0] == scales[1]
 
 
 @pytest.mark.parametrize("to", ["O1 bf16 fp32", "O2 bf16 kahan", "O3 bf16 none"])
