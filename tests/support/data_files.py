@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,16 @@ def write(name: str, content: str | bytes) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def cells(table: str) -> list[list[str]]:
+    """Return what a table holds: a case a line, " | " between, escaped as in Python."""
+    rows = [re.split(r" ?\| ", row) for row in table.strip("\n").splitlines()]
+    return [[_unescaped(cell) for cell in row] for row in rows]
+
+
+def _unescaped(cell: str) -> str:
+    return cell.encode("latin-1", "backslashreplace").decode("unicode_escape")
 
 
 def tree(root: Path) -> dict[str, bytes | None]:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from data_files import in_tmp_path, refused, write  # noqa: F401
+from data_files import cells, in_tmp_path, refused, write  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +173,7 @@ ARRAY_FORM = 'each entry is ["text", label] or {"text": "...", "label": ...}.'
 CUT = "a character is cut in half (a lone surrogate); fix or drop it."
 WANG = "\u738b" * 50
 ODD = "\u738b\\u200b\\ud83d\\n"
+RAW = "\\u738b\u200b\\ud83d\\n"
 NO_LABEL = "a label is a number or a word."
 
 
@@ -185,10 +186,7 @@ NO_LABEL = "a label is a number or a word."
         ('["x", 1, 2]', f'["x", 1, 2] is not a text and its label; {FORM}'),
         ("17", f"17 is not a text and its label; {FORM}"),
         (f'"{"x" * 50}"', f'"{"x" * 39}... is not a text and its label; {FORM}'),
-        (
-            '["\\u738b\u200b\\ud83d\\n"]',
-            f'["{ODD}"] is not a text and its label; {FORM}',
-        ),
+        (f'["{RAW}"]', f'["{ODD}"] is not a text and its label; {FORM}'),
         (f'["{WANG}"]', f'["{WANG[:38]}... is not a text and its label; {FORM}'),
         ("[17, 1]", "text is 17; a text is a string."),
         ("[null, 1]", "text is null; a text is a string."),
@@ -274,7 +272,7 @@ TWO_COLUMNS = "{} columns are named '{}'; rename all but one."
 BLANK = "text is blank; give it words or drop the row."
 
 
-def cells(count: int, head: int, line: int, delimiter: str) -> str:
+def uneven(count: int, head: int, line: int, delimiter: str) -> str:
     """Return the fault of a row whose cells are not as many as in the first."""
     return (
         f"cell count is {count}, but {head} in line {line}; "
@@ -285,9 +283,9 @@ def cells(count: int, head: int, line: int, delimiter: str) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "line", "fault"),
     [
-        ("a.csv", "text,label\nx,1\n\ny\n", 4, cells(1, 2, 1, "','")),
-        ("a.csv", "text,label\nwell, well,1\n", 2, cells(3, 2, 1, "','")),
-        ("a.tsv", "\nx\t1\ny\t\t1\n", 3, cells(3, 2, 2, r"'\t'")),
+        ("a.csv", "text,label\nx,1\n\ny\n", 4, uneven(1, 2, 1, "','")),
+        ("a.csv", "text,label\nwell, well,1\n", 2, uneven(3, 2, 1, "','")),
+        ("a.tsv", "\nx\t1\ny\t\t1\n", 3, uneven(3, 2, 2, r"'\t'")),
         ("a.csv", "x\ny\n", 1, HEADER),
         ("a.csv", "sentence,label\nx,sad\n", 1, HEADER),
         ("a.csv", "\nText,emotion\nx,sad\n", 2, HEADER),
@@ -334,11 +332,7 @@ NOT_UTF8 = " line {} is not UTF-8: byte 0x{} at offset {}; save it as UTF-8."
         ("a.csv", b"x,1\ny,2\n\xba\xc3,3\n", NOT_UTF8.format(3, "ba", 8)),
         ("a.csv", b"\xef\xbb\xbfx,\xff\n", NOT_UTF8.format(1, "ff", 5)),
         ("a.csv", b"\xff\xfet\0e\0x\0t\0", NOT_UTF8.format(1, "ff", 0)),
-        (
-            "a.tsv",
-            b"x\t1\ny\0\t2\n",
-            " line 2 holds a NUL byte; save it as UTF-8 plain",
-        ),
+        ("a.tsv", b"x\t1\ny\0\t2\n", " line 2 holds a NUL byte; save it as UTF-8 pl"),
         ("a.json", " [ ]\n", f" holds no rows; {ARRAY_FORM}"),
         ("a.jsonl", "\n \n", f" holds no rows; {FORM}"),
         ("a.ndjson", "", f" holds no rows; {FORM}"),
@@ -361,28 +355,17 @@ def test_a_text_file_is_for_entities() -> None:
     )
 
 
-NOT_NAMED = "no column is named"
+NOT_THERE = r"""
+a.csv | id,stars\n1,2\n | line 1: no column is named 'review' in ["id", "stars
+a.csv | id, Reviews,stars\n1,2,3\n | line 1: no column is named 'review' in ["id
+a.tsv | \nreview\nx\n | line 2: no column is named 'stars' in\x20
+a.csv | Review,review,stars\nx,y,1\n | line 1: 2 columns are named\x20
+a.json | [["x", 1]] | line 1 entry 1: ["x", 1] lacks 'review';\x20
+a.jsonl | {"review": 1, "star": 1} | line 1: {"review": 1, "star": 1} lac
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "a.csv",
-            "id,stars\n1,2\n",
-            f'line 1: {NOT_NAMED} \'review\' in ["id", "stars',
-        ),
-        (
-            "a.csv",
-            "id, Reviews,stars\n1,2,3\n",
-            f"line 1: {NOT_NAMED} 'review' in [\"id",
-        ),
-        ("a.tsv", "\nreview\nx\n", f"line 2: {NOT_NAMED} 'stars' in "),
-        ("a.csv", "Review,review,stars\nx,y,1\n", "line 1: 2 columns are named "),
-        ("a.json", '[["x", 1]]', "line 1 entry 1: [\"x\", 1] lacks 'review'; "),
-        ("a.jsonl", '{"review": 1, "star": 1}', 'line 1: {"review": 1, "star": 1} lac'),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), cells(NOT_THERE))
 def test_columns_that_are_not_there(name: str, content: str, message: str) -> None:
     """Law: a column that was named and is not there is refused, with those that are."""
     path = write(name, content)

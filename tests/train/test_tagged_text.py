@@ -6,7 +6,7 @@ from itertools import chain, product
 from pathlib import Path
 
 import pytest
-from data_files import in_tmp_path, refused, write  # noqa: F401
+from data_files import cells, in_tmp_path, refused, write  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -193,51 +193,35 @@ BEGIN = "begin with B-X, or S-X for a single token."
 SCHEMES = "tag S-X is of BMES or BIOES, but IOB2 began in line 3; use one scheme in"
 
 
-@pytest.mark.parametrize(
-    ("content", "line", "fault"),
-    [
-        ("a O\nb I-X\n", 2, f"tag I-X cannot follow O; {IOB1}"),
-        ("\na I-X\n", 2, f"tag I-X cannot begin a sentence; {IOB1}"),
-        ("a B-Y\nb I-X\n", 2, f"tag I-X cannot follow B-Y; {IOB1}"),
-        ("a O\nb M-X\nc E-X\n", 2, f"tag M-X cannot follow O; {BEGIN}"),
-        ("a S-X\nb E-X\n", 2, f"tag E-X cannot follow S-X; {BEGIN}"),
-        ("a B-X\nb E-Y\n", 2, "tag E-Y cannot follow B-X, which is unclosed; put E-X."),
-        (
-            "a B-X\nb M-X\nc O\n",
-            3,
-            "tag O cannot follow M-X, which is unclosed; put M-",
-        ),
-        (
-            "a B-X\nb E-X\n\nc B-X\n\nd O",
-            4,
-            "the sentence ends after B-X, which is unc",
-        ),
-        ("a O\n\nb B-X\n\nc S-X\n", 5, SCHEMES),
-        (
-            "a B-X\nb M-X\nc E-X\nd B-X\ne I-X\nf E-X",
-            5,
-            "tag I-X stands beside M in li",
-        ),
-        ("a O\nb U-X\n", 2, f"tag 'U-X' is unknown; {A_TAG}"),
-        ("a B-\n", 1, f"tag 'B-' is unknown; {A_TAG}"),
-        ("a b-X\n", 1, f"tag 'b-X' is unknown; {A_TAG}"),
-        ("a PER\n", 1, f"tag 'PER' is unknown; {A_TAG}"),
-        ("a O\nb\n", 2, f'"b" is the only column; {TOKENS}'),
-        ("a\tO\nb\t\n", 2, f'"b" is the only column; {TOKENS}'),
-        ("  O\n", 1, f'"O" is the only column; {TOKENS}'),
-        (
-            "a O\nNew York O\n",
-            2,
-            "column count is 3, but 2 in line 1; put tabs round a",
-        ),
-        ("a\tO\n\tO\n", 2, 'token "" has no width; drop the line.'),
-        ("a O\n\u200b O\n", 2, r'token "\u200b" has no width; drop the line.'),
-        ("a O\rb O\r", 1, "a carriage return stands inside the line; end lines with "),
-        ("a O\n\n\u3000 O\n", 3, "text is blank; give it words or drop it."),
-        ("a O\nb O\n \tB-X\n", 1, f'entity X " " {EDGES}'),
-    ],
-)
-def test_a_bad_line_is_refused(content: str, line: int, fault: str) -> None:
+BAD = rf"""
+a O\nb I-X\n | 2 | tag I-X cannot follow O; {IOB1}
+\na I-X\n | 2 | tag I-X cannot begin a sentence; {IOB1}
+a B-Y\nb I-X\n | 2 | tag I-X cannot follow B-Y; {IOB1}
+a O\nb M-X\nc E-X\n | 2 | tag M-X cannot follow O; {BEGIN}
+a S-X\nb E-X\n | 2 | tag E-X cannot follow S-X; {BEGIN}
+a B-X\nb E-Y\n | 2 | tag E-Y cannot follow B-X, which is unclosed; put E-X.
+a B-X\nb M-X\nc O\n | 3 | tag O cannot follow M-X, which is unclosed; put M-
+a B-X\nb E-X\n\nc B-X\n\nd O | 4 | the sentence ends after B-X, which is unc
+a O\n\nb B-X\n\nc S-X\n | 5 | {SCHEMES}
+a B-X\nb M-X\nc E-X\nd B-X\ne I-X\nf E-X | 5 | tag I-X stands beside M in li
+a O\nb U-X\n | 2 | tag 'U-X' is unknown; {A_TAG}
+a B-\n | 1 | tag 'B-' is unknown; {A_TAG}
+a b-X\n | 1 | tag 'b-X' is unknown; {A_TAG}
+a PER\n | 1 | tag 'PER' is unknown; {A_TAG}
+a O\nb\n | 2 | "b" is the only column; {TOKENS}
+a\tO\nb\t\n | 2 | "b" is the only column; {TOKENS}
+\x20 O\n | 1 | "O" is the only column; {TOKENS}
+a O\nNew York O\n | 2 | column count is 3, but 2 in line 1; put tabs round a
+a\tO\n\tO\n | 2 | token "" has no width; drop the line.
+a O\n\u200b O\n | 2 | token "\\u200b" has no width; drop the line.
+a O\rb O\r | 1 | a carriage return stands inside the line; end lines with\x20
+a O\n\n\u3000 O\n | 3 | text is blank; give it words or drop it.
+a O\nb O\n \tB-X\n | 1 | entity X " " {EDGES}
+"""
+
+
+@pytest.mark.parametrize(("content", "line", "fault"), cells(BAD))
+def test_a_bad_line_is_refused(content: str, line: str, fault: str) -> None:
     """Law: a tag or token that cannot be names its line, the fault and the cure."""
     assert refusal("a.txt", content).startswith(f"a.txt line {line}: {fault}")
 
@@ -340,27 +324,22 @@ SURROGATE = "a character is cut in half (a lone surrogate); fix or drop it."
 OVERLAP = "entities overlap: {} and X from {} to 4; keep one."
 
 
-@pytest.mark.parametrize(
-    ("entry", "fault"),
-    [
-        ("[1, 2]", f"[1, 2] {NO_TEXT}"),
-        ('{"entities": []}', f'{{"entities": []}} {NO_TEXT}'),
-        ('{"text": "Rome"}', f'{{"text": "Rome"}} {NO_TEXT}'),
-        ('{"text": 3, "entities": []}', f'{{"text": 3, "entities": []}} {NO_TEXT}'),
-        (
-            '{"text": " \\u200b", "entities": []}',
-            "text is blank; give it words or drop",
-        ),
-        ('{"text": "\\ud83d", "entities": []}', SURROGATE),
-        (
-            '{"text": "a\\u0000b", "entities": []}',
-            "it holds a NUL character; remove it.",
-        ),
-    ],
-)
+BAD_OBJECTS = r"""
+[1, 2] | [1, 2] NO TEXT
+{"entities": []} | {"entities": []} NO TEXT
+{"text": "Rome"} | {"text": "Rome"} NO TEXT
+{"text": 3, "entities": []} | {"text": 3, "entities": []} NO TEXT
+{"text": " \\u200b", "entities": []} | text is blank; give it words or drop
+{"text": "\\ud83d", "entities": []} | SURROGATE
+{"text": "a\\u0000b", "entities": []} | it holds a NUL character; remove it.
+"""
+
+
+@pytest.mark.parametrize(("entry", "fault"), cells(BAD_OBJECTS))
 def test_a_bad_object_is_refused(entry: str, fault: str) -> None:
     """Law: an object that cannot be used names its line, the fault and the cure."""
     content = '{"text": "x", "entities": []}\n\n' + entry + "\n"
+    fault = fault.replace("NO TEXT", NO_TEXT).replace("SURROGATE", SURROGATE)
     assert refusal("a.jsonl", content).startswith(f"a.jsonl line 3: {fault}")
 
 
@@ -386,22 +365,18 @@ def test_a_bad_entity_is_refused(entities: str, fault: str) -> None:
     assert refusal("a.jsonl", entry).startswith(f"a.jsonl line 1: {fault}")
 
 
+NO_OBJECTS = f" holds no texts; {OBJECT}"
+LATIN = " line 2 is not UTF-8: byte 0xba at offset 4; save "
+
+
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
         ("a.txt", "", f" holds no texts; {TOKENS}"),
         ("a.conll", "\n-DOCSTART- O\n\n", f" holds no texts; {TOKENS}"),
-        ("a.jsonl", "\n", f" holds no texts; {OBJECT}"),
-        (
-            "a.json",
-            "[]",
-            f" holds no texts; {OBJECT.replace('line holds', 'entry is')}",
-        ),
-        (
-            "a.txt",
-            b"a O\n\xba O\n",
-            " line 2 is not UTF-8: byte 0xba at offset 4; save ",
-        ),
+        ("a.jsonl", "\n", NO_OBJECTS),
+        ("a.json", "[]", NO_OBJECTS.replace("line holds", "entry is")),
+        ("a.txt", b"a O\n\xba O\n", LATIN),
     ],
 )
 def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> None:
