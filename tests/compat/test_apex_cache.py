@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,6 @@ from torch.nn import functional
 
 from halfstep.compat.apex import amp
 from halfstep.compat.apex.state import STATE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HALF, FLOAT = torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
@@ -89,13 +86,8 @@ def test_weights_are_cast_once() -> None:
         with amp.scale_loss(out.float().sum(), optimizer) as scaled:
             scaled.backward()
         assert len(cache) == 0
-
-
-def test_caching_can_be_left_out() -> None:
-    """Law: amp.init(enable_caching=False) casts at each use."""
     handle = amp.init(enable_caching=False)
-    net = nn.Linear(2, 2)
-    net(torch.ones(1, 2)), net(torch.ones(1, 2))
+    net(x)
     (cache,) = handle.caches.values()
     assert cache.misses == 0
 
@@ -206,7 +198,7 @@ def twice(x: Tensor, more: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("way", REGISTER)
 def test_registered(way: str, when: str) -> None:
     """Law: a registered function gets its arguments cast, nested ones too."""
-    register, _, mixed, low = REGISTER[way]
+    register, decorate, mixed, low = REGISTER[way]
     module = types.ModuleType("mine")
     module.twice = twice
     if when == "before":
@@ -223,14 +215,7 @@ def test_registered(way: str, when: str) -> None:
     assert module.twice(half, [full]).dtype == mixed
     STATE.handle.close()
     assert module.twice is twice
-
-
-@pytest.mark.parametrize("way", REGISTER)
-def test_decorated(way: str) -> None:
-    """Law: a decorated function does the same; without casts it is untouched."""
-    _, decorate, mixed, low = REGISTER[way]
-    run: Callable[..., Tensor] = decorate(twice)
-    half, full = torch.ones(2, dtype=HALF), torch.ones(2)
+    run = decorate(twice)  # a decorated function does the same
     assert run(half, [half]).dtype == HALF
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert run(half, [full]).dtype == mixed

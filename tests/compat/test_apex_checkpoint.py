@@ -207,29 +207,19 @@ def test_masters_follow_edits_before_the_first_pass(edit: str) -> None:
 
 
 def test_masters_begin_with_the_fp32_weights() -> None:
-    """Law: initialize loses no bit; the model holds its masters, rounded."""
+    """Law: initialize loses no bit, of moments either; the model holds them rounded."""
     pair = build(0)
+    pair[0](DATA[0]).pow(3).mean().backward()
+    pair[1].step()
     exact = copy.deepcopy(pair[0].state_dict())
+    moments = [s["momentum_buffer"].clone() for s in pair[1].state.values()]
     prepare(pair, "O2", 1)
     assert same(exact, pair[0].state_dict())
+    found = [pair[1].state[p]["momentum_buffer"] for p in amp.master_params(pair[1])]
+    assert same(found, moments)
     step(pair)
     assert torch.equal(exact["conv.weight"], pair[0].state_dict()["conv.weight"])
     assert torch.equal(pair[0].conv.weight, exact["conv.weight"].half())
-
-
-def test_moments_stay_fp32() -> None:
-    """Law: moments loaded before initialize are not rounded on their way to masters."""
-    pair = build(0)
-    train_plain(pair)
-    moments = [s["momentum_buffer"].clone() for s in pair[1].state.values()]
-    prepare(pair, "O2", 1)
-    found = [pair[1].state[p]["momentum_buffer"] for p in amp.master_params(pair[1])]
-    assert same(found, moments)
-
-
-def train_plain(pair: Pair) -> None:
-    pair[0](DATA[0]).pow(3).mean().backward()
-    pair[1].step()
 
 
 def test_state_dicts_are_fp32_copies() -> None:
