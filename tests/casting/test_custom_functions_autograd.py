@@ -276,25 +276,9 @@ def test_exceptions_restore_the_state() -> None:
 # Derivatives
 
 
-def second(product: Callable[..., Tensor], regions: Contexts) -> list[Tensor]:
-    x, w = whole()
-    with entered(regions):
-        y = product(x, w)
-    (first,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
-    return [*torch.autograd.grad(first.sum(), (x, w))]
-
-
 def by_hand(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     """Return x @ w on operands cast by hand."""
     return lambda x, w: x.to(dtype) @ w.to(dtype)
-
-
-@pytest.mark.parametrize("cast_inputs", [None, BF16, FP16])
-def test_double_backward(cast_inputs: torch.dtype | None) -> None:
-    """Law: second derivatives are those of the product of operands cast by hand."""
-    actual = second(with_setup([], cast_inputs).apply, (BF16,))
-    # With no cast of its own the product runs under autocast: in bf16 again.
-    assert_same(actual, second(by_hand(cast_inputs or BF16), ()))
 
 
 def test_once_differentiable() -> None:
