@@ -16,18 +16,8 @@ from halfstep.errors import UserError
 from halfstep.machine import hardware
 
 ECHO = """
-import ctypes, os, signal, subprocess, sys
-
-class Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in
-                "arena ordblks smblks hblks hblkhd usmblks fsmblks "
-                "uordblks fordblks keepcost".split()]
-
-def mapped():
-    # Bytes that malloc has from the system, as itself counts them.
-    mallinfo = ctypes.CDLL(None).mallinfo
-    mallinfo.restype = Mallinfo
-    return mallinfo().arena + mallinfo().hblkhd
+import os, signal, subprocess, sys
+from malloc import mapped
 
 def worker(**task):
     def answer(question):

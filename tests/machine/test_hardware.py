@@ -1,13 +1,12 @@
 """The machine: what is read of it, and its memory."""
 
 import platform
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_forked
 
 from halfstep.machine import Capabilities, Gpu, cpu, hardware
 
@@ -82,19 +81,9 @@ def test_peak_memory_counts_bytes(
 
 
 KEEP = """
-import ctypes
 import torch
 from halfstep import machine
-
-class Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in
-                "arena ordblks smblks hblks hblkhd usmblks fsmblks "
-                "uordblks fordblks keepcost".split()]
-
-def mapped():
-    mallinfo = ctypes.CDLL(None).mallinfo
-    mallinfo.restype = Mallinfo
-    return mallinfo().arena + mallinfo().hblkhd
+from malloc import mapped
 
 def freed():
     held = torch.ones(16 * 2**20)
@@ -107,11 +96,10 @@ print(freed(), machine.keep_memory(), freed())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
-def test_memory_is_kept_when_asked() -> None:
+def test_memory_is_kept_when_asked(tmp_path: Path) -> None:
     """Law: a large tensor's memory goes back to the system, until memory is kept."""
-    done = subprocess.run(
-        [sys.executable, "-c", KEEP], capture_output=True, text=True, check=True
-    )
+    (tmp_path / "keep.py").write_text(KEEP)
+    (done,) = run_forked(str(tmp_path / "keep.py"))
     before, kept, after = done.stdout.split()
     assert int(before) >= 64 * 2**20
     assert (kept, after) == ("True", "0")

@@ -64,47 +64,32 @@ def trainer(**more: Any) -> Any:
 NER = {"task": "ner"}
 NO_ENTITY = "The test texts hold no entity: whatever the model finds there, its F1 is"
 CUT = "where texts are cut: raise --max-length, if the model takes more."
-WIDE = "the 95% confidence interval of {} is up to {} wide; evaluate on more."
+WIDE = "the 95%% confidence interval of %s is up to 0.20 wide; evaluate on more."
+OF = "of the training file cannot be shown exactly by tokens: an ed"
 
 
-@pytest.mark.parametrize(
-    ("just", "more", "said"),
-    [
-        (
-            {},
-            {"repeats": 1},
-            "1 text equals an earlier one: equal texts are in the same",
-        ),
-        (
-            {"dev_counts": (50, 50)},
-            {"dev_counts": (50, 46)},
-            f"dev has 96 distinct texts: {WIDE.format('accuracy', '0.20')}",
-        ),
-        (
-            NER | {"dev_counts": (90, 10)},
-            NER | {"dev_counts": (900, 1)},
-            f"dev has 1 entity of 'b': {WIDE.format('its recall', '0.89')}",
-        ),
-        (NER | {"test_kinds": [{"PER"}]}, NER | {"test_kinds": [set()]}, NO_ENTITY),
-        (
-            {"train": texts(7, 7, 7), "dev": texts(7)},
-            {"train": texts(7, 8, 8), "dev": texts(7)},
-            f"2 of 3 train texts reach 8 tokens, {CUT}",
-        ),
-        ({}, {"dev": texts(7, 8)}, f"1 of 2 dev texts reaches 8 tokens, {CUT}"),
-        # Inexact entities of dev are of another file, or of the same one again.
-        (
-            {"dev": texts(3, inexact=4)},
-            {"train": texts(3, inexact=4)},
-            "4 entities of the training file cannot be shown exactly by tokens: an ed",
-        ),
-        (
-            NER,
-            {"train": texts(3, inexact=1)},
-            "1 entity of the training file cannot be",
-        ),
-    ],
-)
+SAID: list[tuple[Any, Any, str]] = [
+    ({}, {"repeats": 1}, "1 text equals an earlier one: equal texts are in the sa"),
+    ({}, {"dev_counts": (50, 46)}, f"dev has 96 distinct texts: {WIDE % 'accuracy'}"),
+    (
+        NER | {"dev_counts": (90, 10)},
+        NER | {"dev_counts": (900, 1)},
+        f"dev has 1 entity of 'b': {WIDE % 'its recall'}".replace("0.20", "0.89"),
+    ),
+    (NER | {"test_kinds": [{"PER"}]}, NER | {"test_kinds": [set()]}, NO_ENTITY),
+    (
+        {"train": texts(7, 7, 7), "dev": texts(7)},
+        {"train": texts(7, 8, 8), "dev": texts(7)},
+        f"2 of 3 train texts reach 8 tokens, {CUT}",
+    ),
+    ({}, {"dev": texts(7, 8)}, f"1 of 2 dev texts reaches 8 tokens, {CUT}"),
+    # Inexact entities of dev are of another file, or of the same one again.
+    ({"dev": texts(3, inexact=4)}, {"train": texts(3, inexact=4)}, f"4 entities {OF}"),
+    (NER, {"train": texts(3, inexact=1)}, f"1 entity {OF}"),
+]
+
+
+@pytest.mark.parametrize(("just", "more", "said"), SAID)
 def test_what_is_said(just: Any, more: Any, said: str) -> None:
     """Law: each finding has its bound, and says what to do about it beyond."""
     assert data_findings(trainer(**just)) == ()

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import (
-    seal_again,
-    write_letters,
-)
+from data_files import Trap
+from small_training import seal_again, write_letters
 from transformers import BertConfig, BertForSequenceClassification
 
 from halfstep import cli
@@ -131,23 +129,13 @@ def test_code_of_a_model_is_not_run(
     assert not trace.exists()
 
 
-class Reduced:
-    """What leaves a trace when a pickle of it is loaded."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, (str(self.trace), "w")
-
-
 def test_pickled_weights_are_not_run(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: weights in a pickle are loaded as tensors alone, or refused."""
     trace = here / "trace"
     (here / "bert" / "model.safetensors").unlink()
-    torch.save({"weight": Reduced(trace)}, here / "bert" / "pytorch_model.bin")
+    torch.save({"weight": Trap(trace)}, here / "bert" / "pytorch_model.bin")
     assert refusal(capsys, "train", "--model", "bert", *NEW).startswith(
         "--model bert: transformers cannot load that folder: its weights are a pickle "
         "of more than tensors; use safetensors."

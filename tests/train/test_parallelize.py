@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import T5Config, T5ForTokenClassification
 
 from halfstep.distributed.process_group import World
 from halfstep.errors import UserError
@@ -56,27 +57,21 @@ class Nested(nn.Module):
 
 @pytest.mark.usefixtures("_two_processes")
 def test_lists_in_lists() -> None:
-    """Law: blocks inside blocks, lists of lists and shared blocks can be split."""
+    """Law: blocks inside blocks, lists of lists and shared blocks can be split.
+
+    So can a T5, whose blocks hold lists of layers.
+    """
+    shape = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2}
+    t5 = T5ForTokenClassification(T5Config(vocab_size=16, **shape))
     model = Nested()
-    lay_out(model, parallel="fsdp2")
-    assert all(isinstance(param, DTensor) for param in model.parameters())
+    for each in (t5, model):
+        lay_out(each, parallel="fsdp2")
+        assert all(isinstance(param, DTensor) for param in each.parameters())
     inner = model.blocks[0]
     assert isinstance(inner, Block)
     # Each is gathered by itself: the outer block's own group holds its first layer.
     for module in (model, inner, inner.more[0]):
         assert type(module).__name__.startswith("FSDP"), type(module)
-
-
-@pytest.mark.usefixtures("_two_processes")
-def test_a_model_with_lists_in_lists() -> None:
-    """Law: a T5, whose blocks hold lists of layers, can be split."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2
-    )
-    model = transformers.T5ForTokenClassification(config)
-    lay_out(model, parallel="fsdp2")
-    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 def test_one_process_cannot_split() -> None:

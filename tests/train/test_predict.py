@@ -122,7 +122,10 @@ def test_company_does_not_matter(
 
 
 def test_as_they_come(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: texts without end have predictions; no more are read than were said."""
+    """Law: texts without end have predictions; no more are read than were said.
+
+    Gradients stay on for whoever trains in the same program.
+    """
     monkeypatch.setattr(predicting, "_AHEAD", 4)
     read = itertools.count()
     endless = ("ab" * (1 + next(read) % 3) for _ in itertools.repeat(None))
@@ -130,6 +133,7 @@ def test_as_they_come(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> 
     assert next(read) == 0
     assert len(list(itertools.islice(found, 5))) == 5
     assert next(read) == 1 + 8
+    assert torch.is_grad_enabled()
 
 
 def test_the_same_as_in_the_run(finished: Path, predictor: Predictor) -> None:
@@ -167,17 +171,16 @@ def test_entities(tagger: Predictor) -> None:
     ]
 
 
-def test_no_run(tmp_path: Path) -> None:
-    """Law: a folder without a run, or none at all, is refused with what to do."""
+def test_no_run(copy: Path, tmp_path: Path) -> None:
+    """Law: a folder without a run, or none at all, is refused with what to do.
+
+    A run that has checkpoints but no model is to be resumed.
+    """
     for place in (tmp_path, tmp_path / "nothing"):
         assert refusal(place) == (
             f"{place} holds no run: there is no {place / 'model'}; train with --out "
             f"{place}."
         )
-
-
-def test_an_unfinished_run(copy: Path) -> None:
-    """Law: a run that has checkpoints but no model is to be resumed."""
     shutil.move(copy / "model", copy / "elsewhere")
     assert refusal(copy) == (
         f"{copy} is not finished: there is no {copy / 'model'}; train with --resume "
@@ -213,24 +216,16 @@ def test_a_sealed_folder_that_is_no_model(
     assert "Train again" in message
 
 
+BLANK = "it is blank; give at least one character."
+CUT = "a character is cut in half (a lone surrogate); fix or drop it."
+NUL = "it holds a NUL character; remove it."
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [
-        (" \n\u3000", "it is blank; give at least one character."),
-        ("", "it is blank; give at least one character."),
-        ("ab\udcff", "a character is cut in half (a lone surrogate); fix or drop it."),
-        ("ab\0", "it holds a NUL character; remove it."),
-    ],
+    [(" \n\u3000", BLANK), ("", BLANK), ("ab\udcff", CUT), ("ab\0", NUL)],
 )
 def test_bad_texts(predictor: Predictor, bad: str, message: str) -> None:
     """Law: a blank or broken text is refused by its number."""
     line = refused(lambda: list(predictor.predict(["abc", bad])))
     assert line == f"text 2 cannot be used: {message}"
-
-
-def test_modes_are_left_alone(predictor: Predictor) -> None:
-    """Law: predicting leaves gradients on for whoever trains in the same program."""
-    found = predictor.predict(["abc", "abc"])
-    next(found)
-    weight = torch.ones(2, requires_grad=True)
-    assert (weight * 2).requires_grad

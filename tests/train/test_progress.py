@@ -76,23 +76,18 @@ def test_followers_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a terminal gets one line that changes, and says what stays as it is."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
+    """Law: a terminal gets one line that changes, and says what stays as it is.
+
+    A resumed run shows from the start how far it is.
+    """
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "stdout", Terminal())
     show(30)
-    written = terminal.getvalue()
+    written = sys.stdout.getvalue()
     assert "[bold]begins[/bold]\n" in written
     assert re.search(rf"30/30 .*{NUMBERS}", written)
     assert written.count("\n") < 5
-
-
-def test_live_line_after_resuming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a resumed run shows from the start how far it is."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "stdout", Terminal())
     progress(30, 12, leads=True).close()
-    assert "12/30" in terminal.getvalue()
+    assert "12/30" in sys.stdout.getvalue()
