@@ -430,37 +430,25 @@ def test_updates_without_an_optimizer(trained: Any) -> None:
     assert done.stderr.count("no optimizer of torch.optim has stepped yet") == 1
 
 
+def test_a_module_of_a_package(launch: Any, tmp_path: Path) -> None:
+    """Law: `run -m a.b` imports a once, and trains b; at O0 nothing is reported."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "__init__.py").write_text("print('imported')")
+    (tmp_path / "a" / "b.py").write_text(STEPS)
+    done, o0 = (
+        launch("", *RUN, *flags, "-m", "a.b", "0", script=())
+        for flags in ((), ("--level", "O0"))
+    )
+    assert done.stdout == o0.stdout == "imported\nTrue 1\n"
+    assert "O1 bf16: 1 optimizer steps" in done.stderr
+    assert o0.stderr == ""
+
+
 @pytest.mark.parametrize("closing", ["sys.stderr.close()", "sys.stderr = None"])
 def test_a_closed_error_stream(trained: Any, closing: str) -> None:
     """Law: a line that cannot be written ends nothing."""
     done = trained(BEGIN + closing + "\nmodel(x); sys.exit(3)", "bf16")
     assert done.returncode == 3
-
-
-def test_a_package_is_imported_once(launch: Any, tmp_path: Path) -> None:
-    """Law: `run -m a.b` imports a once, as `python -m a.b` does."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "__init__.py").write_text("print('imported')")
-    (tmp_path / "a" / "b.py").write_text("import torch")
-    assert launch("", *RUN, "-m", "a.b", script=()).stdout == "imported\n"
-
-
-def test_a_module_and_the_variable(launch: Any, tmp_path: Path) -> None:
-    """Law: `run -m name` and HALFSTEP=bf16 train alike; with O0 nothing is reported."""
-    (tmp_path / "job.py").write_text(STEPS)
-    by_variable, o0 = (
-        launch(
-            "import runpy; runpy.run_module('job', run_name='__main__')",
-            *flags,
-            words=("0",),
-            HALFSTEP="bf16",
-        )
-        for flags in ((), (*RUN, "--level", "O0"))
-    )
-    as_module = launch("", *RUN, "-m", "job", "0", script=())
-    for done in (by_variable, as_module):
-        assert "O1 bf16: 1 optimizer steps" in done.stderr
-    assert o0.stderr == ""
 
 
 OWN = {
