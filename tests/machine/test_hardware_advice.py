@@ -58,28 +58,17 @@ def slow(share: str, where: str) -> Recommendation:
     return Recommendation("O0", "fp32", reason)
 
 
-NONE = "(no bf16 instructions)"
+NONE, CC = "(no bf16 instructions)", "cuda (compute capability {})"
+BF16 = "cpu (AVX512-BF16)"
 ADVICE = {
     "AMX": (AMX, rates(2, 8, 2), fast("bf16", "4.0", "cpu (AVX512-BF16, AMX-BF16)")),
     "emulated": (cpu("AVX512"), rates(2, 0.5, 0.02), slow("0.25", f"cpu {NONE}")),
-    "not worth it": (
-        cpu("AVX512-BF16"),
-        rates(2, 2.9, 2),
-        slow("1.45", "cpu (AVX512-BF16)"),
-    ),
+    "not worth it": (cpu("AVX512-BF16"), rates(2, 2.9, 2), slow("1.45", BF16)),
     "flags unknown": (cpu(), rates(2, 6, 2), fast("bf16", "3.0", "cpu")),
     "fp16 on a CPU": (cpu("AVX512-FP16"), rates(2, 2, 8), slow("1.00", f"cpu {NONE}")),
     "GPU 6.1": (gpu(6, 1), rates(10, 10, 20), slow("1.00", f"cuda {NONE}")),
-    "GPU 7.5": (
-        gpu(7, 5),
-        rates(8, 16, 40),
-        fast("fp16", "5.0", "cuda (compute capability 7.5)"),
-    ),
-    "GPU 9.0": (
-        gpu(9, 0),
-        rates(50, 700, 700),
-        fast("bf16", "14.0", "cuda (compute capability 9.0)"),
-    ),
+    "GPU 7.5": (gpu(7, 5), rates(8, 16, 40), fast("fp16", "5.0", CC.format(7.5))),
+    "GPU 9.0": (gpu(9, 0), rates(5, 70, 70), fast("bf16", "14.0", CC.format(9.0))),
 }
 
 
@@ -132,32 +121,24 @@ def test_advice_is_never_slower(
         assert (advice.dtype == "bf16") == (bf16 / fp32 >= hardware.WORTH_IT)
 
 
-@pytest.mark.parametrize(
-    ("capability", "bf16", "fp16"),
-    [
-        ((6, 1), "", ""),
-        ((7, 0), "", "compute capability 7.0"),
-        ((7, 5), "", "compute capability 7.5"),
-        ((8, 0), "compute capability 8.0", "compute capability 8.0"),
-        ((10, 0), "compute capability 10.0", "compute capability 10.0"),
-    ],
-)
-def test_native_on_a_gpu(
-    capability: tuple[int, int], bf16: str, fp16: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: fp16 tensor cores came with 7.0, bf16 ones with 8.0; 10 is after 8."""
-    plant(monkeypatch, gpu(*capability), RATES)
-    assert (hardware.native("bf16"), hardware.native("fp16")) == (bf16, fp16)
-    assert hardware.native("bf16", "cpu") == "AMX-BF16"
+def test_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: fp16 tensor cores came with 7.0, bf16 ones with 8.0; 10 is after 8.
 
-
-def test_native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: only instruction sets of the format itself count."""
-    plant(monkeypatch, cpu("AVX512", "AVX512-BF16", "NEON-FP16"), RATES)
-    assert hardware.native("bf16") == "AVX512-BF16"
-    assert hardware.native("fp16") == "NEON-FP16"
-    plant(monkeypatch, cpu("AVX512"), RATES)
-    assert hardware.native("bf16") == hardware.native("fp16") == ""
+    On a CPU only instruction sets of the format itself count.
+    """
+    for where, bf16, fp16 in (
+        (gpu(6, 1), "", ""),
+        (gpu(7, 0), "", "compute capability 7.0"),
+        (gpu(7, 5), "", "compute capability 7.5"),
+        (gpu(8, 0), *["compute capability 8.0"] * 2),
+        (gpu(10, 0), *["compute capability 10.0"] * 2),
+        (cpu("AVX512", "AVX512-BF16", "NEON-FP16"), "AVX512-BF16", "NEON-FP16"),
+        (cpu("AVX512"), "", ""),
+    ):
+        plant(monkeypatch, where, RATES)
+        assert (hardware.native("bf16"), hardware.native("fp16")) == (bf16, fp16)
+        if where.gpus:
+            assert hardware.native("bf16", "cpu") == "AMX-BF16"
 
 
 def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +166,8 @@ def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     plant(monkeypatch, cpu("AVX512-BF16"), rates(1.0, 0.1, 1.0))
-    limited = (
-        "AVX512-BF16, limited by ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2"
-    )
+    limits = "ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2"
+    limited = f"AVX512-BF16, limited by {limits}"
     assert f"(although it has {limited})" in (hardware.emulation_warning("bf16") or "")
     assert f"({limited})" in hardware.recommend().reason
     plant(monkeypatch, cpu(), rates(1.0, 0.1, 1.0))

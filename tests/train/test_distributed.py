@@ -146,21 +146,12 @@ def assert_near(
 
     A norm is compared where the weights are the same: in bf16 that is the first step.
     """
-    assert [(r["step"], r["lr"]) for r in found] == [
-        (r["step"], r["lr"]) for r in right
-    ]
+    steps = [[(r["step"], r["lr"]) for r in rows] for rows in (found, right)]
+    assert steps[0] == steps[1]
     norms = len(right) if case.startswith("O0") else 1
     for key, count in (("loss", len(right)), ("grad_norm", norms)):
         values = [[r[key] for r in rows[:count]] for rows in (found, right)]
         assert values[0] == pytest.approx(values[1], rel=bound(case)), key
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_losses(one: Path, two: Path, case: str) -> None:
-    """Law: two processes see the losses that one sees, step by step."""
-    alone, shared = records(one / case), records(two / case)
-    assert_near(shared, alone, case)
-    assert alone[-1]["loss"] < alone[0]["loss"] / 4
 
 
 @pytest.mark.slow
@@ -169,28 +160,40 @@ def test_losses_of_four(one: Path, four: Path, case: str) -> None:
     """Law: four processes see the losses that one sees, step by step, and dev too."""
     alone, shared = one / FSDP2.get(case, case), four / case
     assert_near(records(shared), records(alone), case)
-    for mine, theirs in zip(
-        records(shared, "eval"), records(alone, "eval"), strict=True
-    ):
+    evals = (records(each, "eval") for each in (shared, alone))
+    for mine, theirs in zip(*evals, strict=True):
         assert mine["dev_loss"] == pytest.approx(theirs["dev_loss"], rel=bound(case))
     assert json.loads((shared / "summary.json").read_text())["processes"] == 4
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_dev(one: Path, two: Path, case: str) -> None:
-    """Law: nothing is counted twice in dev, or left out."""
-    for alone, shared in zip(
-        records(one / case, "eval"), records(two / case, "eval"), strict=True
-    ):
-        assert shared["dev_loss"] == pytest.approx(alone["dev_loss"], rel=bound(case))
-        scores = {key for key in alone if key.startswith("dev_")} - {"dev_loss"}
+def test_two_are_as_one(one: Path, two: Path, case: str) -> None:
+    """Law: two processes see the losses that one sees, step by step.
+
+    Nothing is counted twice in dev, or left out. One reports, and each is well.
+    """
+    alone, shared = records(one / case), records(two / case)
+    assert_near(shared, alone, case)
+    assert alone[-1]["loss"] < alone[0]["loss"] / 4
+    evals = (records(each / case, "eval") for each in (one, two))
+    for right, found in zip(*evals, strict=True):
+        assert found["dev_loss"] == pytest.approx(right["dev_loss"], rel=bound(case))
+        scores = {key for key in right if key.startswith("dev_")} - {"dev_loss"}
         assert scores
         if case.startswith("O0"):
-            assert {k: shared[k] for k in scores} == {k: alone[k] for k in scores}
+            assert {k: found[k] for k in scores} == {k: right[k] for k in scores}
     summary = json.loads((two / case / "summary.json").read_text())
     assert summary["processes"] == 2
     if "entities" not in case:
         assert sum(row[4] for row in summary["dev"]["per_class"]) == DEV
+    first, second = told(two, case)
+    assert (first[0], first[2]) == (0, "")
+    assert second == (0, "", "")
+    assert first[1].count("Quality on dev") == 1
+    assert first[1].count("report: ") == 1
+    assert " on 2 processes" in first[1]
+    lines = [(r["step"], r.get("event")) for r in RunFolder(two / case).records()]
+    assert len(lines) == len(set(lines))
 
 
 def test_compared_with_fp32(one: Path, two: Path) -> None:
@@ -204,24 +207,18 @@ def test_compared_with_fp32(one: Path, two: Path) -> None:
     assert shared["level"] == pytest.approx(alone["level"], rel=bound(case))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_told_once(two: Path, case: str) -> None:
-    """Law: of many processes one reports, and each is well."""
-    first, second = told(two, case)
-    assert (first[0], first[2]) == (0, "")
-    assert second == (0, "", "")
-    assert first[1].count("Quality on dev") == 1
-    assert first[1].count("report: ") == 1
-    assert " on 2 processes" in first[1]
-    found = [(r["step"], r.get("event")) for r in RunFolder(two / case).records()]
-    assert len(found) == len(set(found))
-
-
 def test_resuming_with_as_many(two: Path) -> None:
-    """Law: as many processes as before go on where they stopped."""
+    """Law: as many processes as before go on where they stopped.
+
+    Without --resume a run is refused by every process, the reason given once.
+    """
     first, second = told(two, "resume")
     assert (first[0], second) == (0, (0, "", ""))
     assert ", from step 27\n" in first[1]  # three times nine batches
+    first, second = told(two, "again")
+    assert first[:2] == second[:2] == (2, "")
+    assert first[2].startswith(f"halfstep: error: {two / 'O0'} already holds a run")
+    assert second[2] == first[2]
 
 
 @pytest.mark.parametrize("case", ["O0", "O0, in parts"])
@@ -238,14 +235,6 @@ def test_resuming_with_fewer(
     assert f", from step {before}\n" in said
     assert "the run was on 2 processes and is on 1: " in said
     assert_near(records(out), records(one / "O0"), case)
-
-
-def test_a_run_is_not_written_over(two: Path) -> None:
-    """Law: an existing run is refused by every process, the reason given once."""
-    first, second = told(two, "again")
-    assert first[:2] == second[:2] == (2, "")
-    assert first[2].startswith(f"halfstep: error: {two / 'O0'} already holds a run")
-    assert second[2] == first[2]
 
 
 @pytest.mark.parametrize("case", FSDP2)

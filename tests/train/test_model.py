@@ -12,11 +12,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    BertConfig,
-    BertModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from halfstep.errors import UserError
 from halfstep.train import model
@@ -39,17 +35,12 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def bert(tmp_path: Path) -> Path:
     """Return the folder of a BERT without a classifier, and its WordPiece tokenizer."""
     folder = tmp_path / "bert"
-    config = BertConfig(
-        vocab_size=12,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=20,
-        hidden_dropout_prob=OWN_DROPOUT,
-        attention_probs_dropout_prob=OWN_DROPOUT,
-        initializer_range=0.2,  # a narrow model needs more to begin with
-    )
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 64, "max_position_embeddings": 20}
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    more = shape | dict.fromkeys(names, OWN_DROPOUT)
+    # A narrow model needs more to begin with.
+    config = BertConfig(vocab_size=12, initializer_range=0.2, **more)
     BertModel(config).save_pretrained(folder)
     word_pieces().save_pretrained(folder)
     return folder
@@ -72,20 +63,10 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 def word_pieces() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    pieces = [
-        *model.SPECIAL_TOKENS,
-        "play",
-        "##ing",
-        "##ed",
-        "good",
-        "bad",
-        "un",
-        "##good",
-    ]
+    own = ("play", "##ing", "##ed", "good", "bad", "un", "##good")
+    pieces = [*model.SPECIAL_TOKENS, *own]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    core = Tokenizer(
-        models.WordPiece(vocabulary, unk_token=model.SPECIAL_TOKENS[UNKNOWN])
-    )
+    core = Tokenizer(models.WordPiece(vocabulary, unk_token=pieces[UNKNOWN]))
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", START), ("[SEP]", END)]
@@ -133,10 +114,8 @@ def test_normal_form(written: str, plain: str) -> None:
     assert UNKNOWN not in ids
     assert encode(tokenizer, [written, plain]) == [ids, ids]
     # In the texts that make the vocabulary, too.
-    assert (
-        model.character_tokenizer([written] * 2, 16).get_vocab()
-        == tokenizer.get_vocab()
-    )
+    other = model.character_tokenizer([written] * 2, 16)
+    assert other.get_vocab() == tokenizer.get_vocab()
 
 
 def test_unknown_characters() -> None:

@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_training import (
-    marked_text,
-    steps_of,
-    write_marked,
-)
+from small_training import marked_text, small_settings, steps_of, write_marked
 
 from halfstep.train.predict import Entities, Predictor
 from halfstep.train.run import run
@@ -40,18 +36,8 @@ def settings(
 ) -> dict[str, Any]:
     source = write_marked(folder, count, make)
     level, dtype = kind.split()
-    return {
-        "task": "ner",
-        "data": str(source),
-        "dev_share": 0.2,
-        "model": "mini",
-        "level": level,
-        "dtype": dtype,
-        "lr": 1e-2,
-        "epochs": 8,
-        "batch_size": 16,
-        "out": str(folder / "run"),
-    }
+    more = {"task": "ner", "dev_share": 0.2, "level": level, "dtype": dtype}
+    return small_settings(folder, source, lr=1e-2, epochs=8, **more)
 
 
 @pytest.fixture(scope="module", params=["O0 auto", "O1 fp16", "O2 bf16"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from data_files import tree
+from small_training import small_settings
 
 from halfstep import cli
 from halfstep.checkpoint import atomic_directory, single
@@ -22,17 +23,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
     (folder / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
-    settings = {
-        "data": str(folder / "letters.json"),
-        "model": "mini",
-        "level": "O2",
-        "dtype": "bf16",
-        "epochs": 1,
-        "batch_size": 8,
-        "out": str(folder / "run"),
-    }
-    run(settings)
-    return folder / "run"
+    more = {"level": "O2", "dtype": "bf16", "epochs": 1, "batch_size": 8}
+    return run(small_settings(folder, folder / "letters.json", **more)).folder.path
 
 
 @pytest.fixture
@@ -57,12 +49,6 @@ def refused(place: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert err.startswith(start)
     assert err.count("\n") == 1
     return err.removeprefix(start)[:-1]
-
-
-OTHER_DATA = (
-    "--resume: the checkpoint was made from other data; resume with the data it was "
-    "trained on."
-)
 
 
 def test_a_damaged_checkpoint(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,9 +94,7 @@ def rewrite(path: Path, name: str, value: object) -> None:
     if value is MISSING:
         del manifest["notes"][name]
     manifest["seal"] = atomic_directory.seal(manifest)
-    (path / atomic_directory.MANIFEST).write_text(
-        json.dumps(manifest), encoding="utf-8"
-    )
+    (path / atomic_directory.MANIFEST).write_text(json.dumps(manifest))
 
 
 def test_notes_before_a_score(copy: Path) -> None:
@@ -139,4 +123,7 @@ def test_other_data(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = copy / "letters.json"
     other.write_text(json.dumps(rows))
     config.write_text(json.dumps(saved | {"data": str(other)}))
-    assert refused(copy, capsys) == OTHER_DATA
+    assert refused(copy, capsys) == (
+        "--resume: the checkpoint was made from other data; resume with the data it "
+        "was trained on."
+    )

@@ -11,7 +11,7 @@ import pytest
 from forks import run_forked
 from mini_train import REASON
 from processes import ONE_THREAD
-from small_training import write_letters
+from small_training import small_settings, write_letters
 
 from halfstep.checkpoint import atomic_directory
 from halfstep.train.output.run_directory import RunFolder
@@ -20,23 +20,15 @@ pytestmark = pytest.mark.usefixtures("small_runs")
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "mini_train.py")
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
-STEPS = 46  # 92 texts in batches of 4, twice
+STEPS = 46  # 90 texts in batches of 4, twice
 STRUCK = 3
 """Step in which the signal comes."""
 LONGEST = 300.0  # seconds, on a machine that is busy
 
 
 def settings(folder: Path, workers: int = 0) -> dict[str, Any]:
-    return {
-        "data": str(write_letters(folder)),
-        "model": "mini",
-        "level": "O2",
-        "dtype": "bf16",
-        "epochs": 2,
-        "batch_size": 4,
-        "out": str(folder / "run"),
-        "workers": workers,
-    }
+    more = {"level": "O2", "dtype": "bf16", "epochs": 2, "batch_size": 4}
+    return small_settings(folder, write_letters(folder), workers=workers, **more)
 
 
 def words(given: dict[str, Any]) -> list[str]:
