@@ -18,6 +18,7 @@ import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.casting import convert_model
 from halfstep.masters import fused_step
+from halfstep.masters.encoding import FP32, RoundingRng
 from halfstep.scaling import ScaleRule
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers
 from halfstep.session import factory
@@ -129,6 +130,21 @@ def test_session(level: str, options: dict[str, Any]) -> None:
         fill(model)
         session._grad_versions = session._read_grad_versions()
         session.step()
+
+
+def test_kernels() -> None:
+    """Law: nor does an update whose kernel skips by itself; it counts Adam's steps."""
+    param = nn.Parameter(torch.empty(8, device=FAKE))
+    param.grad = torch.empty_like(param)
+    optimizer = torch.optim.AdamW([param])
+    kernel = fused_step.Kernel(
+        "", lambda: (param, None), lambda *_, **__: None, on_device=True
+    )
+    step = fused_step.FusedStep(kernel, optimizer, FP32, {}, {param: 0})
+    (group,) = optimizer.param_groups
+    zero, rng = torch.zeros((), device=FAKE), RoundingRng(0, 0)
+    for _ in range(STEPS):
+        step.update(group, [param], inverse=zero, rng=rng, found_inf=zero)
 
 
 @pytest.mark.gpu

@@ -70,7 +70,8 @@ def test_many_small_tensors() -> None:
     one = torch.ones((), device=CUDA)
     zero = one - one
     step(ours, ADAM, "split", one)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    both = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=both, acc_events=True) as seen:
         tk.update(ours, ADAM, "split", inverse=one, clock=CLOCK, found_inf=zero)
         torch.cuda.synchronize()
     kernels = [

@@ -318,8 +318,10 @@ class FusedStep:
             if not items:
                 continue
             steps = [item.step for item in items if item.step is not None]
+            # A tensor that is added alone, not in a list, is read by torch.
+            ones: list[Any] = [one] * len(steps)
             if steps:
-                torch._foreach_add_(steps, one)
+                torch._foreach_add_(steps, ones)
             clock = rng.seed, rng.step
             try:
                 self.kernel.update(
@@ -327,7 +329,7 @@ class FusedStep:
                 )
             except BaseException:
                 if steps:  # kernels raise before they change anything
-                    torch._foreach_add_(steps, -one)
+                    torch._foreach_sub_(steps, ones)
                 raise
             for item in items:
                 item.is_first_step = False
