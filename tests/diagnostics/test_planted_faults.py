@@ -10,7 +10,6 @@ import torch
 from planted_faults import FAULTS, HEALTHY, Run, alarmed, searched, spoilt
 from processes import group_of_one
 from required import required
-from small_training import one_thread
 
 from halfstep.nonfinite.origin import BadOp
 from halfstep.policy import Policy
@@ -37,8 +36,8 @@ def planted(name: str, rule: str = "") -> Run:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_process() -> Iterator[None]:
-    """Be a process group of one, for DDP; a second thread would only wait."""
-    with one_thread(), group_of_one():
+    """Be a process group of one, for DDP."""
+    with group_of_one():
         yield
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 import halfstep as hs
 from halfstep.diagnostics.preflight import model_check
 from halfstep.errors import UserError
-from halfstep.machine import fp16_emulation, hardware
+from halfstep.machine import fp16_emulation
 
 if TYPE_CHECKING:
     from halfstep.diagnostics.preflight import CheckReport
@@ -256,13 +256,6 @@ def test_models_that_are_odd() -> None:
 
 
 # `hs.check` compares what each module gives with what it gives in fp32.
-
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant rates: to measure them is not what is tested here."""
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
 
 
 class Rope(nn.Module):

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from required import required
-from small_training import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from halfstep.nonfinite.origin import BadOp
 
@@ -28,12 +27,6 @@ X = torch.linspace(-2, 2, 160).sin().view(2, 5, 16)
 IDS = torch.tensor([[3, 7, 1, 9, 4, 2], [5, 6, 8, 2, 1, 3]])
 KEEP = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
 CLASSES = torch.tensor([0, 2])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def encoder() -> nn.Module:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 from required import required
-from small_training import one_thread
 from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from halfstep.nonfinite.origin import BadOp
 
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.replay.search import Step
 
 X = torch.linspace(-1, 1, 32).sin().view(4, 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class Mid(nn.Module):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.machine import hardware
 from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
@@ -25,13 +24,6 @@ RULE = "non-finite numbers"
 FP16 = torch.float16
 RULE_OF_SCALE = ScaleRule(init_scale=2.0**8)
 """At which the healthy net has finite gradients in float16."""
-
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant rates: to measure them is not what is tested here."""
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
 
 
 class Net(nn.Module):
@@ -257,21 +249,55 @@ def test_another_thread_is_left_alone() -> None:
     assert found.numerics.failed == ()
 
 
-def test_the_micro_batch_is_told() -> None:
-    """Law: of several backward passes in a step the one that failed is run again."""
+def micro_batches(model: nn.Module, x: Tensor) -> None:
+    fine = torch.ones_like(x)
+    for y in (fine, x, fine):
+        (model(y).square().mean() / 3).backward()
+
+
+def beside_another(model: nn.Module, x: Tensor) -> None:
+    other = Net()
+    (other(torch.ones_like(x)).mean() + model(x).mean()).backward()
+
+
+def once(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def compiled(model: nn.Module, x: Tensor) -> None:
+    torch.compile(model, backend="eager")(x).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("run", "where", "kind"),
+    [
+        (micro_batches, "inner (linear)", torch.optim.SGD),
+        (once, "inner (linear)", torch.optim.LBFGS),
+        (compiled, "inner (linear)", torch.optim.SGD),
+        (beside_another, "1.inner (linear)", torch.optim.SGD),
+    ],
+)
+def test_what_failed_is_run_again(run: Any, where: str, kind: Any) -> None:
+    """Law: that of several passes, in a closure, a compiled model, one of several."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    (bad,) = batches(bad=1, count=1)
+    optimizer = kind(model.parameters(), lr=0.01)
+
+    def closure(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        run(model, x)
+        return torch.zeros(())
 
     def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        for part in range(3):
-            y = bad if part == 1 else x
-            (model(y).square().mean() / 3).backward()
-        optimizer.step()
+        if kind is torch.optim.SGD:
+            closure(x)
+            optimizer.step()
+        else:
+            optimizer.step(lambda: closure(x))
 
-    found = hs.diagnose(step, model=model, batches=batches())
-    assert "argument 'x' of the model holds NaN" in first(found)[1].measured
+    given = {} if run is beside_another else {"model": model}
+    why = first(hs.diagnose(step, batches=batches(bad=1), **given))[1]
+    assert why.where == where
+    assert "holds NaN" in why.measured
 
 
 def test_a_step_with_a_batch_of_its_own() -> None:
@@ -334,43 +360,3 @@ def test_a_fixed_scale_is_an_error() -> None:
             assert "9 of 9 steps were skipped; loss scale 1.04858e+06" in what.measured
             assert what.advice == why.advice
             assert what.advice.startswith("Lower the loss scale")
-
-
-def test_a_closure_is_run_again() -> None:
-    """Law: an optimizer that runs the backward pass itself is no hindrance."""
-    model = Net()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-
-    def step(x: Tensor) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    found = hs.diagnose(step, model=model, batches=batches(bad=1))
-    assert "argument 'x' of the model holds NaN" in first(found)[1].measured
-
-
-def test_two_models_that_nobody_named() -> None:
-    """Law: of several models that a step runs the one at fault is named."""
-    one, two = Net(), Net()
-    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.01)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        (one(torch.ones_like(x)).mean() + two(x).mean()).backward()
-        optimizer.step()
-
-    found = hs.diagnose(step, batches=batches(bad=1))
-    assert first(found)[1].where == "1.inner (linear)"
-
-
-def test_a_compiled_model() -> None:
-    """Law: it is run again as it was written."""
-    model = Net()
-    step, parts, _ = plain(torch.compile(model, backend="eager"))
-    found = hs.diagnose(step, batches=batches(bad=1), **parts)
-    assert first(found)[1].where == "inner (linear)"
