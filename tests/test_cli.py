@@ -24,11 +24,7 @@ from halfstep.train.signals import Diverged
 
 COMMANDS = ("train", "predict", "doctor", "bench", "compare", "env", "levels")
 BENCHES = tuple(commands.BENCHES)
-EVERY = [
-    [],
-    *([each] for each in COMMANDS),
-    *(["bench", each] for each in BENCHES),
-]
+EVERY = [[], *([each] for each in COMMANDS), *(["bench", each] for each in BENCHES)]
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT |= {"PYTHONIOENCODING": "ascii"}

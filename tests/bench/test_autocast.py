@@ -24,8 +24,7 @@ def test_stock_operations_are_the_same(name: str) -> None:
     with torch.autocast("cpu", LOW):
         theirs = call()
     with hs.autocast("cpu", LOW):
-        ours = call()
-    assert same(theirs, ours)
+        assert same(theirs, call())
 
 
 @pytest.mark.parametrize("rule", RULED)
@@ -63,11 +62,8 @@ def test_tables() -> None:
     """
     words = "--sizes 2,3 --calls 2 --rounds 3 --device cpu"
     stock, contexts, under = made = tables("autocast", words)
-    assert [table.title for table in made] == [
-        "Stock operations",
-        "Autocast contexts",
-        "Operations under a rule",
-    ]
+    titles = ["Stock operations", "Autocast contexts", "Operations under a rule"]
+    assert [table.title for table in made] == titles
     names = list(stock_operations(2, "cpu"))
     assert [row[:2] for row in stock.rows] == [(n, s) for s in (2, 3) for n in names]
     assert [row[:2] for row in under.rows] == [(r, s) for s in (2, 3) for r in RULED]
@@ -80,9 +76,7 @@ def test_tables() -> None:
         assert any(f"halfstep bench autocast {words[:9]}" in n for n in table.notes)
         assert any(note.endswith(", threads: 1") for note in table.notes)
         assert any("median of 3 rounds" in note for note in table.notes)
-    for table, value, limit in (
-        (stock, "x torch", 1.05),
-        (under, "over by hand us", 7.0),
-    ):
+    targets = ((stock, "x torch", 1.05), (under, "over by hand us", 7.0))
+    for table, value, limit in targets:
         for row in rows(table):
             assert row[f"within {limit:g}"] is (row[value] <= limit)  # type: ignore[operator]

@@ -11,6 +11,8 @@ import pytest
 from halfstep.bench import journal, measure
 from halfstep.errors import UserError
 
+TAKEN = (1.0, 2.0, 3.0, 4.0)
+
 
 def lines(place: Path) -> list[Any]:
     return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]
@@ -91,16 +93,13 @@ def test_bad_file_is_rejected_before_it_measures(tmp_path: Path) -> None:
 
 def test_turns_are_recorded(tmp_path: Path) -> None:
     """Law: whatever takes turns is recorded turn by turn, with what it was."""
-    seconds = iter([1.0, 2.0, 3.0, 4.0])
+    seconds = iter(TAKEN)
     turn = partial(next, seconds)
     with journal.open_journal(tmp_path / "f"):
         measure.take_turns({"a": turn, "b": turn}, 2, "matmul 8")
         assert lines(tmp_path / "f.part") == [
             {"name": f"matmul 8: {name}", "round": number, "seconds": taken}
-            for name, number, taken in [
-                ("a", 1, 1.0),
-                ("b", 1, 2.0),
-                ("b", 2, 3.0),
-                ("a", 2, 4.0),
-            ]
+            for name, number, taken in zip(
+                "abba", (1, 1, 2, 2), (1, 2, 3, 4), strict=True
+            )
         ]

@@ -16,18 +16,14 @@ def test_ratios_within_rounds() -> None:
     """Law: ratios and differences are taken round by round, and the median last.
 
     Ratios 2, 0.9, 5 and differences 1, -1, 32. Quartiles of 0.9, 2, 5 are 1.45 and 3.5.
+    A candidate beside itself is at 1, without spread; one round has none.
     """
     assert (TIMES.median("ours"), TIMES.median("ours", 1e3)) == (9.0, 9000.0)
     assert TIMES.ratio("ours", "theirs") == 2.0
     assert TIMES.excess("ours", "theirs") == 1.0
     assert TIMES.excess("ours", "theirs", 1e3) == 1000.0
     assert TIMES.spread("ours", "theirs") == pytest.approx((3.5 - 1.45) / 2)
-
-
-def test_a_baseline_is_one() -> None:
-    """Law: a candidate beside itself is at 1, without spread; one round has none."""
-    assert TIMES.ratio("ours", "ours") == 1.0
-    assert TIMES.spread("ours", "ours") == 0.0
+    assert (TIMES.ratio("ours", "ours"), TIMES.spread("ours", "ours")) == (1.0, 0.0)
     assert measure.Times({"a": (2.0,), "b": (4.0,)}).spread("a", "b") == 0.0
 
 
@@ -56,7 +52,12 @@ def test_result() -> None:
 
 
 def test_turns() -> None:
-    """Law: each takes one turn a round, every second round in the opposite order."""
+    """Law: each takes one turn a round, every second round in the opposite order.
+
+    Slow calls are made less often, but at least once; quick ones as asked.
+    """
+    for seconds, calls in ((1e-6, 50), (0.01, 5), (9.0, 1)):
+        assert measure.calls_per_turn(50, seconds) == calls
     order: list[str] = []
 
     def turn(name: str) -> Callable[[], float]:
@@ -69,12 +70,6 @@ def test_turns() -> None:
     times = measure.take_turns({name: turn(name) for name in "abc"}, 3)
     assert "".join(order) == "abccbaabc"
     assert times.rounds == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
-
-
-def test_turns_last_their_time() -> None:
-    """Law: slow calls are made less often, but at least once; quick ones as asked."""
-    for seconds, calls in ((1e-6, 50), (0.01, 5), (9.0, 1)):
-        assert measure.calls_per_turn(50, seconds) == calls
 
 
 def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +91,7 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events == ["wait", "clock", "call", "wait", "clock"]
     assert measure.timed(lambda: 7, "cpu")[0] == 7
     assert len(events) == 5
-
-
-def test_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: so many calls are made, and the time of one is the time over their number.
-
-    The clock shows 10 seconds between its readings.
-    """
+    # The time of one call is the time over their number: 10 seconds, four calls.
     ticks = iter((0.0, 10.0))
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     calls: list[int] = []

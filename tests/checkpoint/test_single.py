@@ -99,9 +99,7 @@ def kept(tmp_path: Path) -> Path:
 
 @given(weights=st.dictionaries(NAMES, TENSORS, max_size=4), state=STATES)
 def test_round_trip(
-    weights: dict[str, Tensor],
-    state: Any,
-    tmp_path_factory: pytest.TempPathFactory,
+    weights: dict[str, Tensor], state: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Law: weights, nested state and notes come back with type, shape and every bit."""
     directory = tmp_path_factory.mktemp("round") / "deep" / "name"

@@ -28,11 +28,7 @@ LIMITS = {
         {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000", "cpu.max": "max 1"},
         0.5,
     ),
-    "a container's own root": (
-        "0::/host/path\n",
-        {"cpu.max": "400000 100000\n"},
-        4.0,
-    ),
+    "a container's own root": ("0::/host/path\n", {"cpu.max": "400000 100000\n"}, 4.0),
     "version 1": (
         "5:memory:/m\n4:cpu,cpuacct:/job\n",
         {

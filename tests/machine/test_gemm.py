@@ -130,9 +130,7 @@ def test_what_was_never_quiet_is_doubted() -> None:
     assert not any(alone for *_, alone in machine.asked)  # a GPU has its own clock
 
 
-def test_share_of_the_thread_that_waited_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_share_of_the_thread_that_waited_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: seconds a thread waited over those that passed; without them, the load."""
     monkeypatch.setattr(gemm.time, "perf_counter", iter([10.0, 14.0]).__next__)
     told = iter([{1: 5.0, 2: 0.0}, {1: 6.0, 3: 2.0}])

@@ -43,8 +43,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("level", "dtype", "tolerance"),
-    [("O0", "auto", 1e-5), ("O2", "bf16", 2**-6)],
+    ("level", "dtype", "tolerance"), [("O0", "auto", 1e-5), ("O2", "bf16", 2**-6)]
 )
 def test_compiled_is_eager(
     settings: dict[str, Any], tmp_path: Path, level: str, dtype: str, tolerance: float

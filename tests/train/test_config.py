@@ -11,13 +11,7 @@ from train_settings import OTHERS, TOGETHER
 
 from halfstep.checkpoint import single
 from halfstep.errors import UserError
-from halfstep.train.config import (
-    BEST_BY,
-    SETTINGS,
-    TrainConfig,
-    flag_of,
-    resume_config,
-)
+from halfstep.train.config import BEST_BY, SETTINGS, TrainConfig, flag_of, resume_config
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run

@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from halfstep.train.data.entity_tags import (
-    IGNORED,
-    decode,
-    spans_of,
-    tag_tokens,
-)
+from halfstep.train.data.entity_tags import IGNORED, decode, spans_of, tag_tokens
 
 Entities = list[tuple[int, int, int]]
 

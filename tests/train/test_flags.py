@@ -221,9 +221,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_modes(
-    calls: list[dict[str, Any]],
-    capsys: pytest.CaptureFixture[str],
-    mode: str | None,
+    calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], mode: str | None
 ) -> None:
     """Law: a mode is handed on; only a run, not a check, has findings and a report."""
     assert cli.run(["train", "--epochs", "2", *([f"--{mode}"] if mode else [])]) == 0

@@ -101,10 +101,7 @@ def test_json_reads_what_json_writes(
 
 @given(st.lists(st.tuples(texts, words), min_size=1), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_tables_read_what_csv_writes(
-    pairs: list[tuple[str, str]],
-    tabs: bool,
-) -> None:
+def test_tables_read_what_csv_writes(pairs: list[tuple[str, str]], tabs: bool) -> None:
     """Law: a table written by the csv module comes back, quotes and newlines too."""
     name, delimiter = ("a.tsv", "\t") if tabs else ("a.csv", ",")
     with Path(name).open("w", encoding="utf-8", newline="") as file:

@@ -54,29 +54,27 @@ def test_layer_decay_by_hand(bert: nn.Module, layer_decay: float) -> None:
         assert group["weight_decay"] == (WEIGHT_DECAY if is_matrix else 0.0), name
 
 
-@pytest.mark.parametrize(
-    ("name", "depth"),
-    [
-        ("model.layers.3.self_attn.q_proj.weight", 4),
-        ("transformer.h.0.attn.c_attn.weight", 1),
-        ("transformer.wte.weight", 0),
-        ("model.embed_tokens.weight", 0),
-        ("roberta.embeddings.position_embeddings.weight", 0),
-        ("score.weight", 7),
-        ("model.norm.weight", 7),
-    ],
-)
-def test_depth_of_other_models(name: str, depth: int) -> None:
+DEPTHS = {
+    "model.layers.3.self_attn.q_proj.weight": 4,
+    "transformer.h.0.attn.c_attn.weight": 1,
+    "transformer.wte.weight": 0,
+    "model.embed_tokens.weight": 0,
+    "roberta.embeddings.position_embeddings.weight": 0,
+    "score.weight": 7,
+    "model.norm.weight": 7,
+}
+
+
+def test_depth_of_other_models() -> None:
     """Law: blocks and embeddings are known by the names that models have for them."""
-    assert layer_depth(name, 6) == depth
+    assert {name: layer_depth(name, 6) for name in DEPTHS} == DEPTHS
 
 
 def test_no_blocks() -> None:
     """Law: a decay of layers is refused where there are none; one rate is not."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    with pytest.raises(
-        UserError, match=r"^--layer-decay 0.9: Sequential has no blocks"
-    ):
+    message = r"^--layer-decay 0.9: Sequential has no blocks"
+    with pytest.raises(UserError, match=message):
         make_param_groups(model, WEIGHT_DECAY, 0.9)
     assert len(place_of(model, make_param_groups(model, WEIGHT_DECAY))) == 4
 
@@ -102,15 +100,12 @@ LAYER = "bert.encoder.layer.{}.output.dense"
 NEAREST = f"{LAYER.format(2)} matches no parameter; nearest module: {LAYER.format(1)}."
 
 
-@pytest.mark.parametrize(
-    ("patterns", "fault"),
-    [
+def test_freeze_refused(bert: nn.Module) -> None:
+    """Law: a pattern without a match is refused with the nearest; so are all."""
+    for patterns, fault in (
         (["bert.pooler", LAYER.format(2)], NEAREST),
         (["bert", "classifier"], "bert,classifier leaves no parameter to learn."),
-    ],
-)
-def test_freeze_refused(bert: nn.Module, patterns: list[str], fault: str) -> None:
-    """Law: a pattern without a match is refused with the nearest; so are all."""
-    with pytest.raises(UserError) as caught:
-        freeze(bert, patterns)
-    assert str(caught.value) == f"--freeze {fault}"
+    ):
+        with pytest.raises(UserError) as caught:
+            freeze(bert, patterns)
+        assert str(caught.value) == f"--freeze {fault}"

@@ -13,11 +13,7 @@ import torch
 from data_files import refused
 from safetensors.torch import load_file, save_file
 from small_corpora import letters_tokenizer
-from small_training import (
-    letters,
-    seal_again,
-    small_settings,
-)
+from small_training import letters, seal_again, small_settings
 
 from halfstep.errors import UserError
 from halfstep.train import model

@@ -99,8 +99,7 @@ def test_the_straight_run(straight: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stops"),
-    [*((kind, (3, 5, 6, 18)) for kind in KINDS), ("O1 fp16", (2,))],
+    ("kind", "stops"), [*((kind, (3, 5, 6, 18)) for kind in KINDS), ("O1 fp16", (2,))]
 )
 def test_stopped_and_resumed(
     tmp_path: Path,

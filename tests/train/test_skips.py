@@ -5,12 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_training import (
-    overflow_in,
-    small_settings,
-    steps_of,
-    write_letters,
-)
+from small_training import overflow_in, small_settings, steps_of, write_letters
 
 from halfstep import LossScaleCollapse
 from halfstep.train.output import html_report
@@ -76,9 +71,8 @@ def test_a_run_that_always_overflows(
     Fifty are too many; and fewer where halving 2**16 sixteen times has led to 1.
     """
     overflow_in(monkeypatch, *range(3, 99))
-    with pytest.raises(
-        LossScaleCollapse, match=f"^{skips} steps in a row were skipped"
-    ):
+    message = f"^{skips} steps in a row were skipped"
+    with pytest.raises(LossScaleCollapse, match=message):
         train(settings, kind, epochs=20)
     lines = (Path(settings["out"]) / "metrics.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if "event" not in r]

@@ -43,8 +43,7 @@ def brief(texts: list[AnnotatedText]) -> list[tuple[str, list[tuple[str, str]], 
 
 @pytest.mark.parametrize("suffix", COLUMNS)
 @pytest.mark.parametrize(
-    "tags",
-    ["B-P E-P O S-L", "B-P E-P O S-L\n\nx B-P\ny M-P\nz E-P", "B-P I-P O B-L"],
+    "tags", ["B-P E-P O S-L", "B-P E-P O S-L\n\nx B-P\ny M-P\nz E-P", "B-P I-P O B-L"]
 )
 def test_columns(suffix: str, tags: str) -> None:
     """Law: each suffix and each scheme says the same of the same tokens."""

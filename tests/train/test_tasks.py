@@ -8,12 +8,7 @@ from torch import nn
 from halfstep.errors import UserError
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.tokenized import EncodedTexts
-from halfstep.train.tasks import (
-    TASKS,
-    Objective,
-    balanced_weights,
-    check_class_weights,
-)
+from halfstep.train.tasks import TASKS, Objective, balanced_weights, check_class_weights
 
 LABELS = ("a", "b", "c")
 WEIGHTS = torch.tensor([0.5, 1.0, 4.0])
@@ -86,24 +81,23 @@ def test_balanced() -> None:
         assert objective.weight(encoded, own) == pytest.approx(2.0, rel=CLOSE)
 
 
-def test_balanced_refused() -> None:
-    """Law: a class without an example has no weight, and is named."""
-    with pytest.raises(UserError) as caught:
-        balanced_weights(LABELS, labelled(0, 2, 2))
-    assert str(caught.value) == (
-        "--class-weights balanced: train holds no example of 'b'; give the weights "
-        "as numbers."
-    )
+def test_weights_that_are_refused() -> None:
+    """Law: weights are as given, one for each class.
 
-
-def test_as_given() -> None:
-    """Law: weights are as given, one for each class."""
+    A class without an example has no balanced weight, and is named.
+    """
     assert torch.equal(check_class_weights([0.5, 1.0, 4.0], LABELS), WEIGHTS)
     with pytest.raises(UserError) as caught:
         check_class_weights([1.0, 2.0], LABELS)
     assert str(caught.value) == (
         "--class-weights holds 2 numbers for 3 classes; give one each, in the order "
         "a, b, c."
+    )
+    with pytest.raises(UserError) as caught:
+        balanced_weights(LABELS, labelled(0, 2, 2))
+    assert str(caught.value) == (
+        "--class-weights balanced: train holds no example of 'b'; give the weights "
+        "as numbers."
     )
 
 

@@ -78,9 +78,7 @@ def test_a_run_that_is_resumed(tmp_path: Path) -> None:
             # Files are read in the order of the names, which begin with the second.
             file.rename(tmp_path / f"events.out.tfevents.{1000 + last}.{file.name}")
         (tmp_path / str(last)).rmdir()
-    assert read(tmp_path) == {
-        "train/loss": [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0)],
-    }
+    assert read(tmp_path) == {"train/loss": [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0)]}
 
 
 @pytest.mark.usefixtures("small_runs")

@@ -15,11 +15,7 @@ from small_training import same
 from halfstep.errors import UserError
 from halfstep.train.data import tokenized
 from halfstep.train.data.entity_tags import IGNORED
-from halfstep.train.data.tokenized import (
-    EncodedTexts,
-    encode_split,
-    tokenize,
-)
+from halfstep.train.data.tokenized import EncodedTexts, encode_split, tokenize
 
 ROWS = [("ab", "x"), ("b", "y"), ("aab", "x"), ("ba", "y")]
 # [CLS] 2, [SEP] 3, a 5, b 6.
