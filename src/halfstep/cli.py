@@ -7,6 +7,8 @@ on standard error, with status 2 for unusable input and 1 for a failed run.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import io
 import json
 import logging
@@ -42,6 +44,8 @@ examples:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
+    # The end of the interpreter would go through all of torch's objects: for seconds.
+    atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the console lacks must not end a run.
