@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from forks import run_forked
 from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser, SkipParser
@@ -110,23 +111,23 @@ def run_command(part: str) -> str | None:
     """Run a command; compare what it prints with the lines after it, if any."""
     command, _, expected = part.replace("\\\n", " ").partition("\n")
     words = shlex.split(command, comments=True)
-    environment = dict(os.environ)
+    added = {}
     while words and "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = value
+        name, _, added[name] = words.pop(0).partition("=")
     if words[0] == "make":
         words[1:1] = ["-n", "-C", str(ROOT)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     elif words[0] in COMMANDS:
-        words[0] = str(Path(sys.executable).with_name(words[0]))
+        name = words.pop(0)
+        if name != "python":
+            words.insert(0, str(Path(sys.executable).with_name(name)))
+        for _attempt in range(3):
+            (done,) = run_forked(*words, environments=[added], timeout=600)
+            # torch's gloo aborts a process now and then, on a machine under load.
+            if "SIGABRT" not in done.stderr:
+                break
     else:
         return f"{words[0]!r} may not be run from a page: skip it with a reason"
-    for _attempt in range(3):
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, env=environment
-        )
-        # torch's gloo aborts a process now and then, on a machine under load.
-        if "SIGABRT" not in done.stderr:
-            break
     if done.returncode:
         return f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     # torch 2.9's gloo prints its connections on standard output.
