@@ -173,6 +173,7 @@ def use(nest: Nest, shared: list[Any]) -> None:
         else:
             with region:
                 inside()
+        assert not nest.raises  # no exception is hidden
     except Stop:
         if not nest.caught:
             raise

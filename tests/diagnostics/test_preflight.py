@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,14 @@ def checked(model: nn.Module, level: str, dtype: str, **more: Any) -> CheckRepor
     return hs.check(model, level=level, dtype=dtype, **given)
 
 
+@functools.cache
+def healthy(level: str, dtype: str) -> tuple[CheckReport, Tensor]:
+    """Return the report on a sound network, and the random numbers it began with."""
+    torch.manual_seed(0)
+    model, state = Net(), torch.get_rng_state()
+    return checked(model, level, dtype), state
+
+
 def rules_of(report: CheckReport) -> set[str]:
     return {finding.rule for finding in report.findings}
 
@@ -46,7 +55,7 @@ def rules_of(report: CheckReport) -> set[str]:
 @pytest.mark.parametrize(("level", "dtype"), LOW)
 def test_a_healthy_network(level: str, dtype: str) -> None:
     """Law: nothing is found in a network that has nothing, at any level and format."""
-    report = checked(Net(), level, dtype)
+    report, _ = healthy(level, dtype)
     found = [str(finding) for finding in report.findings if finding.rule != "caution"]
     assert not found
     assert report.verdict == "good"
@@ -187,9 +196,7 @@ def gradients(
 @pytest.mark.parametrize(("level", "dtype"), LOW)
 def test_gradients_like_numpy(level: str, dtype: str) -> None:
     """Law: cosine and SQNR of each layer are numpy's in float64, of the same passes."""
-    model = Net()
-    before = torch.get_rng_state()
-    report = checked(model, level, dtype)
+    model, (report, before) = Net(), healthy(level, dtype)
     torch.set_rng_state(before)
     right = gradients(model, "O0", "fp32", 1.0)
     torch.set_rng_state(before)
@@ -334,8 +341,9 @@ def largest(model: nn.Module, level: str, loss_fn: Any) -> float:
     return best
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("factor", [1e-6, 1e-9])
+@pytest.mark.parametrize(
+    ("level", "factor"), [("O1", 1e-6), ("O2", 1e-9), ("O3", 1e-6)]
+)
 def test_large_gradients_in_fp32_do_not_count(level: str, factor: float) -> None:
     """Law: gradients that never are in 16 bits do not lower the safe scale."""
 
@@ -352,8 +360,13 @@ def test_large_gradients_in_fp32_do_not_count(level: str, factor: float) -> None
     assert true / 2 <= safe <= true
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("factor", [1e-6, 1.0, 100.0, 3000.0])
+@pytest.mark.parametrize(
+    ("level", "factor"),
+    [
+        *(("O1", 1e-6), ("O1", 3000.0), ("O2", 1.0), ("O2", 3000.0)),
+        *(("O3", 1e-6), ("O3", 100.0)),
+    ],
+)
 def test_the_largest_safe_scale(level: str, factor: float) -> None:
     """Law: it is at most the true one, found by trying all, and at least half of it."""
 

@@ -57,8 +57,15 @@ def checked(make: Any, level: str, dtype: str) -> CheckReport:
     return hs.check(model, loss, given, level=level, dtype=dtype, steps=0)
 
 
-@pytest.mark.parametrize("make", [partial(hub, "bert"), gpt, partial(hub, "t5"), Lstm])
-@pytest.mark.parametrize(("level", "dtype"), [("O2", "fp16"), ("O1", "bf16")])
+@pytest.mark.parametrize(
+    ("make", "level", "dtype"),
+    [
+        (partial(hub, "bert"), "O2", "fp16"),
+        (gpt, "O1", "bf16"),
+        (partial(hub, "t5"), "O1", "fp16"),
+        (Lstm, "O2", "bf16"),
+    ],
+)
 def test_healthy(make: Any, level: str, dtype: str) -> None:
     """Law: no false alarm: masks, tied weights and checkpoints are no faults."""
     report = checked(make, level, dtype)
