@@ -1,7 +1,5 @@
 """Numbers that arrive late: how late, in which order, and what follows from them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What halfstep changes in torch: while a context is open, and not after."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

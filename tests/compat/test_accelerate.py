@@ -1,8 +1,8 @@
 """Programs of Accelerate on a session, against Accelerate itself."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -17,10 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from halfstep import UserError
 from halfstep.compat.accelerate import Accelerator
 from halfstep.testing import assert_unchanged, overflow_in_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 LOW_SCALE = GradScalerKwargs(init_scale=1024.0)  # from 2**16 two steps are skipped
 

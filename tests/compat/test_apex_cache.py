@@ -1,7 +1,5 @@
 """O1: casts of weights that are kept, recurrent layers, and functions of one's own."""
 
-from __future__ import annotations
-
 import copy
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """O1: what runs in which dtype, forward and backward, on apex's lists."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from typing import Any

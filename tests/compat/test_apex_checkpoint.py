@@ -1,7 +1,5 @@
 """Checkpoints between all levels, masters that follow the model, apex's own files."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections import OrderedDict

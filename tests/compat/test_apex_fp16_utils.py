@@ -1,9 +1,8 @@
 """apex's older tools: halved models, masters by hand, FP16_Optimizer."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.compat.apex import amp, fp16_utils
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HALF, FLOAT = torch.float16, torch.float32
 

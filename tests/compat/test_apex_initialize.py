@@ -1,7 +1,5 @@
 """`amp.initialize`: containers, keyword arguments, levels, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import namedtuple
@@ -130,7 +128,7 @@ class Batch:
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
 
-    def to(self, dtype: torch.dtype) -> Batch:
+    def to(self, dtype: torch.dtype) -> "Batch":
         return Batch(self.values.to(dtype))
 
 

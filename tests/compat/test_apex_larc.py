@@ -1,7 +1,5 @@
 """apex's LARC: the formula in float64, around any optimizer, under amp."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

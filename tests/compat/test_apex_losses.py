@@ -4,12 +4,11 @@ The oracle is the same program in float64 without amp, which leaves out the same
 Its numbers have few digits, so that every level must agree to the bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,6 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.compat.apex.state import STATE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Two(nn.Module):

@@ -1,7 +1,5 @@
 """Names of apex that are torch's here, its alias, and multi_tensor_apply."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,12 +1,11 @@
 """A whole program of apex, run with nothing changed but what `import apex` finds."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from apex_programs.process import LEVELS, fresh
@@ -14,9 +13,6 @@ from forks import run_ranks
 from small_training import one_thread
 
 from halfstep.compat import apex
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "apex_programs"
 

@@ -1,7 +1,5 @@
 """The script that times the adapters, at a size at which nothing is fast."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks import adapters
 

@@ -1,9 +1,9 @@
 """Lightning's Trainer trains at halfstep's levels, and skips as sessions do."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,6 @@ import halfstep as hs
 from halfstep.compat.lightning import MixedPrecision
 from halfstep.scaling import ScaleRule
 from halfstep.testing import overflow_in_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.numeric,

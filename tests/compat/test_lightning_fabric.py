@@ -1,12 +1,11 @@
 """Lightning's Fabric at halfstep's levels; it and the Trainer under DDP, too."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +31,6 @@ import halfstep as hs
 from halfstep.compat.lightning import FabricMixedPrecision, MixedPrecision
 from halfstep.scaling import ScaleRule
 from halfstep.testing import assert_unchanged, overflow_in_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore:fp16 .*emulate")]
 CASES = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")

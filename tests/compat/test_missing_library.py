@@ -1,7 +1,5 @@
 """Adapters without the library that they adapt."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

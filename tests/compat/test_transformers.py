@@ -1,10 +1,10 @@
 """transformers' Trainer on a session, against the Trainer itself."""
 
-from __future__ import annotations
-
 import doctest
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,6 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 import halfstep.compat.transformers as adapter
 from halfstep.compat.transformers import Trainer, TrainerMixin
 from halfstep.testing import overflow_in_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 CONFIG = BertConfig(
     vocab_size=60,

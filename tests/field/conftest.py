@@ -1,16 +1,11 @@
 """What holds for every program here: planted rates, and no process group after it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)

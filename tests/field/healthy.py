@@ -1,19 +1,14 @@
 """Programs that are well, as people write them: none may be accused of anything."""
 
-from __future__ import annotations
-
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tests.field import nets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.field.report import Amp, Program
-    from torch import Tensor, nn
+from tests.field.report import Amp, Program
+from torch import Tensor, nn
 
 HEALTHY: dict[str, Callable[[Amp], Program]] = {}
 """By name: each builds its program with torch's classes or with ours."""

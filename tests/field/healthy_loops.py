@@ -1,25 +1,20 @@
 """Loops of many kinds, as people write them around a small model."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tests.field.healthy import HEALTHY, healthy
 from tests.field.nets import loop
-from tests.field.report import Program
+from tests.field.report import Amp, Program
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import lr_scheduler, swa_utils
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from tests.field.report import Amp
 
 BF16 = torch.bfloat16
 

@@ -1,19 +1,15 @@
 """Models of many kinds, each trained by the loop of torch's examples."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tests.field.healthy import healthy, loop
+from tests.field.report import Amp, Program
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, rnn
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from tests.field.report import Amp, Program
 
 
 def classification(model: Any, batch: Any) -> Tensor:

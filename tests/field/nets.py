@@ -1,18 +1,12 @@
 """What most programs begin with, and the loop that most of them are."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from tests.field.report import Program
+from tests.field.report import Amp, Program
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.field.report import Amp
 
 BATCH, WIDTH = 16, 8
 

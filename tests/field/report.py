@@ -5,23 +5,19 @@ and the cure, and a function of the same name that builds the program, sick or c
 for torch's classes or for ours. `test_field` holds the program to the row.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.diagnostics.doctor import rules_speed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PAGE = Path(__file__).parents[2] / "docs" / "reports.md"
 COMMANDS = {

@@ -1,16 +1,9 @@
 """Buffers: statistics that an overflow spoils, constants that 16 bits do not hold."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from tests.field.nets import WIDTH, distance, is_nonfinite, loop, mean_square
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from tests.field.report import Amp
 
 
 @report(

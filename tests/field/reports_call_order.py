@@ -1,10 +1,8 @@
 """Calls of autocast and GradScaler in the wrong order."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tests.field.nets import (
@@ -16,11 +14,8 @@ from tests.field.nets import (
     unchanged,
     updates_of,
 )
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from tests.field.report import Amp
 
 
 @report(says=r"gradients were multiplied by .* before unscale_", truth="unscale_")

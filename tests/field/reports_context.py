@@ -1,10 +1,9 @@
 """Autocast contexts in the wrong place, or over the wrong thing; several processes."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,9 @@ from tests.field.nets import (
     unchanged,
     updates_of,
 )
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.field.report import Amp
 
 
 @report(

@@ -1,22 +1,16 @@
 """Operations that refuse a mix of dtypes, or have no kernel in 16 bits."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from tests.field.nets import WIDTH, loop, mean_square, training
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.field.report import Amp
 
 BF16 = torch.bfloat16
 

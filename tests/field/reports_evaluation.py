@@ -1,9 +1,6 @@
 """Evaluation between steps, and models whose weights are stored in 16 bits."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from tests.field.nets import (
@@ -17,11 +14,8 @@ from tests.field.nets import (
     mean_square,
     unchanged,
 )
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import nn
-
-if TYPE_CHECKING:
-    from tests.field.report import Amp
 
 
 @report(says="outside (of )?autocast|evaluation .*autocast", truth="autocast")

@@ -1,19 +1,12 @@
 """Finite numbers that are wrong: too coarse, or an overflow that nobody sees."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from tests.field.nets import WIDTH, mean_square
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.field.report import Amp
 
 
 class Middle(nn.Module):

@@ -1,20 +1,14 @@
 """Numbers that leave the range of float16, or vanish in it; what is not defined."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from tests.field.nets import WIDTH, Between, inference, training
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
 from torch.nn import (  # noqa: N812
     functional as F,
 )
-
-if TYPE_CHECKING:
-    from tests.field.report import Amp
 
 
 class FeedForward(nn.Module):

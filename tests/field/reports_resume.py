@@ -1,17 +1,12 @@
 """Schedules that count skipped steps, averages, what checkpoints lose, and speed."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tests.field.nets import batch, distance, linear, loop, updates_of
-from tests.field.report import Program, report
+from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from tests.field.report import Amp
 
 
 @report(says="it moved after a step that was skipped", truth="skipped")

@@ -4,27 +4,29 @@ Programs that are well are accused of nothing. The script that asks other tools 
 the same programs counts right.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import pytest
 import torch
 from benchmarks import field
 from tests.field.healthy import HEALTHY
 from tests.field.healthy import load as load_healthy
-from tests.field.report import HALFSTEP, PAGE, REPORTS, SPEED_RULES, TORCH, Report, load
+from tests.field.report import (
+    HALFSTEP,
+    PAGE,
+    REPORTS,
+    SPEED_RULES,
+    TORCH,
+    Amp,
+    Program,
+    Report,
+    load,
+)
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tests.field.report import Amp, Program
-
-    from halfstep.reporting.finding import Finding
+from halfstep.reporting.finding import Finding
 
 load()
 load_healthy()

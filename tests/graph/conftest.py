@@ -1,15 +1,11 @@
 """No operation is timed for long: each runs once, and takes as long as any other."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from halfstep.graph.op_times import OpTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ONCE = vars(OpTimes)["_time_once"]
 CLOCK = {name: vars(OpTimes)[name] for name in ("_time", "_time_passes")}

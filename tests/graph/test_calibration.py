@@ -1,8 +1,7 @@
 """Ranges in fp16: a feed-forward layer as T5's, whose values fp16 cannot hold."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +9,6 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.graph import ranges
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class FeedForward(nn.Module):

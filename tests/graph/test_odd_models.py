@@ -3,8 +3,6 @@
 Or they are refused: there is no silent difference.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings

@@ -1,25 +1,19 @@
 """Times of operations are measured once, and kept for other processes."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.graph import planner
+from halfstep.graph import Plan, planner
 from halfstep.graph.op_times import OpTimes
 from halfstep.machine import gemm, rate_cache
 from halfstep.numerics import formats
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from halfstep.graph import Plan
 
 
 @pytest.fixture

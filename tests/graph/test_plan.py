@@ -1,10 +1,10 @@
 """Plans of small models: what is captured, decided as eager autocast does, and run."""
 
-from __future__ import annotations
-
 import copy
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,6 @@ from halfstep.graph.compile_backend import compile_graph
 from halfstep.graph.op_times import OpTimes
 from halfstep.policy import op_tables
 from halfstep.policy.decision import decide
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 LOW = torch.bfloat16
 

@@ -1,9 +1,9 @@
 """Plans are files: written, read, edited, and refused where they do not fit."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,6 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.graph import Plan, load_plan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 class Gated(nn.Module):

@@ -1,7 +1,5 @@
 """Painting and the minimum cut, on random graphs beside brute force."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

@@ -4,22 +4,17 @@ The oracles are the formats themselves: numpy's integers, torch's casts and floa
 Whoever changes a random number here changes the course of every run that is resumed.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfstep.masters import bf16_codecs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
 BF16 = torch.bfloat16
 CHUNK = 1 << 24

@@ -3,8 +3,6 @@
 Compilers here are scripts that do what a test wants; each test has its own cache.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform
@@ -13,17 +11,15 @@ import stat
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from halfstep.errors import UserError
 from halfstep.masters import c_compiler, cpu_kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="compilers are for POSIX")
 

@@ -1,7 +1,5 @@
 """The compiled kernels: every bit pattern, and other builds of them."""
 
-from __future__ import annotations
-
 import kernel_twin as twin
 import pytest
 import torch

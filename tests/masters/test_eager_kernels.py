@@ -1,7 +1,5 @@
 """Laws of every kernel for the CPU: torch's own operations, and compiled C."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors that a kernel would read as something else, rejected before it does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import kernel_twin as twin

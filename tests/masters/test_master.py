@@ -1,7 +1,5 @@
 """fp32 masters against a plain fp32 loop that is given the same gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

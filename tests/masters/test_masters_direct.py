@@ -1,25 +1,20 @@
 """Updates straight from 16-bit gradients, beside torch's optimizers and clipping."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kernel_twin
 import master_cases as cases
 import pytest
 import torch
+from master_cases import Make
 from small_training import same
 from torch import Tensor, nn
 
 from halfstep.masters import MasterWeights, fused_step
 from halfstep.masters.fused_step import ParamUpdate
-
-if TYPE_CHECKING:
-    from master_cases import Make
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 every_make = pytest.mark.parametrize(
     "make", cases.BUILT_IN.values(), ids=cases.BUILT_IN

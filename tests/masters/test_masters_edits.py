@@ -4,12 +4,11 @@ In: sessions over masters. Out: masters that follow an edit, and say so; no word
 ordinary training; runs that go on to the bit.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import master_cases as cases
 import pytest
@@ -18,11 +17,7 @@ from small_training import same
 from torch import nn
 
 from halfstep.masters import MasterWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 TOLD = "weights were changed outside the optimizer"
 

@@ -1,24 +1,19 @@
 """Every form of masters under every optimizer of torch, beside torch's own in fp32."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kernel_twin as twin
 import master_cases as cases
 import pytest
 import torch
+from master_cases import Make
 from small_training import same
 from torch import Tensor, nn
 
 from halfstep.masters import MasterWeights, generic_step
+from halfstep.masters.encoding import MasterParam, RoundingRng
 from halfstep.masters.fused_step import ParamUpdate
-
-if TYPE_CHECKING:
-    from master_cases import Make
-
-    from halfstep.masters.encoding import MasterParam, RoundingRng
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 every_optimizer = pytest.mark.parametrize("name", cases.OPTIMIZERS)
 

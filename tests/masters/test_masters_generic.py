@@ -3,26 +3,20 @@
 In: masters over them, in every form. Out: the weights of a plain fp32 loop.
 """
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import master_cases as cases
 import pytest
 import torch
+from master_cases import Make
 from small_training import same
 from torch import Tensor, nn
 
 from halfstep.masters import MasterWeights, generic_step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from master_cases import Make
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 every_exact = pytest.mark.parametrize("form", cases.FORMS[:2])
 

@@ -1,15 +1,14 @@
 """Updates inside the backward pass, beside the ordinary step."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock
 
 import master_cases as cases
 import pytest
 import torch
+from master_cases import Make
 from small_training import same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,12 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from master_cases import Make
-
-    from halfstep.scaling.step_report import StepReport
-    from halfstep.session.session import Session
+from halfstep.scaling.step_report import StepReport
+from halfstep.session.session import Session
 
 RMSPROP: Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
 MAKES = {

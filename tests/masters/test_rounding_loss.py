@@ -1,25 +1,19 @@
 """Counts of updates that rounding swallowed, beside a count of every number."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import master_cases as cases
 import pytest
 import torch
+from master_cases import Make
 from small_training import same
 from torch import Tensor, nn
 
 from halfstep.errors import UserError
 from halfstep.masters import rounding_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from master_cases import Make
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 WORDS = (*cases.FORMS, "none")
 TINY: Make = partial(torch.optim.SGD, lr=2.0**-12)

@@ -4,8 +4,6 @@ The cases run in a process of their own, for Triton interprets only what it was 
 interpret before its import.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

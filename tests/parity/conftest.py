@@ -1,14 +1,9 @@
 """What all tests of parity share: one thread."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from small_training import one_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -1,7 +1,5 @@
 """Words of `levels`, and what is said of those that are none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,14 @@
 """`halfstep.compare`: what the runs share, what the verdicts are, what is refused."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
 import os
 import random
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +19,8 @@ import halfstep as hs
 from halfstep import UserError
 from halfstep.machine import fp16_emulation
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+Make = Callable[[int], Any]
 
-    Make = Callable[[int], Any]
 
 Batch = tuple[Tensor, Tensor]
 _DRAW = torch.Generator().manual_seed(0)

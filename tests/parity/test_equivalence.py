@@ -1,7 +1,5 @@
 """The verdict of an equivalence test, and the seeds that it asks for."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,9 +1,9 @@
 """`halfstep compare`: its runs are those of `halfstep train`; what it prints."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,6 @@ from small_training import small_and_measured, write_letters, write_marked
 
 from halfstep import cli
 from halfstep.train.run import run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,12 +1,10 @@
 """Calls of a `GradScaler` in the wrong order are named in the first iterations."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import re
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from torch import nn
 from torch.nn import functional
 
 from halfstep.scaling.grad_scaler import GradScaler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Loop:

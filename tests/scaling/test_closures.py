@@ -1,7 +1,5 @@
 """Optimizers that evaluate the model inside their step, under the drop-in scaler."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,11 +1,10 @@
 """Runs that no loss scale can save: what the error says of five causes, and when."""
 
-from __future__ import annotations
-
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,6 @@ import halfstep as hs
 from halfstep.nonfinite.origin import BadOp
 from halfstep.scaling import LossScaler, ScaleRule
 from halfstep.scaling.collapse import LossHistory, find_cause
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 LIMIT = 6
 """Skips in a row that end these runs."""

@@ -1,7 +1,5 @@
 """The drop-in scaler: what it reports and bounds beyond torch's own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

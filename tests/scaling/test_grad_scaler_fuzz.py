@@ -23,8 +23,6 @@ Where halfstep deviates on purpose, and what becomes of it here:
 | fused, gradients after unscale_: crashes   | AssertionError         | not called    |
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """What the drop-in scaler says when it is misused: torch's words, then the culprit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,11 +1,11 @@
 """The rule that a warning or `LossScaleCollapse` proposes ends the overflow."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,6 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
 WIDTH = 16
 

@@ -1,7 +1,5 @@
 """Backward passes looked at one by one: left out, run again, or at their own scale."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,11 +1,10 @@
 """Losses with loss scales of their own, and backward passes that are run again."""
 
-from __future__ import annotations
-
 import functools
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import session_cases
@@ -19,9 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import UserError
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 INF = math.inf
 SGD = functools.partial(torch.optim.SGD, lr=0.5)

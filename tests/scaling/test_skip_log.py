@@ -1,11 +1,10 @@
 """Skipped steps and losses that are not finite are reported when they happen."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,7 @@ import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.scaling import LossScaler, ScaleRule
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Step = Callable[[float], bool]
+Step = Callable[[float], bool]
 
 
 LOGGER = "halfstep.scaling.skip_log"

@@ -1,7 +1,5 @@
 """Measured at work on small fp16 networks."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -1,9 +1,8 @@
 """LogMax against a float64 twin; what holds for every strategy."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from scale_loop import BAD, CLEAN, NETS, RULE, NoWaiting, training
 from halfstep.scaling import ScaleState, advance
 from halfstep.scaling.loss_scale import STRATEGIES
 from halfstep.scaling.strategies import LogMaxStrategy, MeasuredStrategy, make_strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Twin:

@@ -1,12 +1,12 @@
 """What `prepare` takes and what it refuses, in one line and before anything changes."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +18,7 @@ import halfstep as hs
 from halfstep.errors import UserError
 from halfstep.numerics.formats import BF16
 from halfstep.policy import LEAN, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 
 def network() -> nn.Sequential:

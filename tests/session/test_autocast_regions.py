@@ -1,11 +1,10 @@
 """A session's contexts at O1 beside a plain torch.amp loop: its bits, fewer casts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,11 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.casting import weight_cache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.session.session import Session
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -68,10 +62,10 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Ours:
-    def __init__(self, program: Program, accumulate: int) -> None:
+    def __init__(self, program: "Program", accumulate: int) -> None:
         self.net = Net()
         params = [param for param in self.net.parameters() if param.requires_grad]
-        self.session: Session = hs.prepare(
+        self.session: hs.Session = hs.prepare(
             *(self.net, program.make(params), "O1"),
             dtype=program.dtype,
             accumulate=accumulate,
@@ -91,7 +85,7 @@ class Ours:
 
 
 class Torchs:
-    def __init__(self, program: Program, accumulate: int) -> None:
+    def __init__(self, program: "Program", accumulate: int) -> None:
         self.net = Net()
         self.model: nn.Module = self.net
         self.params = [param for param in self.net.parameters() if param.requires_grad]

@@ -1,7 +1,5 @@
 """A session's regions under DDP: torch.amp's bits on each of two processes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import runpy

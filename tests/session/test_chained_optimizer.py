@@ -1,7 +1,5 @@
 """Several models and optimizers in one session."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,11 +1,9 @@
 """A session among other things that torch.distributed.checkpoint saves and loads."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
+from halfstep.session.session import Session
 from halfstep.testing import assert_unchanged
-
-if TYPE_CHECKING:
-    from halfstep.session.session import Session
 
 pytestmark = [
     pytest.mark.numeric,

@@ -3,15 +3,14 @@
 fp16 on its way between ranks makes no overflow that was not there, and no skip alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
 import random
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import ranks
@@ -25,9 +24,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Group = dist.ProcessGroup
 

@@ -1,8 +1,7 @@
 """What DDP can be told, beside master weights: the mean stays the mean."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Group = dist.ProcessGroup
 

@@ -5,12 +5,11 @@ layers of `test_scaler_sharded` give gradients that bf16 holds exactly, summed o
 ranks in whatever order, so whole fp32 weights in one process are an oracle to the bit.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +30,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import halfstep as hs
 from halfstep.session.fsdp import fsdp_policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DTYPES = ("bf16", "fp16")
 RUNS = list(itertools.product(DTYPES, ("sgd", "adamw"), (None, 0.5)))

@@ -5,14 +5,13 @@ torchrun, `sharding` runs the cases of this file. Gradients are exact in bf16, a
 of the same parity see the same data, so any number of ranks must go on to the bit.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -43,11 +42,7 @@ from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError
 from halfstep.session import fsdp_checkpoint
 from halfstep.session.fsdp import fsdp_policy
 from halfstep.session.fsdp_checkpoint import full_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 KINDS = ("O1 bf16", "O2 bf16")
 NAMES = ("sgd", "adamw")

@@ -1,10 +1,7 @@
 """Bytes a parameter, at the end of a backward pass, in every form."""
 
-from __future__ import annotations
-
 import gc
 import json
-from typing import TYPE_CHECKING
 
 import master_cases as cases
 import pytest
@@ -12,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.session.memory import Footprint
-
-if TYPE_CHECKING:
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 SIDE = 768
 NUMEL = SIDE * SIDE

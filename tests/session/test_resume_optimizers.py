@@ -1,9 +1,7 @@
 """A saved session goes on to the bit: each of torch's optimizers, at each level."""
 
-from __future__ import annotations
-
 import io
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 KINDS = (
     *("O0 fp32 fp32", "O1 bf16 fp32", "O1 fp16 fp32"),

@@ -1,9 +1,7 @@
 """A skipped step leaves running statistics of batch norms as they were before it."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +9,8 @@ from session_cases import any_machine, same  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from halfstep.scaling.step_report import StepReport
-    from halfstep.session.session import Session
+from halfstep.scaling.step_report import StepReport
+from halfstep.session.session import Session
 
 BAD = 2
 """The batch that holds an inf."""

@@ -1,11 +1,10 @@
 """A session at every level, format and optimizer, beside plain loops of torch."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import session_cases
@@ -23,15 +22,12 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.masters import fused_step
+from halfstep.scaling.step_report import StepReport
 from halfstep.session.optimizer_step import OptimizerStep
+from halfstep.session.session import Session
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+Make = Callable[[Any], torch.optim.Optimizer]
 
-    from halfstep.scaling.step_report import StepReport
-    from halfstep.session.session import Session
-
-    Make = Callable[[Any], torch.optim.Optimizer]
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 # An epsilon that fp16 can hold, for O3 stores the optimizer's state in fp16.

@@ -1,8 +1,7 @@
 """`session.grad`: true gradients with their graph, for gradient penalties."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +9,7 @@ from session_cases import any_machine, same  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 LOW = ["O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"]
 LAYERS = 8

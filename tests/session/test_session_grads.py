@@ -1,9 +1,7 @@
 """`Session.grads`: the unscaled gradients of a step; reading changes nothing."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
+from halfstep import Session
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from halfstep import Session
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

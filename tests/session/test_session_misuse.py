@@ -1,13 +1,12 @@
 """What a session says when its model or optimizer is used as without it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
 import pickle
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from halfstep.scaling.step_report import StepReport
-    from halfstep.session.session import Session
+from halfstep.scaling.step_report import StepReport
+from halfstep.session.session import Session
 
 
 def build(kind: str, **more: Any) -> Session:

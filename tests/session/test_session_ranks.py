@@ -1,10 +1,9 @@
 """Sessions over ranks: they skip the same steps, and end with the same bits."""
 
-from __future__ import annotations
-
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 Group = dist.ProcessGroup
 

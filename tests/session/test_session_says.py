@@ -1,10 +1,8 @@
 """What a session says: names, refusals, its table, and why it gives up."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +20,8 @@ import halfstep as hs
 from halfstep.errors import UserError
 from halfstep.machine import hardware
 from halfstep.masters import cpu_kernels
-
-if TYPE_CHECKING:
-    from halfstep.scaling.step_report import StepReport
-    from halfstep.session.session import Session
+from halfstep.scaling.step_report import StepReport
+from halfstep.session.session import Session
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,13 +1,12 @@
 """What users do between a session's calls: nothing may go wrong in silence."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import master_cases as cases
 import pytest
@@ -17,11 +16,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 FORMS = ("fp32", "split", "stochastic")
 every_form = pytest.mark.parametrize("form", FORMS)

@@ -1,12 +1,11 @@
 """Weights that come late, states that others edit, steps that end half-way."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import master_cases as cases
 import pytest
@@ -16,12 +15,8 @@ from tests.session.test_session_traps import backward, elsewhere
 from torch import Tensor, nn
 
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.scaling.step_report import StepReport
-    from halfstep.session.session import Session
+from halfstep.scaling.step_report import StepReport
+from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", ["fp32", "split", "stochastic"])
 WAYS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,6 @@ For the autocast context, backward and step of O2 in fp16 with AdamW. The ceilin
 are what is reached: they only go down.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

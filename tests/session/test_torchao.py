@@ -1,9 +1,9 @@
 """Optimizers of torchao, whose state is in 8 or 4 bits, step in a session."""
 
-from __future__ import annotations
-
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,6 @@ from torchao import optim
 
 import halfstep as hs
 from halfstep.testing import assert_unchanged, overflow_in_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.numeric
 CASES = [

@@ -4,11 +4,10 @@ In: a rule, and items before a step. Out: items to work on, torch's own optimize
 the same numbers, and how far two fp32 computations of one step may lie apart.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,6 @@ from torch import Tensor, nn
 
 from halfstep.masters import bf16_codecs
 from halfstep.masters.fused_step import Adam, ParamUpdate, Sgd
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Any
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = ("plain", "fp32", "split", "kahan", "stochastic")

@@ -1,7 +1,5 @@
 """Numbers that arrive late, as from a GPU, on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

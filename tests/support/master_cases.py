@@ -5,11 +5,10 @@ the given slopes; the gradients its 16-bit weights saw; torch's own optimizer in
 that goes on from what the session has stored.
 """
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,15 +17,12 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.machine import hardware
+from halfstep.masters import MasterWeights
+from halfstep.scaling.step_report import StepReport
+from halfstep.session.session import Session
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+Make = Callable[[Any], torch.optim.Optimizer]
 
-    from halfstep.masters import MasterWeights
-    from halfstep.scaling.step_report import StepReport
-    from halfstep.session.session import Session
-
-    Make = Callable[[Any], torch.optim.Optimizer]
 
 BF16 = torch.bfloat16
 FORMS = ("fp32", "split", "kahan", "stochastic")

@@ -1,7 +1,5 @@
 """Programs over several ranks, all of them in one start of processes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -10,10 +8,11 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,9 +22,6 @@ from forks import run_ranks
 from processes import group
 from small_training import same
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
 
 FILES = (
     "tests.scaling.test_scaler_ranks",

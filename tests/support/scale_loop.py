@@ -1,10 +1,9 @@
 """How a loss scale lives from step to step, without an optimizer."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.scaling import ScaleRule, ScaleState, advance
-from halfstep.scaling.strategies import MeasuredStrategy
+from halfstep.scaling.strategies import MeasuredStrategy, ScaleStrategy
 from halfstep.scaling.unscale import unscale_
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from halfstep.scaling.strategies import ScaleStrategy
 
 RULE = ScaleRule(growth_factor=1.0, min_scale=2.0**-24, max_scale=2.0**60)
 CLEAN, BAD = torch.tensor(0.0), torch.tensor(1.0)

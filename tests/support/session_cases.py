@@ -1,10 +1,9 @@
 """Sessions over a small network with a normalisation layer, at any level."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,10 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.machine import hardware
+from halfstep.session.session import Session
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Make = Callable[[Any], torch.optim.Optimizer]
 
-    from halfstep.session.session import Session
-
-    Make = Callable[[Any], torch.optim.Optimizer]
 
 KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
 SGD = functools.partial(torch.optim.SGD, lr=0.05)

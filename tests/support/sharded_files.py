@@ -3,12 +3,12 @@
 In: nothing. Out: sessions that are not alike, and how a directory is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +18,7 @@ from small_training import one_thread, same
 from halfstep.checkpoint import sharded
 from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, digest, seal
 from halfstep.session import fsdp_checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 PART, INDEX = "__0_0.distcp", sharded.INDEX
 

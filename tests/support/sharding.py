@@ -1,16 +1,15 @@
 """Programs over shards, all those of one test file in one start of processes."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.machine import hardware
 from halfstep.session.fsdp import fsdp_policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @functools.cache

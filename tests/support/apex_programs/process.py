@@ -3,16 +3,11 @@
 In: nothing. Out: a state as before the first `initialize`, and afterwards too.
 """
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from halfstep.compat.apex.state import STATE, AmpState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
