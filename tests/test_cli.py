@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,7 +93,10 @@ def test_examples_are_commands() -> None:
 
 
 def test_levels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: the four levels are a table, as data too."""
+    """Law: the four levels are a table, as data too.
+
+    A --json that cannot be written fails, after printing what it can.
+    """
     assert leave("levels", "--json", "levels.json") == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -100,6 +104,12 @@ def test_levels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table["title"] == "Levels"
     for name in ("O0", "O1", "O2", "O3"):
         assert sum(line.startswith(f"{name} ") for line in out.splitlines()) == 1
+    assert leave("levels", "--json", "nowhere/levels.json") == 2
+    printed, err = capsys.readouterr()
+    assert printed == out
+    assert complaint(err) == (
+        "--json nowhere/levels.json cannot be written: No such file or directory."
+    )
 
 
 def test_env(
@@ -121,29 +131,16 @@ def test_env(
     assert "bf16 matmuls run 2.0 times as fast as fp32" in out
 
 
-def test_json_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: a --json that cannot be written fails, after printing what it can."""
-    assert leave("levels", "--json", "nowhere/levels.json") == 2
-    out, err = capsys.readouterr()
-    assert out.startswith("Levels\n")
-    assert complaint(err) == (
-        "--json nowhere/levels.json cannot be written: No such file or directory."
-    )
-
-
-@pytest.mark.parametrize("load", [0.0, 9999.0])
 def test_train(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    load: float,
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: a run prints its level, load, quality and report, and no noise."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert leave(*TRAIN, *RUN) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert ("\nload average 9999.0 on " in out) == (load > 0)
+    for load, more in ((0.0, ()), (9999.0, ("--overwrite",))):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert leave(*TRAIN, *RUN, *more) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert ("\nload average 9999.0 on " in out) == (load > 0)
     assert out.startswith("level O0 fp32: level O0 was asked for\n")
     assert "\nQuality on dev\n" in out
     assert out.endswith("\nreport: run/report.html\n")
@@ -208,11 +205,7 @@ def test_a_run_that_fails(
     line: str,
 ) -> None:
     """Law: a run that fails leaves one line and a status that tells why."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(room, "run", fail)
+    monkeypatch.setattr(room, "run", Mock(side_effect=error))
     assert leave(*TRAIN) == status
     assert complaint(capsys.readouterr().err).startswith(line)
 
@@ -221,11 +214,7 @@ def test_interrupted_before_it_began(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: Ctrl-C while words are read leaves one line too."""
-
-    def fail() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_parser", fail)
+    monkeypatch.setattr(cli, "_parser", Mock(side_effect=KeyboardInterrupt))
     assert leave("--version") == 130
     assert complaint(capsys.readouterr().err) == "interrupted"
 
@@ -252,12 +241,7 @@ def test_reading_words_is_light(here: Path) -> None:
 
 def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: an error that is ours comes through as it is."""
-
-    def fail(*_: object, **__: object) -> None:
-        message = "ours"
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(room, "run", fail)
+    monkeypatch.setattr(room, "run", Mock(side_effect=RuntimeError("ours")))
     with pytest.raises(RuntimeError, match="ours"):
         leave(*TRAIN)
 

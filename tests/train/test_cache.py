@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from forks import run_forked
@@ -137,10 +138,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: what the system says against writing is one line that names the cure."""
-
-    def fail(_: Path) -> None:
-        raise OSError(number, os.strerror(number))
-
+    fail = Mock(side_effect=OSError(number, os.strerror(number)))
     with pytest.raises(UserError) as caught:
         cache.get_or_build("rows", FACTS, fail)
     assert str(caught.value) == (
@@ -200,14 +198,12 @@ def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
 def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where the file system has no locks, two may build, and one of them wins."""
 
-    def no_lock(*_: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
     def late(folder: Path) -> None:
         assert content(cache.get_or_build("rows", FACTS, write)) == WHOLE
         write(folder)
 
-    monkeypatch.setattr(fcntl, "flock", no_lock)
+    no_lock = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=no_lock))
     assert content(cache.get_or_build("rows", FACTS, late)) == WHOLE
     assert [name for name in names() if ".part-" in name] == []
 
@@ -243,9 +239,7 @@ def test_what_others_have_made_is_used(
             raise OSError(number, os.strerror(number), str(path))
         return original(path, flags, mode)
 
-    def refused(path: object, *_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
+    refused = Mock(side_effect=OSError(number, os.strerror(number), "it"))
     entry = cache.get_or_build("rows", FACTS, write)
     monkeypatch.setattr(os, "open", opened)
     for name in ("utime", "rename", "unlink", "mkdir"):

@@ -51,17 +51,16 @@ def test_a_setting_is_a_flag(name: str) -> None:
     assert type(given[name]) is type(OTHERS[name])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_help_states_defaults(name: str) -> None:
+def test_help_states_defaults() -> None:
     """Law: the help of a setting says its default, "off" where it is a switch."""
-    default = SETTINGS[name].default
-    said = TEXTS[name]
-    assert re.search(r"\(default\b", said)
-    if name in SWITCHES:
-        assert default is False
-        assert "(default off: " in said
-    elif default is not None:
-        assert re.search(rf"\(default {re.escape(str(default))}[:;,)]", said)
+    for name, setting in SETTINGS.items():
+        default, said = setting.default, TEXTS[name]
+        assert re.search(r"\(default\b", said), name
+        if name in SWITCHES:
+            assert default is False
+            assert "(default off: " in said
+        elif default is not None:
+            assert re.search(rf"\(default {re.escape(str(default))}[:;,)]", said), name
 
 
 def test_numbers_in_help_are_those_of_the_plan() -> None:
@@ -233,13 +232,11 @@ def test_modes(
     assert out.endswith("\n\na\nb\n\nreport: run/report.html\n") == (mode != "check")
 
 
-@pytest.mark.parametrize(("one", "two"), list(permutations(MODES, 2)))
-def test_one_mode_at_a_time(
-    capsys: pytest.CaptureFixture[str], one: str, two: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.run(["train", f"--{one}", f"--{two}"])
-    assert capsys.readouterr().err == (
-        f"halfstep: error: argument --{two}: not allowed with argument --{one}; see "
-        "halfstep train --help\n"
-    )
+def test_one_mode_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for one, two in permutations(MODES, 2):
+        with pytest.raises(SystemExit, match="2"):
+            cli.run(["train", f"--{one}", f"--{two}"])
+        assert capsys.readouterr().err == (
+            f"halfstep: error: argument --{two}: not allowed with argument --{one}; "
+            "see halfstep train --help\n"
+        )

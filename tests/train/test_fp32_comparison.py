@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,10 +82,7 @@ def test_a_failure_costs_no_model(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, to_build: bool
 ) -> None:
     """Law: where memory is short for more models, the run is whole, and says so."""
-
-    def fail(*_: object) -> int:
-        message = "3 GiB of memory\nhere and there"
-        raise torch.OutOfMemoryError(message)
+    fail = Mock(side_effect=torch.OutOfMemoryError("3 GiB of memory\nhere and there"))
 
     def measured(_: object, *rest: Any) -> dict[str, Any]:
         return compare_with_fp32(fail, *rest)

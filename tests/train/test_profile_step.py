@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,12 +82,8 @@ def test_a_step_that_cannot_be_read(
     """Law: events that cannot be read are told in a warning, and the run is as ever."""
     told = settings(tmp_path, "O1", "bf16")
     run(told | {"out": str(tmp_path / "plain")})
-
-    def read(*_: object) -> None:
-        message = "no such event\nat all"
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(timeline, "read", read)
+    unread = Mock(side_effect=RuntimeError("no such event\nat all"))
+    monkeypatch.setattr(timeline, "read", unread)
     with pytest.warns(UserWarning, match="read: RuntimeError: no such event; training"):
         run(told | {"out": str(tmp_path / "unread")})
     assert not (tmp_path / "unread" / "profile.json").exists()

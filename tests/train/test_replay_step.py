@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,11 +162,7 @@ def test_a_replay_that_fails_ends_no_run(
 ) -> None:
     """Law: the run goes on with a warning, and no hardware is accused."""
     spoil(monkeypatch, 4, factor=math.inf)
-
-    def full(*_: Any, **__: Any) -> None:
-        message = "out of memory"
-        raise RuntimeError(message)
-
+    full = Mock(side_effect=RuntimeError("out of memory"))
     monkeypatch.setattr(replay_step, "find_nonfinite", full)
     with pytest.warns(UserWarning, match="step 4 failed, and could not .* of memory"):
         result = run(settings | {"level": "O0", "epochs": 1})

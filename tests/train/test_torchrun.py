@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -162,11 +163,8 @@ def test_without_locks(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: where there are no locks nothing is claimed."""
-
-    def no_lock(*_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", no_lock)
+    no_lock = OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=no_lock))
     with RunFolder(tmp_path).locked(), RunFolder(tmp_path).locked():
         pass
 
