@@ -434,16 +434,16 @@ RETURNED = "return the loss, one floating-point number, such as loss_fn"
     ],
 )
 def test_a_bad_step_is_refused(step: Any, says: str) -> None:
-    """Law: the message holds the value, and what would be right."""
+    """Law: the message holds the value, and what would be right.
+
+    One number is a loss, whatever its shape.
+    """
+    assert hs.find_nonfinite(MODEL, lambda: MODEL(ONES).sum()[None]) is None
+    with pytest.raises(hs.UserError, match=r"^model is of type function; it must"):
+        hs.find_nonfinite(shape, shape)
     with pytest.raises(hs.UserError, match=says) as caught:
         hs.find_nonfinite(MODEL, step)
     assert len(str(caught.value).split()) <= 35
-
-
-def test_a_model_that_is_none_is_refused() -> None:
-    """Law: the message says what was given in the model's place."""
-    with pytest.raises(hs.UserError, match=r"^model is of type function; it must"):
-        hs.find_nonfinite(shape, shape)
 
 
 @pytest.mark.parametrize("kind", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d()])
@@ -456,11 +456,6 @@ def test_a_model_without_shapes_is_refused(kind: Any) -> None:
         hs.find_nonfinite(model, lambda: model(ONES).sum())
     model(ONES)
     assert hs.find_nonfinite(model, lambda: model(ONES).sum()) is None
-
-
-def test_one_number_of_any_shape_is_a_loss() -> None:
-    """Law: torch's own backward pass takes it, and so does a replay."""
-    assert hs.find_nonfinite(MODEL, lambda: MODEL(ONES).sum()[None]) is None
 
 
 @pytest.mark.parametrize(

@@ -187,19 +187,14 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_it_is_told(name: str) -> None:
-    """Law: module, operation, cause and phase are right, with a number or a value."""
+    """Law: module, operation, cause and phase are right, and the advice ends it."""
     odd, bad = ODD[name], found(Net(ODD[name].fault))
     assert bad is not None
     told = (bad.module, bad.op, bad.cause, bad.phase)
     assert told == ("mid", odd.op, odd.cause, odd.phase), str(bad)
     assert odd.says in bad.evidence
     assert odd.advice in bad.advice
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_what_is_advised_ends_it(name: str) -> None:
-    """Law: with the advice followed, loss and gradients are finite."""
-    assert found(Net(ODD[name].mended)) is None
+    assert found(Net(odd.mended)) is None
 
 
 def test_a_row_for_a_layer_that_runs_twice() -> None:
@@ -251,8 +246,8 @@ def test_work_of_a_modules_hooks_is_its_own() -> None:
     assert (bad.module, bad.op, bad.phase) == ("outer", "mul", "backward")
 
 
-def test_a_running_variance_below_zero() -> None:
-    """Law: a buffer that no variance can be is told as what is stored wrongly."""
+def test_running_statistics() -> None:
+    """Law: a variance below 0 is stored wrongly; NaN of a bad batch is reset."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
     model[1].running_var[2] = -1.0
     bad = required(found(model))
@@ -260,12 +255,7 @@ def test_a_running_variance_below_zero() -> None:
     assert (bad.phase, "negative at 1 of 8 places" in bad.evidence) == ("weight", True)
     model[1].reset_running_stats()
     assert found(model) is None
-
-
-def test_running_statistics_with_nan() -> None:
-    """Law: statistics that a bad batch wrote are reset, and no checkpoint is needed."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    model(torch.full((4, 8), torch.inf))
+    model.train()(torch.full((4, 8), torch.inf))
     bad = required(found(model.eval()))
     assert "buffer 1.running_mean held NaN" in bad.evidence
     assert "reset_running_stats()" in bad.advice
@@ -397,38 +387,11 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
     assert "in 1 of 3 parameters (outer.weight first)" in bad.evidence
     assert "prepare(level='O2', accumulate=4)" in bad.advice
     assert "divide each loss by 4" in bad.advice
-
-
-def test_its_remedies_cure_it() -> None:
-    """Law: a sum in fp32, a loss divided by the micro-batches: each makes it finite."""
-    model = Half()
-    assert hs.find_nonfinite(model, steps(model, 3e4), summed_in=torch.float32) is None
-    assert hs.find_nonfinite(model, steps(model, 3e4 / PARTS)) is None
-    assert added_up(model, steps(model, 3e4 / PARTS), 1.0)
-
-
-@pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
-@pytest.mark.parametrize(("level", "skipped"), [("O2", False), ("O3", True)])
-def test_the_level_that_is_advised_adds_up_in_fp32(
-    level: str, *, skipped: bool
-) -> None:
-    """Law: at O2 the same gradients make a step, where at O3 they make none."""
-    model = Half().float()
-    session = hs.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1e-9),
-        level,
-        dtype="fp16",
-        loss_scale=1.0,
-        accumulate=PARTS,
-    )
-    for _ in range(PARTS):
-        with session.autocast():
-            # The session divides by the micro-batches.
-            loss = (session.model(X_SUMS) * (3e4 * PARTS)).float().sum()
-        session.backward(loss)
-        report = session.step()
-    assert report.skipped == skipped
+    # Each remedy ends it.
+    assert hs.find_nonfinite(model, given, summed_in=torch.float32) is None
+    divided = steps(model, 3e4 / PARTS)
+    assert hs.find_nonfinite(model, divided) is None
+    assert added_up(model, divided, 1.0)
 
 
 def test_a_smaller_scale_cures_a_sum() -> None:
