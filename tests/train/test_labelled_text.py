@@ -116,15 +116,14 @@ def test_a_cell_may_be_long() -> None:
     assert brief(rows_of("a.csv", f'text,label\n"{text}",1\n')) == [(text, "1", 2)]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_rows_come_before_the_file_is_read(name: str) -> None:
+def test_rows_come_before_the_file_is_read() -> None:
     """Law: no more of a file is held than its next row needs."""
-    good = '["x,y", "1"]\n' if name == "a.jsonl" else "x,y\n"
-    Path(name).write_bytes((good * 20_000).encode() + b"\xff\n")
-    rows = read(Path(name))
-    assert next(rows).line == 1
-    with pytest.raises(UserError, match=f"{name} line 20001 is not UTF-8"):
-        list(rows)
+    for name, good in (("a.jsonl", '["x,y", "1"]\n'), ("a.csv", "x,y\n")):
+        Path(name).write_bytes((good * 20_000).encode() + b"\xff\n")
+        rows = read(Path(name))
+        assert next(rows).line == 1
+        with pytest.raises(UserError, match=f"{name} line 20001 is not UTF-8"):
+            list(rows)
 
 
 REVIEWS = (
@@ -205,14 +204,13 @@ def test_a_bad_entry_is_refused(line: str, fault: str) -> None:
     assert refusal("posts.jsonl", content) == f"posts.jsonl line 3: {fault}"
 
 
-@pytest.mark.parametrize("key", ["text", "label", "\u738b", "id"])
-def test_a_key_twice_is_refused(key: str) -> None:
+def test_a_key_twice_is_refused() -> None:
     """Law: an object with a key twice is refused, at its line, whatever the key."""
-    entry = f'{{"{key}": "x", "text": "y", "label": 0, "{key}": "x"}}'
-    fault = f'key "{key}" appears twice in one object; keep one of them.'
-    assert refusal("a.jsonl", f'["fine", 0]\n\n{entry}\n') == f"a.jsonl line 3: {fault}"
-    array = f'[["fine\\n", 0],\n\n{entry}]'
-    assert refusal("a.json", array) == f"a.json line 3: {fault}"
+    for key in ("text", "label", "\u738b", "id"):
+        entry = f'{{"{key}": "x", "text": "y", "label": 0, "{key}": "x"}}'
+        line = f'line 3: key "{key}" appears twice in one object; keep one of them.'
+        assert refusal("a.jsonl", f'["fine", 0]\n\n{entry}\n') == f"a.jsonl {line}"
+        assert refusal("a.json", f'[["fine\\n", 0],\n\n{entry}]') == f"a.json {line}"
 
 
 def test_a_bad_entry_of_an_array_is_numbered() -> None:
@@ -299,20 +297,16 @@ def test_a_bad_table_is_refused(name: str, content: str, line: int, fault: str) 
     assert refusal(name, content) == f"{name} line {line}: {fault}"
 
 
-@pytest.mark.parametrize("columns", [Columns(), Columns("review", "stars")])
-@pytest.mark.parametrize(
-    ("name", "head", "own"),
-    [("a.csv", "text;label", "','"), ("a.tsv", "text,label", "'\\t'")],
-)
-def test_another_separator_is_named(
-    name: str, head: str, own: str, columns: Columns
-) -> None:
+def test_another_separator_is_named() -> None:
     """Law: a table with other separators is refused with both, whatever its columns."""
-    path = write(name, f"{head}\nx;y;z,1\n")
-    assert refused(lambda: list(read(path, columns))) == (
-        f"{name} line 1: cells are separated by {head[4]!r}; save it with {own}, as a "
-        f"{name[1:]} file has it."
-    )
+    of_csv, of_tsv = ("a.csv", "text;label", "','"), ("a.tsv", "text,label", "'\\t'")
+    for name, head, own in (of_csv, of_tsv):
+        path = write(name, f"{head}\nx;y;z,1\n")
+        for columns in (Columns(), Columns("review", "stars")):
+            assert refused(lambda p=path, c=columns: list(read(p, c))) == (
+                f"{name} line 1: cells are separated by {head[4]!r}; save it with "
+                f"{own}, as a {name[1:]} file has it."
+            )
 
 
 ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"

@@ -64,13 +64,7 @@ def indices(part: dict[str, Tensor]) -> list[int]:
 
 
 @settings(max_examples=40)
-@given(
-    st.integers(1, 50),
-    st.integers(1, 20),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.integers(0, 99),
-)
+@given(*(st.integers(*ends) for ends in ((1, 50), (1, 20), (1, 4), (1, 3), (0, 99))))
 def test_all_parts_make_up_each_epoch(
     count: int, batch_size: int, accumulate: int, size: int, seed: int
 ) -> None:
@@ -212,18 +206,18 @@ def test_workers_ignore_signals() -> None:
     assert [signal.getsignal(name) for name in names] == handlers
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_the_share_of_padding(batch_size: int) -> None:
+def test_the_share_of_padding() -> None:
     """Law: it is what the last epoch's batches, made as tensors, really hold."""
-    encoded, order = held(30), Order(batch_size, 9, 1, 3)
-    made = steps(encoded, order)
-    last = range(8 * made.per_epoch + 1, 9 * made.per_epoch + 1)
-    parts = [made[n].parts[0] for n in last]
-    places = sum(part["attention_mask"].numel() for part in parts)
-    padding = sum(int((part["attention_mask"] == 0).sum()) for part in parts)
-    # One division and one subtraction from 1, each rounded once.
-    close = pytest.approx(padding / places, rel=0, abs=2 * np.finfo(float).eps)
-    assert padding_fraction(encoded.lengths, order) == close
+    for batch_size in (1, 4, 100):
+        encoded, order = held(30), Order(batch_size, 9, 1, 3)
+        made = steps(encoded, order)
+        last = range(8 * made.per_epoch + 1, 9 * made.per_epoch + 1)
+        masks = [made[n].parts[0]["attention_mask"] for n in last]
+        places = sum(mask.numel() for mask in masks)
+        padding = sum(int((mask == 0).sum()) for mask in masks)
+        # One division and one subtraction from 1, each rounded once.
+        close = pytest.approx(padding / places, rel=0, abs=2 * np.finfo(float).eps)
+        assert padding_fraction(encoded.lengths, order) == close
 
 
 def test_feeding_draws_from_nobody() -> None:

@@ -218,7 +218,10 @@ class Told:
 
 
 def test_blanks_are_no_part_of_a_token() -> None:
-    """Law: white space at a token's edges is trimmed; a token of it alone is empty."""
+    """Law: white space at a token's edges is trimmed; a token of it alone is empty.
+
+    A tokenizer that cannot tell offsets is refused, and told why.
+    """
     text = "Ann \u3000in\tRome "
     places = [(0, 0), (0, 4), (3, 7), (7, 13), (7, 8), (0, 13)]
     ((ids, found),) = tokenize(Told(places), [text], offsets=True)
@@ -229,10 +232,6 @@ def test_blanks_are_no_part_of_a_token() -> None:
     assert all(end >= start for start, end in found)
     assert tokenize(Told(places), [text]) == [([0, 1, 2, 3, 4, 5], [])]
     assert tokenize(Told(places), [], offsets=True) == []
-
-
-def test_offsets_need_a_fast_tokenizer() -> None:
-    """Law: a tokenizer that cannot tell offsets is refused, and told why."""
     slow = Told([])
     slow.is_fast = False
     with pytest.raises(UserError) as caught:
