@@ -128,7 +128,6 @@ def ran(program: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, 
     x = torch.rand(shape).to(dtype).requires_grad_()
     out = program(x)
     out.backward(torch.ones_like(out))
-    assert x.grad is not None
     assert x.grad.isfinite().all()
     return out.dtype, x.grad.dtype
 
@@ -225,7 +224,6 @@ def test_promotion(name: str, pair: tuple[torch.dtype, torch.dtype]) -> None:
     assert out.dtype == wide
     out.sum().backward()
     assert x.grad is not None
-    assert y.grad is not None
     assert (x.grad.dtype, y.grad.dtype) == pair
 
 

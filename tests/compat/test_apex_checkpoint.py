@@ -127,7 +127,6 @@ def test_scales_fall_apart(level: str) -> None:
             ) as scaled:
                 scaled.backward()
                 if iteration < falls[number]:
-                    assert net.factor.grad is not None
                     net.factor.grad.fill_(torch.inf)
         optimizer.step()
     assert amp.state_dict() == {

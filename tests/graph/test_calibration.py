@@ -37,8 +37,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.norm(self.blocks(x)))
-        return scores
+        return self.head(self.norm(self.blocks(x)))
 
 
 def task(seed: int) -> tuple[nn.Module, Tensor, Tensor]:

@@ -446,8 +446,7 @@ class Scaled(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
-        scores: Tensor = self.layer(x).sum(0) / x.shape[0] * factor
-        return scores
+        return self.layer(x).sum(0) / x.shape[0] * factor
 
 
 def test_inputs_of_another_kind() -> None:
@@ -496,8 +495,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         angles = positions * self.speeds
         hidden = self.layer(x)
-        turned: Tensor = hidden * torch.cos(angles) + hidden * torch.sin(angles)
-        return turned
+        return hidden * torch.cos(angles) + hidden * torch.sin(angles)
 
 
 def test_what_products_never_touched_stays_exact(

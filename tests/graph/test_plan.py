@@ -233,8 +233,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.norm(self.hidden(self.embed(tokens)).relu())
-        scores: Tensor = self.out(hidden)
-        return scores
+        return self.out(hidden)
 
 
 def encoder() -> tuple[nn.Module, tuple[Tensor]]:

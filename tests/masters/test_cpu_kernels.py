@@ -39,7 +39,6 @@ def update(
 
 def norm_of(gradients: list[torch.Tensor], kernels: Kernels) -> float:
     squares = cpu_kernels.check_finite(gradients, norm=True, kernels=kernels)[1]
-    assert squares is not None
     return squares.item()
 
 

@@ -44,7 +44,6 @@ class Loop:
 
     @property
     def grad(self) -> Tensor:
-        assert self.weight.grad is not None
         return self.weight.grad
 
 

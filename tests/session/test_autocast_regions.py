@@ -37,8 +37,7 @@ class Net(nn.Module):
 
     def block(self, x: Tensor) -> Tensor:
         x = self.twice(self.norm(self.twice(x)).float().tanh())
-        out: Tensor = self.frozen(x)
-        return out
+        return self.frozen(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.once(x)
@@ -46,8 +45,7 @@ class Net(nn.Module):
             x = self.block(x)
         else:
             x = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        out: Tensor = self.tied(x)
-        return out
+        return self.tied(x)
 
 
 LEARNING = 6
@@ -169,8 +167,7 @@ def evaluating(loop: Loop, seed: int) -> Tensor:
         seen = loop.net(batch(seed)[0]).sum()
     loop.backward(loss)
     loop.step()
-    total: Tensor = loss + seen.item()
-    return total
+    return loss + seen.item()
 
 
 def averaging(loop: Loop, seed: int, *, inside: bool) -> Tensor:
@@ -352,7 +349,6 @@ def test_kept_gradients_stay() -> None:
             loss = loss_of(loop, step)
         loop.backward(loss)
         grad = loop.net.twice.weight.grad
-        assert grad is not None
         kept.append((grad, grad.clone()))
         loop.step()
     for grad, value in kept:

@@ -50,8 +50,7 @@ def under_ddp(
     def micro(loop: Any, seed: int) -> Any:
         return program.micro(loop, seed + 1000 * rank)
 
-    seen: list[Tensor] = train(loop, program._replace(micro=micro), accumulate)
-    return seen
+    return train(loop, program._replace(micro=micro), accumulate)
 
 
 @pytest.fixture(scope="module")

@@ -67,8 +67,7 @@ class Branches(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
-        layer: Tensor = self.layers[(self.calls + dist.get_rank()) % 2](inputs)
-        return layer
+        return self.layers[(self.calls + dist.get_rank()) % 2](inputs)
 
 
 def unused(group: Group, accumulate: int) -> dict[str, Any]:

@@ -102,8 +102,7 @@ class Normed(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.batch(self.norm(self.body(inputs)))))
-        return out
+        return self.head(torch.tanh(self.batch(self.norm(self.body(inputs)))))
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
