@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,21 +187,14 @@ def test_measurements_outlive_a_defect(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: whatever fails after the last turn, all turns are on disk and printed."""
-
-    def defect(*_: object) -> list[str]:
-        message = "no metadata"
-        raise LookupError(message)
-
+    defect = Mock(side_effect=LookupError("no metadata"))
     monkeypatch.setattr(results, "conditions", defect)
     words = f"{SHORT} --candidates torch.amp,O2 --json {tmp_path / 'result'}"
     with pytest.raises(LookupError, match="no metadata"):
         run("recipe", words)
     lines = (tmp_path / "result.part").read_text(encoding="utf-8").splitlines()
-    seconds = [
-        (each["name"], each["seconds"])
-        for each in map(json.loads, lines)
-        if "seconds" in each
-    ]
+    turns = [each for each in map(json.loads, lines) if "seconds" in each]
+    seconds = [(each["name"], each["seconds"]) for each in turns]
     assert seconds == [
         *(("torch.amp", 4.0), ("O2", 1.0), ("O2", 1.0)),
         *(("torch.amp", 2.0), ("torch.amp", 8.0), ("O2", 1.0)),
@@ -227,45 +221,40 @@ def test_recipe_in_processes(
     assert err == [f"{name}: ready" for name in names.split(",")]
 
 
-def test_a_library_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: another library that fails has a row and a note; halfstep's own ends it."""
+class Failing(Process):
+    """A candidate that fails at a seed."""
 
-    class Broken(Process):
-        def request(self, _: Any) -> dict[str, Any]:
+    seed = 0
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.name, self.turn = name, -1
+
+    def request(self, question: Any) -> dict[str, Any]:
+        if question.get("seed") == self.seed and self.name != "torch.amp":
             message = f"candidate {self.name} ended with status 1"
             raise UserError(message)
+        self.turn = 0  # of few planted seconds
+        return super().request(question)
 
+
+def test_a_library_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: another library that fails has a row and a note; halfstep's own ends it.
+
+    Where it fails at a later seed, there are no figures: seeds before are too few.
+    """
     Process.log = []
-    monkeypatch.setattr(training, "WorkerProcess", Broken)
+    monkeypatch.setattr(training, "WorkerProcess", Failing)
     (table,) = tables("recipe", f"{SHORT} --candidates accelerate")
     assert table.rows[0][-1] == "failed"
     why = "accelerate failed: candidate accelerate ended with status 1"
     assert why in table.notes
     with pytest.raises(UserError, match="candidate O2 ended with status 1"):
         tables("recipe", f"{SHORT} --candidates O2")
-
-
-def test_a_library_that_fails_at_a_later_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: it has a row without figures, as the seeds before are too few."""
-
-    class Late(Process):
-        def __init__(self, name: str, *_: object) -> None:
-            self.name, self.turn = name, -1
-
-        def request(self, question: Any) -> dict[str, Any]:
-            if question.get("seed") == 1 and self.name == "accelerate":
-                message = "late"
-                raise UserError(message)
-            self.turn = 0  # of few planted seconds
-            return super().request(question)
-
-    Process.log = []
-    monkeypatch.setattr(training, "WorkerProcess", Late)
+    monkeypatch.setattr(Failing, "seed", 1)
     monkeypatch.setitem(SECONDS, "accelerate", SECONDS["O2"])
     words = "--steps 5 --seeds 2 --candidates torch.amp,accelerate --device cpu"
     (table,) = tables("conv", words)
-    assert table.rows[1][1] is None
-    assert table.rows[1][-1] == "failed"
+    assert (table.rows[1][1], table.rows[1][-1]) == (None, "failed")
 
 
 # How they train
@@ -467,11 +456,7 @@ def test_all_take_as_many_steps(name: str) -> None:
 
 def test_rejections_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what `prepare` rejects is an answer; any other fault is raised."""
-
-    def reject(*_: object, **__: object) -> None:
-        message = "no such master"
-        raise UserError(message)
-
+    reject = Mock(side_effect=UserError("no such master"))
     server = training.worker("recipe", "O3", vars(work()))
     monkeypatch.setattr(loops, "prepare", reject)
     assert server({"seed": 0}) == {"absent": "rejected: no such master"}

@@ -3,14 +3,17 @@
 Started as a program, this file saves under limits, and is killed while it saves.
 """
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -44,6 +47,17 @@ def said(path: Path, reason: int) -> str:
         f"checkpoint {path} could not be written: {os.strerror(reason)}. Mend that, or "
         "choose another place."
     )
+
+
+@contextlib.contextmanager
+def refused(path: Path, reason: int) -> Iterator[None]:
+    with pytest.raises(CheckpointError) as caught:
+        yield
+    assert str(caught.value) == said(path, reason)
+
+
+def raising(reason: int) -> Mock:
+    return Mock(side_effect=OSError(reason, os.strerror(reason)))
 
 
 # Programs
@@ -142,22 +156,16 @@ def test_killed_while_saving(ran: tuple[Path, Any]) -> None:
     load(folder / "c")
 
 
-def test_no_directory(tmp_path: Path) -> None:
-    """Law: below a file nothing can be made, and that is told."""
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError) as caught:
-        save(tmp_path / "file" / "c", {}, {}, {})
-    assert str(caught.value) == said(tmp_path / "file" / "c", errno.ENOTDIR)
-
-
 @pytest.mark.parametrize("moment", ["save_file", "save", "digest", "flush"])
 def test_directory_that_vanishes(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: a directory that is taken away while it is written to is missed."""
-    owner = {"save_file": safetensors.torch, "save": torch}.get(
-        moment, atomic_directory
-    )
+    """Law: a directory that is taken away while it is written to is missed.
+
+    Below a file nothing can be made, and that is told.
+    """
+    owners = {"save_file": safetensors.torch, "save": torch}
+    owner = owners.get(moment, atomic_directory)
     original = getattr(owner, moment)
 
     def after(*given: Any, **words: Any) -> Any:
@@ -165,31 +173,26 @@ def test_directory_that_vanishes(
         return original(*given, **words)
 
     monkeypatch.setattr(owner, moment, after)
-    with pytest.raises(CheckpointError) as caught:
-        save(tmp_path / "run" / "c", {"w": torch.ones(2)}, {}, {})
-    assert str(caught.value) == said(tmp_path / "run" / "c", errno.ENOENT)
+    path = tmp_path / "run" / "c"
+    with refused(path, errno.ENOENT):
+        save(path, {"w": torch.ones(2)}, {}, {})
     assert not list(tmp_path.iterdir())
+    path.parent.write_text("x")
+    with refused(path, errno.ENOTDIR):
+        save(path, {}, {}, {})
 
 
 def test_the_reason_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: where tidying up fails too, it is the first reason that is told."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def broken(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raising(errno.ENOSPC))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", broken)
-        patch.setattr(os, "unlink", broken)
-        with pytest.raises(CheckpointError) as caught:
+        for name in ("rmdir", "unlink"):
+            patch.setattr(os, name, raising(errno.EIO))
+        with refused(tmp_path / "c", errno.ENOSPC):
             save(tmp_path / "c", {}, {}, {})
-    assert str(caught.value) == said(tmp_path / "c", errno.ENOSPC)
-    assert len(str(caught.value).split()) <= 35
+    assert len(said(tmp_path / "c", errno.ENOSPC).split()) <= 35
 
 
 # Replaced, and killed or refused half-way
@@ -209,11 +212,6 @@ def refusing(monkeypatch: pytest.MonkeyPatch, word: str, reason: int) -> None:
     monkeypatch.setattr(Path, "rename", rename)
 
 
-def full(*_: object) -> None:
-    """Be a disk without room."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def moved_aside(path: Path, number: int = DEAD) -> Path:
     old = path.with_name(f".{path.name}.old-{number}")
     path.rename(old)
@@ -228,10 +226,9 @@ def test_the_only_copy_is_not_swept(
     save(path, {}, {"turn": 1}, {})
     moved_aside(path)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        with pytest.raises(CheckpointError) as caught:
+        patch.setattr(torch, "save", raising(errno.ENOSPC))
+        with refused(path, errno.ENOSPC):
             save(path, {}, {"turn": 2}, {}, replace=True)
-    assert str(caught.value) == said(path, errno.ENOSPC)
     assert load(path).state == {"turn": 1}
     moved_aside(path)
     with pytest.raises(CheckpointError, match="never written over another"):
@@ -250,15 +247,11 @@ def test_a_copy_that_cannot_be_restored(
     old = moved_aside(path)
     with monkeypatch.context() as patch:
         refusing(patch, ".old-", errno.EIO)
-        with pytest.raises(CheckpointError) as caught:
+        with refused(path, errno.EIO):
             save(path, {}, {"turn": 2}, {}, replace=True)
-        assert str(caught.value) == said(path, errno.EIO)
-        for use in (
-            atomic_directory.restore_replaced,
-            atomic_directory.remove_leftovers,
-        ):
+        for name in ("restore_replaced", "remove_leftovers"):
             with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-                use(tmp_path)
+                getattr(atomic_directory, name)(tmp_path)
     assert load(old).state == {"turn": 1}
     atomic_directory.remove_leftovers(tmp_path)
     assert load(path).state == {"turn": 1}
@@ -272,9 +265,8 @@ def test_the_name_cannot_be_given(
     save(path, {}, {"turn": 1}, {})
     with monkeypatch.context() as patch:
         refusing(patch, ".part-", errno.EIO)
-        with pytest.raises(CheckpointError) as caught:
+        with refused(path, errno.EIO):
             save(path, {}, {"turn": 2}, {}, replace=True)
-    assert str(caught.value) == said(path, errno.EIO)
     assert load(path).state == {"turn": 1}
     assert names(tmp_path) == ["c"]
 
@@ -295,11 +287,8 @@ def test_another_program_is_first(
         return original(*given, **words)
 
     monkeypatch.setattr(owner, before, late)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"^.* exists; a checkpoint is never wr"):
         save(path, {}, {}, {})
-    assert str(caught.value) == (
-        f"{path} exists; a checkpoint is never written over another."
-    )
     assert (path / "file").read_text() == "another's"
     assert names(tmp_path) == ["c"]
 
