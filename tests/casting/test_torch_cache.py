@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from forks import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,6 +21,7 @@ from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 BF16, FP16 = torch.bfloat16, torch.float16
 EYE = torch.eye(4)
@@ -274,16 +274,11 @@ print("ended")
 """
 
 
-def test_contexts_in_a_handler_of_operations() -> None:
+def test_contexts_in_a_handler_of_operations(tmp_path: Path) -> None:
     """Law: what handles a cast may end contexts, though torch locks its cache then."""
-    done = subprocess.run(
-        [sys.executable, "-c", HANDLED_CASTS],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert done.stdout == "ended\n"
+    (tmp_path / "script.py").write_text(HANDLED_CASTS)
+    (done,) = run_forked(str(tmp_path / "script.py"))
+    assert done.stdout == "ended\n", done.stderr
 
 
 class Zeroes(TorchDispatchMode):

@@ -167,14 +167,13 @@ def test_every_row_is_called() -> None:
     assert ROWS - CALLS.keys() == UNCALLED.keys()
 
 
-@LOWS
 @pytest.mark.parametrize("category", CATEGORIES)
-def test_operations_under_a_rule(category: str, low: torch.dtype) -> None:
+def test_operations_under_a_rule(category: str) -> None:
     """Law: under a rule every operation does what the rule's category says."""
     wrong = [
         name
-        for name, call in RULED.items()
-        if not agree(name, call, RULES[category], low)
+        for number, (name, call) in enumerate(RULED.items())
+        if not agree(name, call, RULES[category], (BF16, FP16)[number % 2])
     ]
     assert wrong == []
 

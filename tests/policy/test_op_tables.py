@@ -6,13 +6,11 @@ The oracle of a 16-bit kernel is the fp32 kernel on the same numbers.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from forks import run_forked
 from torch import Tensor, nn
 
 from halfstep.casting.dispatch_kernels import overload_of
@@ -44,43 +42,38 @@ DEVICES = pytest.mark.parametrize("device", KEYS)
 
 
 REGISTERED = """
-import json, torch
-keys = {keys}
+import json, sys, torch
 names = torch._C._dispatch_get_registrations_for_dispatch_key
-print(json.dumps({{device: names(key) for device, key in keys.items()}}))
+print(json.dumps({key: names(key) for key in sys.argv[1:]}))
 """
 
 
-@cache
-def registrations() -> dict[str, list[str]]:
-    """Return what torch registers for casting, by device.
+@pytest.fixture(scope="module")
+def registrations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Return what torch registers for casting, by key.
 
-    A fresh interpreter is asked: in this one other tests may have put kernels there.
+    Another process is asked: in this one other tests may have put kernels there.
     """
-    program = REGISTERED.format(keys=KEYS)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    file = tmp_path_factory.mktemp("registered") / "script.py"
+    file.write_text(REGISTERED)
+    (done,) = run_forked(str(file), *KEYS.values())
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 
 
-def registered(device: str) -> set[str]:
-    """Return the operations of torch's own that it registers for casting.
+@DEVICES
+def test_names_are_those_registered(
+    registrations: dict[str, list[str]], device: str
+) -> None:
+    """Law: the table holds exactly the operations that torch registers for casting.
 
     Without those on named dimensions: torch 2.9 casts them, later versions do not.
     """
-    found = [name for name in registrations()[device] if name.startswith("aten::")]
+    found = [n for n in registrations[KEYS[device]] if n.startswith("aten::")]
     found = [name.removeprefix("aten::") for name in found]
     # Only builds with cuDNN register it; it re-packs weights, and has no row.
     found = [name for name in found if "imname" not in name and ".names_" not in name]
-    return {*found} - {"_cudnn_rnn"}
-
-
-@DEVICES
-def test_names_are_those_registered(device: str) -> None:
-    """Law: the table holds exactly the operations that torch registers for casting."""
-    assert TABLES[device].keys() == registered(device)
+    assert TABLES[device].keys() == {*found} - {"_cudnn_rnn"}
 
 
 @pytest.mark.parametrize("base", NAMED)
