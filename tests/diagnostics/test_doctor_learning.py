@@ -30,8 +30,10 @@ from halfstep.diagnostics.doctor import (
 from halfstep.diagnostics.doctor.run_record import Config, RunFacts, Step
 from halfstep.numerics.tensor_summary import Sample, TensorSummary
 from halfstep.reporting.table import format_count
+from halfstep.train import profile_step
 from halfstep.train.data.corpus import load
 from halfstep.train.data_checks import count_repeats
+from halfstep.train.profile_step import is_profile_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,6 +49,8 @@ def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     small_and_measured(monkeypatch)
     if "report" not in request.node.name:
         without_figures(monkeypatch)
+    if "sound" in request.node.name:
+        monkeypatch.setattr(profile_step, "is_profile_step", is_profile_step)
 
 
 def train(folder: Path, *words: str, **splits: Any) -> Path:
