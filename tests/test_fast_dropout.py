@@ -255,7 +255,8 @@ def test_gradients_of_attention(masked: str) -> None:
         mask[1, :, :, 3:] = -torch.inf
         if masked == "a row":
             mask[0, :, 2] = -torch.inf
-    operands = _operands(torch.float64)
+    operands = [each[:, :1].detach() for each in _operands(torch.float64)]
+    operands = [each.requires_grad_() for each in operands]
     attend = functools.partial(_attention, mask=mask)
     assert torch.autograd.gradcheck(attend, operands)
 

@@ -83,7 +83,7 @@ def test_needed_seeds_suffice() -> None:
     assert count == 13  # 2 * t(0.95, 12) * 0.01 / sqrt(13) = 0.0099
 
     def decided(size: int) -> float:
-        samples = ([draw.gauss(0, spread) for _ in range(size)] for _ in range(400))
+        samples = ([draw.gauss(0, spread) for _ in range(size)] for _ in range(200))
         kinds = [equivalence_test(sample, margin).kind for sample in samples]
         return kinds.count("equivalent") / len(kinds)
 

@@ -28,7 +28,8 @@ def process(folder: Path) -> None:
     found = {}
     with process_group.join("cpu") as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, accumulate, views in itertools.product(NAMES, (1, 4), (False, True)):
+        for number, accumulate in itertools.product(range(len(NAMES)), (1, 4)):
+            name, views = NAMES[number], (number + accumulate) % 2 > 0
             program = LOOPS["PROGRAMS"][name]
             found[name, accumulate, views] = [
                 under_ddp(kind, program, accumulate, views, world.rank)
