@@ -503,13 +503,7 @@ def without_positions(self: object, text: str) -> None:
     FunctionType(code, globals())(self, text)
 
 
-PLACES = [
-    plainly,
-    without_self,
-    in_exec,
-    in_this_file,
-    without_positions,
-]
+PLACES = [plainly, without_self, in_exec, in_this_file, without_positions]
 
 
 @given(

@@ -40,10 +40,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "transposed": ((5, 7), lambda t: t.T),
     "every other": ((5, 8), lambda t: t[:, ::2]),
     "expanded": ((5, 1), lambda t: t.expand(5, 7)),
-    "channels last": (
-        (2, 3, 4, 5),
-        lambda t: t.to(memory_format=torch.channels_last),
-    ),
+    "channels last": ((2, 3, 4, 5), lambda t: t.to(memory_format=torch.channels_last)),
     "one chunk": ((1 << 18,), lambda t: t),
     "more": (((1 << 18) + 1,), lambda t: t),
     "large transposed": ((3, 1 << 18), lambda t: t.T),

@@ -149,10 +149,7 @@ def test_threads_share_a_module() -> None:
     ],
 )
 def test_recomputation_of_a_module(
-    rules: str,
-    dtypes: tuple[torch.dtype, ...],
-    around: str | None,
-    reentrant: bool,
+    rules: str, dtypes: tuple[torch.dtype, ...], around: str | None, reentrant: bool
 ) -> None:
     """Law: a module computed again, or in part, runs as it did; gradients are those."""
     grads, words = [], f"torch + {rules}"

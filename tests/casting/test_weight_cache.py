@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812 -- its usual name
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator

@@ -245,10 +245,7 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
         *(256.0, 128.0),
         "fell 3 times in the last 35 steps, to 128, and never rose",
     ),
-    (
-        *("no loss scale", in_fp16, "2", "none"),
-        "fp16 without a loss scale",
-    ),
+    (*("no loss scale", in_fp16, "2", "none"), "fp16 without a loss scale"),
     (
         *("needless loss scale", lambda scale: in_bf16(loss_scale=scale)),
         *("none", "dynamic", "bf16 with loss scale dynamic"),

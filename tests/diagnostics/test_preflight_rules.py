@@ -155,24 +155,15 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"gradients": likeness(0.98), "noise": None},
         "fails: gradients: cosine of all gradients to fp32's 0.98000",
     ),
-    (
-        timed(1, 95),
-        "not worth it: 1.00 times the speed of fp32, 5% less memory",
-    ),
-    (
-        timed(1, 104),
-        "not worth it: 1.00 times the speed of fp32, 4% more memory",
-    ),
+    (timed(1, 95), "not worth it: 1.00 times the speed of fp32, 5% less memory"),
+    (timed(1, 104), "not worth it: 1.00 times the speed of fp32, 4% more memory"),
     (
         timed(1, 1001, 1000),
         "not worth it: 1.00 times the speed of fp32, as much memory",
     ),
     (timed(1.11, 100), "good"),
     (timed(0.833, 80), "good"),
-    (
-        timed(0.5, 50),
-        "not worth it: 0.50 times the speed of fp32, 50% less memory",
-    ),
+    (timed(0.5, 50), "not worth it: 0.50 times the speed of fp32, 50% less memory"),
     # Numbers before costs: an overflow is never hidden behind them.
     (
         SLOW | {"fault": FAULT, "rules": ("module:a.b=fp32",)},

@@ -394,6 +394,30 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
     assert added_up(model, divided, 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
+@pytest.mark.parametrize(("level", "skipped"), [("O2", False), ("O3", True)])
+def test_the_level_that_is_advised_adds_up_in_fp32(
+    level: str, *, skipped: bool
+) -> None:
+    """Law: at O2 the same gradients make a step, where at O3 they make none."""
+    model = Half().float()
+    session = hs.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-9),
+        level,
+        dtype="fp16",
+        loss_scale=1.0,
+        accumulate=PARTS,
+    )
+    for _ in range(PARTS):
+        with session.autocast():
+            # The session divides by the micro-batches.
+            loss = (session.model(X_SUMS) * (3e4 * PARTS)).float().sum()
+        session.backward(loss)
+        report = session.step()
+    assert report.skipped == skipped
+
+
 def test_a_smaller_scale_cures_a_sum() -> None:
     """Law: a sum that is finite at scale 1 is told to be normal."""
     model = Half()

@@ -10,13 +10,7 @@ import torch
 
 from halfstep.errors import UserError
 from halfstep.numerics import formats
-from halfstep.numerics.formats import (
-    BF16,
-    FORMATS,
-    FP16,
-    FP32,
-    FloatFormat,
-)
+from halfstep.numerics.formats import BF16, FORMATS, FP16, FP32, FloatFormat
 
 
 def all_patterns(format_: FloatFormat) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -42,8 +42,7 @@ def test_parse_undoes_str(level: Level) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
-    [("o2", "O2"), ("02", "O2"), ("00", "O0"), (" O3 ", "O3")],
+    ("word", "meant"), [("o2", "O2"), ("02", "O2"), ("00", "O0"), (" O3 ", "O3")]
 )
 def test_near_misses_are_told_the_spelling(word: str, meant: str) -> None:
     """Law: a small o or a digit 0 is refused with the spelling that was meant."""

@@ -66,8 +66,7 @@ def whole_page() -> str:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("theme", ["dark", "light"])
+@pytest.mark.parametrize(("theme", "width"), [("dark", 400), ("light", 1280)])
 def test_a_page_fits_its_window(tmp_path: Path, width: int, theme: str) -> None:
     """Law: no scrolling to the side, texts as bright as the theme's, nothing loaded."""
     file = tmp_path / "page.html"

@@ -454,10 +454,7 @@ def steep(run: Run) -> None:
 
 
 RANGE = "forward range"
-add(
-    *("mlp range exp", named("fc1", exponential), "fc1", "exp", RANGE),
-    curable=False,
-)
+add(*("mlp range exp", named("fc1", exponential), "fc1", "exp", RANGE), curable=False)
 for each in ("lstm", "cnn"):
     add(
         *(f"{each} range squares", at(INNER, squares), INNER[each], "mul", RANGE),

@@ -45,10 +45,7 @@ class Program:
 
 
 def _trained(
-    model: nn.Module,
-    level: str = "O2",
-    lr: float = 1e-3,
-    **options: Any,
+    model: nn.Module, level: str = "O2", lr: float = 1e-3, **options: Any
 ) -> hs.Session:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return hs.prepare(model, optimizer, level=level, dtype="bf16", **options)
