@@ -67,18 +67,6 @@ def stepped(make: Callable[..., torch.optim.Optimizer]) -> Callable[[Any], objec
     return edit
 
 
-def adamw(params: Any, **more: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, **more, fused=True)
-
-
-def foreach(params: Any, **more: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, **more, foreach=True)
-
-
-def fused(params: Any, **more: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, **more, fused=True)
-
-
 EDITS: dict[str, Callable[[nn.Parameter], object]] = {
     "zero": lambda param: param.zero_(),
     "view": lambda param: param[1].fill_(9),

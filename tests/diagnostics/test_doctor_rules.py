@@ -96,10 +96,10 @@ def wide(self_s: float) -> dict[str, Any]:
     return row | {"dtypes": ["fp32", "fp32"]}
 
 
-def rates(bf16: float) -> RunFacts:
-    """Return a run in bf16 on a machine with this rate of it over fp32's."""
-    machine = MachineFacts.from_data({"rates": {"fp32": 1.0, "bf16": bf16}})
-    return RunFacts(config=ON_CPU, machine=machine)
+def rates(bf16: float, dtype: str = "bf16") -> RunFacts:
+    """Return a run on a machine with this rate of bf16; that of fp16 is a tenth."""
+    machine = MachineFacts.from_data({"rates": {"fp32": 1, "bf16": bf16, "fp16": 0.1}})
+    return RunFacts(config=replace(ON_CPU, dtype=dtype), machine=machine)
 
 
 def weights(*words: str, level: str = "O1") -> RunFacts:
@@ -480,13 +480,6 @@ def lost_tenth(top: int) -> RunFacts:
     return held("a:grad", counted({-24: 2000, top: 7000}, zeros=5000))
 
 
-def machine(bf16: float) -> RunFacts:
-    """Return a run in fp16, which is slow, on a machine with this rate of bf16."""
-    rates_of = {"fp32": 1.0, "bf16": bf16, "fp16": 0.1}
-    facts = MachineFacts.from_data({"rates": rates_of})
-    return RunFacts(config=replace(ON_CPU, dtype="fp16"), machine=facts)
-
-
 def half_off(form: formats.FloatFormat) -> RunFacts:
     """Return a run with an output of equal numbers, each half a unit off."""
     worst = torch.full((100,), 1 + 2.0 ** -(form.mantissa_bits + 1))
@@ -598,9 +591,11 @@ SAID: dict[str, tuple[RunFacts, str, str, str]] = {
         *(profiled(ON_CPU, waits=110, wait_s=0.001), "waits", "", ""),
     ),
     "bf16 is advised where that is fast": (
-        *(machine(1.5), "emulated", "warning", "--dtype bf16"),
+        *(rates(1.5, "fp16"), "emulated", "warning", "--dtype bf16"),
     ),
-    "fp32 where it is not": (*(machine(1.4), "emulated", "warning", "--level O0"),),
+    "fp32 where it is not": (
+        *(rates(1.4, "fp16"), "emulated", "warning", "--level O0"),
+    ),
 }
 
 

@@ -40,6 +40,13 @@ class Net(nn.Module):
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
+def prepared(model: nn.Module, level: str) -> hs.Session:
+    """Return a session that gives up after three skips."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rule = ScaleRule(max_consecutive_skips=3)
+    return hs.prepare(model, optimizer, level, dtype="fp16", loss_scale=rule)
+
+
 def lost(session: hs.Session, steps: int = 20) -> hs.LossScaleCollapse:
     """Train until that ends; return how."""
 
@@ -63,13 +70,7 @@ def test_a_session_that_collapsed_is_asked(level: str, *, compiled: bool) -> Non
     model = Net(9e4 if level == "O1" else 6e4)
     with torch.no_grad():
         model.wide.weight.fill_(1.0)
-    session = hs.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        level,
-        dtype="fp16",
-        loss_scale=ScaleRule(max_consecutive_skips=3),
-    )
+    session = prepared(model, level)
     error = lost(session)
     assert error.bad_op is not None
     assert not error.bad_op.reproduced
@@ -123,13 +124,7 @@ def test_a_weight_cast_before_the_replay_is_known() -> None:
     model = Net()
     with torch.no_grad():
         model.wide.weight[0, 0] = 1e5
-    session = hs.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        "O1",
-        dtype="fp16",
-        loss_scale=ScaleRule(max_consecutive_skips=3),
-    )
+    session = prepared(model, "O1")
     lost(session)
 
     def step() -> Tensor:
