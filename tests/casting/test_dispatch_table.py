@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -71,11 +72,12 @@ def test_by_hand() -> None:
     assert rows["einsum"] == OpCast(KEEP, 1, is_torch_default=False)
 
 
-@DEVICES
-@pytest.mark.parametrize("base", NAMED)
 @pytest.mark.parametrize(
-    ("category", "module"),
-    [(word, ("", "a.b")[i % 2]) for i, word in enumerate((*CATEGORIES, "fp32"))],
+    ("device", "base", "category", "module"),
+    [
+        (*table, CATEGORIES[number % len(CATEGORIES)], ("", "a.b")[number % 3 > 0])
+        for number, table in enumerate(product(TABLES, NAMED))
+    ],
 )
 def test_rows_are_decisions(device: str, base: str, category: str, module: str) -> None:
     """Law: each row has the category and rule that `decide` gives, with all flags."""

@@ -4,19 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
-
-PINNED = "2.13."
-"""The torch of constraints.txt."""
-
-
-def only_pinned(why: str) -> pytest.MarkDecorator:
-    """Return the mark of a test that knows numbers of the pinned torch alone."""
-    return pytest.mark.skipif(
-        not torch.__version__.startswith(PINNED),
-        reason=f"{why} in torch {PINNED}x, this is {torch.__version__}",
-    )
 
 
 @functools.cache
