@@ -26,18 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _FORKS = multiprocessing.get_context("forkserver")
-_PRELOADED = [
-    *("forks", "torch._dynamo", "torch.distributed.fsdp", "halfstep.session.factory"),
-]
-
-
-def preload(*modules: str) -> None:
-    """Let processes have these modules too, before the first of them is forked."""
-    _PRELOADED.extend(modules)
-    _FORKS.set_forkserver_preload(_PRELOADED)
-
-
-preload()
+_FORKS.set_forkserver_preload(
+    [
+        *("forks", "torch._dynamo", "torch.distributed.fsdp", "sklearn.metrics"),
+        *("halfstep.session.factory", "halfstep.train.run", "matplotlib.figure"),
+        "transformers.models.bert.modeling_bert",
+    ]
+)
 
 
 def run_forked(

@@ -4,12 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from forks import preload
 from small_training import small_and_measured, without_figures
-
-preload(
-    "halfstep.train.run", "transformers.models.bert.modeling_bert", "sklearn.metrics"
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
