@@ -31,24 +31,13 @@ DDP = ("mlp data nan", "cnn cast eager", "bert amplified eager", "cnn root eager
 SHARDED = ("bert overflow eager", "bert amplified eager", "bert root eager")
 
 
-def wrapped(run: Run, *, sharded: bool) -> nn.Module:
-    if sharded:
-        for layer in run.model.encoder.layers:
-            fully_shard(layer)
-        fully_shard(run.model)
-        return run.model
-    return torch.nn.parallel.DistributedDataParallel(run.model)
-
-
 def alone(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
     """Return a case in which one process alone has a fault, and runs it again."""
 
     def case(group: dist.ProcessGroup) -> dict[str, Any]:
         fault = FAULTS[name]
         run = Run(**fault.run)
-        model = torch.nn.parallel.DistributedDataParallel(
-            run.model, process_group=group
-        )
+        model = DistributedDataParallel(run.model, process_group=group)
         right, said = None, ""
         if dist.get_rank() == 1:
             fault.plant(run)
@@ -74,7 +63,7 @@ def alone_until_done(case: str) -> None:
 def in_first_step(group: dist.ProcessGroup) -> dict[str, Any]:
     """One process asks after the first backward pass: DDP then rebuilds its buckets."""
     run = Run("mlp")
-    model = torch.nn.parallel.DistributedDataParallel(run.model, process_group=group)
+    model = DistributedDataParallel(run.model, process_group=group)
     calls: list[str] = []
     model.register_forward_pre_hook(lambda *_: calls.append("hook"))
     run.step(model).backward()
@@ -94,7 +83,7 @@ def before_first_step(group: dist.ProcessGroup) -> dict[str, Any]:
     torch.manual_seed(0)
     bare = torch.nn.Linear(4, 2)
     session = hs.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1), "O2")
-    session.model = torch.nn.parallel.DistributedDataParallel(bare, process_group=group)
+    session.model = DistributedDataParallel(bare, process_group=group)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         with session.autocast():
@@ -113,7 +102,7 @@ def before_first_step(group: dist.ProcessGroup) -> dict[str, Any]:
 def healthy(group: dist.ProcessGroup) -> dict[str, Any]:
     """Both ask, for both saw NaN in the gradients that DDP averaged."""
     run = Run("mlp")
-    model = torch.nn.parallel.DistributedDataParallel(run.model, process_group=group)
+    model = DistributedDataParallel(run.model, process_group=group)
     if dist.get_rank() == 1:
         run.batch["x"] = run.batch["x"] * math.nan
     run.step(model).backward()
@@ -125,7 +114,7 @@ def healthy(group: dist.ProcessGroup) -> dict[str, Any]:
 def diagnosed(group: dist.ProcessGroup) -> dict[str, Any]:
     """Both diagnose their loop; one has a batch of NaN."""
     run = Run("mlp", dtype=None)
-    model = torch.nn.parallel.DistributedDataParallel(run.model, process_group=group)
+    model = DistributedDataParallel(run.model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if dist.get_rank() == 1:
         run.batch["x"] = run.batch["x"] * math.nan
@@ -144,7 +133,7 @@ def diagnosed(group: dist.ProcessGroup) -> dict[str, Any]:
 def beside(group: dist.ProcessGroup) -> dict[str, Any]:
     """The model is given, and its wrapper is what runs."""
     run = Run("mlp")
-    model = torch.nn.parallel.DistributedDataParallel(run.model, process_group=group)
+    model = DistributedDataParallel(run.model, process_group=group)
     with pytest.raises(UserError) as caught:
         hs.find_nonfinite(run.model, lambda: run.step(model))
     return {"said": str(caught.value)}
@@ -159,7 +148,9 @@ def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
         run = Run(**fault.run)
         if dist.get_rank() == 1 or "overflow" in name:
             fault.plant(run)
-        model = wrapped(run, sharded=True)
+        for layer in run.model.encoder.layers:
+            fully_shard(layer)
+        model = fully_shard(run.model)
         bad = hs.find_nonfinite(model, lambda: run.step(model), scale=run.scale)
         first = process_group.first_not_none(bad)
         left = sum(p.grad is not None for p in model.parameters())
