@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    [
-        *("forks", "torch._dynamo", "torch.distributed.fsdp", "sklearn.metrics"),
-        *("halfstep.session.factory", "halfstep.train.run", "matplotlib.figure"),
-        "transformers.models.bert.modeling_bert",
-    ]
-)
+_IMPORTED = [
+    *("forks", "torch._dynamo", "torch.distributed.fsdp", "sklearn.metrics"),
+    *("halfstep.session.factory", "halfstep.train.run", "matplotlib.figure"),
+    "transformers.models.bert.modeling_bert",
+]
 
 
 def run_forked(
@@ -58,6 +56,7 @@ def run_forked(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in ONE_THREAD.items():
             patch.setenv(name, value)  # torch reads it when it is imported
+        _FORKS.set_forkserver_preload(_IMPORTED)  # not for servers that programs start
         running = [
             _FORKS.Process(
                 target=_become,
