@@ -5,10 +5,11 @@ Blocks of a page share their names, in order, and a folder of their own.
 - `python` is run. An HTML comment `invisible-code-block: python` holds set-up that a
   reader need not see.
 - `output` is what the python block before it printed; `...` stands for any text.
-- `console` has lines `$ command` and what they print. `halfstep`, `python` and
-  `torchrun` are run; output that is shown is compared as above. `make` is asked with
-  -n, which runs nothing, whether the goal exists. A translated page whose commands
-  and output are those of the English page does not run them again.
+- `console` has lines `$ command` and what they print. `halfstep`, `python FILE` and
+  `torchrun` are run, in a process forked from one that has torch; output that is shown
+  is compared as above. `make` is asked with -n, which runs nothing, whether the goal
+  exists. A translated page whose commands and output are those of the English page does
+  not run them again.
 - `toml` and `json` are parsed; the added side of a `diff` is Python that
   compiles, and what it takes from halfstep exists.
 - `text` is not run. A comment `skip: next "reason"` before a block skips it; a reason
@@ -56,6 +57,7 @@ SOURCE = ROOT / "src"
 COMMANDS = {"halfstep", "python", "torchrun"}
 """What a page may start; pip and git would change this machine."""
 
+gc.disable()  # until all tests are collected
 SCRATCH = tempfile.TemporaryDirectory(prefix="halfstep-docs-")
 
 
@@ -275,6 +277,7 @@ def pytest_collection_finish() -> None:
     """
     for logger in logging.root.manager.loggerDict.values():
         logger.propagate = True
+    gc.enable()
     gc.collect()
     gc.freeze()
 
