@@ -162,41 +162,57 @@ def overflow(run: Run) -> None:
         weight.copy_(torch.where(weight < 0, -6e4, 6e4))
 
 
-def at(
-    places: dict[str, str], change: Callable[[Tensor], Tensor]
-) -> Callable[[Run], None]:
-    """Return what lets a module change its result."""
-    return lambda run: inside(run.model, places[run.name], change)
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    # Make what float16 does not hold, in float32.
+    "large": lambda y: y.float() * 1e6,
+    # Divide by zero.
+    "divided": lambda y: y / (y - y),
+    # Take the logarithm of zero.
+    "logged": lambda y: y + torch.log((y * 0).float()),
+    # Take a root at zero, where its slope is infinite.
+    "rooted": lambda y: y + torch.sqrt((y * 0).float()),
+    # Change nothing on the way forward; amplify gradients on the way back.
+    "amplified": lambda y: (y / 3e4) * 3e4,
+    # Divide a vector of zeros by its length.
+    "unit": lambda y: (y * 0).float() / (y * 0).float().norm(dim=-1, keepdim=True),
+    # Add to a divisor what float16 takes for 0.
+    "lost_eps": lambda y: y + (y * 0).half() / ((y * 0).half() + 1e-9),
+    # Norm without its small number.
+    "bare_rms": lambda y: (
+        (y * 0).float() * torch.rsqrt((y * 0).float().pow(2).mean(-1, keepdim=True))
+    ),
+    # Raise zero to a half, whose slope there is infinite.
+    "power": lambda y: y + (y * 0).float() ** 0.5,
+    # Take the angle between equal directions.
+    "angle": lambda y: y + torch.acos((y * 0).float() + 1),
+    # Hide the logarithm of zero from the loss, and not from the gradient.
+    "hidden_log": lambda y: y + torch.where(y * 0 > 0, torch.log((y * 0).float()), 0.0),
+    # Leave float32 too.
+    "exponential": lambda y: torch.exp(y.float() * 0 + 100),
+    # Leave float16 by a product of two numbers that fit.
+    "squares": lambda y: y + (y * 0 + 300).half() * (y * 0 + 300).half(),
+    # Hide an overflow from the loss, and not from the gradient.
+    "logistic": lambda y: y + 1 / (1 + torch.exp(y.float() * 0 + 100)),
+    # Make -inf, and take it out again.
+    "mended": lambda y: (
+        y + torch.nan_to_num(torch.log((y * 0).float().detach()), 0, 0, 0)
+    ),
+}
+"""What a module may do to its result."""
 
 
-def named(path: str, change: Callable[[Tensor], Tensor]) -> Callable[[Run], None]:
-    """Return what lets one module change its result."""
+Change = "str | Callable[[Tensor], Tensor]"
+
+
+def named(path: str, change: Change) -> Callable[[Run], None]:
+    """Return what lets one module change its result, perhaps by one of `CHANGES`."""
+    if isinstance(change, str):
+        change = CHANGES[change]
     return lambda run: inside(run.model, path, change)
 
 
-def large(y: Tensor) -> Tensor:
-    """Make what float16 does not hold, in float32."""
-    return y.float() * 1e6
-
-
-def divided(y: Tensor) -> Tensor:
-    """Divide by zero."""
-    return y / (y - y)
-
-
-def logged(y: Tensor) -> Tensor:
-    """Take the logarithm of zero."""
-    return y + torch.log((y * 0).float())
-
-
-def rooted(y: Tensor) -> Tensor:
-    """Take a root at zero, where its slope is infinite."""
-    return y + torch.sqrt((y * 0).float())
-
-
-def amplified(y: Tensor) -> Tensor:
-    """Change nothing on the way forward; amplify gradients on the way back."""
-    return (y / 3e4) * 3e4
+def at(places: dict[str, str], change: Change) -> Callable[[Run], None]:
+    return lambda run: named(places[run.name], change)(run)
 
 
 def spoilt_weight(run: Run) -> None:
@@ -217,11 +233,17 @@ def common(name: str, kinds: str, mode: str = "eager") -> None:
     late = "backward" if name == "cnn" else "forward"
     rows: dict[str, tuple[Any, ...]] = {
         "overflow": (overflow, inner, product(name), "forward range"),
-        "cast": (at(BEFORE, large), NEXT[name], product(name), "forward range"),
-        "div": (at(INNER, divided), inner, "div", "zero"),
-        "log": (at(BEFORE, logged), before, "log", "zero", late),
-        "root": (at(INNER, rooted), inner, "sqrt", "zero", "backward"),
-        "amplified": (at(INNER, amplified), inner, "mul", "backward range", "backward"),
+        "cast": (at(BEFORE, "large"), NEXT[name], product(name), "forward range"),
+        "div": (at(INNER, "divided"), inner, "div", "zero"),
+        "log": (at(BEFORE, "logged"), before, "log", "zero", late),
+        "root": (at(INNER, "rooted"), inner, "sqrt", "zero", "backward"),
+        "amplified": (
+            at(INNER, "amplified"),
+            inner,
+            "mul",
+            "backward range",
+            "backward",
+        ),
         "weight": (spoilt_weight, inner, "", "weight", "weight"),
     }
     for kind in kinds.split():
@@ -321,12 +343,6 @@ def flat_norm(run: Run) -> None:
         nn.init.zeros_(parameter)
 
 
-def unit(y: Tensor) -> Tensor:
-    """Divide a vector of zeros by its length."""
-    y = (y * 0).float()
-    return y / y.norm(dim=-1, keepdim=True)
-
-
 def lone(y: Tensor) -> Tensor:
     """Divide by the deviation of a single number."""
     with warnings.catch_warnings():
@@ -334,44 +350,16 @@ def lone(y: Tensor) -> Tensor:
         return y + y.float()[:, :1].std(1, keepdim=True)
 
 
-def lost_eps(y: Tensor) -> Tensor:
-    """Add to a divisor what float16 takes for 0."""
-    zero = (y * 0).half()
-    return y + zero / (zero + 1e-9)
-
-
-def bare_rms(y: Tensor) -> Tensor:
-    """Norm without its small number."""
-    y = (y * 0).float()
-    return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True))
-
-
-def power(y: Tensor) -> Tensor:
-    """Raise zero to a half, whose slope there is infinite."""
-    return y + (y * 0).float() ** 0.5
-
-
-def angle(y: Tensor) -> Tensor:
-    """Take the angle between equal directions."""
-    return y + torch.acos((y * 0).float() + 1)
-
-
-def hidden_log(y: Tensor) -> Tensor:
-    """Hide the logarithm of zero from the loss, and not from the gradient."""
-    zero = (y * 0).float()
-    return y + torch.where(zero > 0, torch.log(zero), 0.0)
-
-
 add("mlp zero norm", flat_norm, "norm", "layer_norm", "zero")
-add("mlp zero unit", at(BEFORE, unit), "norm", "div", "zero")
+add("mlp zero unit", at(BEFORE, "unit"), "norm", "div", "zero")
 add("lstm zero std", at(INNER, lone), "outer", "std var", "zero")
-add("bert zero eps", at(INNER, lost_eps), INNER["bert"], "div", "zero")
-add("t5 zero rsqrt", at(BEFORE, bare_rms), BEFORE["t5"], "rsqrt", "zero")
-add("gpt zero power", at(INNER, power), INNER["gpt"], "pow", "zero", "backward")
-add("cnn zero angle", at(INNER, angle), INNER["cnn"], "acos", "zero", "backward")
-add("t5 zero hidden", at(INNER, hidden_log), INNER["t5"], "log", "zero", "backward")
+add("bert zero eps", at(INNER, "lost_eps"), INNER["bert"], "div", "zero")
+add("t5 zero rsqrt", at(BEFORE, "bare_rms"), BEFORE["t5"], "rsqrt", "zero")
+add("gpt zero power", at(INNER, "power"), INNER["gpt"], "pow", "zero", "backward")
+add("cnn zero angle", at(INNER, "angle"), INNER["cnn"], "acos", "zero", "backward")
+add("t5 zero hidden", at(INNER, "hidden_log"), INNER["t5"], "log", "zero", "backward")
 add(
-    *("bert zero hidden", at(INNER, hidden_log), INNER["bert"], "log", "zero"),
+    *("bert zero hidden", at(INNER, "hidden_log"), INNER["bert"], "log", "zero"),
     *("backward",),
     mode="plain",
 )
@@ -429,22 +417,6 @@ for each in ("mlp", "gpt", "t5"):
     )
 
 
-def exponential(y: Tensor) -> Tensor:
-    """Leave float32 too."""
-    return torch.exp(y.float() * 0 + 100)
-
-
-def squares(y: Tensor) -> Tensor:
-    """Leave float16 by a product of two numbers that fit."""
-    three_hundred = (y * 0 + 300).half()
-    return y + three_hundred * three_hundred
-
-
-def logistic(y: Tensor) -> Tensor:
-    """Hide an overflow from the loss, and not from the gradient."""
-    return y + 1 / (1 + torch.exp(y.float() * 0 + 100))
-
-
 def steep(run: Run) -> None:
     """Queries and keys that fit, and scores that do not."""
     path = {"gpt": "h.layers.1.attention", "bert": "encoder.layers.1.attention"}
@@ -454,10 +426,10 @@ def steep(run: Run) -> None:
 
 
 RANGE = "forward range"
-add(*("mlp range exp", named("fc1", exponential), "fc1", "exp", RANGE), curable=False)
+add(*("mlp range exp", named("fc1", "exponential"), "fc1", "exp", RANGE), curable=False)
 for each in ("lstm", "cnn"):
     add(
-        *(f"{each} range squares", at(INNER, squares), INNER[each], "mul", RANGE),
+        *(f"{each} range squares", at(INNER, "squares"), INNER[each], "mul", RANGE),
         curable=False,
     )
 add("gpt range scores", steep, "h.layers.1.attention", "matmul bmm", RANGE)
@@ -467,7 +439,7 @@ add(
     *("t5 range scores", steep, "decoder.layers.1.across", "matmul bmm", RANGE),
     mode="plain",
 )
-add("mlp range hidden", at(INNER, logistic), "fc2", "exp", RANGE, curable=False)
+add("mlp range hidden", at(INNER, "logistic"), "fc2", "exp", RANGE, curable=False)
 for kind, dtype in (("bf16", torch.bfloat16), ("fp32", None)):
     for each in ("bert", "lstm"):
         add(
@@ -591,11 +563,6 @@ def unused_log(y: Tensor) -> Tensor:
     return y
 
 
-def mended(y: Tensor) -> Tensor:
-    """Make -inf, and take it out again."""
-    return y + torch.nan_to_num(torch.log((y * 0).float().detach()), 0, 0, 0)
-
-
 def top(y: Tensor) -> Tensor:
     """Keep the largest logits alone."""
     least = y.topk(4, -1).values[..., -1:]
@@ -655,7 +622,7 @@ HEALTHY: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
     "lstm ddp": (nothing, {"name": "lstm", "mode": "ddp"}),
     "bert log where": (at(INNER, where_log), {"name": "bert"}),
     "mlp unused": (at(INNER, unused_log), {"name": "mlp"}),
-    "t5 mended": (at(INNER, mended), {"name": "t5"}),
+    "t5 mended": (at(INNER, "mended"), {"name": "t5"}),
     "gpt top": (at(BEFORE, top), {"name": "gpt"}),
     "lstm sums": (at(INNER, summed_up), {"name": "lstm"}),
     "mlp scratch": (at(BEFORE, scratch), {"name": "mlp"}),
