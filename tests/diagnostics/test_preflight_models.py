@@ -62,8 +62,8 @@ def checked(make: Any, level: str, dtype: str) -> CheckReport:
     [
         (partial(hub, "bert"), "O2", "fp16"),
         (gpt, "O1", "bf16"),
-        (partial(hub, "t5"), "O1", "fp16"),
-        (Lstm, "O2", "bf16"),
+        (partial(hub, "t5"), "O1", "bf16"),
+        (Lstm, "O2", "fp16"),
     ],
 )
 def test_healthy(make: Any, level: str, dtype: str) -> None:
