@@ -70,6 +70,12 @@ def test_a_scale_that_may_be_below_one() -> None:
         scaler.update(torch.tensor(1.0))
     # 2 has arrived; two steps later it may be 1/2.
     assert scaler.monitor.may_be_below_one(scaler.rule)
+    for scale, is_below in ((1024.0, False), (2.0**-9, True)):
+        scaler.set_state(torch.tensor(scale), scaler.state.clean_steps)
+        scaler.monitor.on_external_set(scale)
+        for _ in range(5):  # what was sent before the scale was set says nothing of it
+            scaler.update(torch.tensor(0.0))
+            assert scaler.monitor.may_be_below_one(scaler.rule) == is_below
 
 
 @pytest.mark.usefixtures("slow")

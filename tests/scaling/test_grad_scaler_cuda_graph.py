@@ -22,7 +22,9 @@ SCALE = 2.0**10
 class Loop:
     """A line that learns, by torch's fused AdamW; its step can be captured."""
 
-    def __init__(self, scaler_class: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, scaler_class: Callable[..., Any], warmup: int = 3, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.line = torch.nn.Linear(4, 1, device="cuda")
         self.optimizer = torch.optim.AdamW(
@@ -32,7 +34,7 @@ class Loop:
         self.x = torch.ones(4, device="cuda")
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            for _ in range(3):
+            for _ in range(warmup):
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
@@ -72,6 +74,7 @@ def test_replays_do_what_torchs_do() -> None:
     for number in (1.0, math.inf, math.inf, 1.0, 1.0, 1.0, math.nan, 1.0):
         after = ours.replay(number)
         same(after, theirs.replay(number))
+        assert ours.scaler.last_step.scale == before[0]
         if not math.isfinite(number):
             same(after[1:], before[1:])
             assert after[0] == before[0] / 2
@@ -87,6 +90,7 @@ def test_hysteresis_is_counted_by_replays() -> None:
     """Law: what is only ours is kept on the device, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loop = Loop(hs.GradScaler, hysteresis=2)
+        loop = Loop(hs.GradScaler, warmup=1, hysteresis=2)
+    assert loop.scaler.call_order_watch is None  # in its second step
     scales = [loop.replay(number)[0] for number in (math.inf, math.inf, 1.0)]
     assert scales == [SCALE, SCALE / 2, SCALE / 2]

@@ -117,6 +117,18 @@ def test_the_rule_is_the_same_on_a_device(
             assert (one.item(), one.dtype) == (other.item(), other.dtype)
 
 
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Work as on a CPU, then as on a GPU."""
+    if request.param == "device":
+        monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
+    return request.param
+
+
+both = pytest.mark.usefixtures("where")
+
+
+@both
 def test_a_window_made_shorter_still_ends() -> None:
     """Law: growth asks "at least"; torch's "equal" never grows again here."""
     long, short = ScaleRule(growth_interval=10), ScaleRule(growth_interval=3)
@@ -128,6 +140,16 @@ def test_a_window_made_shorter_still_ends() -> None:
     assert (state.scale.item(), state.clean_steps.item()) == (2.0**17, 0)
 
 
+@both
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_a_window_that_never_ends(hysteresis: int) -> None:
+    """Law: an interval longer than a counter of 32 bits means no growth."""
+    rule = ScaleRule(growth_interval=2**31 + 5, hysteresis=hysteresis)
+    state = advance(ScaleState.first(rule), torch.tensor(0.0), rule)
+    assert (state.scale.item(), state.clean_steps.item()) == (2.0**16, 1)
+
+
+@both
 @pytest.mark.parametrize(("start", "flag"), [(0.25, 1.0), (2.0**25, 0.0)])
 def test_a_loaded_scale_beyond_bounds(start: float, flag: float) -> None:
     """Law: even there no overflow raises the scale, and no clean step lowers it."""
@@ -136,11 +158,15 @@ def test_a_loaded_scale_beyond_bounds(start: float, flag: float) -> None:
     assert advance(state, torch.tensor(flag), rule).scale.item() == start
 
 
-def test_advance_leaves_its_argument_alone() -> None:
+@both
+@pytest.mark.parametrize("hysteresis", [1, 3])
+def test_advance_leaves_its_argument_alone(hysteresis: int) -> None:
     """Law: `advance` is pure."""
-    state = ScaleState.first(RULE)
-    advance(state, torch.tensor(1.0), RULE)
-    assert [getattr(state, f.name).item() for f in fields(state)] == [64.0, 0, 3, 0]
+    rule = replace(RULE, hysteresis=hysteresis)
+    state = ScaleState.first(rule)
+    advance(state, torch.tensor(1.0), rule)
+    numbers = [getattr(state, field.name).item() for field in fields(state)]
+    assert numbers == [64.0, 0, hysteresis, 0]
 
 
 KINDS = ["fp32", "fp64", "bf16", "fp16", "complex", "conjugate", "sparse"]
@@ -317,6 +343,10 @@ def test_state_round_trip() -> None:
     for field in fields(ScaleState):
         loaded, saved = (getattr(s.state, field.name) for s in (fresh, scaler))
         assert loaded.dtype == saved.dtype
+    for saved, hysteresis, left in ((3, 1, 1), (-2, 3, 1), (2, 3, 2)):
+        fresh = LossScaler(replace(RULE, hysteresis=hysteresis))
+        fresh.load_state_dict(state | {"hysteresis_left": saved})
+        assert fresh.state.hysteresis_left.item() == left
 
 
 def test_is_collapsed() -> None:

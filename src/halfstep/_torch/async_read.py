@@ -73,7 +73,9 @@ class DelayedScalars:
             return host_values
         # `cat` promotes dtypes: few launches, as this is on every step.
         flat = torch.cat([to_device_async(v.reshape(-1), device) for v in values])
-        host = torch.empty(flat.numel(), pin_memory=True)
+        host = torch.empty(
+            flat.numel(), dtype=torch.float32, device="cpu", pin_memory=True
+        )
         host.copy_(flat.to(torch.float32), non_blocking=True)
         self._pending.append((host, _record_event(device)))
         if len(self._pending) <= DELAY_STEPS:

@@ -313,15 +313,15 @@ class FusedStep:
                 name = self.encoding.name if param in self.master_params else PLAIN
                 updates[name].append(item)
         more = {"found_inf": found_inf} if self.kernel.on_device else {}
-        one = 1.0 if found_inf is None else 1.0 - found_inf
+        increment = 1.0 if found_inf is None else 1.0 - found_inf
         for name, items in updates.items():
             if not items:
                 continue
             steps = [item.step for item in items if item.step is not None]
             # A tensor that is added alone, not in a list, is read by torch.
-            ones: list[Any] = [one] * len(steps)
+            increments: list[Any] = [increment] * len(steps)
             if steps:
-                torch._foreach_add_(steps, ones)
+                torch._foreach_add_(steps, increments)
             clock = rng.seed, rng.step
             try:
                 self.kernel.update(
@@ -329,7 +329,7 @@ class FusedStep:
                 )
             except BaseException:
                 if steps:  # kernels raise before they change anything
-                    torch._foreach_sub_(steps, ones)
+                    torch._foreach_sub_(steps, increments)
                 raise
             for item in items:
                 item.is_first_step = False

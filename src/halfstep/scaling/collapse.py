@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _CAPTURED = (
     "the update of the loss scale is captured in a CUDA graph: replays change the "
-    "scale, but no skipped step and no collapse is reported; read get_scale()."
+    "scale, but no skipped step and no collapse is reported; read the scale itself."
 )
 
 MAX_OVERFLOWS_AT_MIN_SCALE = 10
@@ -226,7 +226,8 @@ class CollapseMonitor:
         self._graph_error = ""
         self._one_skip_left = False
         self._last_read_scale = scale
-        self._steps_unread = 0
+        self._steps_unread = self._num_outdated = 0
+        self._is_captured = False
 
     def on_loss(
         self, loss: Tensor, name_of: Callable[[Tensor], str], policy: Policy | None
@@ -280,13 +281,13 @@ class CollapseMonitor:
         """
         if rule.min_scale >= 1:
             return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            return True  # in some replay
-        return self._last_read_scale * rule.backoff_factor**self._steps_unread < 1
+        lowest = self._last_read_scale * rule.backoff_factor**self._steps_unread
+        return lowest < 1 or self._is_captured or is_capturing()
 
     def on_external_set(self, scale: float = 0.0) -> None:
         """Record that the scale was set by other code; 0: the value is unknown."""
         self._last_read_scale, self._steps_unread = scale, 0
+        self._num_outdated = self._delayed.num_pending
 
     def on_backoff(self) -> None:
         """Record that the scale was lowered outside of a step."""
@@ -315,7 +316,7 @@ class CollapseMonitor:
         """
         if scale_used.is_cuda and torch.cuda.is_current_stream_capturing():
             self._loss = self._loss_sum = None
-            self.on_external_set()  # by each replay
+            self._is_captured = True
             warn_caller(_CAPTURED)
             return
         self._steps_unread += 1
@@ -327,7 +328,7 @@ class CollapseMonitor:
         self._loss_sum = None
         read_culprits = culprits
         if scale_used.device.type in async_read.READABLE_DEVICES:
-            numbers, self._steps_unread = [*map(float, values)], 0
+            numbers, num_unread = [*map(float, values)], 0
         else:
             values += self._submit_names(culprits, scale_used.device)
             delayed_numbers = self._delayed.submit(values)
@@ -335,8 +336,12 @@ class CollapseMonitor:
                 return
             numbers, absmax = delayed_numbers[:6], delayed_numbers[6:]
             read_culprits = partial(self._param_readers.popleft(), absmax)
-            self._steps_unread = self._delayed.num_pending
-        scale, num_skipped, self._last_read_scale, overflowed, *losses = numbers
+            num_unread = self._delayed.num_pending
+        scale, num_skipped, next_scale, overflowed, *losses = numbers
+        if self._num_outdated:  # it was sent before other code set the scale
+            self._num_outdated -= 1
+        else:
+            self._last_read_scale, self._steps_unread = next_scale, num_unread
         loss_value, loss_sum_value = losses
         history = self._history
         history.add(
@@ -446,6 +451,12 @@ class CollapseMonitor:
             | cleared
             | {"_delayed": DelayedScalars(), "_param_readers": deque()}
         )
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is captured in a CUDA graph."""
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_initialized and torch.cuda.is_current_stream_capturing()
 
 
 def _sum(total: Tensor | None, loss: Tensor) -> Tensor:

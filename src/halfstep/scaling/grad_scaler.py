@@ -19,6 +19,7 @@ from halfstep._torch.optimizer_params import (
 )
 from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
+from halfstep.scaling.collapse import is_capturing
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry
@@ -175,8 +176,6 @@ class GradScaler(TorchGradScaler):
             main.monitor.on_external_set(set_to)
             main.proposal = None
         main.set_state(scale, clean)
-        if scale.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.call_order_watch = None  # it reads weights, which a capture refuses
         return main
 
     def scale(self, outputs: Any) -> Any:
@@ -197,13 +196,17 @@ class GradScaler(TorchGradScaler):
             main.observe_loss(first, self._name_of)
             self._write_torch_state(main)
         scaled = super().scale(outputs)
-        if (
-            self._enabled
-            and self.call_order_watch
-            and isinstance(outputs, torch.Tensor)
-        ):
-            self.call_order_watch.on_scale(outputs, scaled)
+        if self._enabled and isinstance(outputs, torch.Tensor):
+            watch = self._watch()
+            if watch is not None:
+                watch.on_scale(outputs, scaled)
         return scaled
+
+    def _watch(self) -> CallOrderWatch | None:
+        """Return the watch; a CUDA graph's capture ends it, for it reads weights."""
+        if self.call_order_watch is not None and is_capturing():
+            self.call_order_watch = None
+        return self.call_order_watch
 
     def _write_torch_state(self, main: LossScaler) -> None:
         """Write scale and counter to torch's attributes."""
@@ -212,7 +215,7 @@ class GradScaler(TorchGradScaler):
             scale.copy_(main.state.scale)
             clean.copy_(main.state.clean_steps)
             main.set_state(scale, clean)
-        self._host_scale.mark_written(scale)
+            self._host_scale.mark_written(scale)
 
     def _name_of(self, param: Tensor) -> str:
         return name_of(param, optimizers_of(self._last_grads))
@@ -230,8 +233,9 @@ class GradScaler(TorchGradScaler):
             return
         self._init_loaded_scale(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        if self.call_order_watch is not None:
-            self.call_order_watch.on_unscale(optimizer, scale)
+        watch = self._watch()
+        if watch is not None:
+            watch.on_unscale(optimizer, scale)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise misuse.unscaled_twice(state["stage"], state.get("where"))
@@ -356,7 +360,7 @@ class GradScaler(TorchGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise misuse.stepped_twice(state.get("where"))
-        watch = self.call_order_watch
+        watch = self._watch()
         if watch is not None:
             unscaled = state["stage"] is OptState.UNSCALED
             if self._scale is not None and not unscaled:  # a fused kernel will do it
@@ -412,9 +416,10 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
-        if self.call_order_watch is not None:
-            self.call_order_watch.on_update()
-            if self.call_order_watch.is_over:
+        watch = self._watch()
+        if watch is not None:
+            watch.on_update()
+            if watch.is_over:
                 self.call_order_watch = None
         main = self._main_scaler()
         states = list(self._per_optimizer_states.values())
@@ -450,7 +455,8 @@ class GradScaler(TorchGradScaler):
             )
         try:
             if new_scale is None:
-                main.set_state(scale_used, main.state.clean_steps)
+                if not is_capturing():  # which writes to torch's tensor
+                    main.set_state(scale_used, main.state.clean_steps)
                 self._update_scales(main, states, found_inf)
         finally:
             self._passes.reset()
@@ -479,9 +485,7 @@ class GradScaler(TorchGradScaler):
         culprits = partial(remaining_nonfinite, self._last_grads)
         if main.monitor.needs_names(found_inf.device):
             pairs = [p for part in self._last_grads for p in part.gradients() or ()]
-            culprits = deferred_nonfinite(
-                [name for name, _ in pairs], [grad for _, grad in pairs]
-            )
+            culprits = deferred_nonfinite(pairs)
         try:
             self._loss_scalers.update(found_inf, culprits)
         finally:

@@ -98,7 +98,8 @@ def fused_step(
 
 def _takes_grad_scaler(step: Callable[..., Any]) -> bool:
     """Return whether `step` has such a parameter; a signature takes 50 us to make."""
-    code = getattr(inspect.unwrap(step), "__code__", None)
+    inner = inspect.unwrap(step, stop=lambda f: hasattr(f, "__signature__"))
+    code = getattr(inner, "__code__", None)
     if code is None:
         return "grad_scaler" in inspect.signature(step).parameters
     return (

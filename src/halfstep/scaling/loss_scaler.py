@@ -82,7 +82,7 @@ def advance(
     scale = state.scale if state.scale.is_mps else state.scale.double()
     left, holds = state.hysteresis_left, state.hysteresis_left > 1
     clean = torch.where(overflowed, 0, state.clean_steps + 1)
-    grow = clean >= rule.growth_interval
+    grow = clean >= _int32(rule.growth_interval)
     lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
     if proposal is None:
         higher = scale * rule.growth_factor
@@ -104,6 +104,10 @@ def advance(
     )
 
 
+def _int32(number: int) -> int:
+    return min(number, 2**31 - 1)
+
+
 def _copy_into(state: ScaleState, new: ScaleState) -> ScaleState:
     for field in fields(ScaleState):
         getattr(state, field.name).copy_(getattr(new, field.name))
@@ -114,8 +118,8 @@ def _advance_by_kernel(
     state: ScaleState, found_inf: Tensor, rule: ScaleRule
 ) -> ScaleState:
     """Do the same with torch's kernel: a third of the launches."""
-    scale = state.scale.clone()
-    clean = state.clean_steps.clamp(max=rule.growth_interval - 1)
+    scale, interval = state.scale.clone(), _int32(rule.growth_interval)
+    clean = state.clean_steps.clamp(max=interval - 1)
     flag = found_inf.to(scale)
     torch._amp_update_scale_(
         scale,
@@ -123,14 +127,14 @@ def _advance_by_kernel(
         flag,
         rule.growth_factor,
         rule.backoff_factor,
-        rule.growth_interval,
+        interval,
     )
     # A loaded scale may be below the minimum or above the maximum.
     lowest = state.scale.clamp(max=rule.min_scale)
     highest = None
     if rule.max_scale < FP32_MAX:
         highest = state.scale.clamp(min=rule.max_scale)
-    skips = (state.skips_in_a_row + 1).mul_(flag > 0)
+    skips = (state.skips_in_a_row + 1).mul_(flag != 0)
     return ScaleState(
         scale.clamp_(lowest, highest), clean, state.hysteresis_left, skips
     )

@@ -299,15 +299,11 @@ class GradAbsmax:
     """Names the non-finite gradients when called, after they may have been cleared.
 
     The constructor computes the largest magnitude of each, without synchronization.
-
-    Args:
-        names: One for each gradient; read only if there is something to name.
-        gradients: At least one.
     """
 
-    def __init__(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
-        self._names = names
-        stored = list(map(dense_values, gradients))
+    def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = [name for name, _ in pairs]
+        stored = [dense_values(gradient) for _, gradient in pairs]
         norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
         device = norms[0].device
         self.absmax = torch.stack(
@@ -321,8 +317,7 @@ class GradAbsmax:
 
     def nonfinite_params(self, absmax: Sequence[float]) -> tuple[NonFiniteParam, ...]:
         """Return the parameters whose largest magnitude is not finite."""
-        self._names = tuple(self._names)
-        named_absmax = zip(self._names, absmax, strict=True)
+        named_absmax = zip(self.names, absmax, strict=True)
         kinds = [
             (name, math.isinf(peak), math.isnan(peak)) for name, peak in named_absmax
         ]
@@ -330,7 +325,7 @@ class GradAbsmax:
 
 
 def deferred_nonfinite(
-    names: Iterable[str], gradients: Sequence[Tensor]
+    pairs: Sequence[tuple[str, Tensor]],
 ) -> Callable[[], tuple[NonFiniteParam, ...]]:
     """Return a function that returns the non-finite ones among some gradients."""
-    return GradAbsmax(names, gradients) if gradients else tuple
+    return GradAbsmax(pairs) if pairs else tuple

@@ -291,7 +291,8 @@ class Session:
         """Run a backward pass; unscale and check its gradients separately."""
 
         def backward(keep_graph: bool) -> None:
-            scaled = scaler.scale(loss / self._window.size)
+            size = self._window.size
+            scaled = scaler.scale(loss / size if size > 1 else loss)
             self._run_backward(scaled, second_pass=False, keep_graph=keep_graph)
             self._sync_grads()
 
@@ -630,11 +631,11 @@ class Session:
         # Read now: clipping and clearing destroy the gradients.
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
         if on_device or found_inf:
-            names = map(self._name, params)
+            named_grads = list(zip(map(self._name, params), grads, strict=True))
             culprits = (
-                deferred_nonfinite(names, grads)
+                deferred_nonfinite(named_grads)
                 if on_device
-                else Constant(find_nonfinite_params(zip(names, grads, strict=True)))
+                else Constant(find_nonfinite_params(named_grads))
             )
         report = StepReport(
             self._num_attempted + 1,
@@ -689,8 +690,8 @@ class Session:
         return list(filter(_IS_SET, map(_GRAD, params)))
 
     def _name(self, param: Tensor) -> str:
-        shape = f"a parameter of shape {tuple(param.shape)}"
-        return self._names.get(id(self._masters.model_param(param)), shape)
+        name = self._names.get(id(self._masters.model_param(param)))
+        return name or f"a parameter of shape {tuple(param.shape)}"
 
     @property
     def accumulate(self) -> int:

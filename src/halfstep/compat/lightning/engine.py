@@ -467,11 +467,11 @@ class LevelEngine:
         found_inf = reduce_found_inf(found_inf, grads, None)
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
         if step.skips_on_device or found_inf:
-            names = map(self._name, params)
+            named = list(zip(map(self._name, params), grads, strict=True))
             culprits = (
-                deferred_nonfinite(names, grads)
+                deferred_nonfinite(named)
                 if step.skips_on_device
-                else Constant(find_nonfinite_params(zip(names, grads, strict=True)))
+                else Constant(find_nonfinite_params(named))
             )
         entry.checked = found_inf, culprits
         return entry
