@@ -1,17 +1,13 @@
 """What holds for every test: a fixed seed, a private cache, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
 
 RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s."""

@@ -42,10 +42,15 @@ examples:
 """
 
 
+def _end_soon() -> None:
+    """Spare the end of the interpreter all of torch's objects: it takes seconds."""
+    if "triton" not in sys.modules:  # newer ones print what was not collected
+        gc.freeze()
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
-    # The end of the interpreter would go through all of torch's objects: for seconds.
-    atexit.register(gc.freeze)
+    atexit.register(_end_soon)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the console lacks must not end a run.

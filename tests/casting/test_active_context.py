@@ -1,11 +1,10 @@
 """Frames: in force where a context is open, and where its forward pass is run again."""
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +18,6 @@ from halfstep.casting.active_context import CastContext, OpCast
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 KINDS = pytest.mark.parametrize("reentrant", [True, False])
 

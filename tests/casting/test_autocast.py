@@ -1,12 +1,11 @@
 """Eager regions: torch's own state, entered and left in any way."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
 from halfstep.policy import LEAN, Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KINDS = {
     "default": {},

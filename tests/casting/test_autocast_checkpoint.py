@@ -1,11 +1,10 @@
 """Activation checkpointing: what is computed again is computed as it was at first."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +19,6 @@ from twins import torch_only
 from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 16).view(4, 4)

@@ -3,11 +3,11 @@
 The oracle is the same program, uncompiled.
 """
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +21,6 @@ from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # torch's own import of it warns.

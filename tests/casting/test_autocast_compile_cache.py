@@ -3,22 +3,18 @@
 Started as a program, this file is one such process.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from halfstep.casting.autocast_mode import autocast
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 POLICIES = ["torch", "lean", "torch + op:exp=fp32"]
 TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")

@@ -3,12 +3,11 @@
 Where a twin fails, torch was mended.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ from versions import torch_has_lstm
 
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

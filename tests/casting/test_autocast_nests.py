@@ -1,12 +1,11 @@
 """Any nest of regions, left in any way: torch's state is as it was before."""
 
-from __future__ import annotations
-
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,6 @@ from twins import patched
 from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
 DEVICES = tuple(filter(torch.amp.is_autocast_available, TYPES))
@@ -95,7 +90,7 @@ class Nest:
     place: str = "here"
     raises: bool = False
     caught: bool = False
-    children: tuple[Nest, ...] = ()
+    children: "tuple[Nest, ...]" = ()
 
 
 def nests(children: st.SearchStrategy[tuple[Nest, ...]]) -> st.SearchStrategy[Nest]:

@@ -1,11 +1,9 @@
 """Regions under policies: inside one another, around model code, and what they say."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,6 @@ from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.dtype_mismatch import DtypeMismatch
 from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import LEAN, TORCH, Policy
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 A, V = torch.eye(4), torch.ones(4)

@@ -4,13 +4,12 @@ Started as a program, this file takes down what torch alone gives, in a process 
 no kernel of ours was ever installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import op_arguments
 import pytest
@@ -18,9 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 from versions import torch_has_lstm
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Outcome = tuple[str, list[Any]]

@@ -3,12 +3,11 @@
 Started by `run_ranks`, this file is the program of one process; it writes what it saw.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.distributed import process_group
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

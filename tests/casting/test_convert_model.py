@@ -1,9 +1,8 @@
 """What each level stores in 16 bits, and what runs apart in fp32."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from halfstep.casting.convert_model import Conversion, convert_
 from halfstep.casting.module_rules import ModuleRuleHook
 from halfstep.errors import UserError
 from halfstep.policy import TORCH, Policy, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORMS: dict[str, Callable[[], nn.Module]] = {

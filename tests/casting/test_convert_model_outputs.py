@@ -1,11 +1,10 @@
 """What goes into a prepared model and what comes out, and copies of such a model."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from transformers.modeling_outputs import MaskedLMOutput
 import halfstep as hs
 from halfstep.casting.convert_model import convert_
 from halfstep.policy import TORCH, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LOW = pytest.mark.parametrize("level", ["O2", "O3"])

@@ -1,9 +1,8 @@
 """Weights that are computed from others: parametrizations, old and new."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import halfstep as hs
 from halfstep.casting.convert_model import convert_
 from halfstep.policy import Policy, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LOW = pytest.mark.parametrize("level", ["O2", "O3"])

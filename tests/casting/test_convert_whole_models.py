@@ -1,11 +1,10 @@
 """Models of every kind under conversion: ties, states, odd parameters, refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ import halfstep as hs
 from halfstep.casting.convert_model import convert_
 from halfstep.errors import UserError
 from halfstep.policy import Policy, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = pytest.mark.parametrize("level", ["O2", "O3"])

@@ -3,8 +3,6 @@
 The oracle is the same function, called on operands cast by hand with autocast off.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar

@@ -3,10 +3,9 @@
 torch's own decorators on a classic Function are the oracle.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from twins import Contexts, autocast_state, entered, same_bits
 
 from halfstep.casting import custom_functions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -3,8 +3,6 @@
 The oracle is the same operator, called on operands cast by hand with autocast off.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

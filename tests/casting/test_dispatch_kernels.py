@@ -1,12 +1,11 @@
 """Kernels of a policy: they run where a frame is in force, torch's alone elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,6 @@ from halfstep.casting.dispatch_kernels import install, overload_of
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
 from halfstep.policy import TORCH, Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 X = torch.linspace(-2, 2, 16).view(4, 4)

@@ -1,7 +1,5 @@
 """Which operations a policy takes out of torch's hands, and how they run instead."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,8 +1,7 @@
 """Operations that refuse a mix of dtypes: what is said of them, and what mends it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ import halfstep as hs
 from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
 from halfstep.policy import Policy, Rule, check_ops, decide
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Run = Callable[[Tensor, Tensor], object]
 
-    Run = Callable[[Tensor, Tensor], object]
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INDEX = torch.tensor([1, 0])

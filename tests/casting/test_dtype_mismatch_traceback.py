@@ -1,7 +1,5 @@
 """Refused operands, read from text and traceback: nothing else is run or broken."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util
@@ -9,8 +7,10 @@ import linecache
 import pickle
 import sys
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,10 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

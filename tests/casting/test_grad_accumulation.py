@@ -1,10 +1,9 @@
 """16-bit gradients added up in fp32: the same numbers, less memory."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from torch import Tensor, nn
 
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.numerics.accumulate import add_
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -1,7 +1,5 @@
 """Rules on modules: what runs inside them runs as the rule says, and nowhere else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

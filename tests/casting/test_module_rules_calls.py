@@ -1,14 +1,13 @@
 """Rules on modules, however modules are called: again, in threads, copied, compiled."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ from units import Seen, Unit
 from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = pytest.mark.parametrize("reentrant", [True, False])

@@ -1,10 +1,8 @@
 """Weights that a 16-bit format cannot hold are refused by name."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 FITS, OVERFLOWS = 65519.0, 65520.0
 """From half-way between fp16's largest number and 65536 on, rounding gives inf."""

@@ -1,11 +1,10 @@
 """What ran how, observed: tables by hand, nothing changed, nothing left behind."""
 
-from __future__ import annotations
-
 import functools
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,6 @@ import halfstep as hs
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import op_tables
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BF16 = torch.bfloat16
 AS_CALLED = ("no row", "it runs as it is called")

@@ -1,11 +1,11 @@
 """torch's cache of casts in our regions: what it keeps, and when it starts anew."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,6 @@ from twins import patched
 
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BF16, FP16 = torch.bfloat16, torch.float16
 EYE = torch.eye(4)

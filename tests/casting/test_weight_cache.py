@@ -1,13 +1,12 @@
 """Weights cast once, never served stale; gradients through them are torch's."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.casting.weight_cache import CastCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

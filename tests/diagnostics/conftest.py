@@ -1,16 +1,11 @@
 """What all tests of diagnostics share: planted rates, and one thread."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from small_training import one_thread
 
 from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)

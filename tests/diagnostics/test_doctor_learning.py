@@ -1,11 +1,11 @@
 """The doctor on runs of `halfstep train` that go wrong, and on some that do not."""
 
-from __future__ import annotations
-
 import json
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,17 +29,12 @@ from halfstep.diagnostics.doctor import (
 )
 from halfstep.diagnostics.doctor.run_record import Config, RunFacts, Step
 from halfstep.numerics.tensor_summary import Sample, TensorSummary
+from halfstep.reporting.finding import Finding
 from halfstep.reporting.table import format_count
 from halfstep.train import profile_step
 from halfstep.train.data.corpus import load
 from halfstep.train.data_checks import count_repeats
 from halfstep.train.profile_step import is_profile_step
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from halfstep.reporting.finding import Finding
 
 LOW_WITHOUT_MASTERS = ("--level", "O3", "--dtype", "bf16", "--lr", "1e-5")
 

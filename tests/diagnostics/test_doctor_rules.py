@@ -1,12 +1,11 @@
 """The doctor's rules: each is silent up to its limit, and speaks beyond it."""
 
-from __future__ import annotations
-
 import json
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +38,6 @@ from halfstep.numerics.tensor_summary import (
 )
 from halfstep.reporting.finding import Finding
 from halfstep.train.config import SETTINGS, flag_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 FP16 = Config(level="O2", dtype="fp16", master="fp32", loss_scale="dynamic")

@@ -1,9 +1,7 @@
 """Planted faults: module, operation and cause are told; healthy runs raise no alarm."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,10 +11,6 @@ from required import required
 
 from halfstep.nonfinite.origin import BadOp
 from halfstep.policy import Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 PLACES, REASONS = 0.95, 0.90
 """Least shares of faults whose module and operation, and whose cause, are right."""

@@ -1,12 +1,10 @@
 """A check before training: overflow, scales, gradients and verdicts, planted."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
+from halfstep.diagnostics.preflight import CheckReport
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
-
-if TYPE_CHECKING:
-    from halfstep.diagnostics.preflight import CheckReport
-
 
 LOW = [(level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16")]
 

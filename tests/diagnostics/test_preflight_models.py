@@ -1,9 +1,7 @@
 """A check before training on models of transformers and others, healthy and not."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
+from halfstep.diagnostics.preflight import CheckReport
 from halfstep.train import parallelize
-
-if TYPE_CHECKING:
-    from halfstep.diagnostics.preflight import CheckReport
 
 WORDS = 20
 IDS = torch.randint(0, WORDS, (8, 8), generator=torch.Generator().manual_seed(3))

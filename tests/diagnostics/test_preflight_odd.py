@@ -1,11 +1,9 @@
 """A check of odd arguments, models, losses and batches: told, or done right."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
-from halfstep.diagnostics.preflight import model_check
+from halfstep.diagnostics.preflight import CheckReport, model_check
 from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
-
-if TYPE_CHECKING:
-    from halfstep.diagnostics.preflight import CheckReport
 
 
 def checked(model: nn.Module, loss_fn: Any = loss, **more: Any) -> CheckReport:
@@ -244,7 +239,7 @@ def test_models_that_are_odd() -> None:
         checked(empty)
 
     class Without(nn.Linear):
-        def __deepcopy__(self, memo: object) -> Without:
+        def __deepcopy__(self, memo: object) -> nn.Module:
             copied = Without(16, 8)
             del copied.weight
             copied.weight = nn.Parameter(self.weight.detach() * 1)
@@ -273,7 +268,7 @@ class Rope(nn.Module):
         return x * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
 
 
-def check(net: nn.Module, level: str = "O1", **options: str) -> hs.CheckReport:
+def check(net: nn.Module, level: str = "O1", **options: str) -> Any:
     x = torch.randn(2, 2000, 4)
     return hs.check(
         net,
@@ -474,7 +469,7 @@ def test_a_batch_elsewhere() -> None:
 
 
 class Owner(nn.Linear):
-    def __deepcopy__(self, memo: object) -> Owner:
+    def __deepcopy__(self, memo: object) -> nn.Module:
         message = "it holds a file"
         raise TypeError(message)
 

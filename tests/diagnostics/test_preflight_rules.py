@@ -1,15 +1,14 @@
 """The verdict of a check, from planted facts; gradients compared, batches halved."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from halfstep.diagnostics.doctor import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
@@ -30,9 +29,6 @@ from halfstep.diagnostics.preflight.scale_search import halves
 from halfstep.nonfinite.origin import BadOp
 from halfstep.numerics.formats import tensors_in
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def likeness(

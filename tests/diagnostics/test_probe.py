@@ -1,11 +1,11 @@
 """A probe sees what is there, where it is, once, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,6 @@ import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.errors import UserError
 from halfstep.numerics.tensor_stats import measure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 INF, NAN = float("inf"), float("nan")
 

@@ -1,9 +1,9 @@
 """A probe inside graphs of torch.compile, beside the same model uncompiled."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,6 @@ from tests.diagnostics.test_probe import INF, NAN, X, net, passes, step
 from torch import nn
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 # torch's own import of it warns.
 QUIET = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")

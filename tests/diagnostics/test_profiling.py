@@ -1,14 +1,12 @@
 """Where the time of a step goes: every share is where it was put, and only there."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,9 +21,6 @@ from halfstep.diagnostics.profiling import profile, timeline
 from halfstep.diagnostics.profiling.profile_result import GEMM, Profile, Row
 from halfstep.diagnostics.profiling.profile_step import summary
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def rows_of(found: Profile, op: str) -> list[Row]:

@@ -1,10 +1,9 @@
 """Replays, diagnoses and probes in two processes that torchrun starts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from planted_faults import FAULTS, Run
 from planted_models import INNER
 from ranks import PATIENCE, saw, start
 from tests.diagnostics.test_probe import NAN, X, net
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,11 +21,6 @@ import halfstep as hs
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.numerics.tensor_stats import measure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 DDP = ("mlp data nan", "cnn cast eager", "bert amplified eager", "cnn root eager")
 SHARDED = ("bert overflow eager", "bert amplified eager", "bert root eager")

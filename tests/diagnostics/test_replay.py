@@ -1,9 +1,8 @@
 """First bad operation: in sessions, behind scalers, and what a replay leaves alone."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.nonfinite.origin import BadOp
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WARNED = pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
 

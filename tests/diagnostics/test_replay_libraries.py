@@ -3,10 +3,9 @@
 The detector was not made on these: they were run once it was done.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
+from halfstep.nonfinite.origin import BadOp
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Plant = Callable[[Any], None]
 
-    from halfstep.nonfinite.origin import BadOp
-
-    Plant = Callable[[Any], None]
 
 X = torch.linspace(-2, 2, 160).sin().view(2, 5, 16)
 IDS = torch.tensor([[3, 7, 1, 9, 4, 2], [5, 6, 8, 2, 1, 3]])

@@ -1,9 +1,7 @@
 """First bad operation: what is a loss function, told by where it stands."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,11 +11,7 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.casting import convert_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.nonfinite.origin import BadOp
+from halfstep.nonfinite.origin import BadOp
 
 X = torch.ones(4, 8)
 

@@ -1,19 +1,15 @@
 """First bad operation: a replay leaves a model exactly as it was."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 

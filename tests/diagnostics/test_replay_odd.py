@@ -4,10 +4,9 @@ Each fault is a function in the middle of a small model, beside what it becomes 
 the advice is followed.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,14 +16,11 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from halfstep.diagnostics.replay.search import Step
+from halfstep.nonfinite.origin import BadOp
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Change = Callable[[Tensor], Tensor]
 
-    from halfstep.nonfinite.origin import BadOp
-
-    Change = Callable[[Tensor], Tensor]
-    from halfstep.diagnostics.replay.search import Step
 
 X = torch.linspace(-1, 1, 32).sin().view(4, 8)
 

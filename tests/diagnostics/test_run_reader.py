@@ -1,12 +1,11 @@
 """The doctor on folders: facts from files alone, damage named, and the command."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,9 +19,6 @@ from halfstep.diagnostics.doctor.rule import Examination, NotEvaluated
 from halfstep.diagnostics.doctor.run_record import Config, MachineFacts, RunFacts, Step
 from halfstep.diagnostics.profiling import Profile
 from halfstep.reporting.finding import Finding
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m\n{{ 7 * 7 }}\ud800"
 SOUND = {

@@ -3,14 +3,13 @@
 Programs that are wrong, each with its finding and its cure, are in tests/field.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.diagnostics.step_calls import CHECKED
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.reporting.finding import Finding
+from halfstep.reporting.finding import Finding
 
 SCALERS = {"torch": torch.amp.GradScaler, "halfstep": hs.GradScaler}
 
@@ -247,7 +242,7 @@ def test_a_model_beside_the_one_that_trains() -> None:
 # Live objects in, findings out: what `hs.diagnose` knows of a program that runs.
 
 
-def rules(found: hs.diagnostics.step_diagnosis.Diagnosis) -> set[str]:
+def rules(found: Any) -> set[str]:
     return {each.rule for each in found.findings}
 
 
@@ -435,7 +430,7 @@ def test_refused(given: dict[str, Any], words: str) -> None:
     assert not calls
 
 
-def lacked(found: hs.diagnostics.step_diagnosis.Diagnosis) -> dict[str, str]:
+def lacked(found: Any) -> dict[str, str]:
     """Return the rules that had nothing to look at, and why."""
     return {
         rule: each.why

@@ -1,23 +1,18 @@
 """Numbers come first in `hs.diagnose`: what is not finite is told, and where from."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.diagnostics.step_diagnosis import Diagnosis
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.diagnostics.step_diagnosis import Diagnosis
 
 pytestmark = pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
 RULE = "non-finite numbers"

@@ -4,13 +4,11 @@ What each spends its time on was recorded on a quiet machine into `slow_profiles
 started as a program, this file records it again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,9 +19,6 @@ import halfstep as hs
 from halfstep.diagnostics import step_diagnosis
 from halfstep.diagnostics.profiling.profile_result import Profile
 from halfstep.machine import hardware
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROFILED = 12
 """Of so many steps the shortest counts: other programs disturb some of them."""

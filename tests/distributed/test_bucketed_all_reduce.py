@@ -1,8 +1,6 @@
 """Messages of many tensors: what goes in comes out, in one piece, in kept memory."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
@@ -13,9 +11,6 @@ from processes import group_of_one
 from torch import Tensor, nn
 
 from halfstep.distributed import bucketed_all_reduce, ddp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 

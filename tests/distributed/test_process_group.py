@@ -1,14 +1,12 @@
 """Two processes against one: the same losses, the same weights, the same skips."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +26,7 @@ from halfstep.distributed.process_group import (
     join,
 )
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 LEVELS = ("O0 fp32", "O1 bf16", "O2 bf16")
 RUNS = [(kind, accumulate) for kind in LEVELS for accumulate in (1, 2)]

@@ -1,7 +1,5 @@
 """Processes that cannot meet, or lose one another: told in one line."""
 
-from __future__ import annotations
-
 import functools
 from datetime import timedelta
 from typing import Any

@@ -5,8 +5,6 @@
 Run it from the root of the repository; `test_examples` fails where it was forgotten.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.examples import programs

@@ -4,23 +4,18 @@ In: a folder. Out: its programs as text, and what they print. A program that dif
 its import alone is not stored: `drop_in` makes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 _AMP = re.compile(r"^from torch\.amp import ", re.MULTILINE)
@@ -55,7 +50,7 @@ class Program:
         """The first line of its docstring."""
         return self.text.removeprefix('"""').splitlines()[0].removesuffix('"""')
 
-    def with_dtype(self, dtype: str) -> Program:
+    def with_dtype(self, dtype: str) -> "Program":
         """Return the program in another format on a CPU."""
         text = self.text.replace("else torch.bfloat16", f"else torch.{dtype}")
         return Program(self.folder, self.form, text)
@@ -98,7 +93,7 @@ class Program:
         assert done.returncode == 0 or ended, done.stderr
         return done.stdout
 
-    def changes(self, before: Program) -> tuple[list[str], int, int]:
+    def changes(self, before: "Program") -> tuple[list[str], int, int]:
         """Return the diff to another form, and its lines removed and added."""
         # What it says of itself is no change.
         own, other = (_without_docstring(p.text) for p in (self, before))
@@ -107,7 +102,7 @@ class Program:
         added = sum(line.startswith("+") and line != "+" for line in lines)
         return [line for line in lines if not line.startswith("@@")], removed, added
 
-    def changed_lines(self, before: Program) -> int:
+    def changed_lines(self, before: "Program") -> int:
         """Return how many lines differ: one that is replaced counts once.
 
         Blank lines and the first words of a program do not count.
@@ -140,7 +135,7 @@ def folders() -> list[str]:
     return sorted(file.parent.name for file in FOLDER.glob("*/before.py"))
 
 
-def before(folder: str) -> Program:
+def before(folder: str) -> "Program":
     """Return the program as people have it."""
     text = (FOLDER / folder / "before.py").read_text(encoding="utf-8")
     return Program(folder, "before", text)

@@ -1,22 +1,18 @@
 """Programs in examples/ run, and end where those end that they replace."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from forks import run_forked, run_ranks
 from tests.examples import page, programs
+from tests.examples.programs import Program
 
 from halfstep import LossScaleCollapse
-
-if TYPE_CHECKING:
-    from tests.examples.programs import Program
 
 MAX_LINES = 80
 AFTERS = [p for folder in programs.folders() for p in programs.afters(folder)]

@@ -4,10 +4,9 @@ Fake tensors stand for those of a GPU: they know their dtype and shape, and refu
 give a number to the host. Where a GPU is there, its driver is asked to refuse.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,6 @@ from halfstep.masters.encoding import FP32, RoundingRng
 from halfstep.scaling import ScaleRule
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers
 from halfstep.session import factory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": functools.partial(torch.optim.Adam, fused=True),

@@ -1,14 +1,13 @@
 """Contexts in threads: none waits for another for ever."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.casting import active_context
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SOAK = Path(__file__).parents[1] / "support" / "thread_soak.py"
 CONTEXTS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,6 @@ The version written by hand runs here: lines marked `# low` in an autocast conte
 losses scaled, steps taken by a scaler. The program as it stands has its own process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -14,17 +12,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from forks import run_forked, run_ranks
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BEGIN = """
 import sys, torch, torch.nn.functional as F

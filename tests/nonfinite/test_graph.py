@@ -1,10 +1,9 @@
 """Planted causes of inf and NaN: each is found, where it is, with its numbers."""
 
-from __future__ import annotations
-
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +15,7 @@ from versions import torch_has_lstm
 
 import halfstep as hs
 from halfstep.nonfinite.graph import find_in_graph
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.nonfinite.origin import BadOp
+from halfstep.nonfinite.origin import BadOp
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

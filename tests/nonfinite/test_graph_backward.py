@@ -1,9 +1,7 @@
 """Graphs that an autopsy must leave as they are, and not accuse without cause."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,11 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.nonfinite.graph import find_in_graph
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.nonfinite.origin import BadOp
+from halfstep.nonfinite.origin import BadOp
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 INF, NAN = math.inf, math.nan

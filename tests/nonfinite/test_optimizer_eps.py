@@ -1,7 +1,5 @@
 """An eps that 16 bits do not hold is named, and only where it ruins weights."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Nested values are cast as they are: aliases, odd constructors, what holds itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections import OrderedDict, UserDict

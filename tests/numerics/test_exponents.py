@@ -1,9 +1,8 @@
 """Histograms of exponents, against numpy and against what casting really loses."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +22,6 @@ from halfstep.numerics.exponents import (
     subnormal_share,
     unscale_histogram,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ONE = torch.tensor(1.0)
 WIDTHS = {

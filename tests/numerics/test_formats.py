@@ -1,7 +1,5 @@
 """Formats against torch.finfo and all 65,536 patterns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

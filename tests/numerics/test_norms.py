@@ -1,7 +1,5 @@
 """Norms of lists of tensors, beside numpy's in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

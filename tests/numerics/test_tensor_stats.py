@@ -1,11 +1,10 @@
 """Statistics of tensors, against a numpy float64 twin on the worst that there is."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,6 @@ from halfstep.numerics import tensor_counts
 from halfstep.numerics.formats import BF16, FP16, FP32, FloatFormat
 from halfstep.numerics.tensor_stats import TensorStats, measure
 from halfstep.numerics.tensor_summary import TensorSummary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WIDTHS = {
     torch.float16: (16, torch.int16),

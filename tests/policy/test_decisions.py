@@ -4,10 +4,9 @@ The oracle is torch without autocast, on operands that are cast by hand as `deci
 says. What torch then refuses, a region must refuse with the same words.
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import op_arguments
 import pytest
@@ -19,12 +18,7 @@ from torch.utils import _pytree
 
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.dispatch_kernels import overload_of
-from halfstep.policy import CATEGORIES, Policy, decide, op_tables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from halfstep.policy import Decision
+from halfstep.policy import CATEGORIES, Decision, Policy, decide, op_tables
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CASTABLE = (BF16, FP16, FP32)

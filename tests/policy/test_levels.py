@@ -1,7 +1,5 @@
 """The levels as data, and what happens to misspelt ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from halfstep.errors import UserError

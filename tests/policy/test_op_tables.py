@@ -3,10 +3,9 @@
 The oracle of a 16-bit kernel is the fp32 kernel on the same numbers.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +24,6 @@ from halfstep.policy.op_tables import (
     PROMOTE,
     TABLES,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 KEYS = {
     "cpu": "AutocastCPU",

@@ -5,10 +5,9 @@ Each operation runs under autocast, and once more without it on operands cast as
 `decide` says: both must run the same kernels, casts included.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.casting.dispatch_kernels import overload_of
 from halfstep.policy import decide
 from halfstep.policy.op_tables import BANNED, FP32_RESULT, TABLES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DEVICES = ("cuda", "xpu", "mps")
 NO_MEMORY = FakeTensorMode()

@@ -1,11 +1,9 @@
 """Rules and policies: words and precedence; and what the one decider answers."""
 
-from __future__ import annotations
-
 import functools
 import re
+from collections.abc import Callable
 from itertools import permutations, product
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -27,9 +25,6 @@ from halfstep.policy import (
     rules,
 )
 from halfstep.policy.op_tables import FOLLOW, NAMED, TABLES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KINDS = ("op", "module", "type")
 GLOBS = st.text(min_size=1).filter(lambda text: text[0] != "/" or text[-1] != "/")

@@ -1,7 +1,5 @@
 """Policies as files: written, read back, and refused with the place."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory

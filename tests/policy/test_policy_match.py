@@ -1,10 +1,9 @@
 """What a rule's pattern matches, and that a misspelt operation is refused."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,6 @@ from halfstep.policy import (
     matching_ops,
     op_tables,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PIECES = st.sampled_from(["a", "b", ".", "*", "?", "[ab]", "[!a]", "[", "/", "-", "("])
 NAMES = st.text("ab./-([", max_size=6)

@@ -1,7 +1,5 @@
 """Findings: they sort worst first, print as sentences and survive JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The laws of `halfstep.reporting.html`: what is drawn, and one page that holds it."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

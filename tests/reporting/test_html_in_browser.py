@@ -1,13 +1,11 @@
 """Pages in a headless Chromium: no overflow, readable charts, nothing loaded."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 from html import escape, unescape
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +21,6 @@ from halfstep.reporting.html import (
     page,
 )
 from halfstep.reporting.table import Table
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -1,22 +1,16 @@
 """The laws of `halfstep.reporting.table`: what is shown, and what is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.reporting.table import Table, write_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from halfstep.reporting.table import Cell
+from halfstep.reporting.table import Cell, Table, write_text
 
 TABLE = Table(
     "Runs",

@@ -1,7 +1,5 @@
 """Saved scaler states: of our own, of torch's and of apex's, and broken ones."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

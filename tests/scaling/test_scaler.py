@@ -1,7 +1,5 @@
 """Loss scaling against twins: an if/else host rule, torch's kernel, float64 numpy."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import asdict, fields, replace

@@ -7,12 +7,11 @@ leaves out the same optimizer steps.
 Scales are powers of two, by which fp32 multiplies and divides without rounding.
 """
 
-from __future__ import annotations
-
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +22,8 @@ from torch import Tensor, nn, optim
 import halfstep as hs
 from halfstep.scaling import ScaleRule
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+Make = Callable[[Any], optim.Optimizer]
 
-    Make = Callable[[Any], optim.Optimizer]
 
 ITERATIONS = 4
 INF = math.inf

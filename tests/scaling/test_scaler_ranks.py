@@ -1,11 +1,10 @@
 """`GradScaler` over ranks: they skip the same steps, and end with the same bits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep as hs
 from halfstep.scaling import LossScaleCollapse, ScaleRule, ScaleState
 from halfstep.scaling.strategies import MeasuredStrategy, make_strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 Make = Any
 Group = dist.ProcessGroup

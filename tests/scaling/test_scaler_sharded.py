@@ -5,11 +5,10 @@ numbers are small multiples of powers of two, and no gradient depends on a weigh
 sum is exact in whatever order ranks form it, and whole weights are the oracle.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +37,6 @@ from torch.distributed.tensor.parallel import (
 
 import halfstep as hs
 from halfstep.scaling import ScaleRule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Group = dist.ProcessGroup
 

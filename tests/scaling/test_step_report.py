@@ -1,7 +1,5 @@
 """The report of one step: what it says of applied, skipped and unfinished steps."""
 
-from __future__ import annotations
-
 import functools
 import math
 import pickle

@@ -1,22 +1,16 @@
 """Settings and runs of `halfstep bench`, as the command line reads them."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import pytest
 
 from halfstep import cli
 from halfstep.bench import commands, measure
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    import pytest
-
-    from halfstep.reporting.table import Cell, Table
+from halfstep.reporting.table import Cell, Table
 
 
 def flags(bench: str, words: str) -> Namespace:

@@ -1,12 +1,8 @@
 """How much work a function is, counted and not timed."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import TypeVar
 
 T = TypeVar("T")
 

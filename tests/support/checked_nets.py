@@ -3,8 +3,6 @@
 In: nothing. Out: models, batches, and a loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

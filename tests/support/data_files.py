@@ -1,18 +1,13 @@
 """Files of data that are written to be read, or to be refused."""
 
-from __future__ import annotations
-
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LONGEST_MESSAGE = 35
 

@@ -3,8 +3,6 @@
 In: a file, its arguments and environment. Out: what it said, once it has ended.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os
@@ -12,18 +10,15 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
 from processes import ONE_THREAD
 
 from halfstep import launch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _FORKS = multiprocessing.get_context("forkserver")
 _IMPORTED = [

@@ -1,16 +1,11 @@
 """Grids of parameters of which a part is tried each time, and the rest on demand."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from _pytest.mark.structures import ParameterSet
+from _pytest.mark.structures import ParameterSet
 
 
 def thinned(

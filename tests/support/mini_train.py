@@ -6,25 +6,20 @@ kills itself, if torchrun did not start it again; then the words of a command li
 what `halfstep` does with these.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from small_training import small_and_measured, without_figures
 
 from halfstep import cli
 from halfstep.train.loop import Trainer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from halfstep.train.step_dataset import StepBatch
+from halfstep.train.step_dataset import StepBatch
 
 REASON = "a planted fault"
 

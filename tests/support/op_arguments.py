@@ -1,7 +1,5 @@
 """Arguments for the operations of the op tables: torch's own lists, and others."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

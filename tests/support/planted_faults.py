@@ -5,14 +5,13 @@ that are expected, written down before anything looked for them; and `HEALTHY` r
 which nothing may be found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from planted_models import (
@@ -30,11 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.diagnostics.replay import find_nonfinite
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from halfstep.nonfinite.origin import BadOp
+from halfstep.nonfinite.origin import BadOp
 
 
 @dataclass

@@ -3,18 +3,14 @@
 In: a name. Out: a model, a batch, and a loss as a healthy run computes it.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WIDTH, WORDS, CLASSES, TEXTS, PLACES = 16, 20, 5, 3, 6
 

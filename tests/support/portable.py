@@ -4,11 +4,11 @@ In: a kind, an optimizer. Out: a session, trained or not, and its state as a fil
 returns it.
 """
 
-from __future__ import annotations
-
 import functools
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,7 @@ from torch.nn.utils import parametrizations
 
 import halfstep as hs
 from halfstep.checkpoint import single
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from halfstep.session.session import Session
+from halfstep.session.session import Session
 
 # An epsilon that 16 bits can hold, for some forms keep the optimizer's state in them.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -3,23 +3,18 @@
 In: the words of a program. Out: what it said, once it has ended well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from halfstep.distributed import process_group
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from datetime import timedelta
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment: sums depend on how many threads share them."""

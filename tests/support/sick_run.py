@@ -4,14 +4,10 @@ In: a folder. Out: `metrics.jsonl`, `resolved.toml`, `profile.json`,
 `environment.json` and `summary.json` with planted figures.
 """
 
-from __future__ import annotations
-
 import json
 import math
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 
 def tally(middle: int, width: int = 6, dtype: str = "float16", **more: Any) -> Any:

@@ -2,5 +2,10 @@
 
 import atexit
 import gc
+import sys
 
-atexit.register(gc.freeze)
+
+@atexit.register
+def _freeze() -> None:
+    if "triton" not in sys.modules:  # it reports what is left
+        gc.freeze()

@@ -4,20 +4,16 @@ In: nothing. Out: `PROGRAMS`: a name, the rule that knows the reason, and what m
 the program. Sizes are such that the reason takes most of a step on any processor.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 FAST = {"fp32": 0.2, "bf16": 1.5, "fp16": 0.2}
 """Rates of a processor with AMX, TFLOP/s."""

@@ -4,20 +4,16 @@ In: texts with labels or entities, as a test has them. Out: the file that holds 
 read as a `Split`; and a tokenizer that notes what it is asked.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from halfstep.train import model
 from halfstep.train.data.corpus import Split
 from halfstep.train.data.example_store import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 
 def split_of(

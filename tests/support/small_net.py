@@ -3,8 +3,6 @@
 In: a model, a region. Out: its loss, its report's rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,14 +4,15 @@ In: pytest's patches. Out: texts whose characters tell their class, and what com
 states.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,14 +22,7 @@ from halfstep.train import model, profile_step
 from halfstep.train.loop import Trainer
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    import pytest
-
-    from halfstep.train.step_dataset import StepBatch
+from halfstep.train.step_dataset import StepBatch
 
 TIMED = {
     *("seconds", "examples_per_s", "train_seconds", "evaluate_seconds"),

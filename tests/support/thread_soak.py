@@ -6,14 +6,12 @@ Exit status 0 and a line with the steps that each kind of thread has made, or 1 
 stacks of all threads where none has made a step for `COMPILE_TIMEOUT_S` seconds.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -21,9 +19,6 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PATIENCE = 60
 """Seconds without a step of one thread that count as a hang; a step takes some ms."""

@@ -3,8 +3,6 @@
 In: words of a command line. Out: settings as the program takes them.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

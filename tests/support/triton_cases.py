@@ -3,13 +3,12 @@
 In: a device. Out: cases, each of which raises where the two differ in a bit.
 """
 
-from __future__ import annotations
-
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kernel_twin
 import pytest
@@ -19,9 +18,6 @@ from torch import Tensor
 from halfstep.masters import cpu_kernels
 from halfstep.masters import triton_kernels as tk
 from halfstep.masters.fused_step import Adam, ParamUpdate, Rule, Sgd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

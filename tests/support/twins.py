@@ -3,18 +3,14 @@
 In: a program, and what opens a region. Out: what the program gives, or its refusal.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 torch_only = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."),

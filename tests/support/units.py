@@ -3,8 +3,6 @@
 In: a name, and modules inside. Out: a list of what each product and loss gave.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """What some versions of torch, or a lesser CPU, do not do."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
