@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,14 @@ def test_bytes_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     If a rank fails, the run ends with its last line of errors.
     """
     with comm.start(0, tmp_path / "s") as one, comm.start(1, tmp_path / "s") as other:
-        monkeypatch.setattr(comm, "start", lambda at, _: nullcontext([one, other][at]))
+        stores: list[Path] = []
+
+        def started(at: int, store: Path) -> Any:
+            assert store.parent.is_dir()
+            stores.append(store)
+            return nullcontext([one, other][at])
+
+        monkeypatch.setattr(comm, "start", started)
         for dtype in ("bf16", "fp16"):
             (table,) = tables("comm", f"{SMALL} --accumulate 1,2 --dtype {dtype}")
             keys = [(row[0], row[1]) for row in table.rows]
@@ -48,6 +56,8 @@ def test_bytes_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 expected = SIZES[name] * (NUMBERS + (FLAGS if ours else 0))
                 share = expected / (4 * NUMBERS)
                 assert cells == [expected, share, 1, True], (name, micros, dtype)
+        assert len(stores) == 4  # two ranks meet in one, in each of two runs
+        assert len({*stores}) == 2
         work = vars(flags("comm", SMALL)) | {"accumulate": 1}
         with pytest.raises(UserError, match=r"candidate rank .* ended with status 1"):
             comm.request_all([one, other], {"name": "none", "work": work})

@@ -432,7 +432,7 @@ def test_a_module_of_a_package(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "a" / "__init__.py").write_text("print('imported')")
     (tmp_path / "a" / "b.py").write_text(STEPS)
     done, o0 = (
-        launch("", *RUN, *flags, "-m", "a.b", "0", script=())
+        launch("", *RUN, *flags, "-m", "a.b", "0", script=(), HALFSTEP="fp16")
         for flags in ((), ("--level", "O0"))
     )
     assert done.stdout == o0.stdout == "imported\nTrue 1\n"

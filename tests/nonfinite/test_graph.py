@@ -398,6 +398,7 @@ def test_what_came_in_spoilt_is_told(kind: str) -> None:
     )
     assert finding.cause == cause
     assert finding.evidence.endswith(words)
+    assert finding.place == ("model (add)" if "added" in kind else finding.place)
 
 
 def test_healthy_sparse_data_is_none() -> None:

@@ -151,6 +151,15 @@ def penalty(loop: Loop) -> None:
     loop.finish()
 
 
+def penalty_of_torchs_page(loop: Loop) -> None:
+    scaled, params = loop.scaler.scale(loop.loss()), [*loop.model.parameters()]
+    grads = torch.autograd.grad(scaled, params, create_graph=True)
+    inverse = 1.0 / loop.scaler.get_scale()
+    size = sum((grad * inverse).square().sum() for grad in grads).sqrt()
+    loop.scaler.scale(loop.loss() + size).backward()
+    loop.finish()
+
+
 def penalty_by_itself(loop: Loop) -> None:
     """Scale a penalty that is divided, amid losses without one."""
     size = loop.penalty() / loop.scaler.get_scale() ** 2
@@ -190,6 +199,7 @@ RIGHT = (
     "backward backward freeze finish",
     "backward backward divide finish",
     *(closure, resumed, sharpness, evaluated, penalty, penalty_by_itself),
+    penalty_of_torchs_page,
 )
 """More of them are in tests/field/healthy_loops.py."""
 

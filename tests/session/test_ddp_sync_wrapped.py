@@ -243,7 +243,7 @@ def test_gradients_of_other_kinds(seen: list[dict[str, Any]], case: str) -> None
     """
     found = agreed(seen, case)
     assert found["gap"] <= 1
-    assert found.get("kept", True)
+    assert case in OTHERS or found["kept"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -204,7 +204,8 @@ def test_all_gradients_bad(form: str, value: float, *, kernel: bool) -> None:
     assert {*report.left_out} == {*bad}
     assert (session.steps_applied, session.steps_skipped) == (1, 1)
     assert same([weights, extras, states], cases.everything(session)[:3])
-    assert cases.go(session, slopes).applied
+    report = cases.go(session, slopes | {"conv.weight": bad["conv.weight"]})
+    assert (report.applied, report.left_out) == (True, ("conv.weight",))
     assert (session.steps_applied, session.steps_skipped) == (2, 1)
 
 
