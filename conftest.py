@@ -269,6 +269,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return is_library or ">>> " not in collection_path.read_text("utf-8") or None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those marked `gpu`: they compare with a CPU."""
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_finish() -> None:
     """Spare each test what has nothing to do with it.
 

@@ -99,12 +99,6 @@ NUMERIC = {
 """Test files that compute in 16 bits: marked `numeric`."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all tests but those marked `gpu`: they compare with a CPU."""
-    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, Any, list[pytest.Collector]]:
     """Look for no examples in docstrings of tests."""

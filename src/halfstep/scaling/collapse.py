@@ -314,7 +314,7 @@ class CollapseMonitor:
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        if scale_used.is_cuda and torch.cuda.is_current_stream_capturing():
+        if scale_used.is_cuda and is_capturing():
             self._loss = self._loss_sum = None
             self._is_captured = True
             warn_caller(_CAPTURED)

@@ -455,7 +455,8 @@ class GradScaler(TorchGradScaler):
             )
         try:
             if new_scale is None:
-                if not is_capturing():  # which writes to torch's tensor
+                # In a capture `LossScaler.update` changes torch's tensors in place.
+                if not is_capturing():
                     main.set_state(scale_used, main.state.clean_steps)
                 self._update_scales(main, states, found_inf)
         finally:

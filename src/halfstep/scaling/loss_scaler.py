@@ -12,7 +12,12 @@ from halfstep._torch import async_read
 from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError
 from halfstep.numerics.exponents import power_of_two
-from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
+from halfstep.scaling.collapse import (
+    CollapseMonitor,
+    LossHistory,
+    StepHistory,
+    is_capturing,
+)
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
 from halfstep.scaling.strategies import make_strategy
 from halfstep.scaling.unscale import unscale_
@@ -347,7 +352,7 @@ class LossScaler:
             in_a_row = self.state.skips_in_a_row * was_skipped
             self.state = replace(self.state, skips_in_a_row=in_a_row)
         self.proposal = None
-        if scale_used.is_cuda and torch.cuda.is_current_stream_capturing():
+        if scale_used.is_cuda and is_capturing():
             # A CUDA graph repeats its kernels, on the same tensors.
             self.state = _copy_into(before, self.state)
         self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
