@@ -182,14 +182,14 @@ BENCHES = {
     "recipe": Row(
         "recipe", "large linear layers: all levels, torch.amp, other libraries"
     ),
-    "encoder": Row("encoder", "a BERT encoder", _TRANSFORMERS),
-    "decoder": Row("decoder", "a small GPT", _TRANSFORMERS),
-    "conv": Row("conv", "a small ResNet", _TRANSFORMERS),
+    "encoder": Row("models", "a BERT encoder", _TRANSFORMERS),
+    "decoder": Row("models", "a small GPT", _TRANSFORMERS),
+    "conv": Row("models", "a small ResNet", _TRANSFORMERS),
     "optimizer": Row("optimizer", "an update with each form of master weights"),
     "scaler": Row("scaler", "what a GradScaler adds to a step"),
     "autocast": Row("autocast", "one operation, and one autocast context"),
     "plan": Row("plan", "planned models against torch.autocast", _TRANSFORMERS),
-    "probe": Row("encoder", "what a probe adds to a step", _TRANSFORMERS),
+    "probe": Row("models", "what a probe adds to a step", _TRANSFORMERS),
     "train": Row("jobs", "halfstep train against a plain torch.amp loop", _TRAIN),
     "quality": Row("jobs", "accuracy of a text classifier over seeds", _TRAIN),
     "ner": Row(

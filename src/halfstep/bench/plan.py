@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench import commands, conv, decoder, encoder, loops, measure, results
+from halfstep.bench import commands, loops, measure, models, results
 from halfstep.bench.floor import Floor
 from halfstep.bench.training import count_casts, measure_steps, row, training
 from halfstep.graph.planner import METHODS, device_of
@@ -52,17 +52,18 @@ Parts: TypeAlias = "tuple[Callable[[], nn.Module], Callable[[], Any], loops.Loss
 """(returns a model, returns a batch, loss of both)."""
 
 
-def _bench_parts(module: Any, **settings: Any) -> Parts:  # noqa: ANN401
+def _bench_parts(name: str, **settings: Any) -> Parts:  # noqa: ANN401
     """Return the parts of a workload's model, without dropout: losses are the same."""
+    bench = models.BENCHES[name]
     work = Namespace(
         **{"layers": 4, "length": 128, "dropout": 0.0, "attention": "sdpa"} | settings,
         device="cpu",
         accumulate=1,
     )
     return (
-        lambda: module.make_model(work),
-        lambda: next(module.draw_batches(work, 0))[0],
-        module.loss_of if hasattr(module, "loss_of") else encoder.loss_of,
+        lambda: bench.make_model(work),
+        lambda: next(bench.draw_batches(work, 0))[0],
+        bench.loss_of,
     )
 
 
@@ -81,11 +82,11 @@ def _mlp_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 MODELS: dict[str, Parts] = {
-    "bert": _bench_parts(encoder, hidden=512, heads=8, batch=32),
+    "bert": _bench_parts("encoder", hidden=512, heads=8, batch=32),
     "resnet": _bench_parts(
-        conv, channels=32, layers=2, pixels=96, batch=16, format="channels-first"
+        "conv", channels=32, layers=2, pixels=96, batch=16, format="channels-first"
     ),
-    "gpt": _bench_parts(decoder, hidden=256, heads=8, batch=8, vocabulary=4096),
+    "gpt": _bench_parts("decoder", hidden=256, heads=8, batch=8, vocabulary=4096),
     "mlp": (_mlp, _mlp_batch, _mlp_loss),
 }
 _KEYS = {"resnet": "pixel_values", "mlp": "inputs"}

@@ -8,7 +8,7 @@ import torch
 from bench_runs import Candidate, flags, rejected, rows, tables
 from torch import nn
 
-from halfstep.bench import commands, conv, decoder, encoder, measure, training
+from halfstep.bench import commands, measure, models, training
 from halfstep.fast_dropout import FastDropout
 
 TEXTS = "--layers 1 --hidden 8 --heads 2 --length 16 --batch 2 --lr 1e-3"
@@ -20,7 +20,7 @@ SMALL = {
 }
 
 
-MODULES = {"encoder": encoder, "decoder": decoder, "conv": conv}
+MODELS = ("encoder", "decoder", "conv")
 RUN = "--steps 5 --seeds 2 --device cpu"
 
 
@@ -30,10 +30,10 @@ def work(bench: str, **more: Any) -> Namespace:
     return settings
 
 
-@pytest.mark.parametrize("bench", MODULES)
+@pytest.mark.parametrize("bench", MODELS)
 def test_batches_are_the_seeds(bench: str) -> None:
     """Law: a seed's batches are the same each time, and no other seed's."""
-    draw = MODULES[bench].draw_batches
+    draw = models.BENCHES[bench].draw_batches
     first, again, other = (draw(work(bench), seed) for seed in (0, 0, 1))
     for _ in range(3):
         (one,), (same,), (another,) = next(first), next(again), next(other)
@@ -45,15 +45,15 @@ def test_batches_are_the_seeds(bench: str) -> None:
 
 def test_counting_solves_the_task() -> None:
     """Law: the label is the group of tokens that a text holds most of, mostly."""
-    (batch,) = next(encoder.draw_batches(work("encoder", batch=500, length=128), 0))
-    groups = batch["input_ids"] // encoder.GROUP
-    counts = nn.functional.one_hot(groups, encoder.CLASSES).sum(1)
+    (batch,) = next(models.draw_texts(work("encoder", batch=500, length=128), 0))
+    groups = batch["input_ids"] // models.GROUP
+    counts = nn.functional.one_hot(groups, models.CLASSES).sum(1)
     correct = counts.argmax(-1) == batch["labels"]
     assert correct.double().mean() > 0.95
-    assert set(batch["labels"].tolist()) == set(range(encoder.CLASSES))
+    assert set(batch["labels"].tolist()) == set(range(models.CLASSES))
 
 
-@pytest.mark.parametrize("bench", MODULES)
+@pytest.mark.parametrize("bench", MODELS)
 def test_models_learn(bench: str) -> None:
     """Law: the loss of each model falls, in fp32 and at O2, from the same weights."""
     easy = {
@@ -65,7 +65,7 @@ def test_models_learn(bench: str) -> None:
     for name in ("fp32", "O2"):
         loop = training.make_loop(commands.load(bench), name, settings, seed=0)  # type: ignore[arg-type]
         torch.manual_seed(0)
-        batches = next(MODULES[bench].draw_batches(settings, 0))
+        batches = next(models.BENCHES[bench].draw_batches(settings, 0))
         losses = [loop.step(batches).item() for _ in range(12)]
         assert losses[-1] < losses[0] - 0.1, name
 
@@ -73,7 +73,7 @@ def test_models_learn(bench: str) -> None:
 def test_channels_last() -> None:
     """Law: the format of images and weights is the one that was asked for."""
     settings = work("conv", format="channels-last")
-    (batch,) = next(conv.draw_batches(settings, 0))
+    (batch,) = next(models.draw_images(settings, 0))
     assert batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -81,8 +81,8 @@ def test_channels_last() -> None:
 def test_attention_is_as_asked(attention: str) -> None:
     """Law: eager attention shows softmax, sdpa has none."""
     settings = work("encoder", attention=attention)
-    (batch,) = next(encoder.draw_batches(settings, 0))
-    loss = encoder.loss_of(encoder.make_model(settings), batch)
+    (batch,) = next(models.draw_texts(settings, 0))
+    loss = models.loss_of(models.make_bert(settings), batch)
     visited, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -98,9 +98,7 @@ def test_attention_is_as_asked(attention: str) -> None:
 def test_fast_dropout(bench: str, name: str) -> None:
     """Law: the candidate with fast dropout has it, and the other does not."""
     for candidate, expected in ((name, nn.Dropout), (f"{name}-fast", FastDropout)):
-        loop = training.make_loop(
-            MODULES[bench].BENCHES[bench], candidate, work(bench), 0
-        )
+        loop = training.make_loop(models.BENCHES[bench], candidate, work(bench), 0)
         layers = {type(m) for m in loop.model.modules() if isinstance(m, nn.Dropout)}
         assert layers == {expected}
 
@@ -134,7 +132,7 @@ def test_seeds_are_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_no_flag_sets() -> None:
     """Law: sizes that no flag sets are the device's; others stay."""
     settings = flags("encoder", "--heads 2 --hidden 8 --device cpu")
-    encoder.check(settings)
+    models.check(settings)
     sizes = (settings.layers, settings.lr, settings.heads, settings.hidden)
     assert sizes == (4, 3e-4, 2, 8)
 
@@ -168,7 +166,7 @@ def test_probes_change_nothing() -> None:
     losses = []
     for name in bench.kinds:
         loop = training.make_loop(bench, name, settings, seed=0)
-        draw = encoder.draw_batches(settings, 0)
+        draw = models.draw_texts(settings, 0)
         torch.manual_seed(0)
         losses.append([loop.step(next(draw)).item() for _ in range(4)])
     assert losses == [losses[0]] * 4

@@ -1,0 +1,355 @@
+"""`halfstep bench encoder`, `decoder`, `conv` and `probe`: models of transformers.
+
+All train from scratch on synthetic data that they learn within a hundred steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.bench import commands, loops, measure, results, training
+from halfstep.diagnostics.probe import Probe
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterable, Iterator
+
+    from halfstep.diagnostics.probe import Event
+    from halfstep.reporting.table import Table
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "cpu": {"layers": 4, "hidden": 256, "heads": 4, "batch": 16, "lr": 3e-4},
+    "cuda": {"layers": 12, "hidden": 768, "heads": 12, "batch": 32, "lr": 1e-4},
+}
+"""Device -> defaults of flags; on cuda those of BERT base, which needs a lower lr."""
+
+CLASSES, GROUP = 4, 8  # of texts: number of labels, and tokens in the group of each
+_FAVOURED = 0.2  # share of tokens drawn from the label's group, besides chance
+_STEP = 4  # of random walks: a token is at most so much larger than the one before it
+_IMAGE_CLASSES = 10
+
+
+def check(arguments: Namespace) -> None:
+    """Fill in the defaults of the device; reject what does not fit."""
+    for name, value in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.hidden % arguments.heads:
+        message = (
+            f"--hidden {arguments.hidden} must be a multiple of --heads "
+            f"{arguments.heads}."
+        )
+        raise UserError(message)
+    _check_steps(arguments)
+
+
+def _check_steps(arguments: Namespace) -> None:
+    """Reject a number of steps of which none is timed."""
+    if arguments.steps <= training.WARM_UP:
+        message = (
+            f"--steps {arguments.steps} must be at least {training.WARM_UP + 1}; the "
+            f"first {training.WARM_UP} are not timed."
+        )
+        raise UserError(message)
+
+
+def _endless(
+    draw: Callable[[Namespace, torch.Generator], dict[str, Tensor]],
+) -> training.DrawBatches:
+    """Return what yields the micro-batches of each step, given what draws one."""
+
+    @functools.wraps(draw)
+    def batches(work: Namespace, seed: int) -> Iterator[list[dict[str, Tensor]]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            drawn = [draw(work, generator) for _ in range(work.accumulate)]
+            yield [{k: v.to(work.device) for k, v in one.items()} for one in drawn]
+
+    return batches
+
+
+def make_bert(work: Namespace) -> nn.Module:
+    """Build a BERT classifier."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    settings: dict[str, Any] = {
+        "vocab_size": CLASSES * GROUP,
+        "num_labels": CLASSES,
+        "num_hidden_layers": work.layers,
+        "hidden_size": work.hidden,
+        "intermediate_size": 4 * work.hidden,
+        "num_attention_heads": work.heads,
+        "max_position_embeddings": work.length,
+        "hidden_dropout_prob": work.dropout,
+        "attention_probs_dropout_prob": work.dropout,
+        "attn_implementation": work.attention,
+    }
+    return BertForSequenceClassification(BertConfig(**settings))
+
+
+@_endless
+def draw_texts(work: Namespace, draw: torch.Generator) -> dict[str, Tensor]:
+    """Draw texts; the label is the group of tokens that is overrepresented."""
+    shape = work.batch, work.length
+    labels = torch.randint(CLASSES, (work.batch,), generator=draw)
+    any_group = torch.randint(CLASSES * GROUP, shape, generator=draw)
+    offsets = torch.randint(GROUP, shape, generator=draw)
+    own_group = offsets + labels[:, None] * GROUP
+    favoured = torch.rand(shape, generator=draw) < _FAVOURED
+    return {"input_ids": torch.where(favoured, own_group, any_group), "labels": labels}
+
+
+def make_gpt(work: Namespace) -> nn.Module:
+    """Build a GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    settings: dict[str, Any] = dict.fromkeys(dropout, work.dropout)
+    settings |= {
+        "vocab_size": work.vocabulary,
+        "n_embd": work.hidden,
+        "n_layer": work.layers,
+        "n_head": work.heads,
+        "n_positions": work.length,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "use_cache": False,
+        "attn_implementation": work.attention,
+    }
+    return GPT2LMHeadModel(GPT2Config(**settings))
+
+
+@_endless
+def draw_walks(work: Namespace, draw: torch.Generator) -> dict[str, Tensor]:
+    """Draw random walks over the vocabulary, whose next token can be predicted."""
+    first = torch.randint(work.vocabulary, (work.batch, 1), generator=draw)
+    steps = torch.randint(1, _STEP + 1, (work.batch, work.length), generator=draw)
+    ids = (first + steps.cumsum(1)) % work.vocabulary
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_resnet(work: Namespace) -> nn.Module:
+    """Build a ResNet of four stages, each of twice the channels of the one before."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    settings: dict[str, Any] = {
+        "embedding_size": work.channels,
+        "hidden_sizes": [work.channels * 2**stage for stage in range(4)],
+        "depths": [work.layers] * 4,
+        "layer_type": "basic",
+        "num_labels": _IMAGE_CLASSES,
+    }
+    model: Any = ResNetForImageClassification(ResNetConfig(**settings))
+    converted: nn.Module = model.to(memory_format=_memory_format(work))
+    return converted
+
+
+def _memory_format(work: Namespace) -> torch.memory_format:
+    is_last = work.format == "channels-last"
+    return torch.channels_last if is_last else torch.contiguous_format
+
+
+@_endless
+def draw_images(work: Namespace, draw: torch.Generator) -> dict[str, Tensor]:
+    """Draw images of noise whose mean brightness is shifted by their class."""
+    labels = torch.randint(_IMAGE_CLASSES, (work.batch,), generator=draw)
+    images = torch.randn(work.batch, 3, work.pixels, work.pixels, generator=draw)
+    images += (labels / _IMAGE_CLASSES - 0.5)[:, None, None, None]
+    images = images.contiguous(memory_format=_memory_format(work))
+    return {"pixel_values": images, "labels": labels}
+
+
+def make_optimizer(
+    parameters: Iterable[Tensor], work: Namespace
+) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(parameters, work.lr)
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss that a model of transformers computes."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+# Probes
+
+NONE, FLAGS, BETWEEN, STATISTICS = "none", "flags", "between samples", "full"
+SAMPLED = "sampled"
+"""Computed: one of `every` steps as `STATISTICS`, the others as `BETWEEN`."""
+
+TARGETS = {FLAGS: 1.03, SAMPLED: 1.03}
+"""Maximum step time relative to no probe, for modes that are meant to stay on.
+Statistics in every step are for debugging."""
+
+
+def _probed_loop(task: loops.Task, **probe: Any) -> loops.Loop:  # noqa: ANN401
+    """Return the loop of `--loop`, with a probe whose events are discarded."""
+    kind = loops.CANDIDATES[task.work.loop]
+    loop = kind.make(task, **kind.settings)
+    if not probe:
+        return loop
+    update, own = loop.update, Probe(loop.model, log=_to_text, **probe)
+
+    def update_and_probe() -> None:
+        update()
+        own.step()
+
+    loop.update = update_and_probe
+    return loop
+
+
+def _to_text(event: Event) -> None:
+    json.dumps(event, allow_nan=False)
+
+
+def _probed(description: str, **probe: Any) -> loops.Candidate:  # noqa: ANN401
+    return loops.Candidate(description, _probed_loop, probe)
+
+
+def probe_tables(arguments: Namespace) -> list[Table]:
+    """Train with a probe in each mode and without, in turn."""
+    seconds = dict(training.measure_steps(arguments).times.rounds)
+    every = arguments.every
+    if STATISTICS in seconds and BETWEEN in seconds:
+        pairs = zip(seconds[STATISTICS], seconds[BETWEEN], strict=True)
+        seconds[SAMPLED] = [
+            full / every + between * (1 - 1 / every) for full, between in pairs
+        ]
+    times = measure.Times(seconds)
+    rows = [
+        {
+            "probe": name,
+            "ms a step": times.median(name, 1e3),
+            **times.compared(name, NONE),
+            "target": TARGETS.get(name),
+            "within": measure.within(times.ratio(name, NONE), TARGETS.get(name)),
+        }
+        for name in seconds
+    ]
+    notes = (
+        f"{measure.in_turn(len(next(iter(seconds.values()))))} to {NONE}",
+        f"{SAMPLED}: computed; 1 of {every} steps {STATISTICS!r}, others {BETWEEN!r}",
+        f"trained: {arguments.loop}",
+        *results.conditions(arguments),
+    )
+    return [measure.table("A probe on an encoder", rows, notes)]
+
+
+# Workloads
+
+
+def _run_flags(steps: int) -> commands.Flags:
+    return {
+        "accumulate": commands.flag(commands.ACCUMULATE, 1),
+        "steps": commands.flag(
+            "steps of each run; the first three are not timed", steps
+        ),
+        "seeds": commands.flag("runs of each candidate", 3),
+    }
+
+
+_TRANSFORMER_FLAGS: commands.Flags = {
+    "layers": commands.flag("layers (default 4; 12 on cuda)"),
+    "hidden": commands.flag("width of the residual stream (default 256; 768 on cuda)"),
+    "heads": commands.flag("attention heads (default 4; 12 on cuda)"),
+    "batch": commands.flag("texts of a micro-batch (default 16; 32 on cuda)"),
+    "length": commands.flag("tokens of a text", 128),
+    **_run_flags(150),
+    "dropout": commands.flag("dropout everywhere", 0.1, commands.share, "P"),
+    "lr": commands.flag(
+        "learning rate of AdamW (default 0.0003; 0.0001 on cuda)",
+        None,
+        commands.share,
+        "X",
+    ),
+    "attention": commands.choice(
+        "eager: softmax is an operation of its own", "eager", "sdpa"
+    ),
+}
+_KINDS = loops.pick(
+    *("fp32", "torch.amp", "accelerate", "fabric-mixed", "fabric-true", "trainer"),
+    *("torchao-8bit", "O1 torch", "O1 lean", "O2", "O2-split", "O3"),
+)
+_WITH_DROPOUT = _KINDS | loops.pick("torch.amp-fast", "O2-fast")
+_MODEL: Any = {"make_optimizer": make_optimizer, "loss_of": loss_of}
+_ENCODER = _MODEL | {"make_model": make_bert, "draw_batches": draw_texts}
+BENCHES = {
+    "encoder": training.training(
+        title="Training an encoder",
+        description="Train a BERT encoder from scratch on synthetic texts, several "
+        "seeds of each candidate; print time, memory and losses.",
+        flags=_TRANSFORMER_FLAGS,
+        kinds=_WITH_DROPOUT,
+        check=check,
+        **_ENCODER,
+    ),
+    "decoder": training.training(
+        title="Training a decoder",
+        description="Train a small GPT from scratch on synthetic texts, several seeds "
+        "of each candidate; print time, memory and losses. Its largest matmul is the "
+        "one over the vocabulary.",
+        flags=_TRANSFORMER_FLAGS
+        | {"vocabulary": commands.flag("tokens of the vocabulary", 4096)},
+        kinds=_WITH_DROPOUT,
+        check=check,
+        make_model=make_gpt,
+        draw_batches=draw_walks,
+        **_MODEL,
+    ),
+    "conv": training.training(
+        title="Training a convolutional network",
+        description="Train a small ResNet from scratch on synthetic images, several "
+        "seeds of each candidate; print time, memory and losses.",
+        flags={
+            "layers": commands.flag("blocks of each of the four stages", 2),
+            "channels": commands.flag("channels of the first stage", 32),
+            "pixels": commands.flag("rows and columns of an image", 96),
+            "batch": commands.flag("images of a micro-batch", 16),
+            **_run_flags(40),
+            "lr": commands.flag("learning rate of AdamW", 1e-3, commands.share, "X"),
+            "format": commands.choice(
+                "memory format", "channels-first", "channels-last"
+            ),
+        },
+        kinds=_KINDS,
+        check=_check_steps,
+        make_model=make_resnet,
+        draw_batches=draw_images,
+        **_MODEL,
+    ),
+    "probe": training.training(
+        run=probe_tables,
+        title="A probe on an encoder",
+        description="Train a BERT encoder from scratch on synthetic texts without a "
+        "probe, and with one in each mode, in turn; print the time of a step.",
+        flags={
+            **_TRANSFORMER_FLAGS,
+            "every": commands.flag("steps from one sample to the next", 100),
+            "loop": commands.choice(
+                "training loop",
+                "fp32",
+                "torch.amp",
+                "O1 torch",
+                "O1 lean",
+                default="O1 lean",
+            ),
+        },
+        kinds={
+            NONE: _probed("no probe"),
+            FLAGS: _probed("which tensors are non-finite", mode="flags"),
+            BETWEEN: _probed(
+                "statistics, a step without", mode="sampled", every=2**31 - 1
+            ),
+            STATISTICS: _probed("statistics in each step", mode="full"),
+        },
+        check=check,
+        **_ENCODER,
+    ),
+}
