@@ -366,8 +366,7 @@ def test_saved_for_backward(name: str, saved: int) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     task = loops.Task(model, sgd, lambda module, x: module(x).sum(), work())
-    kind = loops.CANDIDATES[name]
-    loop = kind.make(task, **kind.settings)
+    loop = loops.CANDIDATES[name].loop(task)
     assert loop.forward
     counter = SavedBytes(loop.model)
     with counter.counting():

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -224,7 +223,7 @@ def trainer(task: Task) -> Loop:
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> object:
-            return _Batches(batches_in)
+            return iter(batches_in.get, None)  # without end
 
         def compute_loss(self, model: nn.Module, inputs: Any, **_: Any) -> Tensor:  # noqa: ANN401
             self.loss = task.loss_of(model, inputs)
@@ -275,20 +274,6 @@ def trainer(task: Task) -> Loop:
     return Loop(task.model, task.optimizer, passes)
 
 
-class _Batches:
-    """Yields what is put into a queue, like a DataLoader without end."""
-
-    def __init__(self, source: queue.Queue[Any]) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._source.get()
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-
 def session(task: Task, **settings: Any) -> Loop:  # noqa: ANN401
     """Return a loop over a Session; `settings` are arguments of `prepare`."""
     common = {"dtype": task.work.dtype, "accumulate": task.work.accumulate}
@@ -315,9 +300,6 @@ def fast_dropout(task: Task, *, of: Callable[..., Loop], **settings: Any) -> Loo
     return of(task, **settings)
 
 
-_FABRIC = "lightning_fabric"
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One way to train the model of a workload."""
@@ -333,18 +315,17 @@ class Candidate:
     keeps_memory: bool = False
     """Whether its C allocator returns no memory to the system."""
 
-    @property
-    def distribution(self) -> str | None:
-        """The distribution whose version counts."""
-        return "lightning" if self.package == _FABRIC else self.package
+    def loop(self, task: Task) -> Loop:
+        """Return its loop for a task."""
+        if self.optimizer:
+            make = getattr(import_module("torchao.optim"), self.optimizer)
+            lr = task.optimizer.param_groups[0]["lr"]
+            task = replace(task, optimizer=make(task.model.parameters(), lr=lr))
+        return self.make(task, **self.settings)
 
 
 def _session(description: str, **settings: Any) -> Candidate:  # noqa: ANN401
     return Candidate(f"halfstep: {description}", session, settings)
-
-
-def _o2(description: str, master: str) -> Candidate:
-    return _session(description, level="O2", master=master)
 
 
 def _other(text: str, make: Any, package: str, **settings: Any) -> Candidate:  # noqa: ANN401
@@ -355,11 +336,11 @@ def _torchao(kind: str, text: str, make: Any, **settings: Any) -> Candidate:  # 
     return Candidate(f"{text} with torchao's {kind}", make, settings, "torchao", kind)
 
 
-_AMP = Candidate("torch.autocast, and torch's GradScaler with fp16", plain)
+_FABRIC = "lightning_fabric"
 _KEEPS_MEMORY = "the same; the C library's allocator keeps all memory"
 CANDIDATES = {
     "fp32": Candidate("all in fp32", plain, {"low": False}),
-    "torch.amp": _AMP,
+    "torch.amp": Candidate("torch.autocast, and torch's GradScaler with fp16", plain),
     "torch.amp-kept": Candidate(_KEEPS_MEMORY, plain, keeps_memory=True),
     "torch.amp-fast": Candidate(
         "torch.amp after hs.use_fast_dropout", fast_dropout, {"of": plain}
@@ -380,9 +361,14 @@ CANDIDATES = {
         fast_dropout,
         {"of": session, "level": "O2"},
     ),
-    "O2-split": _o2("bf16 weights and the low 16 bits of fp32", "split"),
-    "O2-kahan": _o2("bf16 weights and a compensation term", "kahan"),
-    "O2-stochastic": _o2("stochastically rounded updates", "stochastic"),
+    **{
+        f"O2-{master}": _session(description, level="O2", master=master)
+        for master, description in (
+            ("split", "bf16 weights and the low 16 bits of fp32"),
+            ("kahan", "bf16 weights and a compensation term"),
+            ("stochastic", "stochastically rounded updates"),
+        )
+    },
     "O2-8bit": _torchao("AdamW8bit", "halfstep: O2", session, level="O2"),
     "O3": _session("16-bit weights without master weights", level="O3"),
     "O1 torch": _session("O1 with torch's op table", level="O1", policy="torch"),

@@ -191,8 +191,7 @@ Statistics in every step are for debugging."""
 
 def _probed_loop(task: loops.Task, **probe: Any) -> loops.Loop:  # noqa: ANN401
     """Return the loop of `--loop`, with a probe whose events are discarded."""
-    kind = loops.CANDIDATES[task.work.loop]
-    loop = kind.make(task, **kind.settings)
+    loop = loops.CANDIDATES[task.work.loop].loop(task)
     if not probe:
         return loop
     update, own = loop.update, Probe(loop.model, log=_to_text, **probe)

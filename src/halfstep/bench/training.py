@@ -13,7 +13,7 @@ import platform
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -133,7 +133,9 @@ def tables(arguments: Namespace) -> list[Table]:
     why_not = {
         each: got.absent.get(each, "not among --candidates") for each in bench.baselines
     }
-    packages = {bench.kinds[each].distribution for each in got.times.rounds} - {None}
+    packages = {bench.kinds[each].package for each in got.times.rounds} - {None}
+    # The distribution "lightning" installs the package "lightning_fabric".
+    packages = {"lightning" if "fabric" in each else each for each in packages}
     notes = (
         f"{measure.in_turn(rounds)} to {first}; result: against {first}",
         "O: halfstep; other libraries as their documentation shows them",
@@ -167,14 +169,11 @@ def row(
     times, facts = got.times, got.facts.get(name, {})
     first, *others = baselines
     dtype = "fp32" if name == "fp32" else arguments.dtype
-    ms = times.median(name, 1e3)
-    why = got.absent.get(name)
-    floor_ms = matmul_ms = saved = None
+    ms, why = times.median(name, 1e3), got.absent.get(name)
+    floor_ms = matmul_ms = None
     if ms and got.flops:
         floor_ms = floor.ms(dtype, got.flops, facts["state_bytes"])
         matmul_ms = floor.ms(dtype, got.flops, 0)
-    if ms:
-        saved = facts["saved_bytes"]
     return {
         "candidate": name,
         "ms a step": ms,
@@ -183,14 +182,18 @@ def row(
         "+-": times.spread(name, first),
         "result": times.result(name, first),
         "floor ms": floor_ms,
-        "of floor": floor_ms / ms if ms and floor_ms else None,
-        "MFU": matmul_ms / ms if ms and matmul_ms else None,
-        "peak MiB": facts["peak_bytes"] / measure.MIB if ms else None,
-        "saved MiB": None if saved is None else saved / measure.MIB,
+        "of floor": _over(floor_ms, ms),
+        "MFU": _over(matmul_ms, ms),
+        "peak MiB": _over(facts.get("peak_bytes"), measure.MIB),
+        "saved MiB": _over(facts.get("saved_bytes"), measure.MIB),
         "casts": facts.get("casts"),
         "loss": facts.get("loss"),
         "not run": why.partition(":")[0] if why else None,
     }
+
+
+def _over(value: float | None, unit: float | None) -> float | None:
+    return None if value is None or unit is None else value / unit
 
 
 def _words(environment: Mapping[str, str]) -> str:
@@ -308,20 +311,7 @@ def make_loop(bench: Training, name: str, work: Namespace, seed: int) -> Loop:
     torch.manual_seed(seed)
     model = bench.make_model(work).to(work.device).train()
     optimizer = bench.make_optimizer(model.parameters(), work)
-    return _make_loop(bench.kinds[name], model, optimizer, bench.loss_of, work)
-
-
-def _make_loop(
-    kind: Candidate,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_of: LossOf,
-    work: Namespace,
-) -> Loop:
-    if kind.optimizer:
-        make = getattr(import_module("torchao.optim"), kind.optimizer)
-        optimizer = make(model.parameters(), lr=optimizer.param_groups[0]["lr"])
-    return kind.make(Task(model, optimizer, loss_of, work), **kind.settings)
+    return bench.kinds[name].loop(Task(model, optimizer, bench.loss_of, work))
 
 
 class StepServer:
@@ -339,7 +329,7 @@ class StepServer:
         tiny = nn.Linear(_TINY, _TINY).to(work.device)
         kind = bench.kinds[name] if bench.kinds[name].package else CANDIDATES["fp32"]
         adam = torch.optim.AdamW(tiny.parameters())
-        loop = _make_loop(kind, tiny, adam, lambda model, x: model(*x).sum(), work)
+        loop = kind.loop(Task(tiny, adam, lambda model, x: model(*x).sum(), work))
         batch = (torch.ones(1, _TINY, device=work.device),)
         _count(loop, [batch] * work.accumulate)
         reset_peak(work.device)
