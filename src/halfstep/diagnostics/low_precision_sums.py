@@ -216,12 +216,10 @@ class LowPrecisionGrads:
     def backward_pass(self, params: Iterable[Tensor]) -> Iterator[None]:
         """Accumulate 16-bit gradients in fp32 too while a backward pass runs inside."""
         low = [p for p in params if p.requires_grad and formats.is_low(p.dtype)]
-        hooks = [p.register_hook(partial(self._add, p)) for p in low]  # type: ignore[no-untyped-call]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for p in low:
+                hooks.enter_context(p.register_hook(partial(self._add, p)))  # type: ignore[no-untyped-call]
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         for param in low:
             self._compare(param)
 

@@ -131,7 +131,9 @@ class ScaledLosses:
                 )
                 some = [grad.float().norm() for grad in grads if grad is not None]
                 norms.append(float(torch.stack(some).norm()) / factor)
-        if len(norms) == 2 and not _same(*norms):  # noqa: PLR2004 -- both passes
+        both = len(norms) == 2  # noqa: PLR2004 -- False if a pass raised
+        # Not so of norms that are not finite.
+        if both and abs(norms[0] - norms[1]) > _PROPORTIONAL * max(norms):
             names = ", ".join(sorted(each.__name__ for each in theirs))
             self._add(
                 f"{names}: gradients behind it do not follow the loss scale: at "
@@ -139,12 +141,6 @@ class ScaledLosses:
                 f"backward() of {names} must multiply by the gradient that it is "
                 "given.",
             )
-
-
-def _same(one: float, other: float) -> bool:
-    """Return whether two norms agree; True also if one is non-finite."""
-    difference = abs(one - other)
-    return not difference > _PROPORTIONAL * max(one, other)
 
 
 def _leaves(nodes: Iterable[Any]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from halfstep.masters.master_weights import NoMasters
 from halfstep.masters.rounding_loss import RoundingLossCounter, lr_of
 from halfstep.numerics import formats
 from halfstep.policy import levels
-from halfstep.reporting.finding import findings_table
 from halfstep.reporting.table import wrap
 from halfstep.scaling.step_report import StepReport
 from halfstep.session.session import Session
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.profiling.profile_result import Profile
     from halfstep.diagnostics.step_numerics import Numerics
     from halfstep.reporting.finding import Finding
-    from halfstep.reporting.table import Table
 
 _FLAGS = (
     "Flags such as --level O2 are those of halfstep train. In a loop of your own: "
@@ -42,9 +40,8 @@ _FLAGS = (
     "num_workers of the data loader."
 )
 
-_NO_LEVEL = "the level is not known (level=)"
 _HINTS = {
-    "level": _NO_LEVEL,
+    "level": "the level is not known (level=)",
     "weights": "the weights are not known (model=)",
     "lost updates": "updates were not counted (optimizer=)",
 }
@@ -53,13 +50,6 @@ of a probe have no hint: a few steps have neither."""
 _SESSION_HINTS = {
     "lost updates": "updates were not counted (session.count_rounding_loss(every=1))"
 }
-
-
-class Scaler(Protocol):
-    """The interface that `diagnose` needs; scalers of torch and halfstep have it."""
-
-    def is_enabled(self) -> bool:
-        """Return whether the scaler scales."""
 
 
 @dataclass(frozen=True)
@@ -82,32 +72,18 @@ class Diagnosis:
         """All findings, worst first."""
         return self.examination.findings
 
-    def tables(self) -> tuple[Table, ...]:
-        """Return the findings and the profile as tables."""
-        missing = text.not_evaluated_lines(self.examination)
-        notes = (_FLAGS,) * self._flagged + tuple(f"not checked: {x}" for x in missing)
-        notes = (str(self.numerics), *self._calls_in_order, *notes)
-        return findings_table(self.findings, notes), self.profile.table()
-
     def __str__(self) -> str:
         """Return the report as text."""
-        in_order = () if self.numerics.findings() else (str(self.numerics),)
-        lines = *in_order, *self._calls_in_order, *(_FLAGS,) * self._flagged
+        lines = [] if self.numerics.findings() else [str(self.numerics)]
+        if self.numerics.checked:
+            wrong = {each.rule for each in self.calls}
+            right = [words for rule, words in CHECKED.items() if rule not in wrong]
+            line = f"No problem found in the first {self.numerics.checked} steps with: "
+            lines.append(f"{line}{', '.join(right)}.")
+        if any("--" in finding.advice for finding in self.findings):
+            lines.append(_FLAGS)
         parts = ["\n".join(wrap(line, text.WIDTH)) for line in lines]
         return "\n\n".join([text.text(self.facts, self.examination), *parts])
-
-    @property
-    def _calls_in_order(self) -> tuple[str, ...]:
-        """One line that lists the checked rules without a finding, or none."""
-        wrong = {each.rule for each in self.calls}
-        right = [words for rule, words in CHECKED.items() if rule not in wrong]
-        line = f"No problem found in the first {self.numerics.checked} steps with: "
-        return (f"{line}{', '.join(right)}.",) if self.numerics.checked else ()
-
-    @property
-    def _flagged(self) -> bool:
-        """Whether any advice names a command line flag."""
-        return any("--" in finding.advice for finding in self.findings)
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""
@@ -122,7 +98,7 @@ def diagnose(
     session: Session | None = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
-    scaler: Scaler | None = None,
+    scaler: Any | None = None,  # noqa: ANN401 -- torch's, ours or another
     batches: Iterable[Any] | None = None,
     level: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -306,15 +282,11 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
         if moves and not skips and not counter.last:
             measuring.enter_context(counter.measure(StepReport(1, complete=True)))
 
-    hooks = (
+    with (
         optimizer.register_step_pre_hook(before),
         optimizer.register_step_post_hook(lambda *_: measuring.close()),
-    )
-    try:
+    ):
         yield lost_updates
-    finally:
-        for hook in hooks:
-            hook.remove()
     for loss in counter.last:
         low = any(formats.is_low(p.dtype) for p in groups[loss.group]["params"])
         if low and loss.share is not None:

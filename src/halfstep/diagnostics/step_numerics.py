@@ -219,7 +219,6 @@ class CheckedSteps:
         """id() of buffers that start with inf by design, such as observed ranges."""
         if model is not None:
             self._take_down_buffers(model)
-        self._inside = 0
         self._thread = threading.get_ident()
         self._number = self._part = self._depth = self._applied = 0
         self._losses: list[tuple[int, Tensor]] = []
@@ -243,7 +242,7 @@ class CheckedSteps:
         if self._number > self._checked:
             self._step(*batch)
             return
-        scale_now, random = self._scale(), RandomState(self._devices())
+        scale_now, random = self._scale(), self._random_state()
         skips = 0 if self._session is None else self._session.steps_skipped
         try:
             with self.calls.watching(), self._discovering():
@@ -276,10 +275,9 @@ class CheckedSteps:
         """Return the results of all steps. Synchronizes with the device."""
         lost = {number for number, loss in self._losses if not self._good(loss)}
         after = self._scale()
-        scales = (
-            None if self._before is None or after is None else (self._before, after)
-        )
-        skipped = self._skipped
+        scales, skipped = None, self._skipped
+        if self._before is not None and after is not None:
+            scales = self._before, after
         if self._session is not None:
             skipped = self._session.steps_skipped - self._skips
         elif scales is not None and not skipped:
@@ -338,8 +336,8 @@ class CheckedSteps:
             return self._scale_before
         return next(iter(self.calls.scalers.values()), None)
 
-    def _devices(self) -> set[torch.device]:
-        return {param.device for param in self._params()}
+    def _random_state(self) -> RandomState:
+        return RandomState({param.device for param in self._params()})
 
     def _params(self) -> list[nn.Parameter]:
         model = self._root()
@@ -356,28 +354,19 @@ class CheckedSteps:
     @contextlib.contextmanager
     def watched(self) -> Iterator[CheckedSteps]:
         """Check the backward passes and updates that run inside this context."""
-        hooks = (
+        # Calls of these nest; the loss is an argument of the outermost.
+        owners: list[Any] = [] if self._session is None else [self._session]
+        owners += [GradScaler, torch.autograd]
+        with (
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
-        )
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self.calls.watched())
-                for owner, name in self._entries():
-                    passes = self._passes(getattr(owner, name))
-                    stack.enter_context(replaced(owner, name, passes))
-                yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _entries(self) -> list[tuple[Any, str]]:
-        """Return (owner, name) of each function that runs a backward pass.
-
-        The calls nest; the loss is an argument of the outermost.
-        """
-        own = [] if self._session is None else [(self._session, "backward")]
-        return [*own, (GradScaler, "backward"), (torch.autograd, "backward")]
+            self.calls.watched(),
+            contextlib.ExitStack() as stack,
+        ):
+            for owner in owners:
+                backward = self._passes(owner.backward)
+                stack.enter_context(replaced(owner, "backward", backward))
+            yield self
 
     def _passes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that runs a backward pass with the checks."""
@@ -484,18 +473,14 @@ class CheckedSteps:
         def leave(*_: object) -> None:
             self._inside -= not torch.compiler.is_compiling()
 
-        hooks = (
+        self._inside = 0
+        with (
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, always_call=True),
-        )
-        try:
-            with warnings.catch_warnings():  # torch warns of these two hooks
-                warnings.filterwarnings("ignore", "Using `torch.compile")
-                yield
-        finally:
-            self._inside = 0
-            for hook in hooks:
-                hook.remove()
+            warnings.catch_warnings(),  # torch warns of these two hooks
+        ):
+            warnings.filterwarnings("ignore", "Using `torch.compile")
+            yield
 
     def _take_down_buffers(self, model: nn.Module) -> None:
         infinite = (id(buffer) for buffer in model.buffers() if _holds_inf(buffer))
@@ -517,7 +502,7 @@ class CheckedSteps:
                 "Call halfstep.find_nonfinite on all."
             )
             return
-        now, weights = RandomState(self._devices()), [p.data for p, _ in self._weights]
+        now, weights = self._random_state(), [p.data for p, _ in self._weights]
         for param, before in self._weights:
             param.data = before
         random.restore()

@@ -370,7 +370,9 @@ def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
         if not path.exists():  # missing if a run was killed before this
             full = resolve_config(plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
-        folder.write("environment.json", environment.text(plan.device, ready.weights))
+        machine = environment.machine_data(plan.device)
+        text = json.dumps({"machine": machine, "weights": ready.weights}, indent=1)
+        folder.write("environment.json", text)
         folder.write("data.json", json.dumps(count_repeats(trainer.job.corpus)))
         trainer.open(tensorboard=config.tensorboard, probe=config.probe)
 

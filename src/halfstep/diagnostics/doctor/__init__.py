@@ -18,7 +18,7 @@ from halfstep.diagnostics.doctor.run_record import RunFacts
 if TYPE_CHECKING:
     from halfstep.reporting.finding import Finding
 
-__all__ = ["RULES", "RunFacts", "examination", "examine", "markdown"]
+__all__ = ["RULES", "RunFacts", "examination", "examine"]
 
 RULES: tuple[Rule[RunFacts], ...] = (
     *rules_learning.RULES,
@@ -44,17 +44,3 @@ def examine(facts: RunFacts) -> list[Finding]:
         [('error', 'no loss scale')]
     """
     return list(examination(facts).findings)
-
-
-def markdown() -> str:
-    """Return the rules as a table for the docs."""
-    lines = ["| rule | worst | looks at | limit | source |", "|---|---|---|---|---|"]
-    for rule in RULES:
-        worst: str = rule.severity
-        limit = "-" if rule.limit is None else str(rule.limit)
-        if rule.limit is not None and rule.limit.severe is not None:
-            worst = "error"
-            limit += f"; error: {rule.limit.unit.format(rule.limit.severe)}"
-        cells = (rule.name, worst, rule.about, limit, rule.source)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

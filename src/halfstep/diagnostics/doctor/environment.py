@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +10,6 @@ from halfstep.machine import hardware
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
 
@@ -46,9 +43,3 @@ def weight_formats(model: nn.Module) -> dict[str, str]:
         for name, param in model.named_parameters()
         if param.is_floating_point() and param.requires_grad
     }
-
-
-def text(device: str, weights: Mapping[str, str]) -> str:
-    """Return the contents of `environment.json`."""
-    data = {"machine": machine_data(device), "weights": dict(weights)}
-    return json.dumps(data, indent=1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from halfstep.reporting.finding import Finding, Severity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from halfstep.diagnostics.doctor.run_record import RunFacts
 
@@ -111,9 +111,12 @@ class Rule(Generic[F]):
 
     def _finding(self, each: Observation) -> Finding:
         severity, limit = each.severity or self.severity, self.limit
-        if limit is not None and each.value is not None:
-            severe = limit.is_passed(each.value, severe=True)
-            severity = "error" if severe else severity
+        if (
+            limit
+            and each.value is not None
+            and limit.is_passed(each.value, severe=True)
+        ):
+            severity = "error"
         words = "" if limit is None else str(limit)
         return Finding(
             severity,
@@ -268,21 +271,13 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
 
 
 @dataclass(frozen=True)
-class NotEvaluated:
-    """Rules that were not evaluated for one reason."""
-
-    why: str
-    rules: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Examination:
     """The result of evaluating rules on a run."""
 
     findings: tuple[Finding, ...]
     """Worst first."""
-    not_evaluated: tuple[NotEvaluated, ...]
-    """Rules without a result because a fact is missing that could be provided."""
+    not_evaluated: Mapping[str, Sequence[str]]
+    """Why a fact is missing that could be provided -> rules that need it."""
     num_evaluated: int
     """Number of rules that were evaluated."""
 
@@ -313,9 +308,8 @@ def evaluate(
             findings += rule.evaluate(facts)
         elif missing in hints:
             reasons.setdefault(hints[missing], []).append(rule.name)
-    skipped = tuple(NotEvaluated(why, tuple(rules)) for why, rules in reasons.items())
     findings.sort(key=lambda each: each.rank)
-    return Examination(tuple(findings), skipped, num_evaluated)
+    return Examination(tuple(findings), reasons, num_evaluated)
 
 
 def percent(share: float) -> str:

@@ -42,9 +42,8 @@ def counted(examination: Examination) -> str:
 
 def not_evaluated_lines(examination: Examination) -> list[str]:
     """Return one line for each reason why rules were not evaluated."""
-    return [
-        f"{each.why}: {', '.join(each.rules)}" for each in examination.not_evaluated
-    ]
+    missing = examination.not_evaluated
+    return [f"{why}: {', '.join(rules)}" for why, rules in missing.items()]
 
 
 def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
@@ -79,8 +78,8 @@ def data(facts: RunFacts, examination: Examination) -> dict[str, Any]:
         "findings": [finding.data() for finding in examination.findings],
         "looked_at": examination.num_evaluated,
         "not_looked_at": [
-            {"why": each.why, "rules": list(each.rules)}
-            for each in examination.not_evaluated
+            {"why": why, "rules": list(rules)}
+            for why, rules in examination.not_evaluated.items()
         ],
         "problems": list(facts.problems),
     }

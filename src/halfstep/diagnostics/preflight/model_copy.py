@@ -182,16 +182,12 @@ class ModelCopy:
     ) -> None:
         """Run a forward pass with `after` as forward hook of every module."""
         self.begin(1.0)
-        hooks = [
-            module.register_forward_hook(after, with_kwargs=True)
-            for module in self.model.modules()
-        ]
-        try:
-            with self._products():
-                self._loss(loss_fn, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as stack:
+            for module in self.model.modules():
+                hook = module.register_forward_hook(after, with_kwargs=True)
+                stack.enter_context(hook)
+            stack.enter_context(self._products())
+            self._loss(loss_fn, batch)
 
     def find_overflow(self, loss_fn: LossFn, batch: object) -> BadOp | None:
         """Return the first operation that overflows its dtype, even if hidden."""
@@ -384,18 +380,17 @@ class _GradientExponents:
             yield
             return
         assert loss.grad_fn is not None  # noqa: S101 -- it was checked
-        nodes = [node for node in nodes_of(loss.grad_fn) if not is_leaf(node)]
-        handles = [node.register_prehook(self._look) for node in nodes]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _look(self, gradients: Sequence[Tensor | None]) -> None:
-        for gradient in gradients:
-            if gradient is not None:
-                self.add(gradient)
+        def look(gradients: Sequence[Tensor | None]) -> None:
+            for gradient in gradients:
+                if gradient is not None:
+                    self.add(gradient)
+
+        with contextlib.ExitStack() as stack:
+            for node in nodes_of(loss.grad_fn):
+                if not is_leaf(node):
+                    stack.enter_context(node.register_prehook(look))
+            yield
 
     def add(self, gradient: Tensor) -> None:
         """Count one gradient."""

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from halfstep._torch.async_read import DelayedTensors, to_device_async
 from halfstep.diagnostics.probe.hooks import UNSEEN, Hooks
-from halfstep.diagnostics.probe.step_records import Key, label
 from halfstep.distributed import ddp, process_group
 from halfstep.errors import UserError, require
 from halfstep.numerics import formats
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from halfstep.diagnostics.probe.step_records import Key
     from halfstep.numerics.formats import FloatFormat
 
 Mode = Literal["flags", "sampled", "full"]
@@ -263,10 +263,11 @@ class Probe:
             self._arrive(self.steps, (), [])
             return
         first: dict[int, str] = {}
-        names = [
-            label(self.names[number], dtype, first.setdefault(number, dtype))
-            for number, dtype in rows
-        ]
+        names = []
+        for number, dtype in rows:
+            word = formats.word(getattr(torch, dtype))
+            is_first = dtype == first.setdefault(number, dtype)
+            names.append(self.names[number] + ("" if is_first else f" ({word})"))
         dtypes = [dtype for _, dtype in rows]
         self.stats = {
             name: TensorStats(dtype, self._casts, row)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from halfstep._torch import async_read
-from halfstep.numerics import formats
 from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.tensor_counts import DTYPES, Counts, add_
 
@@ -151,8 +150,3 @@ class StepRecords:
             order += [number for number, _ in group]
             flags.append(~torch.isfinite(torch.stack([peak for _, peak in group])))
         return order, flags
-
-
-def label(name: str, dtype: str, first: str) -> str:
-    """Return the key of statistics: the name, with the dtype unless it is `first`."""
-    return name if dtype == first else f"{name} ({formats.word(getattr(torch, dtype))})"

@@ -326,7 +326,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
             aten_name=call.aten_name,
             nonfinite=kinds,
             dtype=values.dtype,
-            count=tensor_facts.count_nonfinite(values),
+            count=(int((~values.detach().isfinite()).sum()), values.numel()),
             inputs=tensor_facts.absmax(call.inputs),
         )
 

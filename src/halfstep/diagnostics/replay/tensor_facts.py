@@ -90,11 +90,6 @@ def nonfinite_kinds(value: Tensor) -> NonFiniteKinds:
     )
 
 
-def count_nonfinite(value: Tensor) -> tuple[int, int]:
-    """Return the number of non-finite elements and of all elements."""
-    return int((~value.detach().isfinite()).sum()), value.numel()
-
-
 def absmax(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite magnitude; 0.0 if there is none."""
     largest = 0.0
