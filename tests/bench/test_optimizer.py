@@ -1,7 +1,7 @@
 """`halfstep bench optimizer`: bytes, copies, and its table."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -14,8 +14,8 @@ from halfstep.bench.optimizer import (
     FORMS,
     UPDATE_RULES,
     MasterForm,
-    TorchOptimizer,
     Update,
+    UpdateRule,
     draw_gradients,
 )
 from halfstep.errors import UserError
@@ -61,7 +61,7 @@ def test_each_step_is_a_whole_update(name: str) -> None:
     That the one before it changed and cleared what it was given does not matter. The
     twin is SGD in float64; a rate of 1/8 moves bf16 weights visibly.
     """
-    rule = replace(UPDATE_RULES["sgd"], settings={"lr": 2**-3})
+    rule = UpdateRule(partial(torch.optim.SGD, lr=2**-3), 0)
     sources = draw_gradients(WORK)
     drawn = [source.clone() for source in sources]
     made = Update(rule, FORMS[name], WORK, sources)
@@ -144,7 +144,7 @@ def test_table(
     """Law: a row for each optimizer and form; one that is rejected says so."""
 
     def make(
-        rule: TorchOptimizer, form: MasterForm, _work: Any, sources: Sequence[Any]
+        rule: UpdateRule, form: MasterForm, _work: Any, sources: Sequence[Any]
     ) -> Fake:
         assert len(sources) == WORK.layers
         if form is FORMS["stochastic"] and not rule.moments:

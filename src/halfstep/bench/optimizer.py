@@ -7,12 +7,13 @@ Encodings of master weights and torch's own optimizers take turns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
 
 from halfstep.bench import commands, measure, results
 from halfstep.errors import UserError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from halfstep.reporting.table import Cell, Table
     from halfstep.session.session import Session
 
-_LR = 1e-3
+LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -53,45 +54,35 @@ class MasterForm:
         return weight + self.weight + 2 * (self.extra + moments * self.moment)
 
 
-def _form(master: str, extra: int, moment: int) -> MasterForm:
-    return MasterForm(2, extra, moment, {"level": "O2", "master": master})
-
-
 FORMS = {
-    "fp32": _form("fp32", 4, 4),
-    "split": _form("split", 2, 4),
-    "kahan": _form("kahan", 2, 2),
-    "stochastic": _form("stochastic", 0, 2),
-    "none": _form("none", 0, 2),
+    **{
+        master: MasterForm(2, extra, moment, {"level": "O2", "master": master})
+        for master, extra, moment in (
+            *(("fp32", 4, 4), ("split", 2, 4), ("kahan", 2, 2)),
+            *(("stochastic", 0, 2), ("none", 0, 2)),
+        )
+    },
     "torch-foreach": MasterForm(4, 0, 4, {"foreach": True}, is_torch=True),
     "torch-fused": MasterForm(4, 0, 4, {"fused": True}, is_torch=True),
 }
 
 
-@dataclass(frozen=True)
-class TorchOptimizer:
-    """A torch optimizer."""
+class UpdateRule(NamedTuple):
+    """An optimizer of torch."""
 
-    class_name: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    moments: int = 0
+    make: Callable[..., torch.optim.Optimizer]
+    moments: int
     """Number of state tensors as large as the weights."""
-
-    def make(self, parameters: Any, **more: Any) -> torch.optim.Optimizer:  # noqa: ANN401
-        """Build the optimizer."""
-        kind: Any = getattr(torch.optim, self.class_name)
-        optimizer: torch.optim.Optimizer = kind(
-            parameters, **{"lr": _LR} | self.settings | more
-        )
-        return optimizer
 
 
 UPDATE_RULES = {
-    "sgd": TorchOptimizer("SGD"),
-    "sgd-momentum": TorchOptimizer("SGD", {"momentum": 0.9}, 1),
-    "adam": TorchOptimizer("Adam", moments=2),
-    "adamw": TorchOptimizer("AdamW", moments=2),
+    "sgd": UpdateRule(partial(SGD, lr=LR), 0),
+    "sgd-momentum": UpdateRule(partial(SGD, lr=LR, momentum=0.9), 1),
+    "adam": UpdateRule(partial(Adam, lr=LR), 2),
+    "adamw": UpdateRule(partial(AdamW, lr=LR), 2),
 }
+_name_of_copy = "copy of {}".format
+"""Of a copy that moves this many bytes per parameter."""
 
 
 def optimizer(arguments: Namespace) -> list[Table]:
@@ -113,63 +104,49 @@ def optimizer(arguments: Namespace) -> list[Table]:
             for name in arguments.forms
         ]
         measure.progress(f"{rule}: done")
+    count = arguments.layers * arguments.width**2
     notes = (
         "update ms: session.step(), from gradients in the format of the weights",
         "torch-: fp32 throughout; optimizer.step() and zero_grad()",
         "copy ms: one tensor copied to another; half of the bytes moved are read",
         "bytes moved: what the update needs, each read once, each written once",
         measure.in_turn(arguments.rounds),
-        f"{_parameters(arguments)} parameters in {arguments.layers} tensors",
+        f"{count} parameters in {arguments.layers} tensors",
         *rejected,
         *results.conditions(arguments),
     )
     return [measure.table("Optimizer", rows, notes)]
 
 
-def _parameters(arguments: Namespace) -> int:
-    count: int = arguments.layers * arguments.width**2
-    return count
-
-
 def take_times(
     rule: str, updates: Mapping[str, Update], arguments: Namespace
 ) -> measure.Times:
     """Time updates and copies in turn; copies are named by the bytes they move."""
-    device, parameters = arguments.device, _parameters(arguments)
+    device, parameters = arguments.device, arguments.layers * arguments.width**2
 
     def turn(update: Update) -> float:
         update.write_gradients()
         return measure.timed(update.step, device)[1]
 
-    def copy(bytes_: int) -> float:
-        call = partial(target[:bytes_].copy_, source[:bytes_])
+    def copy(size: int) -> float:
+        call = partial(target[:size].copy_, source[:size])
         return measure.timed(call, device)[1]
 
-    turns: dict[str, Callable[[], float]] = {
-        name: partial(turn, each) for name, each in updates.items()
-    }
-    moved = sorted({updates[name].bytes_moved for name in turns})
+    moved = sorted({each.bytes_moved for each in updates.values()})
     most = max(moved, default=0) * parameters // 2
-    source, target = (
-        torch.ones(most, dtype=torch.uint8, device=device) for _ in range(2)
-    )
-    for each in moved:
-        turns[copy_of(each)] = partial(copy, each * parameters // 2)
+    source, target = torch.ones(2, most, dtype=torch.uint8, device=device)
+    turns = {name: partial(turn, each) for name, each in updates.items()} | {
+        _name_of_copy(each): partial(copy, each * parameters // 2) for each in moved
+    }
     for first in turns.values():
         first()  # initializes state
     return measure.take_turns(turns, arguments.rounds, rule)
 
 
-def copy_of(moved: int) -> str:
-    """Return the name of a copy that moves this many bytes per parameter."""
-    return f"copy of {moved}"
-
-
 def table_cells(times: measure.Times, name: str, rule: str) -> dict[str, Cell]:
     """Return the cells of one row; empty if the form was rejected."""
     moved = FORMS[name].bytes_moved(UPDATE_RULES[rule].moments)
-    ran = name in times.rounds
-    copy = copy_of(moved)
+    ran, copy = name in times.rounds, _name_of_copy(moved)
     return {
         "update ms": times.median(name, 1e3),
         "copy ms": times.median(copy, 1e3) if ran else None,
@@ -186,19 +163,13 @@ class Update:
     All start from the same weights. torch's optimizers run on fp32 weights, the others
     in a Session.
 
-    Args:
-        rule: The optimizer.
-        form: The encoding of the master weights.
-        work: Has `layers`, `width`, `dtype` and `device`.
-        sources: The gradient of each weight.
-
     Raises:
-        UserError: If the encoding does not support this optimizer or dtype.
+        UserError: If the form of master weights does not support the rule or dtype.
     """
 
     def __init__(
         self,
-        rule: TorchOptimizer,
+        rule: UpdateRule,
         form: MasterForm,
         work: Namespace,
         sources: Sequence[Tensor],
@@ -208,13 +179,12 @@ class Update:
         layers = (nn.Linear(*sizes, bias=False) for _ in range(work.layers))
         self.model: nn.Module = nn.Sequential(*layers).to(work.device)
         self.bytes_moved = form.bytes_moved(rule.moments)
-        more = form.settings if form.is_torch else {}
-        self._optimizer = rule.make(self.model.parameters(), **more)
+        settings = form.settings if form.is_torch else {}
+        self._optimizer = rule.make(self.model.parameters(), **settings)
         self._session: Session | None = None
         if not form.is_torch:
-            self._session = prepare(
-                self.model, self._optimizer, dtype=work.dtype, **form.settings
-            )
+            settings = {"dtype": work.dtype} | form.settings
+            self._session = prepare(self.model, self._optimizer, **settings)
             self.model = self._session.model
         self._sources = sources
         self._buffers = [torch.empty_like(p) for p in self.model.parameters()]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
 
 from halfstep.bench import commands, measure, results
-from halfstep.bench.optimizer import TorchOptimizer
+from halfstep.bench.optimizer import LR
 from halfstep.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -31,20 +32,10 @@ if TYPE_CHECKING:
 TARGETS = {"1000x16": 0.5, "3x4096": 1.0}
 """Shape -> maximum overhead relative to torch's. Many small tensors cost Python time,
 which can be saved; a few large ones cost memory traffic, which cannot."""
-
-OPTIMIZERS = {
-    "none": None,
-    "sgd": TorchOptimizer("SGD", {"foreach": True}),
-    "adamw": TorchOptimizer("AdamW", {"foreach": True}),
-    "sgd-fused": TorchOptimizer("SGD", {"fused": True}),
-    "adamw-fused": TorchOptimizer("AdamW", {"fused": True}),
-}
-"""None: one whose step does nothing."""
-_NOISY = ("sgd", "adamw")  # see the row of "none" for their overhead
 _MICRO = 1e6
 
 
-class NoOpOptimizer(torch.optim.Optimizer):
+class NoOpOptimizer(Optimizer):
     """An optimizer whose step does nothing; it has state as if with momentum."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -56,10 +47,14 @@ class NoOpOptimizer(torch.optim.Optimizer):
         """Do nothing."""
 
 
-def make_optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Build one of `OPTIMIZERS`."""
-    chosen = OPTIMIZERS[name]
-    return chosen.make(parameters) if chosen else NoOpOptimizer(parameters)
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "none": NoOpOptimizer,
+    "sgd": partial(SGD, lr=LR, foreach=True),
+    "adamw": partial(AdamW, lr=LR, foreach=True),
+    "sgd-fused": partial(SGD, lr=LR, fused=True),
+    "adamw-fused": partial(AdamW, lr=LR, fused=True),
+}
+_NOISY = ("sgd", "adamw")  # see the row of "none" for their overhead
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ def tables(arguments: Namespace) -> list[Table]:
     for shape in arguments.shapes:
         gradients = Gradients.draw(shape, arguments.device)
         for name in arguments.optimizer:
-            optimizer = make_optimizer(name, gradients.parameters)
+            optimizer = OPTIMIZERS[name](gradients.parameters)
             what = f"{shape}, {name}"
             times = take_times(gradients, optimizer, arguments, what)
             target = None if name in _NOISY else TARGETS.get(shape)
@@ -135,7 +130,7 @@ def _cells(times: measure.Times, target: float | None) -> dict[str, Cell]:
 
 def take_times(
     gradients: Gradients,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     arguments: Namespace,
     what: str = "",
 ) -> measure.Times:
