@@ -7,6 +7,7 @@ command line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -51,26 +52,26 @@ def positive_ints(text: str) -> list[int]:
 
 def positive_floats(text: str) -> list[float]:
     """Parse comma-separated numbers above 0."""
+    expected = "must be a number above 0"
     parts = text.split(",")
-    for part in parts:
-        try:
-            is_valid = 0 < float(part) < math.inf
-        except ValueError:
-            is_valid = False
-        _check(is_valid, part, "must be a number above 0")
-        is_unique = [f"{float(each):g}" for each in parts].count(f"{float(part):g}") < 2  # noqa: PLR2004
-        _check(is_unique, part, "must stand there once, to six digits")
-    return [*map(float, parts)]
+    values = [_number(each, lambda x: 0 < x < math.inf, expected) for each in parts]
+    shown = [f"{value:g}" for value in values]
+    for part, word in zip(parts, shown, strict=True):
+        _check(shown.count(word) == 1, part, "must stand there once, to six digits")
+    return values
 
 
 def share(text: str) -> float:
     """Parse a number from 0 to below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    _check(0 <= value < 1, text, "must be a number from 0 to below 1")
-    return value
+    return _number(text, lambda x: 0 <= x < 1, "must be a number from 0 to below 1")
+
+
+def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> float:
+    with contextlib.suppress(ValueError):
+        if is_valid(float(text)):
+            return float(text)
+    message = f"{text!r} {expected}"
+    raise argparse.ArgumentTypeError(message)
 
 
 def shapes(text: str) -> list[str]:
@@ -114,8 +115,8 @@ def flag(
     return {"type": read, "default": default, "metavar": metavar, "help": text}
 
 
-def choice(text: str, *choices: str, default: str | None = None) -> dict[str, Any]:
-    """Return a flag with fixed choices; the first is the default."""
+def choice(text: str, *choices: str, default: str = "") -> dict[str, Any]:
+    """Return a flag with fixed choices; by default the first."""
     default = default or choices[0]
     text = f"{text} (default {default})"
     return {"choices": choices, "default": default, "help": text}
@@ -124,10 +125,11 @@ def choice(text: str, *choices: str, default: str | None = None) -> dict[str, An
 def names(choices: Collection[str], *default: str) -> dict[str, Any]:
     """Return a flag of comma-separated names, all of them by default."""
     text = f"of {', '.join(choices)}; all for all of them"
+    read = name_list(choices)
     if default:
-        return flag(text, [*default], name_list(choices), "NAME,NAME")
-    more = flag(f"{text} (the default)", None, name_list(choices), "NAME,NAME")
-    return more | {"default": [*choices]}
+        return flag(text, [*default], read, "NAME,NAME")
+    text = f"{text} (the default)"
+    return flag(text, None, read, "NAME,NAME") | {"default": [*choices]}
 
 
 DEVICE = {"choices": ("cpu", "cuda"), "help": "(default cuda if there is one)"}
@@ -233,7 +235,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
         parser.epilog = "\n".join(["candidates:", *lines])
     for word, arguments in bench.flags.items():
         parser.add_argument(f"--{word}", **arguments)
-    outputs: dict[str, str] = {
+    outputs = {
         "json": "write the tables and each measurement as JSON; - prints JSON instead "
         "of tables. While it runs, FILE.part has what was measured so far",
         "plot": "draw the tables as bars: FILE.png or FILE.svg",
@@ -267,11 +269,7 @@ def add_workloads(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT", required=True, parser_class=_WorkloadParser
     )
     for name, row in BENCHES.items():
-        kind = kinds.add_parser(
-            name,
-            usage="%(prog)s [flags]",
-            help=row.summary,
-        )
+        kind = kinds.add_parser(name, usage="%(prog)s [flags]", help=row.summary)
         kind.name = name
 
 

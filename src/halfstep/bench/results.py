@@ -125,9 +125,10 @@ def load_earlier(path: Path, arguments: Namespace) -> dict[str, Any]:
         message = f"--against {path} holds no run of halfstep bench: use its --json."
         raise UserError(message) from error
     own = settings(arguments)
-    for name in sorted((own.keys() | used.keys()) - _MAY_DIFFER):
-        flag = f"--{name.replace('_', '-')}"
-        pairs.append((flag, used.get(name), own.get(name)))
+    pairs += [
+        (f"--{name.replace('_', '-')}", used.get(name), own.get(name))
+        for name in sorted((own.keys() | used.keys()) - _MAY_DIFFER)
+    ]
     pairs += [(n, host.get(n), v) for n, v in machine(arguments).items()]
     for name, earlier, now in pairs:
         if earlier != now:
@@ -149,8 +150,7 @@ def against(
     """
     rows: list[dict[str, Cell]] = []
     for name, now in seconds.items():
-        before = earlier["seconds"].get(name)
-        medians = [statistics.median(each) if each else None for each in (before, now)]
+        before = earlier["seconds"].get(name) or ()
         ratio = spread = result = None
         if before:
             ratio = statistics.median(now) / statistics.median(before)
@@ -160,12 +160,11 @@ def against(
             )
             if min(len(before), len(now)) >= measure.MIN_ROUNDS:
                 result = measure.verdict(ratio, spread)
-        cells = [1e3 * each if each is not None else None for each in medians]
         rows.append(
             {
                 "what": name,
-                "ms before": cells[0],
-                "ms now": cells[1],
+                "ms before": measure.median([1e3 * each for each in before]),
+                "ms now": measure.median([1e3 * each for each in now]),
                 "x before": ratio,
                 "+-": spread,
                 "result": result,
