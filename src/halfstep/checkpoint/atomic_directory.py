@@ -63,10 +63,6 @@ def write(
         format_: `PLAIN`, `SHARDED` or `MODEL`.
         fill: Writes files into an empty directory; returns further manifest entries.
         replace: Replace an existing directory once the new one is complete.
-
-    Raises:
-        CheckpointError: If the directory exists, or a write fails; then no files are
-            left.
     """
     temporary = temporary_path(directory)
     try:
@@ -170,12 +166,7 @@ def rename_into_place(directory: Path, temporary: Path, *, replace: bool) -> Non
 
 
 def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
-    """Return a directory's manifest after validation; no other file is read.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, or of another format; `format_` None
-            accepts plain and sharded checkpoints.
-    """
+    """Return a directory's manifest after validation; no other file is read."""
     path = directory / MANIFEST
     noun, remedy = _words(format_)
     try:
@@ -218,11 +209,7 @@ def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
 def verify(
     directory: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> None:
-    """Compare files with the sizes and hashes in the manifest.
-
-    Raises:
-        CheckpointError: If one is missing, truncated or altered; the message names it.
-    """
+    """Compare files with the sizes and hashes in the manifest."""
     format_ = manifest.get("format")
     noun, remedy = _words(format_)
     for name in manifest["files"] if names is None else names:

@@ -51,10 +51,6 @@ def write(
         directory: On a file system that all ranks share.
         notes: Values for `json.dumps`; those of rank 0 are stored.
         replace: Replace an existing directory once the new one is on disk.
-
-    Raises:
-        CheckpointError: On all ranks, if the directory exists, or one rank cannot
-            write.
     """
     rank, unwritten = (
         process_group.rank(),
@@ -141,11 +137,7 @@ class _Place(NamedTuple):
 
 
 def _read_index(path: Path, files: Collection[str]) -> Metadata:
-    """Read what `_index_data` returned; it may refer only to `files`.
-
-    Raises:
-        CheckpointError: If it is invalid, or does not cover all of every tensor.
-    """
+    """Read what `_index_data` returned; it may refer only to `files`."""
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     try:
@@ -223,9 +215,6 @@ def verify(directory: Path, needed: str) -> Metadata:
     Args:
         directory: A checkpoint.
         needed: Name of a tensor that every checkpoint of halfstep contains.
-
-    Raises:
-        CheckpointError: On all ranks, if it is not such a checkpoint, or is damaged.
     """
     with _raise_on_all_ranks(partial(atomic_directory.read_error, directory)):
         if not (directory / atomic_directory.MANIFEST).is_file():

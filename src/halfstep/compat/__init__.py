@@ -18,11 +18,7 @@ _OF_IMPORTS = {"__path__", "__file__", "__cached__", "__loader__", "__spec__"}
 
 
 def require(package: str, at_least: str) -> None:
-    """Check that the library of an adapter is installed.
-
-    Raises:
-        UserError: If the package is not installed.
-    """
+    """Check that the library of an adapter is installed."""
     if importlib.util.find_spec(package) is None:
         message = (
             f"halfstep.compat.{package} needs {package}: "

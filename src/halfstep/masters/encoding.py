@@ -130,12 +130,7 @@ class MasterParam:
     """fp32 memory for the gradient sum, reused from step to step."""
 
     def check(self) -> None:
-        """Reject a weight whose dtype was changed.
-
-        Raises:
-            UserError: If the weight's dtype is not the one it had when it got its
-                master.
-        """
+        """Reject a weight whose dtype was changed."""
         if self.weight.dtype != self.dtype:
             message = (
                 f"a weight of shape {tuple(self.weight.shape)} became "
@@ -247,11 +242,7 @@ def parse(name: str) -> MasterEncoding | None:
 
 
 def check(encoding: MasterEncoding, dtype: torch.dtype) -> None:
-    """Reject an encoding that does not support the dtype of the weights.
-
-    Raises:
-        UserError: If the encoding is compact and the weights are not bf16.
-    """
+    """Reject an encoding that does not support the dtype of the weights."""
     if encoding.is_compact and dtype != torch.bfloat16:
         message = (
             f"master={encoding.name!r} needs bf16 weights, not {dtype}: only bf16 is "

@@ -35,9 +35,6 @@ def check(
         accumulate: Micro-batches per step.
         needs_agreement: Ranks must agree on what is skipped.
         needs_all_gradients: Micro-batches may be dropped, or run again.
-
-    Raises:
-        UserError: If an option is incompatible; the message says what to leave out.
     """
     why = ""
     if rule.scales:
@@ -55,11 +52,7 @@ def check(
 
 
 def check_norm(clip: float | None) -> None:
-    """Reject gradient clipping.
-
-    Raises:
-        UserError: If a finite limit is given.
-    """
+    """Reject gradient clipping."""
     if clip is not None and clip != torch.inf:
         message = (
             f"optimizer_in_backward=True updates in backward; it excludes "
@@ -70,11 +63,7 @@ def check_norm(clip: float | None) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Reject an optimizer that cannot be stepped for one parameter at a time.
-
-    Raises:
-        UserError: If it is not torch's own, or has step hooks.
-    """
+    """Reject an optimizer that cannot be stepped for one parameter at a time."""
     if not optimizer_hooks.runs_only_torch_code(optimizer):
         message = (
             f"optimizer_in_backward=True steps over one parameter at a time, and "
@@ -92,9 +81,6 @@ class OptimizerInBackward:
     Args:
         masters: With a kernel, or over an optimizer that keeps its state per parameter.
         norm: Whether to compute the norm of all gradients.
-
-    Raises:
-        UserError: If the optimizer cannot be stepped for one parameter at a time.
     """
 
     def __init__(self, masters: MasterWeights, *, norm: bool) -> None:

@@ -179,12 +179,7 @@ def _code() -> dict[str, Any]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that makes `device` current, where Triton launches its kernels.
-
-    Raises:
-        UserError: During CUDA graph capture, because a graph would repeat one step's
-            addresses, numbers and random bits.
-    """
+    """Return a context that makes `device` current: Triton launches kernels there."""
     if device.type != "cuda":
         return nullcontext()
     if torch.cuda.is_current_stream_capturing():

@@ -223,11 +223,7 @@ def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
 
 
 def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Read a saved value; if torch cannot list hooks, stop before one runs.
-
-    Raises:
-        _PythonCalledError: If a hook was about to run, or if that is unknown.
-    """
+    """Read a saved value; if torch cannot list hooks, stop before one runs."""
     if _EXPOSES_HOOKS:
         return read()
     profiler = sys.getprofile()

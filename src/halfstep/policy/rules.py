@@ -262,11 +262,7 @@ class Policy:
 
 
 def _rule_of(table: dict[str, Any]) -> Rule:
-    """Return the rule of a table of a file.
-
-    Raises:
-        UserError: If it is malformed.
-    """
+    """Return the rule of a table of a file."""
     kinds = [kind for kind in KINDS if kind in table]
     unknown = sorted(table.keys() - {*KINDS, "run", "reason"})
     wrong = [key for key, value in table.items() if not isinstance(value, str)]

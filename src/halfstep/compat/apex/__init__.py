@@ -19,7 +19,7 @@ from halfstep.compat.apex import (
     parallel,
 )
 from halfstep.compat.apex.amp_handle import AmpHandle
-from halfstep.compat.apex.scaling import AmpScaler
+from halfstep.compat.apex.optimizer_state import AmpScaler
 from halfstep.compat.apex.state import STATE, AmpState, maybe_print
 
 __all__ = [

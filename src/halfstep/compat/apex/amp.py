@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.compat.apex import masters as registry
 from halfstep.compat.apex import models as model_casts
 from halfstep.compat.apex import optimizer_state, properties
 from halfstep.compat.apex.amp_handle import (
@@ -24,8 +24,8 @@ from halfstep.compat.apex.amp_handle import (
 )
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
 from halfstep.compat.apex.larc import LARC
-from halfstep.compat.apex.scaling import AmpScaler, rule_of
-from halfstep.compat.apex.state import STATE, AmpError, Properties, log
+from halfstep.compat.apex.optimizer_state import AmpScaler, rule_of
+from halfstep.compat.apex.state import STATE, AmpError, Properties, maybe_print
 from halfstep.masters import MasterWeights
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def initialize(
     _check(model_list, optimizer_list)
     rule = rule_of(properties_.loss_scale, min_loss_scale, max_loss_scale)
     for line in properties.lines(properties_):
-        log(line, first_rank_only=True)
+        maybe_print(line, rank0=True)
     tensors = [tensor for net in model_list for tensor in net.parameters()]
     device = tensors[0].device if tensors else torch.device("cpu")
     names = _names(model_list)
@@ -226,9 +226,7 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
                 "pass each optimizer once, and all of them in one call."
             )
             raise AmpError(message)
-    model_casts.check_unwrapped(models)
-    if not STATE.allow_incoming_model_not_fp32:
-        model_casts.check_fp32(models)
+    model_casts.check(models, fp32=not STATE.allow_incoming_model_not_fp32)
 
 
 def _names(models: Sequence[nn.Module]) -> Callable[[Tensor], str]:
@@ -256,7 +254,7 @@ def _cast(
             originals |= model_casts.cast_(model, dtype, keep_batchnorm=keep)
             outputs = outputs or torch.float32
         elif chosen.master_weights:
-            registry.attach(model)
+            model_casts.keep_fp32_state(model)
         if outputs is not None:
             model_casts.cast_outputs(model, outputs)
     return originals if chosen.master_weights else {}
@@ -387,26 +385,21 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     """
     scalers = STATE.loss_scalers
     if len(state_dict) != len(scalers):
-        log(
+        maybe_print(
             f"Warning: state_dict contains {len(state_dict)} entries, while "
             f"{len(scalers)} loss_scalers are used"
         )
-    unknown = [key for key in state_dict if not _number(key)]
+    unknown = [key for key in state_dict if not re.fullmatch(r"loss_scaler\d+", key)]
     if unknown:
         message = f"amp's state holds {unknown}; keys must be loss_scaler0, 1, ..."
         raise AmpError(message)
     for key, saved in state_dict.items():
-        number = int(key.removeprefix(_PREFIX))
+        number = int(key.removeprefix("loss_scaler"))
         if number >= len(scalers):
-            log(f"Skipping loss_scaler[{number}], since num_losses was {len(scalers)}")
+            maybe_print(
+                f"Skipping loss_scaler[{number}], since num_losses was {len(scalers)}"
+            )
         else:
             scaler = scalers[number]
             scale = saved["loss_scale"] if scaler.dynamic else scaler.loss_scale()
             scaler.set_state(scale, saved["unskipped"])
-
-
-_PREFIX = "loss_scaler"
-
-
-def _number(key: str) -> bool:
-    return key.startswith(_PREFIX) and key.removeprefix(_PREFIX).isdecimal()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
 
-_BOTH, _FIRST, _SECOND = -1, 0, 1
-
 
 def multi_tensor_scale(
     _chunk_size: int,
@@ -58,12 +56,9 @@ def multi_tensor_axpby(
         a: Factor of x.
         b: Factor of y.
         arg_to_check: 0 checks x, 1 checks y, -1 both.
-
-    Raises:
-        AmpError: If `arg_to_check` is another number.
     """
     x, y, outputs = _lists("multi_tensor_axpby", tensor_lists, 3)
-    checked = {_BOTH: [*x, *y], _FIRST: x, _SECOND: y}
+    checked = {-1: [*x, *y], 0: x, 1: y}
     if arg_to_check not in checked:
         message = (
             f"multi_tensor_axpby: arg_to_check={arg_to_check!r} must be 0 (the first "
@@ -109,11 +104,7 @@ def multi_tensor_l2norm(
 def _lists(
     name: str, tensor_lists: Sequence[Sequence[Tensor]], count: int
 ) -> list[list[Tensor]]:
-    """Return `count` lists of equal length.
-
-    Raises:
-        AmpError: If there are more or fewer, or their lengths differ.
-    """
+    """Return `count` lists of equal length."""
     lengths = [len(tensors) for tensors in tensor_lists]
     if len(tensor_lists) != count or len(set(lengths)) > 1:
         message = f"{name} takes {count} lists of one length, not of lengths {lengths}."

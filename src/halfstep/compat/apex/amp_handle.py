@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn import functional
 from halfstep.casting.autocast_mode import Autocast, PolicyAutocast, autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.compat.apex.state import STATE, AmpError
-from halfstep.numerics.formats import cast_floating, is_low
+from halfstep.numerics.formats import cast_floating, is_low, tensors_in
 from halfstep.policy import decision
 from halfstep.policy.op_tables import FP32, LOW, PROMOTE
 from halfstep.policy.rules import Policy, Rule
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+HALF = torch.float16
 
 _HALF = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
@@ -99,16 +99,6 @@ def _removed(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A registered function of the user, patched in its module or class."""
-
-    owner: Any
-    """A module or a class."""
-    name: str
-    category: str
-
-
 class AmpHandle:
     """Activates O1's casts in the thread that calls `open`, until `close`.
 
@@ -116,23 +106,18 @@ class AmpHandle:
     outside of the model was cast too. Of other threads, only replicas of
     `nn.DataParallel` are in them.
 
-    Args:
-        devices: Device types on which operations are cast.
-        dtype: The 16-bit dtype.
-        caching: Cast each weight once from one `scale_loss` to the next.
-        allow_banned: Run binary_cross_entropy in fp32 where it would be rejected.
+    `caching`: cast each weight once from one `scale_loss` to the next. `allow_banned`:
+    run binary_cross_entropy in fp32 where it would be rejected.
     """
 
     def __init__(
         self,
         devices: frozenset[str] = frozenset(),
-        dtype: torch.dtype = torch.float16,
         *,
         caching: bool = True,
         allow_banned: bool = False,
     ) -> None:
         self.devices = sorted(devices)
-        self.dtype = dtype
         self._caching = caching
         self._banned = () if allow_banned else BANNED
         self.caches = {device: CastCache() for device in self.devices}
@@ -143,11 +128,11 @@ class AmpHandle:
         if not self.devices:
             return
         self._patch()
-        for function in STATE.registered:
-            self.wrap(function)
+        for registered in STATE.registered:
+            self.wrap(*registered)
         for device, cache in self.caches.items():
             context = PolicyAutocast(
-                Autocast(device, self.dtype, enabled=True, cache_enabled=self._caching),
+                Autocast(device, HALF, enabled=True, cache_enabled=self._caching),
                 policy_for(device),
                 cache,
                 cache_weights=True,
@@ -210,7 +195,7 @@ class AmpHandle:
     def _patch(self) -> None:
         """Patch functions that are not dispatcher operations, or that are banned."""
         for name in PATCHED_FP32:
-            self.wrap(Registered(functional, name, FP32))
+            self.wrap(functional, name, FP32)
         for name in self._banned:
             self._patch_attribute(
                 functional, name, self._banned_wrapper(getattr(functional, name))
@@ -263,22 +248,13 @@ class AmpHandle:
 
         return cpu
 
-    def wrap(self, registered: Registered) -> None:
-        """Cast the arguments of a function until `close`."""
-        function = getattr(registered.owner, registered.name)
+    def wrap(self, owner: Any, name: str, category: str) -> None:  # noqa: ANN401
+        """Cast the arguments of a function of a module or class until `close`."""
+        function = getattr(owner, name)
         # Inside torch's own functions the policy would cast a second time.
-        torchs = any(registered.owner is owner for owner in (torch, functional, Tensor))
+        torchs = any(owner is each for each in (torch, functional, Tensor))
         leaf = torchs or not isinstance(function, types.FunctionType)
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            if not self.is_active():
-                return function(*args, **kwargs)
-            cast = cast_arguments(args, kwargs, registered.category, self.dtype)
-            with self.off() if leaf else contextlib.nullcontext():
-                return function(*cast[0], **cast[1])
-
-        self._patch_attribute(registered.owner, registered.name, run)
+        self._patch_attribute(owner, name, _casting(function, category, leaf=leaf))
 
 
 def clear_cache_if_evaluating(*_: object) -> None:
@@ -290,23 +266,28 @@ def clear_cache_if_evaluating(*_: object) -> None:
         STATE.handle.clear_cache()
 
 
-def cast_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], category: str, low: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with their floating tensors cast for a category."""
-    dtype = decision.cast_to(category, _dtypes((args, kwargs)), low)
-    return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
+def _casting(
+    function: Callable[P, R], category: str, *, leaf: bool = False
+) -> Callable[P, R]:
+    """Return a function whose arguments are cast under O1; `leaf`: and nothing else."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        handle = STATE.handle
+        if handle is None or not handle.is_active():
+            return function(*args, **kwargs)
+        dtype = decision.cast_to(category, _dtypes((args, kwargs)), HALF)
+        cast: Any = (args, kwargs)
+        cast = cast if dtype is None else cast_floating(cast, dtype)
+        with handle.off() if leaf else contextlib.nullcontext():
+            return function(*cast[0], **cast[1])
+
+    return run
 
 
 def _dtypes(value: object) -> list[torch.dtype]:
     """Return the dtypes of the floating tensors in a nested value."""
-    if isinstance(value, Tensor):
-        return [value.dtype] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return [dtype for item in value for dtype in _dtypes(item)]
-    return []
+    return [each.dtype for each in tensors_in(value) if each.is_floating_point()]
 
 
 def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
@@ -314,9 +295,9 @@ def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
         owner = getattr(module, "__name__", repr(module))
         message = f"{owner} has no function {name!r} to register: check its spelling."
         raise AmpError(message)
-    STATE.registered.append(Registered(module, name, category))
+    STATE.registered.append((module, name, category))
     if STATE.handle is not None and STATE.handle.is_active():
-        STATE.handle.wrap(STATE.registered[-1])
+        STATE.handle.wrap(module, name, category)
 
 
 def register_half_function(module: Any, function_name: str) -> None:  # noqa: ANN401
@@ -346,31 +327,19 @@ def register_promote_function(module: Any, function_name: str) -> None:  # noqa:
     _register(module, function_name, PROMOTE)
 
 
-def _decorated(function: Callable[P, R], category: str) -> Callable[P, R]:
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        handle = STATE.handle
-        if handle is None or not handle.is_active():
-            return function(*args, **kwargs)
-        cast: Any = cast_arguments(args, kwargs, category, handle.dtype)
-        return function(*cast[0], **cast[1])
-
-    return run
-
-
 def half_function(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function: under O1 its floating arguments are cast to 16 bits."""
-    return _decorated(function, LOW)
+    return _casting(function, LOW)
 
 
 def float_function(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function: under O1 its floating arguments are cast to fp32."""
-    return _decorated(function, FP32)
+    return _casting(function, FP32)
 
 
 def promote_function(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function: under O1 its arguments are cast to their widest dtype."""
-    return _decorated(function, PROMOTE)
+    return _casting(function, PROMOTE)
 
 
 def devices_of(tensors: Iterable[Tensor]) -> frozenset[str]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.compat.apex import masters as registry
+from halfstep.compat.apex import models
 from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
 from halfstep.compat.apex.optimizer_state import AmpOptimizerState
-from halfstep.compat.apex.state import AmpError, log
+from halfstep.compat.apex.state import AmpError, maybe_print
 from halfstep.masters import MasterWeights
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class FP16_Optimizer:
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients by group, unscaled; None after an overflow."""
         if self.overflow:
-            log("gradients overflowed: there is nothing to inspect.")
+            maybe_print("gradients overflowed: there is nothing to inspect.")
             return None
         return [
             [None if param.grad is None else param.grad.detach() for param in params]
@@ -144,7 +144,7 @@ class FP16_Optimizer:
         self.loss_scaler.update_scale(overflow)
         if overflow:
             if self.verbose:
-                log(
+                maybe_print(
                     f"OVERFLOW! Skipping step. Attempted loss scale: {used}, "
                     f"reducing to {self.loss_scale}"
                 )
@@ -207,4 +207,4 @@ class FP16_Optimizer:
         for master, value in zip(own, saved, strict=True):
             master.copy_(value)
         self._masters.publish()
-        registry.record(self._masters.pairs)
+        models.record(self._masters.pairs)

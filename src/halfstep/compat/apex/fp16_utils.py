@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
 from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
+from halfstep.compat.apex.models import convert_module, convert_network
 from halfstep.compat.apex.state import AmpError
 
 if TYPE_CHECKING:
@@ -58,29 +59,6 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
-def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's own floating parameters, gradients and buffers, in place."""
-    for param in module.parameters(recurse=False):
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)
-            if param.grad is not None:
-                param.grad = param.grad.to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
-def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a model in place, except batch norms with weights."""
-    for module in network.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
-            continue
-        convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-    return network
-
-
 class FP16Model(nn.Module):
     """An fp16 model with fp32 batch norms that casts its inputs."""
 
@@ -100,9 +78,6 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> Lists:
     Args:
         model: A model in 16 bits, fp32, or both.
         flat_master: Return one flat master tensor; parameters must have one dtype.
-
-    Raises:
-        AmpError: If `flat_master` is set and parameters have several dtypes.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:

@@ -1,30 +1,31 @@
-"""Checks models, casts their weights, and adds hooks that cast inputs and outputs."""
+"""Checks and casts models; their checkpoints stay fp32, with values of master weights.
+
+Hooks cast inputs and outputs. Master weights follow values that are loaded or written
+into a model.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.compat.apex import masters
-from halfstep.compat.apex.fp16_utils import convert_network
 from halfstep.compat.apex.state import AmpError, reject
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
-def check_unwrapped(models: Sequence[nn.Module]) -> None:
-    """Reject models in a parallel wrapper, whose buckets have the dtype at wrapping.
-
-    Raises:
-        AmpError: If one is wrapped.
-    """
+def check(models: Sequence[nn.Module], *, fp32: bool) -> None:
+    """Reject models in a parallel wrapper, whose buckets have the dtype at wrapping."""
     for model in models:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             message = (
@@ -32,15 +33,7 @@ def check_unwrapped(models: Sequence[nn.Module]) -> None:
                 "to amp.initialize, and wrap what it returns."
             )
             raise AmpError(message)
-
-
-def check_fp32(models: Sequence[nn.Module]) -> None:
-    """Reject models with 16-bit parameters or buffers.
-
-    Raises:
-        AmpError: If there are any, unless `hard_override` is set.
-    """
-    for model in models:
+    for model in models if fp32 else ():
         parameters = [("param", *pair) for pair in model.named_parameters()]
         buffers = [("buffer", *pair) for pair in model.named_buffers()]
         for kind, name, tensor in parameters + buffers:
@@ -53,18 +46,35 @@ def check_fp32(models: Sequence[nn.Module]) -> None:
                 reject(message)
 
 
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's own floating parameters, gradients and buffers, in place."""
+    for param in module.parameters(recurse=False):
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+            if param.grad is not None:
+                param.grad = param.grad.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model in place, except batch norms with weights."""
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
 def cast_(
     model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool
 ) -> dict[nn.Parameter, Tensor]:
-    """Cast a model's weights in place; its checkpoints stay fp32.
+    """Cast a model's weights, buffers and inputs; its checkpoints stay fp32.
 
-    Args:
-        model: The model, unwrapped.
-        dtype: Dtype of weights, buffers and floating inputs.
-        keep_batchnorm: Leave batch norm in fp32.
-
-    Returns:
-        Parameter that is now 16-bit -> its fp32 value before.
+    Returns the fp32 value of each parameter that is 16-bit now.
     """
     # `.detach()` would share the version counter, so that for autograd a write to the
     # master weight would look like one to the weight.
@@ -74,7 +84,7 @@ def cast_(
     else:
         model.to(dtype)
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-    masters.attach(model)
+    keep_fp32_state(model)
     return {
         param: value
         for param, value in before.items()
@@ -115,3 +125,82 @@ def cast_nested(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     if hasattr(value, "to") and not isinstance(value, nn.Module | type):
         return value.to(dtype)
     return value
+
+
+# Master weights
+
+
+@dataclass
+class _Master:
+    """A parameter's master weight, and the state of the parameter at the last sync."""
+
+    tensor: Tensor
+    version: int | None
+    """Version counter of the parameter when both last agreed; None, as after a load:
+    compare values instead."""
+
+
+_MASTERS: MutableMapping[Tensor, _Master] = WeakIdKeyDictionary()
+
+
+def record(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Record the master weight of each parameter; call it when both agree."""
+    for param, master in pairs:
+        _MASTERS[param] = _Master(master, param._version)  # noqa: SLF001
+
+
+@torch.no_grad()
+def sync_from_params(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the master weights what was written into the parameters since `record`.
+
+    Weights are initialised, loaded and broadcast (by DDP's constructor) between
+    `initialize` and the first backward pass. A changed version counts even if values
+    are equal, as on the rank that DDP broadcasts from: its master weights must be
+    rounded like those of other ranks.
+    """
+    for param, master in pairs:
+        entry = _MASTERS.get(param)
+        version = None if entry is None else entry.version
+        is_written = version not in {None, param._version}  # noqa: SLF001
+        if is_written or not torch.equal(param, master.to(param.dtype)):
+            master.copy_(param)
+
+
+def keep_fp32_state(model: nn.Module) -> None:
+    """Register hooks that make `state_dict` and `load_state_dict` of a model fp32."""
+    for module in model.modules():
+        module.register_state_dict_post_hook(_fp32_state_dict_hook)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_load_fp32_hook)  # type: ignore[no-untyped-call]
+
+
+def _fp32_state_dict_hook(
+    module: nn.Module, state: dict[str, Any], prefix: str, _: object
+) -> None:
+    """Replace 16-bit tensors by fp32 copies, as apex does."""
+    for name, tensor in _own_tensors(module):
+        key = prefix + name
+        if key in state and is_low(tensor.dtype):
+            entry = _MASTERS.get(tensor)
+            value = tensor if entry is None else entry.tensor
+            state[key] = value.detach().to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def _load_fp32_hook(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Load the master weights before the values are rounded into the parameters."""
+    for name, tensor in _own_tensors(module):
+        value, entry = state.get(prefix + name), _MASTERS.get(tensor)
+        if entry is not None and isinstance(value, Tensor):
+            if value.shape == entry.tensor.shape:
+                entry.tensor.copy_(value)
+            entry.version = None
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return a module's own parameters and buffers, without those of submodules."""
+    return [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]

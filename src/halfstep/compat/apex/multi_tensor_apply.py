@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Calls functions of `amp_C`.
+    """Calls a function of `amp_C`: `applier(function, noop_flag, tensor_lists, *args)`.
 
-    Args:
-        chunk_size: Passed to them; halfstep's do not use it.
+    `chunk_size` is passed to them; halfstep's do not use it.
     """
 
     available = True
@@ -28,22 +25,9 @@ class MultiTensorApply:
     def check_avail(self) -> None:
         """Do nothing: `amp_C` is always available."""
 
-    def __call__(
-        self,
-        op: Callable[..., Any],
-        noop_flag_buffer: Tensor,
-        tensor_lists: Sequence[Sequence[Tensor]],
-        *args: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
-        """Call an operation on lists of tensors.
-
-        Args:
-            op: A function of `amp_C`.
-            noop_flag_buffer: Set to 1 if a value is non-finite.
-            tensor_lists: The operation's lists.
-            args: Further arguments of the operation.
-        """
-        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+    def __call__(self, op: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
+        """Call an operation on lists of tensors."""
+        return op(self.chunk_size, *args)
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,38 +1,31 @@
-"""Attaches amp's state to an optimizer: saved gradients, master weights, skipped steps.
+"""amp's loss scalers, and its state of an optimizer: gradients, masters, skipped steps.
 
-Gradients of the optimizer are then unscaled after each pass before they are summed, and
-its `step` can be skipped.
+Gradients of the optimizer are unscaled after each pass before they are summed, and its
+`step` can be skipped.
 """
 
 from __future__ import annotations
 
 import functools
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.compat.apex import masters as registry
-from halfstep.compat.apex.state import STATE, AmpError, log
+from halfstep.compat.apex import models
+from halfstep.compat.apex.state import STATE, AmpError, maybe_print
+from halfstep.scaling import LossScaler, ScaleRule
+from halfstep.scaling.step_report import find_nonfinite_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from halfstep.masters import MasterWeights
+    from halfstep.scaling.step_report import NonFiniteParam
 
 _ATTRIBUTE = "_amp_stash"
-
-
-class OverflowCheck(Protocol):
-    """A loss scaler that has checked gradients."""
-
-    def finish_check(self) -> None:
-        """Read the result of the check and mark the optimizers that must skip."""
-
-    def skip_message(self) -> str:
-        """Return the message about a skipped step."""
 
 
 class AmpOptimizerState:
@@ -42,11 +35,6 @@ class AmpOptimizerState:
     cannot be summed. Unscaled gradients are saved before a pass, and added in fp32 to
     the gradients of that pass after these are unscaled.
 
-    Attributes:
-        unchecked: Loss scalers that unscaled gradients of this optimizer and whose
-            result is not read yet.
-        skipped_by: The loss scaler that found an overflow, so that the next step is
-            skipped; None for no skip.
     """
 
     def __init__(
@@ -54,12 +42,14 @@ class AmpOptimizerState:
     ) -> None:
         self.optimizer = optimizer
         self.masters = masters
-        self.unchecked: list[OverflowCheck] = []
-        self.skipped_by: OverflowCheck | None = None
+        self.unchecked: list[AmpScaler] = []
+        """Those that unscaled gradients here, and whose result is not read yet."""
+        self.skipped_by: AmpScaler | None = None
+        """The one that found an overflow: the next step is skipped."""
         self._saved_grads: dict[Tensor, Tensor] = {}
         self._pending_scale: float | None = None
         self._is_synced = False
-        registry.record(self.pairs)
+        models.record(self.pairs)
 
     @property
     def pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
@@ -70,26 +60,23 @@ class AmpOptimizerState:
         """Return the model's parameter for one of the optimizer's parameters."""
         return param if self.masters is None else self.masters.model_param(param)
 
-    def _own_params(self) -> Iterator[Tensor]:
-        """Yield the parameters without a master weight."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if self.stored(param) is param:
-                    yield param
+    def _params(self) -> list[Tensor]:
+        """Return the model's parameters."""
+        groups = self.optimizer.param_groups
+        return [self.stored(param) for group in groups for param in group["params"]]
+
+    @property
+    def _has_scaled(self) -> bool:
+        """Whether gradients of earlier passes wait to be unscaled."""
+        is_delayed = self._pending_scale is not None
+        return is_delayed and any(param.grad is not None for param in self._params())
 
     def prepare(self, scale: float) -> None:
-        """Save the unscaled gradients before a backward pass.
-
-        Args:
-            scale: Loss scale of the pass.
-
-        Raises:
-            AmpError: If gradients with another scale are not unscaled yet.
-        """
+        """Save the unscaled gradients before a backward pass with this loss scale."""
         if not self._is_synced:
-            registry.sync_from_params(self.pairs)
+            models.sync_from_params(self.pairs)
             self._is_synced = True
-        if self._pending_scale is not None and any(True for _ in self._scaled()):
+        if self._has_scaled:
             if self._pending_scale != scale:
                 message = (
                     f"gradients scaled by {self._pending_scale:g} wait to be unscaled, "
@@ -99,16 +86,11 @@ class AmpOptimizerState:
                 raise AmpError(message)
             return
         self._pending_scale = None
-        for param in self._own_params():
-            if param.grad is not None:
+        low = {param for param, _ in self.pairs}
+        for param in self._params():
+            if param.grad is not None and param not in low:
                 self._saved_grads[param] = param.grad
-                param.grad = None
-        for param, _ in self.pairs:
             param.grad = None
-
-    def _scaled(self) -> Iterator[Tensor]:
-        yield from (param for param in self._own_params() if param.grad is not None)
-        yield from (p for p, _ in self.pairs if p.grad is not None)
 
     def delay(self, scale: float) -> None:
         """Leave the gradients of a pass scaled, for a later pass to unscale."""
@@ -117,16 +99,14 @@ class AmpOptimizerState:
     def restore(self) -> None:
         """Drop the gradients of a failed pass, unless earlier ones are scaled too."""
         if self._pending_scale is None:
-            for param in [*self._own_params(), *(p for p, _ in self.pairs)]:
+            for param in self._params():
                 param.grad = None
             self._add_saved_grads()
 
     def collect(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the scaled gradients of a pass, of 16-bit parameters in fp32.
+        """Return (parameter, scaled gradient) of a pass, of 16-bit parameters in fp32.
 
-        Returns:
-            (parameter, gradient). A gradient is the parameter's `.grad`, or is to be
-            added to it by `add`.
+        A gradient is the parameter's `.grad`, or is to be added to it by `add`.
         """
         self._pending_scale = None
         grads: list[tuple[Tensor, Tensor]] = []
@@ -142,7 +122,8 @@ class AmpOptimizerState:
         if self.masters is not None:
             self.masters.accumulate_grads()
         grads += [(m, m.grad) for m in new_masters if m.grad is not None]
-        grads += [(p, p.grad) for p in self._own_params() if p.grad is not None]
+        # Those of 16-bit parameters are freed by now.
+        grads += [(p, p.grad) for p in self._params() if p.grad is not None]
         return grads
 
     @torch.no_grad()
@@ -159,13 +140,7 @@ class AmpOptimizerState:
         self._saved_grads.clear()
 
     def step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run the optimizer's own step, unless a gradient is non-finite.
-
-        Raises:
-            AmpError: If a closure is given, gradients are still scaled, or there was no
-                `scale_loss`.
-            LossScaleCollapse: If skipping has gone on for too long.
-        """
+        """Run the optimizer's own step, unless a gradient is non-finite."""
         for scaler in list(self.unchecked):
             scaler.finish_check()
         self._check_unscaled()
@@ -178,7 +153,7 @@ class AmpOptimizerState:
             )
             raise AmpError(message)
         if self.skipped_by is not None:
-            log(self.skipped_by.skip_message())
+            maybe_print(self.skipped_by.skip_message())
             self.skipped_by = None
             self.clear_master_grads()
             # Otherwise schedulers warn that they step before the optimizer.
@@ -193,8 +168,7 @@ class AmpOptimizerState:
 
     def _check_unscaled(self) -> None:
         """Reject a step whose gradients are still scaled."""
-        waits = self._pending_scale is not None and any(True for _ in self._scaled())
-        if waits and (self._pending_scale != 1 or self.pairs):
+        if self._has_scaled and (self._pending_scale != 1 or self.pairs):
             message = (
                 "optimizer.step() was called while its gradients are still scaled by "
                 f"{self._pending_scale:g}: the last scale_loss before a step must "
@@ -237,7 +211,7 @@ class AmpOptimizerState:
         before = len(self.pairs)
         if self.masters is not None:
             self.masters.add_new_params()
-        registry.record(self.pairs[before:])
+        models.record(self.pairs[before:])
 
 
 def _add_grad(param: Tensor, gradient: Tensor) -> None:
@@ -256,28 +230,21 @@ def attach(optimizer: torch.optim.Optimizer, masters: MasterWeights | None) -> N
     state = AmpOptimizerState(optimizer, masters)
     setattr(optimizer, _ATTRIBUTE, state)
     for name in ("step", "zero_grad", "add_param_group"):
-        _route(optimizer, name, getattr(state, name))
+        method = _routed(getattr(optimizer, name), getattr(state, name))
+        setattr(optimizer, name, MethodType(method, optimizer))
 
 
-def _route(
-    optimizer: torch.optim.Optimizer, name: str, through: Callable[..., Any]
-) -> None:
-    own = getattr(optimizer, name)
-
+def _routed(own: Callable[..., Any], through: Callable[..., Any]) -> Callable[..., Any]:
     # Schedulers mark `step` (wraps copies the mark) and require a bound method.
     @functools.wraps(own)
     def method(_: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         return through(own, *args, **kwargs)
 
-    setattr(optimizer, name, MethodType(method, optimizer))
+    return method
 
 
 def state_of(optimizer: object) -> AmpOptimizerState:
-    """Return amp's state of an optimizer.
-
-    Raises:
-        AmpError: If it did not go through `initialize`.
-    """
+    """Return amp's state of an optimizer."""
     state: AmpOptimizerState | None = getattr(optimizer, _ATTRIBUTE, None)
     if state is None:
         message = (
@@ -291,3 +258,137 @@ def state_of(optimizer: object) -> AmpOptimizerState:
 def is_attached(optimizer: object) -> bool:
     """Return whether an optimizer went through `initialize`."""
     return hasattr(optimizer, _ATTRIBUTE)
+
+
+# Loss scalers
+
+FIRST_SCALE = 2.0**16
+
+
+def rule_of(
+    loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float
+) -> ScaleRule:
+    """Return the rule of a loss scale, "dynamic" or a constant.
+
+    Without a minimum it is 1; apex had none, and its scale fell to 0.
+    """
+    if loss_scale != "dynamic":
+        return ScaleRule.parse(loss_scale)
+    first = min(max_loss_scale, FIRST_SCALE)
+    floor = min_loss_scale or min(1.0, first)
+    first = min(max(first, floor), max_loss_scale)
+    return ScaleRule(first, min_scale=floor, max_scale=max_loss_scale)
+
+
+class AmpScaler:
+    """A loss scale with a found_inf flag that is not read yet, and its optimizers.
+
+    `name_of` returns the name of a parameter.
+    """
+
+    def __init__(
+        self,
+        loss_id: int,
+        rule: ScaleRule,
+        device: torch.device,
+        name_of: Callable[[Tensor], str],
+    ) -> None:
+        self.loss_id = loss_id
+        self.scaler = LossScaler(rule, device)
+        self._name_of = name_of
+        self._found_inf: Tensor | None = None
+        self._pending_optimizers: list[AmpOptimizerState] = []
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale is dynamic."""
+        return self.scaler.rule.backoff_factor < 1
+
+    def loss_scale(self) -> float:
+        """Return the scale. Synchronizes with the device."""
+        return float(self.scaler.state.scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        """The scale, under a name that programs for apex read and set."""
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self.set_state(value, self._unskipped)
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self.scaler.state.clean_steps)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self.set_state(self.loss_scale(), value)
+
+    def set_state(self, scale: float, unskipped: int) -> None:
+        """Set the scale and the number of steps since the last overflow or growth."""
+        state = self.scaler.state
+        self.scaler.set_state(
+            torch.full_like(state.scale, scale),
+            torch.full_like(state.clean_steps, unskipped),
+        )
+        self.scaler.monitor.on_external_set(scale)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss in fp32, times the scale."""
+        self.scaler.observe_loss(loss, self._name_of)
+        return self.scaler.scale(loss)
+
+    def unscale_(
+        self, gradients: list[Tensor], optimizers: list[AmpOptimizerState]
+    ) -> None:
+        """Divide the gradients of one backward pass by the scale, and check them."""
+        found_inf = self.scaler.unscale_(gradients)
+        if self._found_inf is not None:
+            found_inf = torch.maximum(found_inf, self._found_inf)
+        self._found_inf = found_inf
+        for optimizer in optimizers:
+            if optimizer not in self._pending_optimizers:
+                self._pending_optimizers.append(optimizer)
+                optimizer.unchecked.append(self)
+
+    def finish_check(self) -> None:
+        """Read found_inf, update the scale, and mark optimizers that must skip.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        found_inf, optimizers = self._found_inf, self._pending_optimizers
+        if found_inf is None:
+            return
+        self._found_inf, self._pending_optimizers = None, []
+        for optimizer in optimizers:
+            optimizer.unchecked.remove(self)
+            if found_inf:
+                optimizer.skipped_by = self
+        self.scaler.update(
+            found_inf, functools.partial(self._nonfinite_params, optimizers)
+        )
+
+    def _nonfinite_params(
+        self, optimizers: list[AmpOptimizerState]
+    ) -> tuple[NonFiniteParam, ...]:
+        pairs = [
+            (self._name_of(optimizer.stored(param)), param.grad)
+            for optimizer in optimizers
+            for group in optimizer.optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        return find_nonfinite_params(pairs)
+
+    def skip_message(self) -> str:
+        """Return apex's message about a skipped step."""
+        start = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id}"
+        if self.dynamic:
+            return f"{start} reducing loss scale to {self.loss_scale()}"
+        return f"{start} has a static loss scale of {self.loss_scale()}"
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return the two values that apex saves."""
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfstep.compat.apex.state import AmpError, Properties, reject
-from halfstep.numerics import formats
+from halfstep.numerics.formats import AUTOCAST_DTYPES
 
 _FP32, _FP16 = torch.float32, torch.float16
 OFF = Properties(False, None, None, False, None, None, 1.0)  # noqa: FBT003
@@ -35,15 +35,7 @@ _DESCRIPTIONS = {
 
 
 def choose(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
-    """Return a level's properties with a user's overrides.
-
-    Args:
-        opt_level: "O0" to "O3".
-        overrides: Fields of `Properties`; None leaves the level's own.
-
-    Raises:
-        AmpError: If there is no such level, or an override contradicts it.
-    """
+    """Return a level's properties with overrides; None leaves the level's own."""
     level = LEVELS.get(opt_level)
     if level is None:
         raise AmpError(_no_level(opt_level))
@@ -114,14 +106,8 @@ def _scale(value: object) -> float | str:
 
 
 def _check_type(value: object) -> None:
-    if value is False:
-        return
-    try:
-        formats.parse(value)  # type: ignore[arg-type]
-        is_dtype = isinstance(value, torch.dtype)
-    except (AttributeError, ValueError):
-        is_dtype = False
-    if not is_dtype:
+    is_format = isinstance(value, torch.dtype) and value in AUTOCAST_DTYPES
+    if value is not False and not is_format:
         message = (
             f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, "
             "torch.float32, or False to cast nothing."

@@ -46,8 +46,8 @@ class AmpState:
     """One `AmpScaler` for each `loss_id`."""
     handle: Any = None
     """The `AmpHandle` of O1's casts; None before the first."""
-    registered: list[Any] = field(default_factory=list)
-    """Functions of the user whose arguments O1 casts."""
+    registered: list[tuple[Any, str, str]] = field(default_factory=list)
+    """(module or class, name, category) of functions whose arguments O1 casts."""
     verbosity: int = 1
     """0 prints nothing, not even skipped steps."""
     hard_override: bool = False
@@ -71,24 +71,15 @@ class AmpState:
 STATE = AmpState()
 
 
-def log(message: str, *, first_rank_only: bool = False) -> None:
-    """Print a line, unless verbosity is 0."""
-    joined = dist.is_available() and dist.is_initialized()
-    if STATE.verbosity and not (first_rank_only and joined and dist.get_rank()):
-        sys.stdout.write(f"{message}\n")
-
-
 def maybe_print(msg: object, rank0: bool = False) -> None:
     """Print unless verbosity is 0; with `rank0`, on the first rank only."""
-    log(str(msg), first_rank_only=rank0)
+    joined = dist.is_available() and dist.is_initialized()
+    if STATE.verbosity and not (rank0 and joined and dist.get_rank()):
+        sys.stdout.write(f"{msg}\n")
 
 
 def reject(message: str) -> None:
-    """Raise `AmpError`, or print the message if `hard_override` is set.
-
-    Raises:
-        AmpError: With the message.
-    """
+    """Raise `AmpError`, or print the message if `hard_override` is set."""
     if not STATE.hard_override:
         raise AmpError(message)
-    log(f"Warning:  {message}", first_rank_only=True)
+    maybe_print(f"Warning:  {message}", rank0=True)

@@ -262,10 +262,6 @@ class LevelEngine:
         Args:
             model: On any device; it may have been converted and restored before.
             separate: Its optimizers may exist and are attached at their first step.
-
-        Raises:
-            UserError: If it was converted at another level or with another policy, or
-                its weights are not fp32.
         """
         converted = _converted.get(model)
         if converted is None:
@@ -295,11 +291,7 @@ class LevelEngine:
             model.fp32.clear()
 
     def attach(self, optimizer: Optimizer) -> OptimizerEntry:
-        """Give an optimizer master weights if the level has them.
-
-        Raises:
-            UserError: If it is LBFGS.
-        """
+        """Give an optimizer master weights if the level has them."""
         if isinstance(optimizer, torch.optim.LBFGS):
             message = (
                 "LBFGS evaluates the model inside its step; use another optimizer."
