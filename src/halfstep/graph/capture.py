@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,10 +185,8 @@ def _refusing_lost_backwards() -> Iterator[None]:
     inference mode and activation checkpointing. The graph would then train with other
     gradients, or need more memory.
     """
-    thread, apply_of_torch = (
-        threading.get_ident(),
-        vars(torch.autograd.Function)["apply"],
-    )
+    thread = threading.get_ident()
+    apply_of_torch = vars(torch.autograd.Function)["apply"]
 
     def refuse(what: str) -> None:
         if threading.get_ident() == thread and torch.is_grad_enabled():
@@ -408,12 +407,10 @@ def differentiable(
     values = iter(inputs)
     for node in graph_module.graph.nodes:
         if node.op in ("get_attr", "placeholder"):
-            is_input = node.op == "placeholder"
-            value = (
-                next(values, None)
-                if is_input
-                else _attribute(graph_module, str(node.target))
-            )
+            if node.op == "placeholder":
+                value = next(values, None)
+            else:
+                value = attrgetter(str(node.target))(graph_module)
             if isinstance(value, Tensor) and value.requires_grad:
                 nodes.add(node)
         elif any(each in nodes for each in node.all_input_nodes) and any(
@@ -423,21 +420,13 @@ def differentiable(
     return nodes
 
 
-def _attribute(module: nn.Module, path: str) -> Any:  # noqa: ANN401
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
-
-
 def _kind(category: str, op: str, low: torch.dtype) -> str:
     if category == op_tables.LOW:
         return ALLOW
-    fp32_in_fp16 = category == op_tables.FP32_IN_FP16 and low == torch.float16
-    if fp32_in_fp16 or category in (
-        op_tables.FP32,
-        op_tables.FP32_RESULT,
-        op_tables.BANNED,
-    ):
+    fp32 = {op_tables.FP32, op_tables.FP32_RESULT, op_tables.BANNED}
+    if low == torch.float16:
+        fp32.add(op_tables.FP32_IN_FP16)
+    if category in fp32:
         return DENY
     is_clear = op == "getitem" or op.partition(".")[0] in CLEAR_OPS
     return CLEAR if is_clear else INFER
@@ -450,7 +439,7 @@ def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str], low: torch.dtype)
         return in_place.get(node, "autocast is off there")
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return "" if _is_getitem(node) else "it is no operation of aten"
+        return "" if is_getitem(node) else "it is no operation of aten"
     values = [*tensors(node.args), *tensors(node.kwargs)]
     if not any(value.dtype == torch.float32 for value in values):
         return "it makes new fp32 values"
@@ -500,7 +489,9 @@ def _returned(node: fx.Node) -> list[fx.Node]:
     owners: dict[object, fx.Node] = {}
 
     def without_numbers(value: fx.Node) -> Any:  # noqa: ANN401
-        empty = pytree.tree_map_only(Tensor, _without_numbers, value.meta.get("val"))
+        empty = pytree.tree_map_only(
+            Tensor, lambda v: without_values(v, "meta"), value.meta.get("val")
+        )
         owners.update({_storage(tensor): value for tensor in tensors(empty)})
         return empty
 
@@ -515,10 +506,16 @@ def _returned(node: fx.Node) -> list[fx.Node]:
     return [owners[storage] for storage in storages if storage in owners]
 
 
-def _without_numbers(value: Tensor) -> Tensor:
+def without_values(value: Tensor, device: torch.device | str = "") -> Tensor:
+    """Return an uninitialized tensor of the same dtype and layout.
+
+    Args:
+        value: May be fake, with sizes that have a hint.
+        device: Default: that of `value`.
+    """
     sizes, strides = map(int, value.shape), map(int, value.stride())
     return torch.empty_strided(
-        tuple(sizes), tuple(strides), dtype=value.dtype, device="meta"
+        [*sizes], [*strides], dtype=value.dtype, device=device or value.device
     )
 
 
@@ -530,7 +527,7 @@ def _aliased(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
     """Return the arguments that the result may alias, or that are written."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return [node.args[0]] if _is_getitem(node) and not written else []  # type: ignore[list-item]
+        return [node.args[0]] if is_getitem(node) and not written else []  # type: ignore[list-item]
     return [
         value
         for argument, value in zip(schema.arguments, node.args, strict=False)
@@ -590,19 +587,15 @@ def has_static_shapes(nodes: Iterable[fx.Node]) -> bool:
 
 def tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
     """Yield the (fake) tensors of nodes or values in nested lists and tuples."""
-    if isinstance(value, fx.Node):
-        value = value.meta.get("val")
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, fx.Node):
+            yield from tensors(leaf.meta.get("val"))
+        elif isinstance(leaf, Tensor):
+            yield leaf
 
 
-def _is_getitem(node: fx.Node) -> bool:
+def is_getitem(node: fx.Node) -> bool:
+    """Return whether a node takes an item of a tuple."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 

@@ -7,6 +7,7 @@ operation, shapes and dtype, and cached on disk for processes under the same con
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import statistics
 import time
@@ -93,7 +94,7 @@ class OpTimes:
             return 0
         dtype = self.low if low else torch.float32
         keep = capture.fp32_arguments(node, self.device.type) if low else ()
-        specs = pytree.tree_map(self._spec, (node.args, node.kwargs), is_leaf=_is_node)
+        specs = pytree.tree_map(self._spec, (node.args, node.kwargs))
         key = f"{node.target} {specs!r} {dtype}"
         if key not in self._times:
             with preserve_rng(self.device):
@@ -150,30 +151,22 @@ class OpTimes:
     def _measure(
         self, node: fx.Node, dtype: torch.dtype, keep: Sequence[int]
     ) -> int | None:
-        def real(value: Any, dtype: torch.dtype = dtype) -> Any:  # noqa: ANN401
-            if not isinstance(value, fx.Node):
-                return value
-            return pytree.tree_map_only(
-                Tensor,
-                lambda fake: self._example(
-                    fake, dtype, needs_grad=value in self._differentiable
-                ),
-                value.meta["val"],
-            )
+        def example(source: fx.Node, dtype: torch.dtype = dtype) -> Any:  # noqa: ANN401
+            def fill(fake: Tensor) -> Tensor:
+                return self._example(
+                    fake, dtype, needs_grad=source in self._differentiable
+                )
 
+            return pytree.tree_map_only(Tensor, fill, source.meta["val"])
+
+        fp32 = functools.partial(example, dtype=torch.float32)
         args = [
-            pytree.tree_map(
-                lambda v, to=torch.float32 if index in keep else dtype: real(v, to),
-                argument,
-                is_leaf=_is_node,
-            )
+            fx.map_arg(argument, fp32 if index in keep else example)
             for index, argument in enumerate(node.args)
         ]
-        kwargs = pytree.tree_map(real, node.kwargs, is_leaf=_is_node)
+        kwargs = fx.map_arg(node.kwargs, example)
         leaves = [
-            leaf
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.requires_grad
+            leaf for leaf in capture.tensors([args, kwargs]) if leaf.requires_grad
         ]
         target: Any = node.target
         try:
@@ -215,11 +208,7 @@ class OpTimes:
     def _time_once(self, call: Callable[[], Any], leaves: list[Tensor]) -> int:
         """Return the nanoseconds of a call and its backward pass."""
         start = time.perf_counter_ns()
-        results = [
-            value
-            for value in pytree.tree_leaves(call())
-            if isinstance(value, Tensor) and value.requires_grad
-        ]
+        results = [value for value in capture.tensors(call()) if value.requires_grad]
         if leaves and results:
             ones = [torch.ones_like(value) for value in results]
             torch.autograd.grad(results, leaves, ones, allow_unused=True)
@@ -242,7 +231,3 @@ def _fresh_times(cached: dict[str, Any]) -> dict[str, int | None]:
     is_fresh = 0 <= time.time() - written <= rate_cache.MAX_AGE_SECONDS
     are_times = all(t is None or (type(t) is int and t >= 0) for t in times.values())
     return times if is_fresh and are_times else {}
-
-
-def _is_node(value: object) -> bool:
-    return isinstance(value, fx.Node)

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from halfstep.casting.convert_model import low_parameters
 from halfstep.errors import UserError, require, require_type
-from halfstep.graph import capture, ranges, solvers
+from halfstep.graph import capture, ranges
 from halfstep.graph.op_times import OpTimes, preserve_rng
 from halfstep.graph.plan import Plan, PlannedCast, PlannedNode, Slowdown
 from halfstep.graph.problem import (
@@ -26,6 +26,8 @@ from halfstep.graph.problem import (
     Operation,
     Problem,
     TensorUse,
+    minimum_cut,
+    paint,
     reachable,
 )
 from halfstep.graph.rewrite import rewrite_graph
@@ -165,40 +167,27 @@ def plan_graph(
 ) -> Plan:
     """Plan a graph of aten operations whose nodes have `meta["val"]`.
 
-    Args:
-        graph_module: The graph.
-        device: Device of its tensors.
-        format_: The 16-bit format.
-        policy: As for `plan`.
-        method: As for `plan`.
-        inputs: Inputs of the graph, if they include its parameters.
-        kinds: As for `plan`.
-        fp32_ranges: Largest magnitudes of nodes in fp32; empty if not measured.
-        refresh: As for `plan`.
-        fused: A compiler will run the graph, which fuses casts into pointwise
-            operations, so that these casts cost nothing.
-        low_weights: Names of the parameters that will be stored in 16 bits.
-        batch: Inputs with which passes of the whole graph are timed, to correct the
-            operations' times. None: no correction.
+    `inputs` are those of the graph, if they include its parameters. `fused`: a compiler
+    will run the graph and fuse casts into pointwise operations, so that these casts
+    cost nothing. Passes of the whole graph with `batch` are timed to correct the
+    operations' times; None: no correction.
     """
     low = format_.dtype
     facts = capture.facts(
         graph_module.graph, device=device.type, policy=policy, low=low, kinds=kinds
     )
-    for node, fact in facts.items():
-        values = [*capture.castable_inputs(node, device.type), node]
-        too_large = ranges.why_fp32(values, fp32_ranges)
-        if too_large and fact.kind != DENY:
-            facts[node] = replace(fact, kind=DENY, reason=too_large)
     needs_grad = capture.differentiable(graph_module, inputs)
     times = OpTimes(device, low, needs_grad, refresh=refresh)
     operations = {node.name: Operation(DENY) for node in graph_module.graph.nodes}
     for node, fact in facts.items():
-        fp32_cost = times.operation(node, low=False) or 0
-        low_cost = None if fact.kind == DENY else times.operation(node, low=True)
-        if low_cost is None and fact.kind != DENY:
-            reason = f"it has no {format_} kernel"
-            facts[node] = replace(fact, kind=DENY, reason=reason)
+        values = [*capture.castable_inputs(node, device.type), node]
+        fp32_cost, low_cost = times.operation(node, low=False) or 0, None
+        why_fp32 = ranges.why_fp32(values, fp32_ranges)
+        if fact.kind != DENY and not why_fp32:
+            low_cost = times.operation(node, low=True)
+            why_fp32 = f"it has no {format_} kernel" if low_cost is None else ""
+        if fact.kind != DENY and why_fp32:
+            facts[node] = replace(fact, kind=DENY, reason=why_fp32)
         operations[node.name] = Operation(facts[node].kind, low_cost or 0, fp32_cost)
     problem = weigh(
         graph_module.graph, operations, times, fused=fused, low_weights=low_weights
@@ -215,8 +204,7 @@ def plan_graph(
                 facts[node] = replace(fact, kind=DENY, reason=_EXACT)
         denied = {n: replace(problem.operations[n], kind=DENY) for n in exact}
         problem = replace(problem, operations={**problem.operations, **denied})
-    solve = solvers.minimum_cut if method == "min-cut" else solvers.paint
-    chosen_low = solve(problem)
+    chosen_low = (minimum_cut if method == "min-cut" else paint)(problem)
     for node, fact in facts.items():
         facts[node] = replace(fact, reason=_why(fact, low=node.name in chosen_low))
     return assemble(
@@ -240,7 +228,7 @@ def measure_slowdown(
 ) -> Slowdown:
     """Time a pass of the model in fp32, and a painted one with fp32 weights."""
     problem = replace(problem, low_weights=frozenset())
-    low = solvers.paint(problem)
+    low = paint(problem)
     try:
         fp32 = times.time_pass(graph_module, batch) / (problem.cost(()) or 1)
     except torch.OutOfMemoryError:
@@ -265,16 +253,25 @@ def weigh(
     low_weights: Collection[str] = (),
 ) -> Problem:
     """Return the problem of a graph: operations, tensors between them, casts."""
-    tied = tuple(
-        # A tuple result and its parts.
-        frozenset((node.name, node.args[0].name))
-        for node in graph.nodes
-        if getattr(node.target, "__name__", "") == "getitem"
-        and capture.has_fp32(node)
-        and isinstance(node.args[0], fx.Node)
-    )
-    uses = tuple(_uses(graph, times, fused=fused))
-    return Problem(operations, uses, tied, capture.nodes_of(graph, low_weights))
+    tied, uses = [], []
+    for node in graph.nodes:
+        if capture.is_getitem(node) and capture.has_fp32(node):
+            # A tuple result and its parts.
+            tied.append(frozenset((node.name, node.args[0].name)))
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            continue  # the parts of a tuple are nodes themselves
+        consumers = tuple(
+            user.name
+            for user in node.users
+            if node in capture.castable_inputs(user, times.device.type)
+        )
+        if consumers:
+            is_free = fused and torch.Tag.pointwise in getattr(node.target, "tags", ())
+            cost = 0 if is_free else times.cast(node)
+            uses.append(TensorUse(node.name, consumers, cost))
+    low = capture.nodes_of(graph, low_weights)
+    return Problem(operations, tuple(uses), tuple(tied), low)
 
 
 _EXACT = "none of its inputs was computed in 16 bits"
@@ -353,25 +350,6 @@ def _why(fact: NodeFacts, *, low: bool) -> str:
     if fact.kind in (INFER, CLEAR) and low:
         return f"{fact.reason}; its neighbours run in 16 bits"
     return fact.reason
-
-
-def _uses(graph: fx.Graph, times: OpTimes, *, fused: bool) -> list[TensorUse]:
-    """Return the fp32 tensors that a plan may cast, with their consumers."""
-    uses = []
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
-            continue  # the parts of a tuple are nodes themselves
-        consumers = tuple(
-            user.name
-            for user in node.users
-            if node in capture.castable_inputs(user, times.device.type)
-        )
-        if consumers:
-            is_free = fused and torch.Tag.pointwise in getattr(node.target, "tags", ())
-            cost = 0 if is_free else times.cast(node)
-            uses.append(TensorUse(node.name, consumers, cost))
-    return uses
 
 
 def device_of(model: nn.Module, example_inputs: Sequence[Any]) -> torch.device:

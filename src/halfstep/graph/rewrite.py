@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.utils import _pytree as pytree
 from halfstep.casting import active_context
 from halfstep.errors import UserError, require_type
 from halfstep.graph import capture
-from halfstep.graph.capture import modules_of
 from halfstep.graph.plan import Plan
 from halfstep.numerics import formats
 
@@ -100,10 +100,8 @@ def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
         (torch.float32, torch.float32)
     """
     require_type("plan", plan, isinstance(plan, Plan), "a plan of halfstep.plan")
-    planned_modules, own_modules = (
-        plan.graph_module.meta.get("modules", {}),
-        modules_of(model),
-    )
+    planned_modules = plan.graph_module.meta.get("modules", {})
+    own_modules = capture.modules_of(model)
     for path in {**planned_modules, **own_modules}:
         planned, present = planned_modules.get(path), own_modules.get(path)
         if planned != present:
@@ -122,22 +120,14 @@ def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
         is_own = own_buffers.get(name, buffer) is buffer  # constants are the graph's
         _check_same(model, name, is_own, "buffer")
     dtype = formats.parse(plan.dtype).dtype
-    device = next(
-        (
-            v.device.type
-            for n in plan.graph_module.graph.nodes
-            for v in capture.tensors(n)
-        ),
-        "cpu",
-    )
-    low = plan.low | capture.nodes_of(plan.graph_module.graph, plan.low_weights)
+    graph = plan.graph_module.graph
+    first = next(chain.from_iterable(map(capture.tensors, graph.nodes)), None)
+    device = "cpu" if first is None else first.device.type
+    low = plan.low | capture.nodes_of(graph, plan.low_weights)
     rewritten = rewrite_graph(plan.graph_module, low, dtype, device)
     rewritten.training = model.training
-    rewritten.meta["inputs"] = [
-        _facts(node.meta.get("val"))
-        for node in plan.graph_module.graph.nodes
-        if node.op == "placeholder"
-    ]
+    inputs = graph.find_nodes(op="placeholder")
+    rewritten.meta["inputs"] = [_facts(node.meta.get("val")) for node in inputs]
     return rewritten
 
 
@@ -173,11 +163,8 @@ def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
             f"halfstep.prepare(model, optimizer, 'O2', dtype='{plan.dtype}') first."
         )
         raise UserError(message)
-    captured = {
-        node.meta["val"].dtype
-        for node in plan.graph_module.graph.nodes
-        if node.op == "get_attr" and node.target == name
-    }
+    nodes = plan.graph_module.graph.find_nodes(op="get_attr")
+    captured = {node.meta["val"].dtype for node in nodes if node.target == name}
     if name not in plan.low_weights and captured - {param.dtype}:
         cure = "plan the model anew: halfstep.plan"
         if formats.is_low(param.dtype):
@@ -201,6 +188,9 @@ def rewrite_graph(
     copies: dict[fx.Node, fx.Node] = {}
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     changing = capture.changed_in_place(graph_module.graph)
+    # Cast inputs first: a cast must not be inside the `no_grad` of its first use.
+    nodes = sorted(graph_module.graph.nodes, key=lambda node: not _is_input(node))
+    last_input = nodes[max(0, sum(map(_is_input, nodes)) - 1)]
 
     def in_format(source: fx.Node, to: torch.dtype) -> fx.Node:
         """Return the copied tensor in a format; insert at most one cast for it."""
@@ -212,45 +202,30 @@ def rewrite_graph(
         if source in changing:
             return graph.call_function(_CAST, (copies[source], to))  # memory changes
         if (source, to) not in casts:
-            last = copies[source]
-            with graph.inserting_after(copies[read[-1]] if source in read else last):
-                casts[source, to] = graph.call_function(_CAST, (last, to))
+            after = last_input if _is_input(source) else source
+            with graph.inserting_after(copies[after]):
+                casts[source, to] = graph.call_function(_CAST, (copies[source], to))
         return casts[source, to]
 
-    nodes = list(graph_module.graph.nodes)
-    # Cast inputs first: a cast must not be inside the `no_grad` of its first use.
-    is_read = [node.op in ("placeholder", "get_attr") for node in nodes]
-    read = [node for node, is_one in zip(nodes, is_read, strict=True) if is_one]
-    rest = [node for node, is_one in zip(nodes, is_read, strict=True) if not is_one]
-    for node in (*read, *rest):
+    for node in nodes:
         wanted = dtype if node.name in low else torch.float32
         castable = capture.castable_inputs(node, device)
         arguments = {
             source: in_format(source, wanted if source in castable else torch.float32)
             for source in node.all_input_nodes
         }
-
-        def argument(
-            source: fx.Node, arguments: dict[fx.Node, fx.Node] = arguments
-        ) -> fx.Node:
-            return arguments[source]
-
-        new_args = fx.map_arg(node.args, argument)
-        new_kwargs = fx.map_arg(node.kwargs, argument)
-        created = graph.create_node(
-            node.op, node.target, new_args, new_kwargs, node.name, node.type
-        )
-        created.meta = copy.copy(node.meta)
-        copies[node] = created
+        copies[node] = graph.node_copy(node, arguments.__getitem__)
     graph._codegen = copy.copy(graph_module.graph._codegen)  # noqa: SLF001
     rewritten = PlannedModule(graph_module, graph, type(graph_module).__name__)
     planned = {created: node.name in low for node, created in copies.items()}
-    shared = {copies[source] for source in graph_module.graph.nodes} - {
-        copies[source] for source in changing
-    }
+    shared = {copies[source] for source in nodes if source not in changing}
     verify(rewritten, graph_module, planned, dtype, device, shared)
     active_context.num_planned += 1
     return rewritten
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
 
 
 def verify(
@@ -332,27 +307,17 @@ def _dtypes(graph_module: fx.GraphModule) -> dict[fx.Node, list[torch.dtype]]:
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
             if n.op == "placeholder":
-                fake: Any = pytree.tree_map_only(
-                    Tensor,
-                    lambda v: torch.empty_strided(
-                        [int(s) for s in v.shape],
-                        [int(s) for s in v.stride()],
-                        dtype=v.dtype,
-                        device=v.device,
-                    ),
-                    n.meta.get("val"),
+                result: Any = pytree.tree_map_only(
+                    Tensor, capture.without_values, n.meta.get("val")
                 )
-                result = fake
             else:
                 result = super().run_node(n)
                 if n.op == "get_attr" and isinstance(result, Tensor):
                     result = mode.from_tensor(result, static_shapes=True)
-            dtypes[n] = [
-                v.dtype for v in pytree.tree_leaves(result) if isinstance(v, Tensor)
-            ]
+            dtypes[n] = [value.dtype for value in capture.tensors(result)]
             return result
 
-    num_inputs = sum(n.op == "placeholder" for n in graph_module.graph.nodes)
+    inputs = [None for _ in graph_module.graph.find_nodes(op="placeholder")]
     with mode, torch.no_grad(), capture.without_autocast():
-        Recorder(graph_module).run(*[None] * num_inputs, enable_io_processing=False)
+        Recorder(graph_module).run(*inputs, enable_io_processing=False)
     return dtypes

@@ -14,8 +14,9 @@ from halfstep.graph.problem import (
     Operation,
     Problem,
     TensorUse,
+    minimum_cut,
+    paint,
 )
-from halfstep.graph.solvers import minimum_cut, paint
 
 MOST = 9  # operations: brute force tries 2**9 assignments
 
