@@ -51,29 +51,30 @@ Runs = Mapping[str, Sequence[Run]]
 
 PLAIN = ("plain-amp", "plain-fp32")
 """The plain loops, which the speed of `bench train` is compared with."""
-_O1, _O2 = {"level": "O1", "dtype": "bf16"}, {"level": "O2", "dtype": "bf16"}
-_O1_FP16 = {"level": "O1", "dtype": "fp16"}
+_FP32 = {"level": "O0"}
+_O1, _O2, _O3 = ({"level": level, "dtype": "bf16"} for level in ("O1", "O2", "O3"))
+_O1_FP16, _O2_FP16 = _O1 | {"dtype": "fp16"}, _O2 | {"dtype": "fp16"}
 TRAIN: dict[str, dict[str, Any]] = {
     "plain-fp32": {"amp": False},
     "plain-amp": {"amp": True},
-    "O0": {"level": "O0"},
+    "O0": _FP32,
     "O1-bf16": _O1,
     "O2-bf16": _O2,
-    "O3-bf16": {"level": "O3", "dtype": "bf16"},
+    "O3-bf16": _O3,
     "O1-fp16": _O1_FP16,
-    "O2-fp16": {"level": "O2", "dtype": "fp16"},
+    "O2-fp16": _O2_FP16,
 }
 """Settings of `halfstep train`, or of the plain loop."""
 _MASTERS = ("split", "kahan", "stochastic", "none")
 QUALITY: dict[str, dict[str, Any]] = {
-    "fp32": {"level": "O0"},
+    "fp32": _FP32,
     "O1": _O1,
     "O2": _O2 | {"master": "fp32"},
     **{f"O2-{master}": _O2 | {"master": master} for master in _MASTERS},
-    "O3": {"level": "O3", "dtype": "bf16"},
+    "O3": _O3,
 }
 NER: dict[str, dict[str, Any]] = {
-    "fp32": {"level": "O0"},
+    "fp32": _FP32,
     "O1-fp16-unscaled": _O1_FP16 | {"loss_scale": "none"},
     "O1-fp16-fixed": _O1_FP16 | {"loss_scale": "1024"},
     "O1-fp16": _O1_FP16 | {"loss_scale": "dynamic"},
@@ -115,10 +116,7 @@ def train(arguments: Namespace) -> list[Table]:
 
 def run_rows(runs: Runs) -> list[dict[str, Cell]]:
     """Return a row of medians for each candidate, over the runs that ended well."""
-    ended = {
-        name: [each for each in own if "diverged" not in each]
-        for name, own in runs.items()
-    }
+    ended = {name: _ended(own) for name, own in runs.items()}
 
     def middle(name: str, key: str) -> float | None:
         return median([each[key] for each in ended.get(name, ())])
@@ -145,6 +143,10 @@ def run_rows(runs: Runs) -> list[dict[str, Cell]]:
         }
         for name, own in ended.items()
     ]
+
+
+def _ended(runs: Sequence[Run]) -> list[Run]:
+    return [each for each in runs if "diverged" not in each]
 
 
 def quality(arguments: Namespace) -> list[Table]:
@@ -247,26 +249,20 @@ def matmul_flops(config: TrainConfig, data: Corpus) -> float:
 def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Table:
     """Return scores, losses and costs of each candidate, and differences to fp32.
 
-    Args:
-        title: Of the table.
-        score: "accuracy" or "F1".
-        runs: Equally many seeds per candidate.
-        more: Notes on the conditions.
+    `score` is "accuracy" or "F1"; there are equally many seeds per candidate.
     """
-    parts = ("precision", "recall") if score == "F1" else ()
+    key, parts = score.lower(), ("precision", "recall") if score == "F1" else ()
     rows: list[dict[str, Cell]] = []
     for name, all_runs in runs.items():
-        own = [each for each in all_runs if "diverged" not in each]
+        own = _ended(all_runs)
         # Not compared with itself; the baseline may also not have run.
         bases = () if name == BASELINE else runs.get(BASELINE, ())
         both = zip(all_runs, bases, strict=False)
-        pairs = [(a, b) for a, b in both if "diverged" not in {*a, *b}]
-        averages = {}
-        for part in parts:
-            shares = [100 * each["scores"][part] for each in own]
-            averages[f"{part} %"], _ = interval(shares)
-        key = score.lower()
-        value, half = interval([100 * each["scores"][key] for each in own])
+        pairs = [pair for pair in both if len(_ended(pair)) == len(pair)]
+        points = {
+            part: [100 * each["scores"][part] for each in own] for part in (key, *parts)
+        }
+        value, half = interval(points[key])
         difference, its_half = interval(
             [100 * (a["scores"][key] - b["scores"][key]) for a, b in pairs]
         )
@@ -281,7 +277,7 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
                 f"to {BASELINE}": difference,
                 f"+- to {BASELINE}": its_half,
                 "result": _result(difference, its_half),
-                **averages,
+                **{f"{part} %": interval(points[part])[0] for part in parts},
                 "dev loss": interval([each["dev_loss"] for each in own])[0],
                 f"loss to {BASELINE}": loss_difference,
                 "+- of loss": loss_half,
@@ -377,14 +373,12 @@ def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     scores = summary.get("test", summary["dev"])
     seconds = summary["tokenise_seconds"] + summary["train_seconds"]
     return [record["loss"] for record in records], {
+        **{key: summary[key] for key in ("skipped", "steps", "train_seconds")},
         "scores": {k: v for k, v in scores.items() if isinstance(v, float)},
         "dev_loss": summary["dev"]["loss"],
-        "skipped": summary["skipped"],
-        "steps": summary["steps"],
         "state_bytes": sum(summary["memory"][part] for part in _STATE),
         "dtype": "fp32" if emulated else summary["dtype"],
         "seconds": seconds,
-        "train_seconds": summary["train_seconds"],
         "examples_per_s": result.examples / seconds,
     }
 
@@ -484,7 +478,6 @@ def evaluate(
     return loss / len(examples), correct / len(examples)
 
 
-_MODELS = "tiny, small, or a name that transformers loads"
 _RUNS = "runs of each candidate"
 
 
@@ -494,12 +487,12 @@ def _data(what: str) -> commands.Flags:
             f"{what} to train on (default built-in)", None, str, "PATH"
         ),
         "limit": commands.flag("first N rows only"),
-        "model": commands.flag(_MODELS, "tiny", str, "NAME"),
+        "model": commands.flag(
+            "tiny, small, or a name that transformers loads", "tiny", str, "NAME"
+        ),
     }
 
 
-_EPOCHS = commands.flag("passes over the data (default as halfstep train)")
-_NER_EPOCHS = 15  # so that the default table takes less than an hour on two cores
 BENCHES = {
     "train": commands.Bench(
         train,
@@ -522,7 +515,7 @@ BENCHES = {
             "share": commands.flag(
                 "share of a single file for evaluation", 0.2, commands.share, "P"
             ),
-            "epochs": _EPOCHS,
+            "epochs": commands.flag("passes over the data (default as halfstep train)"),
             "seeds": commands.flag(_RUNS, 5),
             "candidates": commands.names(QUALITY),
             "device": commands.DEVICE,
@@ -535,7 +528,8 @@ BENCHES = {
         "confidence intervals, precision, recall, memory and speed.",
         {
             **_data("entities"),
-            "epochs": commands.flag("passes over the data", _NER_EPOCHS),
+            # So that the default table takes less than an hour on two cores.
+            "epochs": commands.flag("passes over the data", 15),
             "batch-size": commands.flag("texts of one step", 32),
             "lr": commands.flag(
                 "learning rates, a table each; a pretrained model needs lower ones",
