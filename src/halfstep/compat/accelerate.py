@@ -196,8 +196,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
         run_in_region(model, session.autocast)
         prepared = super().prepare(*args, **kwargs)
-        everything = prepared if isinstance(prepared, tuple) else (prepared,)
-        session.model = next(m for m in everything if isinstance(m, torch.nn.Module))
+        # There are two objects or more: Accelerate returns a tuple.
+        session.model = next(m for m in prepared if isinstance(m, torch.nn.Module))
         return prepared
 
     def prepare_optimizer(
@@ -217,8 +217,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare a model; one without optimizer runs under autocast by the policy."""
-        trained = self.session is not None
-        if not trained and self._dtype in {"bf16", "fp16"} and self._level != "O0":
+        if (
+            self.session is None
+            and self._dtype in {"bf16", "fp16"}
+            and self._level != "O0"
+        ):
             region = autocast(
                 self.device.type,
                 dtype=formats.parse(self._dtype).dtype,
@@ -317,14 +320,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the fp32 weights, which are the master weights if there are any."""
-        session = self.session
-        own = accelerate.utils.extract_model_from_parallel(model)
-        if session is None or own is not accelerate.utils.extract_model_from_parallel(
-            session.model
-        ):
+        session, inner = self.session, accelerate.utils.extract_model_from_parallel
+        if session is None or inner(model) is not inner(session.model):
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
-        prefix = "" if unwrap or own is model else "module."
+        prefix = "" if unwrap or inner(model) is model else "module."
         return {prefix + name: tensor for name, tensor in session.weights().items()}
 
     def free_memory(self, *objects: object) -> list[object]:

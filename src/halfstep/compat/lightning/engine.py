@@ -175,23 +175,19 @@ _converted: weakref.WeakKeyDictionary[nn.Module, ConvertedModel] = (
 
 @dataclass
 class OptimizerEntry:
-    """An attached optimizer.
+    """An attached optimizer."""
 
-    Attributes:
-        step: Collects, unscales and clips its gradients, and updates.
-        num_passes: Backward passes since its last step.
-        checked: found_inf of the current step, shape (), and a function that returns
-            the non-finite parameters; None while gradients are scaled.
-    """
-
-    optimizer: Optimizer
     step: OptimizerStep
+    """Collects, unscales and clips its gradients, and updates."""
     num_skipped: Tensor
     num_attempted: int = 0
     first_applied: int = 0
     """Applied steps at the loaded checkpoint."""
     num_passes: int = 0
+    """Backward passes since its last step."""
     checked: tuple[Tensor, Callable[[], tuple[NonFiniteParam, ...]]] | None = None
+    """found_inf of the current step, shape (), and what returns the non-finite
+    parameters; None while gradients are scaled."""
 
     @property
     def num_applied(self) -> int:
@@ -201,13 +197,7 @@ class OptimizerEntry:
 
 @dataclass
 class LevelEngine:
-    """A level, a loss scale, and the models and optimizers that they apply to.
-
-    Args:
-        choice: Level and format.
-        policy: Precision policy.
-        rule: Rule of the loss scale.
-    """
+    """A level, a loss scale, and the models and optimizers that they apply to."""
 
     choice: Choice
     policy: Policy
@@ -244,11 +234,7 @@ class LevelEngine:
         policy: Policy | str,
         loss_scale: str | float | ScaleRule,
     ) -> LevelEngine:
-        """Return the engine for the arguments of a plugin.
-
-        Raises:
-            UserError: If one is unknown.
-        """
+        """Return the engine for the arguments of a plugin."""
         choice = resolve(levels.parse(level), formats.parse(dtype), "cpu")
         if loss_scale == "auto":
             loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
@@ -257,11 +243,9 @@ class LevelEngine:
         return cls(choice, Policy.of(policy), loss_scale)
 
     def convert(self, model: nn.Module, *, separate: bool = False) -> None:
-        """Convert a model's weights to the level's format.
+        """Convert a model's weights to the level's format, once more after `restore`.
 
-        Args:
-            model: On any device; it may have been converted and restored before.
-            separate: Its optimizers may exist and are attached at their first step.
+        `separate`: its optimizers may exist, and are attached at their first step.
         """
         converted = _converted.get(model)
         if converted is None:
@@ -318,7 +302,6 @@ class LevelEngine:
         if self.group is not None and masters.master_params:
             masters.broadcast_(partial(bucketed_all_reduce.broadcast_, self.group))
         entry = OptimizerEntry(
-            optimizer,
             OptimizerStep(masters, None, self.device),
             torch.zeros((), device=self.device),
             num_passes=self._num_passes,  # passes before a late attachment count too
@@ -337,9 +320,8 @@ class LevelEngine:
     def _hand_over(self, optimizer: Optimizer) -> dict[Tensor, Tensor | None]:
         """Replace the fp32 parameters of an optimizer by the model's 16-bit weights.
 
-        Returns:
-            16-bit weight -> its fp32 gradient. `MasterWeights` then puts fp32 master
-            weights into the optimizer.
+        Returns their fp32 gradients. `MasterWeights` then puts fp32 master weights into
+        the optimizer.
         """
         grads: dict[Tensor, Tensor | None] = {}
         fp32_param: dict[Tensor, nn.Parameter] = {}
@@ -369,9 +351,8 @@ class LevelEngine:
     @property
     def device(self) -> torch.device:
         """The device of the models."""
-        if self._first_param is None:
-            return torch.device("cpu")
-        return self._first_param.device
+        param = self._first_param
+        return torch.device("cpu") if param is None else param.device
 
     def forward_context(self) -> Autocast | PolicyAutocast:
         """Return the autocast context for a forward pass and its loss."""
@@ -381,11 +362,7 @@ class LevelEngine:
         return self._contexts.select(record=False)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
-        """Run the backward pass of the scaled loss.
-
-        Args:
-            loss: Shape ().
-            run: Called with the scaled loss to run the backward pass.
+        """Run the backward pass of the scaled loss by calling `run` with it.
 
         Raises:
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
@@ -510,10 +487,9 @@ class LevelEngine:
         finally:
             entry.checked, entry.num_passes = None, 0
             step.clip = step.norm = None
-        earlier = self._found_inf
-        self._found_inf = (
-            found_inf if earlier is None else torch.maximum(earlier, found_inf)
-        )
+        if self._found_inf is not None:
+            found_inf = torch.maximum(self._found_inf, found_inf)
+        self._found_inf = found_inf
         if self._contexts is not None and self._models:
             implied = self._models[-1].num_implied_rules
             unmatched = self._contexts.after_step(implied)
@@ -525,9 +501,6 @@ class LevelEngine:
 
         Not in `step`: if two optimizers step after their backward passes, both must
         unscale by the same scale.
-
-        Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
         """
         if self._found_inf is None:
             return
@@ -566,19 +539,20 @@ class LevelEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state; the loss scale only if the state has the same 16-bit format.
+        """Load a state of this class, or of the `GradScaler` of Lightning's "16-mixed".
 
-        Args:
-            state: State of this class, or of the `GradScaler` of Lightning's
-                "16-mixed".
-
-        Raises:
-            UserError: If it is neither.
+        The loss scale is loaded only if the state has the same 16-bit format.
         """
         if not state:
             return
         if {"scale", "_growth_tracker"} <= state.keys():
-            state = _from_torch_state(state, self.rule)
+            loss_scale = {
+                "scale": float(state["scale"]),
+                "clean_steps": int(state["_growth_tracker"]),
+                "hysteresis_left": self.rule.hysteresis,
+                "skips_in_a_row": 0,
+            }
+            state = {"dtype": "fp16", "loss_scale": loss_scale, "steps": {}}
         if not {"dtype", "loss_scale", "steps"} <= state.keys():
             message = (
                 f"the precision state holds {[*state]}, and was not saved by "
@@ -598,14 +572,3 @@ class LevelEngine:
         for model in self._models:
             model.restore()
         self._contexts = None
-
-
-def _from_torch_state(state: dict[str, Any], rule: ScaleRule) -> dict[str, Any]:
-    """Return the state of a torch `GradScaler` as one of a `LevelEngine`."""
-    loss_scale = {
-        "scale": float(state["scale"]),
-        "clean_steps": int(state["_growth_tracker"]),
-        "hysteresis_left": rule.hysteresis,
-        "skips_in_a_row": 0,
-    }
-    return {"dtype": "fp16", "loss_scale": loss_scale, "steps": {}}

@@ -227,11 +227,7 @@ class MixedPrecision(_LevelPlugin, Precision):
         Raises:
             UserError: If `optimizer.step` is called with arguments.
         """
-        if kwargs:
-            message = (
-                f"optimizer.step() takes no {', '.join(kwargs)} here: leave it out."
-            )
-            raise UserError(message)
+        _reject_arguments(kwargs, "leave it out")
         result = closure()
         if self._hooks_read_gradients:
             self._engine.unscale(optimizer)
@@ -324,17 +320,18 @@ class FabricMixedPrecision(_LevelPlugin):
         Raises:
             UserError: If `optimizer.step` is called with arguments.
         """
-        if kwargs:
-            message = (
-                f"optimizer.step() takes no {', '.join(kwargs)} here: compute the "
-                "gradients before it."
-            )
-            raise UserError(message)
+        _reject_arguments(kwargs, "compute the gradients before it")
         self._engine.step(optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale gradients before they are clipped."""
         self._engine.unscale(optimizer)
+
+
+def _reject_arguments(kwargs: dict[str, Any], advice: str) -> None:
+    if kwargs:
+        message = f"optimizer.step() takes no {', '.join(kwargs)} here: {advice}."
+        raise UserError(message)
 
 
 def _hooks_read_gradients(module: LightningModule) -> bool:
