@@ -10,7 +10,6 @@ is installed.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,12 +26,13 @@ from halfstep.policy.rules import Policy
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from halfstep.reporting.table import Cell, Table
 
-AutocastContext: TypeAlias = AbstractContextManager[Any]
-"""An autocast context, torch's or halfstep's."""
-Call: TypeAlias = "Callable[[], object]"
+    AutocastContext: TypeAlias = AbstractContextManager[Any]
+    """An autocast context, torch's or halfstep's."""
+    Call: TypeAlias = Callable[[], object]
 
 STOCK_TARGET = 1.05
 """Time of a stock operation under halfstep's autocast, relative to torch's."""
@@ -79,11 +79,7 @@ def _take_turns(
 ) -> measure.Times:
     """Time candidates in turn, each a call inside a context.
 
-    Args:
-        arguments: Device, dtype, calls and rounds.
-        what: Description for the journal.
-        slowest: The call that determines the number of calls per turn.
-        candidates: By name.
+    `slowest` determines the number of calls per turn; `what` is for the journal.
     """
 
     def seconds_of_call(context: AutocastContext, call: Call, calls: int) -> float:
@@ -224,12 +220,7 @@ def _rule_table(arguments: Namespace, notes: list[str]) -> Table:
 
 
 def stock_operations(size: int, device: str) -> dict[str, Call]:
-    """Return calls that cover each class of torch's op table, and some not in it.
-
-    Args:
-        size: Rows and columns; images are `size` pixels wide, in 16 channels.
-        device: "cpu" or "cuda".
-    """
+    """Return calls that cover each class of torch's op table, and some not in it."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
@@ -262,19 +253,12 @@ def ruled_operations(
     No operand requires gradients, as the cast cache would spare halfstep the casts that
     the manual version makes.
 
-    Args:
-        size: Rows and columns.
-        device: "cpu" or "cuda", whose op tables differ.
-        low_dtype: The 16-bit dtype of the autocast context.
-
     Returns:
         Rule -> (the operation as a model calls it; the same under torch.autocast with
         manual casts, with the result of the rule).
     """
-    x, y, weight = (torch.randn(size, size, device=device) for _ in range(3))
-    vector = torch.randn(size, device=device)
-    low = x.to(low_dtype)
-    shape = (size,)
+    x, y, weight = torch.randn(3, size, size, device=device)
+    vector, low, shape = x[0], x.to(low_dtype), (size,)
 
     def without_autocast(call: Call) -> Call:
         def run() -> object:

@@ -170,12 +170,6 @@ def _answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_HOOKS: dict[str, Callable[..., object]] = {
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
-
-
 def make_loop(settings: dict[str, Any], work: Namespace, rank: int) -> loops.Loop:
     """Build a candidate; each rank starts from different weights."""
     torch.manual_seed(rank)
@@ -190,7 +184,7 @@ def make_loop(settings: dict[str, Any], work: Namespace, rank: int) -> loops.Loo
     wrapper = DistributedDataParallel(model)
     if settings.get("hook"):
         # In a lambda, as DDP rejects torch's own hook function on a CPU.
-        hook = _HOOKS[work.dtype]
+        hook = getattr(default_hooks, f"{work.dtype}_compress_hook")
         wrapper.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
     return loops.plain(loops.Task(wrapper, optimizer, recipe.loss_of, work))
 

@@ -28,7 +28,7 @@ class Floor:
 
     @classmethod
     def measure(cls, device: str) -> Floor:
-        """Measure the rates of a device, "cpu" or "cuda"."""
+        """Measure the rates of a device."""
         rates = hardware.gemm_rates(device)
         source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.ones_like(source)
@@ -39,23 +39,12 @@ class Floor:
         return cls(rates, _COPY_BYTES / min(times) / 1e9)
 
     def ms(self, dtype: str, flops: float, state_bytes: float) -> float:
-        """Return the milliseconds of a step: matmuls, and one pass over the state.
-
-        Args:
-            dtype: Format of the matmuls.
-            flops: FLOPs of one step, forward and backward.
-            state_bytes: Bytes of weights, master weights and optimizer state.
-        """
+        """Return the milliseconds of matmuls in a dtype and a pass over the state."""
         seconds = flops / (self.tflops[dtype] * 1e12)
         return 1e3 * (seconds + state_bytes / (self.copy_gbytes * 1e9))
 
     def notes(self, gflop: str, of: str = "step") -> list[str]:
-        """Return what the columns "floor", "of floor" and "MFU" mean.
-
-        Args:
-            gflop: GFLOP of a step; "0": none of the candidates shows its passes.
-            of: What takes so many: "step" or "run".
-        """
+        """Return what the columns "floor", "of floor" and "MFU" mean."""
         if gflop == "0":
             return ["floor -: no candidate that ran shows the FLOPs of its passes"]
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.tflops.items())

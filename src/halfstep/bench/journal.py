@@ -65,10 +65,8 @@ def open_journal(json_file: Path | None) -> Iterator[Journal]:
     """Record measurements during this context.
 
     If the bench fails or is interrupted, they are printed on standard error, and the
-    JSON lines stay in `FILE.part`; otherwise that file is deleted.
-
-    Args:
-        json_file: Value of `--json`. A pipe or standard output gets no `.part` file.
+    JSON lines stay in `FILE.part`, unless `--json` is a pipe or standard output;
+    otherwise that file is deleted.
 
     Raises:
         UserError: If the file cannot be written: before hours of measuring, not after.

@@ -90,10 +90,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def plain(task: Task, *, low: bool = True, policy: str | None = None) -> Loop:
     """Return a loop as in tutorials: torch.autocast, and its GradScaler for fp16.
 
-    Args:
-        task: What to train.
-        low: False trains in fp32.
-        policy: Policy of a halfstep.autocast context; None: torch.autocast.
+    Without `low` it trains in fp32; with a policy, under halfstep.autocast.
     """
     model, device = task.model, task.work.device
     dtype = formats.parse(task.work.dtype).dtype if low else None
@@ -186,12 +183,7 @@ def accelerate(task: Task) -> Loop:
 
 
 def fabric(task: Task, *, kind: str) -> Loop:
-    """Return a loop over Lightning Fabric.
-
-    Args:
-        task: What to train.
-        kind: "true": all in 16 bits, without masters; "mixed": autocast.
-    """
+    """Return a loop over Lightning Fabric: "mixed" is autocast, "true" all 16 bits."""
     number = {"bf16": "bf16", "fp16": "16"}[task.work.dtype]
     library: Any = import_module("lightning_fabric").Fabric(
         accelerator=task.work.device, devices=1, precision=f"{number}-{kind}"

@@ -125,12 +125,9 @@ def table(
 def take_turns(
     candidates: Mapping[str, Callable[[], float]], rounds: int, what: str = ""
 ) -> Times:
-    """Measure candidates in turn.
+    """Measure candidates in turn, functions that run a turn and return its seconds.
 
-    Args:
-        candidates: Name -> function that runs one turn and returns its seconds.
-        rounds: Turns per candidate, >= 1.
-        what: Description for the journal, if a bench measures several things.
+    `what` is a description for the journal, if a bench measures several things.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):

@@ -232,15 +232,11 @@ def count_autocast_casts(model: nn.Module, inputs: tuple[Any, ...], dtype: str) 
 
 
 def measure_plan(
-    model: nn.Module, inputs: tuple[Any, ...], chosen: Plan, rounds: int = 9
+    model: nn.Module, inputs: tuple[Any, ...], chosen: Plan
 ) -> dict[str, float]:
     """Return milliseconds of the passes as planned, under torch.autocast, and in fp32.
 
-    Args:
-        model: The planned model; its gradients, buffers and dtypes change.
-        inputs: One batch.
-        chosen: The plan.
-        rounds: Turns of each candidate.
+    The gradients, buffers and dtypes of the model change.
     """
     fp32_model = _copied(model)
     low = formats.parse(chosen.dtype).dtype
@@ -269,7 +265,7 @@ def measure_plan(
     }
     for first in turns.values():
         first()  # warms up
-    times = measure.take_turns(turns, rounds)
+    times = measure.take_turns(turns, rounds=9)
     return {name: times.median(name, 1e3) or 0.0 for name in turns}
 
 

@@ -30,13 +30,7 @@ _MAX_REACH = 110  # of an arc to the left
 def tables(
     plan: Plan, autocast_casts: int, measured: Mapping[str, float]
 ) -> list[Table]:
-    """Return a summary of a plan, and a table by operation and by module.
-
-    Args:
-        plan: The plan.
-        autocast_casts: Number of casts of the same model under torch.autocast.
-        measured: Contender -> milliseconds, forward and backward; may be empty.
-    """
+    """Return a summary of a plan, and a table by operation and by module."""
     num_low = len(plan.low)
     facts = [
         ("operations", f"{num_low} of {len(plan.nodes)} in {plan.dtype}"),
@@ -44,14 +38,13 @@ def tables(
         ("predicted", f"{plan.ms:.3f} ms; all in fp32: {plan.fp32_ms:.3f}"),
         *((f"measured, {name}", f"{ms:.3f} ms") for name, ms in measured.items()),
     ]
-    notes = [
+    notes = (
         "times are of a forward and a backward pass",
         plan.slowdown.text(plan.dtype),
-    ]
-    if plan.doubt:
-        notes.append(plan.doubt)
+        *([plan.doubt] if plan.doubt else []),
+    )
     return [
-        Table(f"Plan by {plan.method}", ("what", "value"), tuple(facts), tuple(notes)),
+        Table(f"Plan by {plan.method}", ("what", "value"), tuple(facts), notes),
         _grouped(plan, "By operation", "operation", lambda node: node.op, "why"),
         _grouped(plan, "By module", "module", lambda node: node.module or "(model)"),
     ]

@@ -203,10 +203,8 @@ def _words(environment: Mapping[str, str]) -> str:
 def measure_steps(arguments: Namespace, what: str = "") -> Measured:
     """Time candidates in turn, each in its process.
 
-    Args:
-        arguments: Settings of a workload: `rounds` turns of `steps` steps; or `seeds`
-            runs of `steps` steps, whose turns are single steps.
-        what: Prefix of the names in the journal, if several models are measured.
+    They take `rounds` turns of `steps` steps; or, with `seeds`, for each seed a run of
+    `steps` steps, whose turns are single steps. `what` is for the journal.
     """
     bench: Any = commands.load(arguments.workload)
     hardware.gemm_rates(arguments.device)  # once here, not in a candidate's time
@@ -338,12 +336,9 @@ class StepServer:
         self._seed = self._number = 0
 
     def answer(self, request: Mapping[str, int]) -> dict[str, Any]:
-        """Build a candidate and warm up, or run steps.
+        """Build the candidate of a "seed" and warm up, or run "steps".
 
         If the candidate does not support the work, the reason is in "absent".
-
-        Args:
-            request: "seed", or "steps", at least 1.
         """
         if "seed" not in request:
             return self._run(request["steps"])

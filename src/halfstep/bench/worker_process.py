@@ -25,7 +25,6 @@ from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
 PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment that lets waiting threads sleep at once: by default OpenMP threads spin
@@ -38,11 +37,8 @@ TIMEOUT_S = 30
 class WorkerProcess:
     """A process that answers requests; both are lines of JSON.
 
-    Args:
-        name: Name for messages.
-        module: Its function `worker` takes the task and returns the request handler.
-        task: Keyword arguments of that function, as plain values.
-        environment: Environment variables to set.
+    The function `worker` of a module takes the task as keyword arguments, plain values,
+    and returns what answers; `name` is for messages.
     """
 
     def __init__(
@@ -93,12 +89,7 @@ class WorkerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         """Let the process exit; kill it on a timeout, or at once on an exception."""
         if error is not None:
             self.process.kill()
