@@ -22,7 +22,7 @@ from halfstep import launch
 
 _FORKS = multiprocessing.get_context("forkserver")
 _IMPORTED = [
-    *("forks", "torch._dynamo", "torch.distributed.fsdp", "sklearn.metrics"),
+    *("forks", "torch._dynamo", "torch.distributed.fsdp"),
     *("halfstep.session.factory", "halfstep.train.run", "matplotlib.figure"),
     "transformers.models.bert.modeling_bert",
 ]

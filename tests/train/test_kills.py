@@ -140,8 +140,7 @@ def at_a_part(out: Path, first: int) -> None:
 
 def kill_again_and_again(folder: Path, processes: int, kills: int) -> None:
     # Imported once, not by every child.
-    for name in ("transformers.models.bert.modeling_bert", "sklearn.metrics"):
-        importlib.import_module(name)
+    importlib.import_module("transformers.models.bert.modeling_bert")
     write_letters(folder)
     began = time.monotonic()
     if not ended(start(folder, folder / "straight", processes)):

@@ -6,7 +6,7 @@ shard; any number of ranks can load it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,16 +16,15 @@ from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.session import fsdp_checkpoint
 from halfstep.train.parallelize import FSDP2
-from halfstep.train.train_state import TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.output.run_directory import RunFolder
-    from halfstep.train.train_state import TrainJob
+    from halfstep.train.train_state import TrainJob, TrainState
 
 T = TypeVar("T")
 
@@ -44,7 +43,15 @@ def save(
     world: World,
 ) -> None:
     """Write a checkpoint and prune old ones; a collective call."""
-    notes = _notes(session, train_state, job, world)
+    choice = session.choice
+    notes = asdict(train_state) | {
+        "level": choice.level.name,
+        "dtype": choice.format.name,
+        "reason": choice.reason,
+        "labels": list(job.corpus.labels),
+        "fingerprint": job.corpus.fingerprint,
+        "processes": world.size,
+    }
     if job.plan.config.parallel == FSDP2:
         path = folder.checkpoint_path(train_state.step)
         with folder.writing(path):
@@ -68,22 +75,6 @@ def load(session: Session, path: Path) -> None:
         session.load_state_dict(checkpoint.state | {"weights": checkpoint.weights})
     else:
         fsdp_checkpoint.load(session, path)
-
-
-def _notes(
-    session: Session, train_state: TrainState, job: TrainJob, world: World
-) -> dict[str, Any]:
-    """Return the metadata stored in a checkpoint's manifest."""
-    choice = session.choice
-    return {
-        **asdict(train_state),
-        "level": choice.level.name,
-        "dtype": choice.format.name,
-        "reason": choice.reason,
-        "labels": list(job.corpus.labels),
-        "fingerprint": job.corpus.fingerprint,
-        "processes": world.size,
-    }
 
 
 def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
@@ -163,19 +154,3 @@ def checked_notes(path: Path) -> dict[str, Any]:
         )
         raise CheckpointError(message)
     return notes
-
-
-def check_fingerprint(notes: Mapping[str, Any], fingerprint: str) -> None:
-    """Raise UserError if a checkpoint was made from other data."""
-    if notes.get("fingerprint") != fingerprint:
-        message = (
-            "--resume: the checkpoint was made from other data; resume with the data "
-            "it was trained on."
-        )
-        raise UserError(message)
-
-
-def train_state_from_notes(notes: Mapping[str, Any]) -> TrainState:
-    """Rebuild the progress of a run from a checkpoint's notes."""
-    names = [field.name for field in fields(TrainState)]
-    return TrainState(**{name: notes[name] for name in names})

@@ -19,11 +19,9 @@ _TYPE_DESCRIPTIONS = {
     str: "text in quotes",
     bool: "true or false",
 }
-_SEED_LIMIT = 2**32  # torch takes 64 bits, and each step's seed is a multiple of it
+_SEEDS = 2**32  # torch takes 64 bits, and each step's seed is a multiple of it
 _MAX_COUNT = 2**31 - 1
 _MIN_TOKENS = 3  # one besides the two special tokens
-_MAX_TOKENS = 2**20
-_MAX_WORKERS = 1024
 
 PROBES = ("off", "flags", "sampled", "full")
 """What a probe records; all but the first are modes of `halfstep.Probe`."""
@@ -74,31 +72,23 @@ def _is_name(text: str) -> bool:
     return bool(text.strip()) and "\0" not in text  # no OS allows NUL in a path
 
 
+def _path_of(what: str) -> _Check:
+    return _is_name, f"{what}: not blank, and without NUL"
+
+
+def _list_of(what: str) -> _Check:
+    none_empty = f"{what} with commas between them, none of them empty"
+    return lambda value: all(_split_list(value)), none_empty
+
+
 _COUNT: _Check = _in_range(1, _MAX_COUNT)
-_TIMED: _Check = _in_range(2, _MAX_COUNT)
-_WORKERS: _Check = _in_range(0, _MAX_WORKERS)
 _SHARE: _Check = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _PART: _Check = (lambda value: 0 < value < 1, "above 0 and below 1")
 _RATE: _Check = (lambda value: 0 < value < inf, "above 0 and finite")
 _DECAY: _Check = (lambda value: 0 <= value < inf, "at least 0 and finite")
 _FACTOR: _Check = (lambda value: 0 < value <= 1, "above 0 and at most 1")
-_TOKENS: _Check = _in_range(_MIN_TOKENS, _MAX_TOKENS)
-_SEED: _Check = (
-    lambda value: 0 <= value < _SEED_LIMIT,
-    f"at least 0 and below {_SEED_LIMIT}",
-)
-_FOLDER: _Check = (_is_name, "a folder: not blank, and without NUL")
-_PATH: _Check = (_is_name, "a file or a folder: not blank, and without NUL")
-_MODEL: _Check = (_is_name, "a name or a folder: not blank, and without NUL")
+_SEED: _Check = (lambda v: 0 <= v < _SEEDS, f"at least 0 and below {_SEEDS}")
 _COLUMN: _Check = (lambda value: bool(value.strip()), "the name of a column")
-_NAMES: _Check = (
-    lambda value: all(_split_list(value)),
-    "names with commas between them, none of them empty",
-)
-_PATTERNS: _Check = (
-    lambda value: all(_split_list(value)),
-    "patterns with commas between them, none of them empty",
-)
 _WEIGHTS: _Check = (
     _is_class_weights,
     f"{BALANCED}, or finite numbers above 0 with commas between them",
@@ -117,17 +107,17 @@ class TrainConfig:
     """
 
     task: str = _setting("classify", _one_of(*BEST_BY))
-    data: str | None = _setting(None, _PATH)
+    data: str | None = _setting(None, _path_of("a file or a folder"))
     text_column: str | None = _setting(None, _COLUMN)
     label_column: str | None = _setting(None, _COLUMN)
-    labels: str | None = _setting(None, _NAMES)
+    labels: str | None = _setting(None, _list_of("names"))
     limit: int | None = _setting(None, _in_range(2, _MAX_COUNT))
     dev_share: float = _setting(0.08, _PART)
-    max_length: int = _setting(128, _TOKENS)
-    model: str = _setting("tiny", _MODEL)
+    max_length: int = _setting(128, _in_range(_MIN_TOKENS, 2**20))
+    model: str = _setting("tiny", _path_of("a name or a folder"))
     dropout: float | None = _setting(None, _SHARE)
     mask_tokens: float | None = _setting(None, _SHARE)
-    freeze: str | None = _setting(None, _PATTERNS)
+    freeze: str | None = _setting(None, _list_of("patterns"))
     level: str = _setting("auto")  # checked by the policy package, like the next two
     dtype: str = _setting("auto")
     loss_scale: str = _setting("auto")
@@ -149,15 +139,15 @@ class TrainConfig:
     eval_every: int | None = _setting(None, _COUNT)
     seed: int = _setting(0, _SEED)
     device: str = _setting("auto", _one_of("auto", "cpu", "cuda"))
-    workers: int | None = _setting(None, _WORKERS)
+    workers: int | None = _setting(None, _in_range(0, 1024))
     compile: bool = _setting(default=False)
     recompute: bool = _setting(default=False)
     parallel: str = _setting("ddp", _one_of("ddp", "fsdp2"))
-    out: str = _setting("runs/latest", _FOLDER)
+    out: str = _setting("runs/latest", _path_of("a folder"))
     keep: int = _setting(2, _COUNT)
     tensorboard: bool = _setting(default=False)
     probe: str = _setting("off", _one_of(*PROBES))
-    compare_fp32: int | None = _setting(None, _TIMED)
+    compare_fp32: int | None = _setting(None, _in_range(2, _MAX_COUNT))
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():

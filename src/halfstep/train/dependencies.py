@@ -11,11 +11,9 @@ TO_PREDICT, TO_TRAIN, TENSORBOARD = "train", "train,report", "tensorboard"
 _PREDICT = ("numpy", "safetensors", "transformers")
 _PACKAGES = {
     TO_PREDICT: _PREDICT,
-    TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "scikit-learn", "tomli-w"),
+    TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "tomli-w"),
     TENSORBOARD: ("tensorboard",),
 }
-_MODULES = {"scikit-learn": "sklearn", "tomli-w": "tomli_w"}
-"""Distribution -> module, where the names differ."""
 
 
 def check(what: str, extras: str) -> None:
@@ -26,7 +24,7 @@ def check(what: str, extras: str) -> None:
         extras: `TO_TRAIN`, `TO_PREDICT` or `TENSORBOARD`.
     """
     packages = _PACKAGES[extras]
-    missing = [name for name in packages if not find_spec(_MODULES.get(name, name))]
+    missing = [name for name in packages if not find_spec(name.replace("-", "_"))]
     if missing:
         message = (
             f"{what} needs {', '.join(missing)}: install with pip install "

@@ -1,4 +1,4 @@
-"""Evaluates a split on all ranks, each example once; and the simple baseline."""
+"""Evaluates a split on all ranks, each example once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from halfstep.train.tasks import Objective
 if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
-    from halfstep.train.data.corpus import Split
     from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.tasks import Task
 
@@ -66,20 +65,3 @@ def collect_outputs(
     all_outputs = process_group.all_reduce_sum(outputs.to(world.device)).cpu()
     summed, count = process_group.all_reduce_sum(sums.to(world.device)).tolist()
     return all_outputs, summed / max(1.0, count)  # texts may have no tokens
-
-
-def baseline_accuracy(train: Split, test: Split) -> float:
-    """Return the accuracy of a logistic regression on character 1- and 2-grams.
-
-    A reproducible baseline: scikit-learn's defaults on counts.
-    """
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-
-    pipeline = make_pipeline(
-        CountVectorizer(analyzer="char", ngram_range=(1, 2)),
-        LogisticRegression(max_iter=1000),
-    )
-    pipeline.fit(list(train.texts()), train.labels())
-    return float(pipeline.score(list(test.texts()), test.labels()))

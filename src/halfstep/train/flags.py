@@ -169,7 +169,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, texts in HELP.items():
         group = parser.add_argument_group(title)
         for name, text in texts.items():
-            _add_flag(group, name, text)
+            kind = type_of(SETTINGS[name])
+            more: dict[str, Any] = {"action": "store_true"}
+            if kind is not bool:
+                more = {"type": kind, "metavar": _METAVARS.get(name) or _METAVARS[kind]}
+            word = flag_of(SETTINGS[name])
+            group.add_argument(word, default=argparse.SUPPRESS, help=text, **more)
     group.add_argument(
         "--config",
         type=Path,
@@ -177,15 +182,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="take settings from a TOML file, see below (default: none)",
         metavar="FILE",
     )
-
-
-def _add_flag(group: argparse._ArgumentGroup, name: str, text: str) -> None:
-    kind = type_of(SETTINGS[name])
-    more: dict[str, Any] = {"action": "store_true"}
-    if kind is not bool:
-        more = {"type": kind, "metavar": _METAVARS.get(name) or _METAVARS[kind]}
-    word = flag_of(SETTINGS[name])
-    group.add_argument(word, default=argparse.SUPPRESS, help=text, **more)
 
 
 def epilog() -> str:

@@ -29,8 +29,7 @@ from halfstep.train.step_dataset import iterate_steps
 from halfstep.train.train_state import Timers, TrainJob, TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -99,10 +98,6 @@ class Trainer:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def _probe_paused(self) -> AbstractContextManager[None]:
-        """Return a context that pauses the probe, for passes other than training."""
-        return contextlib.nullcontext() if self._probe is None else self._probe.paused()
-
     def fit(self, progress: Progress) -> None:
         """Train to the end of the plan, with evaluations and checkpoints.
 
@@ -119,34 +114,28 @@ class Trainer:
         )
         # Workers ignore signals: one left running would keep the program from exiting.
         with contextlib.closing(source):
-            self._fit(source, progress)
-
-    def _fit(self, source: Iterator[StepBatch], progress: Progress) -> None:
-        """Run the steps that a source yields."""
-        plan = self.job.plan
-        while True:
-            clock = Timers()
-            with clock.time("input"):
-                batch = next(source, None)
-            if batch is None:
-                return
-            record = self._step_with_replay(batch, clock)
-            number = self.state.step = batch.number
-            self._log(record)
-            if self._probe is not None:
-                self._probe.step(number)
-            progress.step(record)
-            if number % plan.eval_every == 0 or number == plan.total_steps:
-                progress.print_line(self._evaluate_and_save())
-                self._agree_to_stop()
-                if self._is_patience_exhausted():
-                    progress.print_line(self._early_stop_message(number))
-                    return
-            elif self._stop_signal:
-                self._save()
-            if self._stop_signal and number < plan.total_steps:
-                out = self.folder.path
-                raise Stopped(self._stop_signal, number, plan.total_steps, out)
+            for number in range(first, last + 1):
+                clock = Timers()
+                with clock.time("input"):
+                    batch = next(source)
+                record = self._step_with_replay(batch, clock)
+                self.state.step = number
+                self._log(record)
+                if self._probe is not None:
+                    self._probe.step(number)
+                progress.step(record)
+                if number % plan.eval_every == 0 or number == last:
+                    progress.print_line(self._evaluate_and_save())
+                    # An evaluation can take long: check for a signal again.
+                    nothing = torch.zeros((), device=self.world.device)
+                    self._reduce_loss_and_stop(nothing)
+                    if self._is_patience_exhausted():
+                        progress.print_line(self._early_stop_message(number))
+                        return
+                elif self._stop_signal:
+                    self._save()
+                if self._stop_signal and number < last:
+                    raise Stopped(self._stop_signal, number, last, self.folder.path)
 
     def _step_with_replay(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
         """Run one step; replay it if it fails repeatedly or for good."""
@@ -285,10 +274,6 @@ class Trainer:
                 self._stop_signal = number
         return float(total)
 
-    def _agree_to_stop(self) -> None:
-        """Check for a stop signal on any rank again, as an evaluation can take long."""
-        self._reduce_loss_and_stop(torch.zeros((), device=self.world.device))
-
     def _log(self, record: Mapping[str, Any]) -> None:
         if self.world.is_first:
             self.folder.log(record)
@@ -298,7 +283,8 @@ class Trainer:
     def _evaluate_and_save(self) -> str:
         """Evaluate the dev split, save a checkpoint; return a line for the console."""
         began = time.perf_counter()
-        with self._probe_paused():
+        probe = self._probe
+        with contextlib.nullcontext() if probe is None else probe.paused():
             dev = self.job.encoded["dev"]
             metrics = self.compute_metrics("dev", *self.collect_outputs(dev))
         self.seconds["evaluate"] += time.perf_counter() - began

@@ -16,7 +16,6 @@ from halfstep.reporting.table import Table, format_count, single_line
 from halfstep.session import fsdp_checkpoint
 from halfstep.train import checkpointing
 from halfstep.train.data_checks import data_findings
-from halfstep.train.evaluate import baseline_accuracy
 from halfstep.train.fp32_comparison import comparison_table
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder, finite
@@ -29,16 +28,9 @@ if TYPE_CHECKING:
     from halfstep.reporting.finding import Finding
     from halfstep.train.config import TrainConfig
     from halfstep.train.loop import Trainer
-    from halfstep.train.metrics.result import EvalMetrics
     from halfstep.train.model import Network
 
 
-# Figures: benchmarks/2026-11-25-small-data.md.
-_WHEN_IT_PAYS = (
-    "Single characters decide most of these labels, so a model from scratch hardly "
-    "pays: logistic regression did better on 1,890 texts, and on 9,200 of another set "
-    "(0.47 against 0.41). Fine-tune a pretrained model with --model."
-)
 _MAX_FINDINGS = 3  # lines at the end of a run
 
 
@@ -129,10 +121,6 @@ def finish_run(
     def write() -> None:
         folder = trainer.folder
         findings.extend(examine(run_reader.read(folder.path)))
-        baseline = None
-        if config.data is None and config.task == "classify":
-            baseline = _baseline_table(trainer, metrics[final], summary)
-            tables.append(baseline)
         report = html_report.ReportData(
             title=f"halfstep run: {trainer.job.corpus.name}",
             lead=f"Level {choice}{masters}: {choice.reason}.",
@@ -140,7 +128,6 @@ def finish_run(
             chosen=_chosen(config, plan.config),
             metrics=metrics,
             worst_examples=(trainer.worst_examples(final, outputs[final][0]),),
-            baseline=baseline,
             against_fp32=against_fp32,
             precision=precision,
             records=folder.records(),
@@ -207,24 +194,6 @@ def _chosen(config: TrainConfig, requested: TrainConfig) -> frozenset[str]:
         name
         for name, value in config.data_dict().items()
         if value is not None and before[name] in {None, "auto"}
-    )
-
-
-def _baseline_table(
-    trainer: Trainer, metrics: EvalMetrics, summary: dict[str, Any]
-) -> Table:
-    """Compare the model with a simple classifier, on the built-in data."""
-    corpus = trainer.job.corpus
-    baseline = baseline_accuracy(corpus.train, corpus.test)
-    summary["baseline_accuracy"] = baseline
-    return Table(
-        "Comparison with a baseline",
-        ("classifier", "test accuracy"),
-        (
-            (f"this model, {trainer.session.choice}", metrics.scores["accuracy"]),
-            ("logistic regression on character 1- and 2-grams", baseline),
-        ),
-        (_WHEN_IT_PAYS,) if metrics.scores["accuracy"] < baseline else (),
     )
 
 

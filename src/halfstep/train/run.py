@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ from halfstep.train.result import PreparedRun, RunResult, finish_run
 from halfstep.train.signals import Stopped
 from halfstep.train.step_dataset import StepDataset, TokenMasking
 from halfstep.train.tasks import Objective
-from halfstep.train.train_state import TrainJob
+from halfstep.train.train_state import TrainJob, TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -207,8 +207,12 @@ def _prepare_run(
     notes: Mapping[str, Any] | None,
 ) -> PreparedRun:
     """Build a trainer, from the checkpoint of `notes` if given."""
-    if notes is not None:
-        checkpointing.check_fingerprint(notes, corpus.fingerprint)
+    if notes is not None and notes["fingerprint"] != corpus.fingerprint:
+        message = (
+            "--resume: the checkpoint was made from other data; resume with the data "
+            "it was trained on."
+        )
+        raise UserError(message)
     torch.manual_seed(config.seed)
     network = build_network(config, corpus)
     job, tokenise_seconds = make_job(config, corpus, network, world)
@@ -217,7 +221,8 @@ def _prepare_run(
     session, originals = _session(network, job.plan, choice, world)
     trainer = Trainer(session, job, world, folder)
     if notes is not None:
-        trainer.state = checkpointing.train_state_from_notes(notes)
+        names = [field.name for field in fields(TrainState)]
+        trainer.state = TrainState(**{name: notes[name] for name in names})
         checkpointing.load(session, folder.checkpoint_path(trainer.state.step))
     return PreparedRun(trainer, network, originals, weights, tokenise_seconds)
 

@@ -18,7 +18,7 @@ from halfstep.train.metrics import entities
 from halfstep.train.metrics import labels as metrics_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from torch import Tensor
@@ -29,86 +29,105 @@ if TYPE_CHECKING:
     from halfstep.train.metrics.result import EvalMetrics
 
 
-@dataclass(frozen=True)
-class Task:
-    """What differs between tasks: the model's outputs and how they are scored.
+class _Classification:
+    """Each text has one label: outputs are fp32 logits, shape (N, K)."""
 
-    `labels` are the classes or entity types of a corpus, by id.
-    """
+    name, head = "classify", "SequenceClassification"
 
-    name: str
-    """The value of --task."""
-    head: str
-    """Suffix of the model's class name in transformers."""
-    output_names: Callable[[Sequence[str]], tuple[str, ...]]
-    """(labels) -> name of each output of the model."""
-    empty_outputs: Callable[[EncodedTexts, int], Tensor]
-    """(examples, K) -> zeros for `write_outputs`; ranks fill parts and sum them."""
-    write_outputs: Callable[[Tensor, EncodedTexts, np.ndarray, Tensor], None]
-    """(outputs, examples, indices, logits) writes a batch to its examples' rows."""
-    compute_metrics: Callable[
-        [Tensor, EncodedTexts, Split, Sequence[str], float], EvalMetrics
-    ]
-    """(outputs, examples, split, labels, mean loss) -> their metrics."""
-    worst_examples: Callable[[Tensor, EncodedTexts, Split, Sequence[str]], Table]
-    """(outputs, examples, split, labels) -> table of the worst errors."""
+    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
+        return tuple(labels)
 
+    def empty_outputs(self, encoded: EncodedTexts, num_outputs: int) -> Tensor:
+        return torch.zeros(len(encoded), num_outputs)
 
-def _write_logits(
-    outputs: Tensor, encoded: EncodedTexts, indices: np.ndarray, logits: Tensor
-) -> None:
-    del encoded
-    outputs[torch.from_numpy(indices)] = logits.to(outputs)
+    def write_outputs(
+        self, outputs: Tensor, _: EncodedTexts, indices: np.ndarray, logits: Tensor
+    ) -> None:
+        outputs[torch.from_numpy(indices)] = logits.to(outputs)
 
+    def compute_metrics(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        split: Split,
+        labels: Sequence[str],
+        loss: float,
+    ) -> EvalMetrics:
+        del split, loss  # recomputed, without the rounding of a running sum
+        return metrics_labels.compute_metrics(outputs, _targets(encoded), labels)
 
-def _label_metrics(
-    outputs: Tensor,
-    encoded: EncodedTexts,
-    split: Split,
-    labels: Sequence[str],
-    loss: float,
-) -> EvalMetrics:
-    del split, loss  # recomputed from the logits, without the rounding of a running sum
-    return metrics_labels.compute_metrics(outputs, _targets(encoded), labels)
+    def worst_examples(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        split: Split,
+        labels: Sequence[str],
+    ) -> Table:
+        targets = _targets(encoded)
+        return metrics_labels.worst_examples(split.text, outputs, targets, labels)
 
 
-def _worst_labels(
-    outputs: Tensor, encoded: EncodedTexts, split: Split, labels: Sequence[str]
-) -> Table:
-    return metrics_labels.worst_examples(split.text, outputs, _targets(encoded), labels)
+class _EntityRecognition:
+    """Each text has entities: outputs are int32 tags, shape (tokens,)."""
+
+    name, head = "ner", "TokenClassification"
+
+    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
+        return entity_tags.tag_names(labels)
+
+    def empty_outputs(self, encoded: EncodedTexts, _: int) -> Tensor:
+        return torch.zeros(int(encoded.lengths.sum()), dtype=torch.int32)
+
+    def write_outputs(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        indices: np.ndarray,
+        logits: Tensor,
+    ) -> None:
+        """Store the best valid tags for logits of shape (B, T, K)."""
+        tags = best_tags(encoded, indices, logits)
+        for index, row in zip(indices, tags, strict=True):
+            begin, length = encoded.begins[index], encoded.lengths[index]
+            outputs[begin : begin + length] = torch.from_numpy(row[:length])
+
+    def compute_metrics(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        split: Split,
+        labels: Sequence[str],
+        loss: float,
+    ) -> EvalMetrics:
+        pair = _true_and_predicted(outputs, encoded, split)
+        return entities.compute_metrics(*pair, labels, loss)
+
+    def worst_examples(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        split: Split,
+        labels: Sequence[str],
+    ) -> Table:
+        pair = _true_and_predicted(outputs, encoded, split)
+        return entities.worst_examples(split.text, *pair, labels)
+
+
+Task = _Classification | _EntityRecognition
+"""What differs between tasks: the model's outputs and how they are scored.
+
+`name` is the value of --task, `head` the suffix of the model's class in transformers.
+`write_outputs` writes a batch to its rows of `empty_outputs`; ranks sum theirs.
+"""
+
+TASKS: dict[str, Task] = {
+    task.name: task for task in (_Classification(), _EntityRecognition())
+}
 
 
 def _targets(encoded: EncodedTexts) -> Tensor:
     assert encoded.labels is not None  # noqa: S101 - a corpus of this task has them
     return torch.from_numpy(encoded.labels)
-
-
-def _write_tags(
-    outputs: Tensor, encoded: EncodedTexts, indices: np.ndarray, logits: Tensor
-) -> None:
-    """Store the best valid tags for logits of shape (B, T, K)."""
-    tags = best_tags(encoded, indices, logits)
-    for index, row in zip(indices, tags, strict=True):
-        begin, length = encoded.begins[index], encoded.lengths[index]
-        outputs[begin : begin + length] = torch.from_numpy(row[:length])
-
-
-def _entity_metrics(
-    outputs: Tensor,
-    encoded: EncodedTexts,
-    split: Split,
-    labels: Sequence[str],
-    loss: float,
-) -> EvalMetrics:
-    pair = _true_and_predicted(outputs, encoded, split)
-    return entities.compute_metrics(*pair, labels, loss)
-
-
-def _worst_entities(
-    outputs: Tensor, encoded: EncodedTexts, split: Split, labels: Sequence[str]
-) -> Table:
-    pair = _true_and_predicted(outputs, encoded, split)
-    return entities.worst_examples(split.text, *pair, labels)
 
 
 def best_tags(encoded: EncodedTexts, indices: np.ndarray, logits: Tensor) -> np.ndarray:
@@ -122,12 +141,12 @@ def best_tags(encoded: EncodedTexts, indices: np.ndarray, logits: Tensor) -> np.
     return entity_tags.decode(scores, real)
 
 
-Spans = list[list[tuple[int, int, int]]]
+_Spans = list[list[tuple[int, int, int]]]
 
 
 def _true_and_predicted(
     outputs: Tensor, encoded: EncodedTexts, split: Split
-) -> tuple[Spans, Spans]:
+) -> tuple[_Spans, _Spans]:
     """Return the true and the predicted entities of each text."""
     begins, tags = encoded.begins, outputs.numpy()
     predicted = [
@@ -135,33 +154,6 @@ def _true_and_predicted(
         for i in range(len(encoded))
     ]
     return [split.spans(i) for i in range(len(encoded))], predicted
-
-
-TASKS: dict[str, Task] = {
-    "classify": Task(
-        "classify",
-        "SequenceClassification",
-        output_names=tuple,
-        # fp32 logits, shape (N, K).
-        empty_outputs=lambda encoded, count: torch.zeros(len(encoded), count),
-        write_outputs=_write_logits,
-        compute_metrics=_label_metrics,
-        worst_examples=_worst_labels,
-    ),
-    "ner": Task(
-        "ner",
-        "TokenClassification",
-        output_names=entity_tags.tag_names,
-        # int32 tags, shape (tokens,).
-        empty_outputs=lambda encoded, _: torch.zeros(
-            int(encoded.lengths.sum()), dtype=torch.int32
-        ),
-        write_outputs=_write_tags,
-        compute_metrics=_entity_metrics,
-        worst_examples=_worst_entities,
-    ),
-}
-"""Name -> task."""
 
 
 @dataclass(frozen=True)

@@ -213,10 +213,10 @@ def load(
     # With label_names given, a header's label is unknown and already rejected.
     if task == "classify" and not label_names and columns == DEFAULT_COLUMNS:
         _check_header(stores["train"])
-    splits = {
-        split: Split(store, np.arange(len(store)), _ids(store, ids))
-        for split, store in stores.items()
-    }
+    splits = {}
+    for split, store in stores.items():
+        word_ids = np.array([ids.get(word, -1) for word in store.words], np.int64)
+        splits[split] = Split(store, np.arange(len(store)), word_ids)
     repeats = 0
     if "dev" not in splits:
         splits, repeats = random_splits(splits["train"], dev_share, seed)
@@ -405,11 +405,6 @@ def _check_header(train: Store) -> None:
             "row."
         )
         raise UserError(message)
-
-
-def _ids(store: Store, ids: dict[str, int]) -> Int64:
-    """Return the id of each label word of a store; -1 if train lacks it."""
-    return np.array([ids.get(word, -1) for word in store.words], np.int64)
 
 
 def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:

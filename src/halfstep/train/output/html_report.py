@@ -46,8 +46,6 @@ class ReportData:
     metrics: Mapping[str, EvalMetrics]
     """By split; the last one is the final result."""
     worst_examples: tuple[Table, ...]
-    baseline: Table | None
-    """Comparison of the model with a baseline."""
     against_fp32: Table | None
     """Time and memory of a step, in fp32 and at the level."""
     precision: Table
@@ -65,14 +63,13 @@ def page(report: ReportData) -> str:
     """Return the report, an HTML document."""
     steps = [record for record in report.records if "event" not in record]
     evals = [record for record in report.records if record.get("event") == "eval"]
-    baseline_tables = () if report.baseline is None else (report.baseline,)
     against_fp32 = () if report.against_fp32 is None else (report.against_fp32,)
     charts, on_gpu = _charts(steps, evals), report.settings.get("device") == "cuda"
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
     memory = _memory(report.summary, on_gpu=on_gpu)
     sections = [
         Section("Findings", points=report.findings, cards=report.cards),
-        Section("Quality", tables=(*_quality(report.metrics), *baseline_tables)),
+        Section("Quality", tables=tuple(_quality(report.metrics))),
         Section("Confusion", confusion_matrices=_confusion(report.metrics)),
         Section(
             "Worst mistakes",
