@@ -59,7 +59,6 @@ NUMERIC = {
     *(
         "casting/test_custom_functions",
         "casting/test_custom_functions_autograd",
-        "casting/test_custom_functions_operators",
     ),
     *(
         "scaling/test_per_pass",
