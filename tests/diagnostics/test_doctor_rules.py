@@ -80,6 +80,10 @@ def profiled(config: Config, **more: Any) -> RunFacts:
     return RunFacts(config=config, profile=told, machine=machine)
 
 
+ADDCDIV = [{"op": "_foreach_addcdiv_", "shapes": [], "dtypes": [], "self_s": 0.01}]
+"""The row of an update that is not fused."""
+
+
 def product(*shapes: list[int], op: str = "mm", self_s: float = 0.05) -> dict[str, Any]:
     """Return a row of a profile: one product of 16-bit numbers."""
     row = {"op": op, "shapes": list(shapes), "dtypes": ["bf16"] * len(shapes)}
@@ -294,6 +298,11 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
         "(4096 x 1024) (1024 x 1025) has sizes that are no multiple of 8",
     ),
     (
+        "unfused update",
+        lambda s: profiled(ON_CPU, rows=ADDCDIV, update_s=s, optimizer="AdamW"),
+        *(0.015, 0.016, "16 ms of a step of 100 ms, 16%; 16 bits do not make it"),
+    ),
+    (
         *("overhead", lambda s: profiled(ON_CPU, python_s=s), 0.03, 0.031),
         "31 ms of a step of 100 ms, 31%, between 24 operations",
     ),
@@ -444,6 +453,16 @@ def test_what_was_not_learned(counts: tuple[tuple[int, int], ...], said: str) ->
     (found,) = [f for f in examine(classes(*counts)) if f.rule.startswith("class")]
     assert found.measured.startswith(said)
     assert found.severity == ("warning" if said.startswith("never") else "error")
+
+
+@pytest.mark.parametrize(
+    ("op", "optimizer"), [("_fused_adamw_", "AdamW"), ("addcdiv_", "RMSprop")]
+)
+def test_an_update_that_is_one_kernel_or_cannot_be(op: str, optimizer: str) -> None:
+    """Law: `fused=True` is advised only where it is missing and torch has it."""
+    rows = [{**ADDCDIV[0], "op": op}]
+    facts = profiled(ON_CPU, rows=rows, update_s=0.05, optimizer=optimizer)
+    assert "unfused update" not in [each.rule for each in examine(facts)]
 
 
 BACKWARD = bad(cause="backward range", phase="backward", advice="It is halved.")

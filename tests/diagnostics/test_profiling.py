@@ -207,10 +207,8 @@ def test_round_trip() -> None:
     """Law: a profile is plain values, and comes back from JSON as it was."""
     rows = (Row("mm", ((2, 3), (3, 4)), ("bf16", "bf16"), 2, 0.25),)
     seconds = [(index + 1) / 16 for index in range(6)]
-    casts, gemm, fp32, update, python, wait = seconds
-    found = Profile(
-        2.5, rows, casts, gemm, fp32, update, python, 3, wait, 0.5, "cuda", "O1", "bf16"
-    )
+    *parts, wait = seconds
+    found = Profile(2.5, rows, *parts, 3, wait, 0.5, "cuda", "O1", "bf16", "AdamW")
     default = {field.name: field.default for field in fields(Profile)}
     assert all(getattr(found, name) != value for name, value in default.items())
     assert Profile.from_data(json.loads(json.dumps(found.data()))) == found

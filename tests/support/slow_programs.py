@@ -178,6 +178,15 @@ def no_region() -> Running:
     return Running(step, live={"session": session})
 
 
+def unfused_update() -> Running:
+    """Update many weights for a few rows, with Adam as torch makes it by default."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    return _running(
+        hs.prepare(model, optimizer, "O1", dtype="bf16"), torch.randn(64, 1024)
+    )
+
+
 def waits() -> Running:
     """Read a number after every product, for which the host waits."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -200,6 +209,7 @@ PROGRAMS = {
     "fp32 only": Program(fp32_only, "fp32 operations"),
     "emulated": Program(emulated, "emulated", EMULATES),
     "no region": Program(no_region, "fp32 matmuls"),
+    "unfused update": Program(unfused_update, "unfused update"),
 }
 """Name -> program. Each holds on a CPU."""
 

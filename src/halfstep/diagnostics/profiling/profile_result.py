@@ -126,6 +126,8 @@ class Profile:
     """The run's level; None if it was not given."""
     dtype: str | None = None
     """The run's format, or else that of most of the matmul time."""
+    optimizer: str | None = None
+    """Class of the optimizer, if its own `step` was called."""
 
     def share(self, seconds: float) -> float:
         """Return the share of the step time that some seconds are, 0 to 1."""
@@ -178,7 +180,7 @@ class Profile:
             for each in dataclass_fields(cls)
             if each.name.endswith("_s")
         }
-        for name in ("device", "level", "dtype"):
+        for name in ("device", "level", "dtype", "optimizer"):
             values[name] = json_fields.optional_text(fields, name)
         values["waits"] = int(json_fields.non_negative(fields, "waits"))
         return cls(rows=tuple(map(Row.from_data, rows)), **values)

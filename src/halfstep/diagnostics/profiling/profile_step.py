@@ -172,6 +172,7 @@ def summary(
         device="cuda" if seen.busy else "cpu",
         level=level,
         dtype=dtype,
+        optimizer=seen.optimizer,
     )
 
 

@@ -46,6 +46,7 @@ _WAITS = re.compile(
 )
 _READS = re.compile("aten::_local_scalar_dense")
 _FETCHES = ("enumerate(DataLoader)#", INPUT)
+_OPTIMIZER = re.compile(r"Optimizer\.step#(.*)\.step")
 _UPDATES = ("Optimizer.step#", profiler_marks.UPDATE)
 _COVERS = ("## Call CompiledFxGraph", profiler_marks.UPDATE)
 """Prefixes of events without events of their kernels: compiled graphs; halfstep's C
@@ -91,6 +92,8 @@ class Timeline:
     """Time of fetching; on a GPU, only while it was idle."""
     length: float = 0.0
     """Total time, without that of the profiler itself."""
+    optimizer: str | None = None
+    """Class of the optimizer that stepped last."""
 
     def inside(self, spans: Iterable[Span]) -> int:
         """Return how many nanoseconds of the step are in the union of `spans`."""
@@ -213,6 +216,8 @@ class _Thread:
             step.fetching.append((begin, end))
         elif name.startswith(_UPDATES):
             entry.part = UPDATE
+            optimizer = _OPTIMIZER.fullmatch(name)
+            step.optimizer = optimizer[1] if optimizer else step.optimizer
         step.between += self._cost * (entry.part != FETCH and not entry.in_op)
         self._charge(self._cost)
         if _is_op(event, name):
