@@ -276,7 +276,6 @@ class StepCalls:
         return enter
 
     def _meet(self, scaler: Any) -> None:  # noqa: ANN401 -- torch's, or a subclass
-        """Record a scaler at its first call."""
         if scaler._scale is None and not scaler._init_growth_tracker:  # noqa: SLF001
             self._new.add(id(scaler))
         self.scalers[scaler] = float(scaler.get_scale())

@@ -238,7 +238,6 @@ def _require_kinds(
 
 
 def _place(model: nn.Module | None) -> torch.device | None:
-    """Return the device of the model's first parameter."""
     params = () if model is None else model.parameters()
     return next((param.device for param in params), None)
 

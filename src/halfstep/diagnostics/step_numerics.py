@@ -331,7 +331,6 @@ class CheckedSteps:
 
     @property
     def _before(self) -> float | None:
-        """The loss scale before the first step."""
         if self._scale_before is not None:
             return self._scale_before
         return next(iter(self.calls.scalers.values()), None)
@@ -410,10 +409,7 @@ class CheckedSteps:
                 self._nonfinite_loss_steps.add(self._number)
 
     def _good(self, loss: Tensor) -> bool:
-        """Return whether a loss is finite.
-
-        A 16-bit loss times the loss scale may overflow, so inf is accepted there.
-        """
+        """Return whether a loss is finite; a 16-bit loss times its scale may be inf."""
         scaled = self._session is None and self._before is not None
         if scaled and loss.itemsize < torch.float32.itemsize:
             return not bool(loss.isnan().any())
@@ -579,7 +575,6 @@ class CheckedSteps:
 
 
 def _why_finite(model: nn.Module) -> str:
-    """Return why a replay may be finite although the step was not."""
     hooks = [hook.__name__ for hook, _ in getattr(model, "_comm_hooks", ())]
     if hooks:
         return (

@@ -95,11 +95,7 @@ def compare_with_fp32(
 
 
 def _passes(trainer: Trainer, batch: StepBatch) -> int:
-    """Run forward and backward passes without an update.
-
-    Returns:
-        Bytes of all state, and of what one micro-batch saves for the backward pass.
-    """
+    """Run passes without an update; return the bytes of state and saved activations."""
     session, size = trainer.session, 0
     for part in batch.parts:
         saved = SavedBytes(session.model)

@@ -197,7 +197,6 @@ class Trainer:
         return record
 
     def _is_patience_exhausted(self) -> bool:
-        """Return whether the score has not improved for `patience` evaluations."""
         patience = self.job.plan.config.patience
         return patience is not None and self.state.waited >= patience
 
@@ -314,7 +313,6 @@ class Trainer:
         return f"step {number}: dev {words}{star}"
 
     def _log_lost_updates(self) -> None:
-        """Log the updates lost to rounding in this step, if counted."""
         step = self.state.step
         groups = [
             {"group": lost.group, "share": lost.share}

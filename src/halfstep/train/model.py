@@ -150,10 +150,7 @@ def _pretrained(
 
 
 def _positions(model: Any) -> int | None:  # noqa: ANN401
-    """Return the longest input that the model has positions for, None if unlimited.
-
-    RoBERTa-like models start their positions after padding_idx.
-    """
+    """Return how many positions the model has; RoBERTa's begin after padding_idx."""
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
         first = getattr(module, "padding_idx", None)

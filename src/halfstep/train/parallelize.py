@@ -72,10 +72,7 @@ def _shard(model: nn.Module, choice: Choice, world: World) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of module lists, inner ones first.
-
-    FSDP2 must shard inner modules before those that contain them.
-    """
+    """Return the blocks of module lists, inner ones first, as FSDP2 shards them."""
     modules = [*model.modules()]
     lists = [each for each in modules if isinstance(each, nn.ModuleList)]
     blocks = {block for each in lists if len(each) >= _MIN_BLOCKS for block in each}

@@ -149,7 +149,6 @@ class Predictor:
         return predictions
 
     def _is_cut(self, texts: list[str], encoded: EncodedTexts) -> list[bool]:
-        """Return which texts were truncated."""
         cut = [False] * len(texts)
         full = encoded.lengths >= self._tokenizer.model_max_length
         reached = full.nonzero()[0].tolist()

@@ -157,7 +157,6 @@ def _save_model(ready: PreparedRun, weights: Mapping[str, torch.Tensor]) -> None
 def _summary(
     config: TrainConfig, trainer: Trainer, tokenise_seconds: float
 ) -> dict[str, Any]:
-    """Return the summary of a run, as plain values."""
     session, seconds = trainer.session, trainer.seconds
     spent = seconds["train"]
     return {

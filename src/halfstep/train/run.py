@@ -170,7 +170,6 @@ def _train(
 
 
 def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
-    """Return the measurements of --compare-fp32, if given."""
     trainer = ready.trainer
     job, world, config = trainer.job, trainer.world, trainer.job.plan.config
     if config.compare_fp32 is None:
@@ -309,10 +308,7 @@ def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: 
 def _session(
     network: Network, plan: Plan, choice: Choice, world: World
 ) -> tuple[Session, dict[str, Tensor]]:
-    """Return the session, and the original values of frozen parameters by name.
-
-    Only if 16-bit storage rounds them: frozen parameters have no master weights.
-    """
+    """Return the session, and frozen parameters that 16-bit storage rounds, by name."""
     config = plan.config
     model = network.model.to(world.device).train()
     param_groups.freeze(model, config.frozen)
@@ -347,11 +343,7 @@ def _session(
 def _choice(
     config: TrainConfig, notes: Mapping[str, Any] | None, world: World
 ) -> Choice:
-    """Return the level and format of the run, the same on every rank.
-
-    "auto" measures, and two measurements may differ. So a resumed run keeps its choice,
-    and all ranks use that of the first.
-    """
+    """Return the saved choice, or that of the first rank: measurements may differ."""
     if notes is None:
         return process_group.broadcast_object(
             resolve(config.level, config.dtype, world.device.type)
@@ -398,7 +390,6 @@ def _load_lines(world: World) -> list[str]:
 def _opening_lines(
     trainer: Trainer, network: Network, notes: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return the lines to print before the first step."""
     choice, job, world = trainer.session.choice, trainer.job, trainer.world
     corpus, plan, step = job.corpus, job.plan, trainer.state.step
     num_params = sum(param.numel() for param in network.model.parameters())

@@ -171,11 +171,7 @@ def iterate_steps(
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ignore SIGTERM and SIGINT in a worker; the main process ends its workers.
-
-    Schedulers and terminals signal the whole process group, and a worker that dies
-    aborts the current step.
-    """
+    """Ignore signals in a worker: they reach the whole group, and the main process."""
     del worker
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

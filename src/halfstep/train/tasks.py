@@ -147,7 +147,6 @@ _Spans = list[list[tuple[int, int, int]]]
 def _true_and_predicted(
     outputs: Tensor, encoded: EncodedTexts, split: Split
 ) -> tuple[_Spans, _Spans]:
-    """Return the true and the predicted entities of each text."""
     begins, tags = encoded.begins, outputs.numpy()
     predicted = [
         entity_tags.spans_of(tags[begins[i] : begins[i + 1]], encoded.token_offsets(i))

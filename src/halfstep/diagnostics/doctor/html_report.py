@@ -126,7 +126,6 @@ def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[i
 
 
 def _skips(steps: Sequence[Step]) -> Section:
-    """Return the section on skipped steps."""
     skipped = [step for step in steps if step.skipped]
     rows = tuple(
         (
@@ -145,7 +144,6 @@ def _skips(steps: Sequence[Step]) -> Section:
 
 
 def _profile(profile: Profile | None) -> Section:
-    """Return the section on the parts of a step and its longest operations."""
     heading = "Where the time of a step goes"
     if profile is None or not profile.wall_s:
         return Section(heading)

@@ -59,10 +59,7 @@ def _window(losses: Sequence[tuple[int, float]]) -> int:
 
 
 def _medians(losses: Sequence[tuple[int, float]], size: int) -> list[tuple[int, float]]:
-    """Return (last step, median loss) of windows of `size` losses, up to the end.
-
-    Windows overlap by half.
-    """
+    """Return (last step, median loss) of windows up to the end, overlapping by half."""
     half = max(1, size // 2)
     ends = range(len(losses), size - 1, -half)
     return [
@@ -76,7 +73,6 @@ def _rate(facts: RunFacts) -> float:
 
 
 def _lower(facts: RunFacts) -> str:
-    """Return the advice to lower the learning rate."""
     rate = _rate(facts)
     if not rate:
         return "Lower the learning rate to a tenth (--lr)"

@@ -70,11 +70,7 @@ def _skipped(facts: RunFacts) -> tuple[list[Step], set[int], float]:
 
 
 def _few_skips(facts: RunFacts) -> int:
-    """Return the number of skips from which they are reported.
-
-    Gradients grow in training, so a dynamic scale falls by some powers of two, with one
-    skip each.
-    """
+    """Return how many skips are reported; a dynamic scale falls as training goes on."""
     return _FEW_FALLS if facts.dtype == "fp16" and _by_trial(facts) else _FEW
 
 

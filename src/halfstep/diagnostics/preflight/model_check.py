@@ -182,7 +182,6 @@ def default_context(device: torch.device) -> Iterator[None]:
 
 
 def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
-    """Run all passes and steps and return the measurements."""
     choice, plain = search.choice, search.fp32_copy
     right = search.fp32_passes
     scaled = choice.format == FP16
@@ -250,11 +249,7 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
 
 
 def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
-    """Return the pass whose gradients are compared: at the default or the safe scale.
-
-    The safe scale is used if gradients overflow at the default scale, or if it is
-    higher and too many gradients are flushed at the default scale.
-    """
+    """Return the pass to compare: at the safe scale if it is needed, or loses less."""
     if trial.finite:
         lost = facts.curve[0].flushed if facts.curve else 0.0
         higher = trial.safe is not None and trial.safe > facts.default_scale
@@ -284,10 +279,7 @@ def _compared(facts: Facts, search: ScaleSearch, used: Pass) -> Facts:
 def _curve(
     histogram: Tensor, scales: Sequence[float], top: float | None = None
 ) -> tuple[ScalePoint, ...]:
-    """Return the predicted effect of `scales` on fp32's gradients in fp16, in order.
-
-    `top` is the largest scale without overflow. None: predict it from fp32.
-    """
+    """Predict the effect of scales in fp16; `top` is the largest without overflow."""
     top = largest_safe_scale(histogram, margin=0).item() if top is None else top
     points = []
     for scale in dict.fromkeys(scales):

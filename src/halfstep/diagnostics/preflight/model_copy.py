@@ -214,10 +214,7 @@ class ModelCopy:
             return loss_fn(self.session.model, batch)
 
     def _products(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that emulates fp16 matmuls on CPUs without them.
-
-        They take minutes there otherwise.
-        """
+        """Emulate fp16 matmuls on CPUs without them, where they take minutes."""
         if self.emulates_fp16:
             return fp16_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
         return contextlib.nullcontext()
@@ -321,7 +318,6 @@ def _copied(
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Set the dropout probability of a copy's modules to 0."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001
             module.p = 0.0
@@ -362,11 +358,7 @@ class SavedBytes:
 
 
 class _GradientExponents:
-    """Counts the exponents of all gradients of one dtype in a backward pass, scaled.
-
-    0-dim gradients are left out: the loss is usually reduced in fp32. With dtype None
-    nothing is counted.
-    """
+    """Counts exponents of gradients of one dtype in a backward pass; none for None."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype

@@ -233,7 +233,6 @@ def loss_scale(facts: Facts) -> Iterator[Observation]:
 
 
 def _how(scale: float) -> str:
-    """Return the advice on how to train with a scale."""
     low, high = DYNAMIC
     if low <= scale <= high:
         return f"Use loss_scale='measured', or begin at {power(scale)}."

@@ -304,11 +304,7 @@ class ScaleSearch:
 
 
 def _rule_for(path: str, rules: Sequence[str]) -> str:
-    """Return a rule for the module of a fault, or for a parent; "" if none is left.
-
-    A parent is needed if the module is in fp32 already: its output may still be cast to
-    the format, as at levels without autocast.
-    """
+    """Return a rule for a module, or for a parent if it has one; "" if none is left."""
     while path and f"module:{path}=fp32" in rules:
         path = path.rpartition(".")[0]
     return f"module:{path}=fp32" if path else ""

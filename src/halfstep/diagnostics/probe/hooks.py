@@ -119,8 +119,6 @@ def observed(
 
 
 class _Output:
-    """A tensor that one or more modules returned."""
-
     __slots__ = ("flag_or_stats", "modules", "ref", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor) -> None:
@@ -292,7 +290,6 @@ class Hooks:
                 self.records.record(number, seen.flag_or_stats)
 
     def _observe_grad(self, output: _Output, gradient: Tensor) -> None:
-        """Measure the gradient of an output."""
         if not (self.on and self.sampling):
             return
         flag_or_stats = self.records.measure(gradient)

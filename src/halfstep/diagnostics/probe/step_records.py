@@ -54,7 +54,6 @@ def _sum_is_finite(tensor: Tensor) -> bool:
 
 
 def _is_nonfinite(values: Tensor) -> bool:
-    """Return whether a CPU tensor has inf or NaN."""
     if _sum_is_finite(values):
         return False
     low, high = torch.aminmax(values)  # the sum may only have overflowed

@@ -176,11 +176,7 @@ def _report(
 
 
 def _origin(event: NonFiniteEvent) -> NonFiniteEvent:
-    """Return the softmax over a fully masked row that an event results from, if any.
-
-    A softmax returns NaN for such a row; logsumexp returns -inf, and the next multiply
-    returns NaN.
-    """
+    """Return the softmax of a fully masked row that an event results from, if any."""
     softmaxes = [one for one in event.parents if one.op in _SOFTMAXES and one.parents]
     return min(softmaxes, key=lambda one: one.number, default=event)
 
@@ -250,7 +246,6 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
 
 
 def _stored(event: NonFiniteEvent, context: ReplayContext, values: str) -> _Explanation:
-    """Explain inf or NaN in a parameter or a buffer."""
     path, _, name = event.source.rpartition(".")
     is_weight = event.source_kind == "weight"
     what = "parameter" if is_weight else "buffer"
@@ -361,7 +356,6 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
 
 
 def _in_loss(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
-    """Check for an overflow in the loss function."""
     if event.phase != "forward" or not event.place.is_loss:
         return None
     advice = _WIDE_LOSS if event.fp32_result[0] == "finite" else _DOWN
@@ -370,7 +364,6 @@ def _in_loss(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
 
 
 def _forward(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
-    """Check for an overflow in the forward pass."""
     if event.phase != "forward":
         return None
     if event.fp32_result[0] != "finite":
@@ -394,7 +387,6 @@ def _forward(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
 
 
 def _backward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
-    """Explain an overflow in the backward pass."""
     if context.low is None:
         seen = f"{_evidence(event)}, at loss scale {context.scale:g}"
         evidence = f"{seen}; at scale 1 all gradients are finite"

@@ -52,10 +52,7 @@ def gradients(
 
 @contextlib.contextmanager
 def _fresh_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Remove, inside, gradients of leaves and the hooks that use them.
-
-    Such a hook may step an optimizer.
-    """
+    """Remove gradients of leaves, and hooks that use them and may step an optimizer."""
     saved = []
     for leaf in leaves:
         hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001

@@ -99,7 +99,6 @@ class ModelSnapshot:
                 self._data.append((param, param.data))
 
     def _scan(self, container: Any, seen: set[int], *left_out: object) -> None:  # noqa: ANN401
-        """Save a container, and the containers in it."""
         if id(container) in seen or any(container is one for one in left_out):
             return
         seen.add(id(container))

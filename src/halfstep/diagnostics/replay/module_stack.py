@@ -115,7 +115,6 @@ class ModuleStack:
     def _called(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Record the arguments of the model."""
         parameters = inspect.signature(module.forward).parameters.values()
         names = [p.name for p in parameters if p.kind in _POSITIONAL]
         names += [f"argument {index}" for index in range(len(names), len(args))]
@@ -164,12 +163,7 @@ class ModuleStack:
         self._done = self._done or module is self.root
 
     def _detect_loss(self, module: nn.Module, place: Place, output: object) -> None:
-        """Determine whether a module in the model is a loss function.
-
-        It is one if it returns a scalar that no module with weights uses afterwards, or
-        if its class name ends like a loss and its result is not larger than a scalar.
-        torch's own losses always are.
-        """
+        """Find losses: torch's; by name; scalars that no module with weights uses."""
         sizes = [part.dim() for part in tensor_facts.floats(output)]
         named = place.kind.endswith(_LOSS_NAMES) and (
             output is None or sizes[:1] == [0]

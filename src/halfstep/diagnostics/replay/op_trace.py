@@ -253,7 +253,6 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         self._refs[storage_key(out)] = tensor_facts.storage_ref(out)
 
     def _cast_by_program(self, result: object, cast: Cast) -> None:
-        """Record results of a cast by the program to a 16-bit format."""
         for out in filter(_is_low, tensor_facts.floats(result)):
             self._set_written(out, (self.modules.current(), cast))
 
@@ -429,7 +428,6 @@ def _is_low(tensor: Tensor) -> bool:
 def _written_tensors(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the tensors that an operation writes to."""
     values = [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)  # noqa: SLF001

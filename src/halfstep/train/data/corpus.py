@@ -408,11 +408,7 @@ def _check_header(train: Store) -> None:
 
 
 def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
-    """Raise if train is unusable, or lacks a label of dev or test.
-
-    Also if dev holds no entities: its F1 would always be 0, and the first evaluation
-    would count as the best.
-    """
+    """Raise if train is unusable, lacks a label of the others, or dev has no entity."""
     train_words = splits["train"].words()
     message = ""
     if task == "ner" and not train_words:
@@ -434,7 +430,6 @@ def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
 
 
 def _check_words(name: str, split: Split, train_words: set[str], noun: str) -> None:
-    """Raise if a split has a label that train lacks."""
     store = split.store
     foreign = np.array([word not in train_words for word in store.words], bool)
     rows, words = store.uses()

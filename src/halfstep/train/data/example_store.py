@@ -163,7 +163,6 @@ def open_store(
 
 
 def _content(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     try:
         return str(atomic_directory.digest(path)["sha256"])
     except OSError as error:

@@ -93,7 +93,6 @@ def has_no_header(path: Path, columns: Columns = DEFAULT_COLUMNS) -> bool:
 def _rows(
     path: Path, entries: Iterator[text_lines.Entry], syntax: str
 ) -> Iterator[Row]:
-    """Validate the entries of a file and yield them as rows."""
     line = 0
     text: Any
     label: Any
@@ -150,7 +149,6 @@ def _objects(path: Path, columns: Columns) -> Iterator[text_lines.Entry]:
 
 
 def _table(path: Path, columns: Columns) -> Iterator[text_lines.Entry]:
-    """Yield text and label of each row of a table."""
     delimiter = _DELIMITERS[path.suffix.lower()]
     rows = _cells(path, delimiter)
     first = next(rows, None)
@@ -212,7 +210,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _names(head: Iterable[str]) -> list[str]:
-    """Normalize the cells of a first row to column names."""
     return [cell.strip().lower() for cell in head]
 
 

@@ -70,6 +70,5 @@ def _cut(order: Indices, size: int) -> list[Indices]:
 
 
 def _shuffled(count: int, draw: np.random.Philox) -> Indices:
-    """Return 0 to count - 1 in random order."""
     order: Indices = np.argsort(draw.random_raw(count), kind="stable")
     return order

@@ -105,7 +105,6 @@ class _Scheme:
 def _read_columns(
     path: Path, syntax: str, left_out: list[str] | None
 ) -> Iterator[AnnotatedText]:
-    """Yield the sentences of a file of tagged tokens."""
     scheme = _Scheme()
     for sentence in _sentences(path, syntax):
         # An omitted sentence must not determine the scheme.
@@ -122,7 +121,6 @@ def _read_columns(
 
 
 def _sentences(path: Path, syntax: str) -> Iterator[list[_Tagged]]:
-    """Yield the lines of each sentence."""
     sentence: list[_Tagged] = []
     first: tuple[int, int] | None = None
     for number, line in enumerate(text_lines.read_lines(path), start=1):
@@ -172,7 +170,6 @@ def _line_fault(
 
 
 def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> AnnotatedText:
-    """Convert one sentence to a text and entities."""
     tags = _tags(path, sentence, scheme)
     text, starts = _join_tokens([token for _, token, _ in sentence])
     spans: list[Span] = []
@@ -242,10 +239,7 @@ def _scheme_conflict(prefix: str, scheme: _Scheme, number: int) -> str:
 
 
 def _invalid_transition(before: str, tag: str, scheme: _Scheme) -> str:
-    """Return why a tag cannot follow the one before; "" if it can.
-
-    An empty `before` is the start of the sentence, an empty `tag` its end.
-    """
+    """Return why a tag cannot follow `before`; "" is the start or the end."""
     prefix, kind = _parts(tag or "O") or ("", "")
     was, open_kind = _parts(before or "O") or ("", "")
     inside = {"I", "M", "E"} if scheme.ends else {"I"}
@@ -296,10 +290,7 @@ def _join_tokens(tokens: list[str]) -> tuple[str, list[int]]:
 
 @lru_cache(maxsize=65536)
 def _is_cjk(character: str) -> bool:
-    """Return whether a character is Chinese or Japanese, or their punctuation.
-
-    Korean is also wide, but separates words by blanks.
-    """
+    """Return whether it is Chinese or Japanese; Korean separates words by blanks."""
     width = unicodedata.east_asian_width(character)
     if width in {"W", "F", "H"}:
         return not unicodedata.name(character, "").startswith(
@@ -339,7 +330,6 @@ def _annotated_text(
 
 
 def _has_width(character: str) -> bool:
-    """Return whether a character is visible."""
     return not character.isspace() and unicodedata.category(character) not in _NO_WIDTH
 
 

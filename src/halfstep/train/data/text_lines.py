@@ -146,10 +146,7 @@ def _lines(path: Path) -> Iterator[Entry]:
 
 
 def _array(path: Path) -> Iterator[Entry]:
-    """Yield the entries of a JSON array, decoded one by one to know their lines.
-
-    Reads the whole file into memory, because an array may be on one line.
-    """
+    """Yield the entries of an array, decoded one by one to know their lines."""
     text = "".join(read_lines(path))
     at = _skip_space(text, 0)
     if not text.startswith("[", at):

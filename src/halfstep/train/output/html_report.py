@@ -150,10 +150,7 @@ def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[ConfusionMatrix, ...
 def _charts(
     steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
 ) -> tuple[Chart, ...]:
-    """Return the curves of a run; charts without finite values are left out.
-
-    So is a loss scale that never changed.
-    """
+    """Return the curves that have finite values, and the loss scale if it changed."""
 
     def curve(
         name: str,
@@ -196,7 +193,6 @@ def _charts(
 
 
 def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
-    """Return the time per part of a step, if recorded."""
     heading = "Where the time of a step went"
     timed = [record["seconds"] for record in steps if "seconds" in record]
     if not timed:
@@ -256,7 +252,6 @@ def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
 
 
 def _skips(steps: Sequence[Mapping[str, Any]]) -> Section:
-    """Return the skipped steps, and the parameters with non-finite gradients."""
     skipped = [record for record in steps if record.get("skipped")]
     if not skipped:
         return Section("Skipped steps", "No step was skipped." if steps else "")
