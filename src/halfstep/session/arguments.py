@@ -108,7 +108,7 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
 
 def _check_optimizer(optimizer: object) -> None:
     type_name = type(optimizer).__name__
-    inner = None if isinstance(optimizer, type) else _inner(optimizer)
+    inner = getattr(optimizer, "optimizer", None)
     # A wrapper may inherit from Optimizer without calling its `__init__`.
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer) and hasattr(
         optimizer, "_optimizer_step_pre_hooks"
@@ -119,11 +119,10 @@ def _check_optimizer(optimizer: object) -> None:
             "prepare(model, optimizer, scheduler=scheduler)."
         )
         raise UserError(message)
-    if not is_optimizer and inner is not None:
+    if not is_optimizer and isinstance(inner, torch.optim.Optimizer):
         message = (
-            f"optimizer is of type {type_name}, around {type(inner).__name__}: "
-            "a session "
-            "scales and steps by itself, so give prepare what is inside, "
+            f"optimizer is of type {type_name}, around {type(inner).__name__}: a "
+            "session scales and steps by itself, so give prepare what is inside, "
             "optimizer.optimizer."
         )
         raise UserError(message)
@@ -131,12 +130,6 @@ def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         message = "LBFGS evaluates the model inside its step; use another optimizer."
         raise UserError(message)
-
-
-def _inner(wrapper: object) -> torch.optim.Optimizer | None:
-    """Return the optimizer inside a wrapper such as AcceleratedOptimizer."""
-    inner = getattr(wrapper, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else None
 
 
 def _check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -151,8 +144,8 @@ def _check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     if prepared_at is not None:
         message = (
             f"{what} was prepared before, at {prepared_at}: go on with that session, "
-            "or build "
-            "model and optimizer anew and load session.weights() into the model."
+            "or build model and optimizer anew and load session.weights() into the "
+            "model."
         )
         raise UserError(message)
 

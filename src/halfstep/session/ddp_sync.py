@@ -31,7 +31,9 @@ class GradientSync:
         self._masters = masters
         self._low_dtype = low
         self._accumulate = accumulate
-        self._skips_ddp_sync = self._pending = False
+        self.is_pending = False
+        """Whether gradients of the last backward pass are not averaged yet."""
+        self._skips_ddp_sync = False
         self._ddp: DistributedDataParallel | None = None
         self._is_new_ddp = False
         self._ddp_params: dict[Tensor, bool] = {}
@@ -97,31 +99,22 @@ class GradientSync:
 
     def after_backward(self, *, per_pass: bool) -> None:
         """Record that a backward pass has run."""
-        self._pending = self._skips_ddp_sync and not per_pass
+        self.is_pending = self._skips_ddp_sync and not per_pass
         self._is_new_ddp = False
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether gradients of the last backward pass are not averaged yet."""
-        return self._pending
-
-    def discard(self) -> None:
-        """Do not average the gradients of the last pass: they were cleared."""
-        self._pending = False
 
     def reduce_now(self, model: nn.Module) -> None:
         """Average gradients that are still local, before they are checked."""
-        if self._skips_ddp_sync or self._pending:
+        if self._skips_ddp_sync or self.is_pending:
             self._average(model)
 
     def finish_step(self, model: nn.Module) -> None:
         """Average gradients that are still local, at the end of a step."""
         self._bind_ddp(model)  # a level without autocast opens no context
-        if self._pending:
+        if self.is_pending:
             self._average(model)
 
     def _average(self, model: nn.Module) -> None:
-        self._pending = False
+        self.is_pending = False
         wrapper = self._bind_ddp(model)
         if wrapper is None:
             return
@@ -161,12 +154,7 @@ def _average_sparse(param: Tensor, group: dist.ProcessGroup) -> None:
     """Average a sparse gradient; ranks may have different rows."""
     grad = param.grad
     if grad is None:
-        grad = torch.zeros(
-            param.shape,
-            dtype=param.dtype,
-            device=param.device,
-            layout=torch.sparse_coo,
-        )
+        grad = torch.zeros_like(param, layout=torch.sparse_coo)
     grad = (grad / group.size()).coalesce()
     dist.all_reduce(grad, group=group)
     param.grad = grad if grad._nnz() else None  # noqa: SLF001

@@ -13,7 +13,6 @@ from halfstep.reporting.table import Cell, Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import nn
 
     from halfstep.machine.recommendation import Choice
@@ -44,7 +43,7 @@ def precision_table(
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own:
-            stored = ", ".join(sorted({_format_name(param.dtype) for param in own}))
+            stored = ", ".join(sorted({formats.word(param.dtype) for param in own}))
             runs = stored, "no forward pass ran inside session.autocast()"
             if autocast:
                 runs = _runs_in(model, path, stored, choice, policy, device)
@@ -85,11 +84,5 @@ def _runs_in(
     decision = decide(
         operation, (low,), device, policy=policy, low=low, module=path, types=types
     )
-    runs = "as called" if decision.dtype is None else _format_name(decision.dtype)
+    runs = "as called" if decision.dtype is None else formats.word(decision.dtype)
     return runs, decision.reason
-
-
-def _format_name(dtype: torch.dtype) -> str:
-    """Return halfstep's name of a dtype ("bf16"), else torch's."""
-    names = {format_.dtype: format_.name for format_ in formats.FORMATS.values()}
-    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -134,19 +134,11 @@ def prepare(
     choice = level if isinstance(level, Choice) else resolve(level, dtype, device_type)
     arguments.check_fp32_weights(model, choice)
     encoding = _master_encoding(master, choice)
-    is_explicit_dtype = level is not choice and dtype != "auto"
-    if (
-        is_explicit_dtype
-        and not choice.level.low
-        and formats.parse(dtype) is not formats.FP32
-    ):
-        warnings.warn(choice.reason, stacklevel=2)
-    has_masters = encoding is not None
-    texts = [
-        text
-        for each in optimizers_of(optimizer)
-        for text in warnings_for(choice, each, device_type, masters=has_masters)
-    ]
+    texts: list[str] = []
+    if level is not choice and dtype != "auto" and not choice.level.low:
+        texts += [choice.reason] if formats.parse(dtype) is not formats.FP32 else []
+    for each in optimizers_of(optimizer):
+        texts += warnings_for(choice, each, device_type, masters=encoding is not None)
     for text in dict.fromkeys(texts):
         warnings.warn(text, stacklevel=2)
     if isinstance(loss_scale, str) and loss_scale == "auto":

@@ -68,7 +68,8 @@ class Stateful:
         state: dict[str, Any] = _flat(self._session.state_dict())
         state[_REST] = state[_REST].numpy().tobytes()
         if not self._session.optimizer.state:
-            state |= self._session.first_moments(_MOMENT)
+            moments = self._session.first_moments()
+            state |= {_MOMENT + name: value for name, value in moments.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,27 +167,21 @@ def load(session: Session, directory: Path) -> None:
     saved: dict[str, Any] = index.state_dict_metadata
     rest_buffer = {_REST: _empty(_REST, saved[_REST], None)}
     sharded.read(rest_buffer, directory, index)
-    try:
-        rest = torch.load(
-            io.BytesIO(bytes(rest_buffer[_REST].tolist())), weights_only=True
-        )
-    except Exception as error:
-        raise _foreign_error(directory) from error
     tensors = _template(session, saved)
-    sharded.read(tensors, directory, index)
     try:
+        file = io.BytesIO(bytes(rest_buffer[_REST].tolist()))
+        rest = torch.load(file, weights_only=True)
+        sharded.read(tensors, directory, index)
         state = _nested(tensors, rest)
-    except Exception as error:
-        raise _foreign_error(directory) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # files match their manifest, but not our format
+        message = (
+            f"{directory} holds more than tensors and plain values, or none; it was "
+            "not written by halfstep and is not loaded."
+        )
+        raise CheckpointError(message) from error
     session.load_state_dict(state)
-
-
-def _foreign_error(directory: Path) -> CheckpointError:
-    """Return the error for files that match their manifest, but not our format."""
-    return CheckpointError(
-        f"{directory} holds more than tensors and plain values, or none; it was not "
-        "written by halfstep and is not loaded."
-    )
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -228,11 +223,7 @@ def _nested(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
         for name, values in small.items()
     }
     weights, low = (
-        {
-            p.removeprefix(kind): tensor
-            for p, tensor in tensors.items()
-            if p.startswith(kind)
-        }
+        {p.removeprefix(kind): t for p, t in tensors.items() if p.startswith(kind)}
         for kind in (_WEIGHT, _LOW)
     )
     optimizer = {"state": state, "param_groups": groups}

@@ -100,11 +100,8 @@ class LRSchedule:
             state: From `state_dict`; {} starts the schedule here.
             applied: Number of steps applied so far.
         """
-        self._num_followed, self._delayed, self._last_epoch = (
-            applied,
-            DelayedScalars(),
-            None,
-        )
+        self._num_followed, self._last_epoch = applied, None
+        self._delayed = DelayedScalars()
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state["state"])
             self._num_followed = state["followed"]

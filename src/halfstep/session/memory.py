@@ -49,11 +49,7 @@ def memory_by_use(model: nn.Module, masters: MasterWeights) -> Footprint:
     weights = [*model.parameters(), *model.buffers()]
     params = [p for group in masters.optimizer.param_groups for p in group["params"]]
     gradients = [t.grad for t in (*weights, *params) if t.grad is not None]
-    buffers = [
-        master_param.grad_buffer
-        for master_param in master_params
-        if master_param.grad_buffer is not None
-    ]
+    buffers = [s.grad_buffer for s in master_params if s.grad_buffer is not None]
     residuals = [slot.residual for slot in master_params if slot.residual is not None]
     states = [
         value

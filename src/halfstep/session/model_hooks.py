@@ -71,7 +71,9 @@ class LowStateDictHook:
             return
         # Not buffers: the model itself may store those in 16 bits.
         named = module.named_parameters(remove_duplicate=False)
-        if any(_is_low_copy(state.get(f"{prefix}{name}")) for name, _ in named):
+        values = (state.get(f"{prefix}{name}") for name, _ in named)
+        copies = (v for v in values if not isinstance(v, nn.Parameter))  # `keep_vars`
+        if any(isinstance(v, Tensor) and is_low(v.dtype) for v in copies):
             self._active = False
             warn_caller(
                 f"model.state_dict() holds {self._dtype} weights: use "
@@ -81,13 +83,6 @@ class LowStateDictHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(LowStateDictHook, active=False), (self._dtype,)
-
-
-def _is_low_copy(value: object) -> bool:
-    """Return whether it is a 16-bit copy, not a parameter (as with `keep_vars`)."""
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
-        return False
-    return is_low(value.dtype)
 
 
 class ExternalStepCheck:
@@ -117,11 +112,8 @@ class ExternalStepCheck:
         """
         if self._masters.stepping:
             return
-        master_params = self._masters.master_params.values()
-        if any(
-            s.weight.grad is not None or s.master.grad is not None
-            for s in master_params
-        ):
+        pairs = self._masters.pairs
+        if any(w.grad is not None or m.grad is not None for w, m in pairs):
             message = (
                 f"{_step_call()} was called while the session holds gradients of "
                 "16-bit weights: call session.step(), which unscales and clips them, "

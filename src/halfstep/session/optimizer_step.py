@@ -60,10 +60,7 @@ class OptimizerStep:
     """
 
     def __init__(
-        self,
-        masters: MasterWeights,
-        clip: float | None,
-        device: torch.device,
+        self, masters: MasterWeights, clip: float | None, device: torch.device
     ) -> None:
         self.masters = masters
         self.clip = clip
@@ -198,8 +195,8 @@ class OptimizerStep:
         optimizer = self.masters.optimizer
         if self._is_fused:
             factor = self._inverse
-            if self.norm is not None:
-                factor = factor * self._clip_coef()
+            if self.norm is not None and self.clip not in {None, torch.inf}:
+                factor = factor * (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
             if on_device:
                 self.masters.update(factor, found_inf=found_inf)
             elif not found_inf:
@@ -213,12 +210,6 @@ class OptimizerStep:
         elif not found_inf:
             self._clip()
             self.masters.step()
-
-    def _clip_coef(self) -> Tensor | float:
-        """Return the clipping factor for gradients, as in torch."""
-        if self.norm is None or self.clip is None or self.clip == torch.inf:
-            return 1.0
-        return (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
 
     def _clip(self) -> None:
         if self.norm is not None and self.clip is not None and self.clip != torch.inf:
@@ -296,10 +287,9 @@ class AccumulationWindow:
         if self.has_gradients and not has_gradients and not self._warned_cleared:
             self._warned_cleared = True
             warn_caller(
-                f"gradients of {self.num_done} of {self.size} micro-batches "
-                "were cleared "
-                "before the step that needs them: leave optimizer.zero_grad() out; "
-                "session.step() clears them after each full window."
+                f"gradients of {self.num_done} of {self.size} micro-batches were "
+                "cleared before the step that needs them: leave optimizer.zero_grad() "
+                "out; session.step() clears them after each full window."
             )
 
     def warn_if_too_rare(self) -> None:
@@ -338,9 +328,9 @@ class AccumulationWindow:
         if self.num_done and not self._warned_pending:
             self._warned_pending = True
             warn_caller(
-                f"evaluation with {self.num_done} of {self.size} "
-                "micro-batches pending: "
-                "the weights lack them. session.flush() updates with those there are."
+                f"evaluation with {self.num_done} of {self.size} micro-batches "
+                "pending: the weights lack them. session.flush() updates with those "
+                "there are."
             )
 
     def log_pending(self) -> None:

@@ -136,7 +136,10 @@ class Session:
         self._masters = fsdp.make_masters(
             model, optimizer, choice, master, conversion.originals
         )
-        session_state_dict.normalize_loaded_states(self._masters)
+        if self._masters.encoding.is_compact:
+            # `Optimizer.load_state_dict` casts moments to fp32, as the master weights.
+            normalize = self._masters.normalize_states
+            optimizer.register_load_state_dict_post_hook(lambda _: normalize())
         master_params = bool(self._masters.master_params)
         model_hooks.attach(model, choice, device.type, masters=master_params)
         self._checks_versions = rule.scales and process_group is None
@@ -173,9 +176,7 @@ class Session:
             record: Record each operation for `explain`. Off by default: it is slow.
         """
         if not self._num_attempted:
-            fsdp.check_not_replaced(
-                self._unwrapped, map(self._masters.model_param, self._params())
-            )
+            self._check_not_replaced()
         # Not an evaluation: teachers, metrics and checkpointed blocks in training.
         training = self._unwrapped.training or self._num_open_contexts > 0
         if not torch.is_grad_enabled() and not training:
@@ -353,8 +354,7 @@ class Session:
 
         Call it after the last backward pass of the step and before `step`; under DDP on
         all ranks. Each gradient is a copy, in fp32 if it was in 16 bits, not clipped,
-        and made when it is yielded.
-        Reading them does not change the step.
+        and made when it is yielded. Reading them does not change the step.
 
         Raises:
             UserError: Without a backward pass since the last step, before the last
@@ -523,11 +523,10 @@ class Session:
 
     def _step_window(self) -> StepReport:
         """Update the weights; step the schedule and refresh the cast cache."""
-        report = (
-            self._update_weights()
-            if self._in_backward is None
-            else self._finish_in_backward()
-        )
+        if self._in_backward is None:
+            report = self._update_weights()
+        else:
+            report = self._finish_in_backward(self._in_backward)
         if self._lr_schedule.scheduler is not None:
             self._lr_schedule.step(self._num_attempted - self._num_skipped)
         unmatched = self._contexts.after_step(self._num_implied_rules)
@@ -568,33 +567,27 @@ class Session:
         self._publish(report, found_inf, scaler)
         return report
 
-    def _finish_in_backward(self) -> StepReport:
+    def _finish_in_backward(self, in_backward: OptimizerInBackward) -> StepReport:
         """Report the updates that were made during the backward pass."""
-        in_backward = self._in_backward
-        assert in_backward is not None  # noqa: S101
         if not in_backward.count:
             raise misuse.no_gradient()
         count = in_backward.count
         left_out, norm = in_backward.finish_step()
-        self._optimizer_step.zero_grad()
-        self._window.reset()
         self._num_attempted += 1
         self._num_skipped += len(left_out) == count
-        nonfinite = [
-            NonFiniteParam(self._name(param), inf=True, nan=True) for param in left_out
-        ]
-        found_inf = torch.full((), float(bool(left_out)), device=self._device)
-        if self._running_stats is not None:
-            self._running_stats.restore(found_inf)
-        self.scaler.update(found_inf, lambda: tuple(nonfinite))
-        return StepReport(
+        names = tuple(map(self._name, left_out))
+        nonfinite = tuple(NonFiniteParam(name, inf=True, nan=True) for name in names)
+        report = StepReport(
             self._num_attempted,
             complete=True,
             found_inf=len(left_out) == count,
-            norm=lambda: norm,
-            culprits=lambda: tuple(nonfinite),
-            left_out=tuple(culprit.name for culprit in nonfinite),
+            norm=Constant(norm),
+            culprits=Constant(nonfinite),
+            left_out=names,
         )
+        found_inf = torch.full((), float(bool(left_out)), device=self._device)
+        self._publish(report, found_inf, self.scaler)
+        return report
 
     def _collect_grads(
         self, scaler: LossScaler | BackwardPasses
@@ -604,9 +597,7 @@ class Session:
         if self.model is not self._never_ddp:
             self._grad_sync.finish_step(self.model)
         if not self._num_attempted:
-            fsdp.check_not_replaced(
-                self._unwrapped, map(self._masters.model_param, self._params())
-            )
+            self._check_not_replaced()
         if self._passes is not None:
             self._passes.restore_grads()
         step = self._optimizer_step
@@ -677,6 +668,10 @@ class Session:
         is_empty = not ids and bool(missed) and self._window.num_pending > 0
         if is_empty or ids & missed:
             raise misuse.clipped_outside(max_norm, is_empty=is_empty)
+
+    def _check_not_replaced(self) -> None:
+        weights = map(self._masters.model_param, self._params())
+        fsdp.check_not_replaced(self._unwrapped, weights)
 
     def _params(self) -> list[Tensor]:
         groups = self.optimizer.param_groups
@@ -766,10 +761,8 @@ class Session:
         count = sum(param.numel() for param in self._unwrapped.parameters())
         pending = self._window.num_pending
         window = f"micro-batches a step: {self.accumulate}, {pending} of the next"
-        model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
-        size = f"{count:,} parameters on {self._device}"
         lines = [
-            f"Session of {model} and {optimizer}, {size}",
+            f"{self._title()}, {count:,} parameters on {self._device}",
             *self._notes(),
             *([window] if self.accumulate > 1 else []),
             f"steps: {self.steps_applied} applied, {self.steps_skipped} skipped",
@@ -778,15 +771,18 @@ class Session:
 
     def __repr__(self) -> str:
         """Return one short line; `print` shows more."""
+        return f"<{self._title()} at {self.choice}>"
+
+    def _title(self) -> str:
         model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
-        return f"<Session of {model} and {optimizer} at {self.choice}>"
+        return f"Session of {model} and {optimizer}"
 
     def zero_grad(self) -> None:
         """Clear all gradients of the current step, including their fp32 sums."""
         self._optimizer_step.zero_grad()
         if self._passes is not None:
             self._passes.reset()
-        self._grad_sync.discard()
+        self._grad_sync.is_pending = False
         if self._in_backward is not None:
             self._in_backward.discard()
         self._window.reset()
@@ -863,17 +859,13 @@ class Session:
             "schedule": self._lr_schedule.state_dict(),
         }
 
-    def first_moments(self, prefix: str = "") -> dict[str, Tensor]:
+    def first_moments(self) -> dict[str, Tensor]:
         """Return the optimizer's moments as they are before the first step, by name.
 
         For a loader that must know the tensors of a state in advance. It changes
         nothing.
-
-        Args:
-            prefix: Put before each name.
         """
-        moments = session_state_dict.first_moments(self._unwrapped, self._masters)
-        return {prefix + name: moment for name, moment in moments.items()}
+        return session_state_dict.first_moments(self._unwrapped, self._masters)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

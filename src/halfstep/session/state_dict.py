@@ -99,11 +99,8 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
     by_weight, low = masters.by_weight_id(), {}
     if masters.encoding.residual == torch.bfloat16:
         # The fp32 sum does not determine weight and compensation term: save weights.
-        low = {
-            n: t.detach()
-            for n, t in stored_tensors(model).items()
-            if id(t) in by_weight
-        }
+        stored = stored_tensors(model).items()
+        low = {name: t.detach() for name, t in stored if id(t) in by_weight}
     optimizer = masters.optimizer.state_dict()
     extra = _extra(model).items()
     return {
@@ -266,7 +263,16 @@ def _check_optimizer(
             " save and load halfstep.sharded.Stateful(session)."
         )
         raise UserError(message)
-    _check_moments(saved, [param for group in own_groups for param in group["params"]])
+    for number, param in _numbered(saved, own):
+        for key, value in saved["state"].get(number, {}).items():
+            fits = not torch.is_tensor(value) or value.shape == param.shape
+            if key in MOMENTS and not fits:
+                message = (
+                    f"optimizer state {key!r} of parameter {number} has shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(param.shape)}; give "
+                    "parameters in the order they had."
+                )
+                raise UserError(message)
 
 
 def _check_optimizer_type(
@@ -287,18 +293,13 @@ def _check_optimizer_type(
             raise UserError(message)
 
 
-def _check_moments(saved: dict[str, Any], params: list[Tensor]) -> None:
+def _numbered(
+    saved: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> list[tuple[int, Tensor]]:
+    """Return (number in a saved state, the optimizer's parameter) pairs."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
-            fits = not torch.is_tensor(value) or value.shape == param.shape
-            if key in MOMENTS and not fits:
-                message = (
-                    f"optimizer state {key!r} of parameter {number} has shape "
-                    f"{tuple(value.shape)}, the parameter {tuple(param.shape)}; give "
-                    "parameters in the order they had."
-                )
-                raise UserError(message)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return list(zip(numbers, params, strict=True))
 
 
 @torch.no_grad()
@@ -351,9 +352,7 @@ def _keep_dtypes(
         optimizer: The optimizer.
         same: Saved with the same level, dtype and encoding: restore all dtypes.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
+    for number, param in _numbered(saved, optimizer):
         for key, value in saved["state"].get(number, {}).items():
             if not torch.is_tensor(value) or not value.is_floating_point():
                 continue
@@ -365,9 +364,7 @@ def _keep_dtypes(
 
 def _shard_state(saved: dict[str, Any], masters: MasterWeights) -> dict[str, Any]:
     """Return an optimizer's state with moments sharded, or not, as its parameters."""
-    params = [p for group in masters.optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    param_of = dict(zip(numbers, params, strict=True))
+    param_of = dict(_numbered(saved, masters.optimizer))
     state = {
         number: {
             key: _shard_value(value, param_of.get(number))
@@ -382,17 +379,3 @@ def _shard_value(value: object, param: Tensor | None) -> object:
     if param is None or not torch.is_tensor(value) or value.shape != param.shape:
         return value
     return fsdp.shard_like(value, param) if value.dim() else value
-
-
-def normalize_loaded_states(masters: MasterWeights) -> None:
-    """Keep moments in the encoding's dtype when the optimizer loads a state.
-
-    Why: `Optimizer.load_state_dict` casts them to the dtype of the parameter, which is
-    fp32 for master weights, also if the encoding stores moments in bf16.
-    """
-
-    def hook(_optimizer: torch.optim.Optimizer) -> None:
-        masters.normalize_states()
-
-    if masters.encoding.is_compact:
-        masters.optimizer.register_load_state_dict_post_hook(hook)
