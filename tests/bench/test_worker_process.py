@@ -13,7 +13,7 @@ import torch
 
 from halfstep.bench import training, worker_process
 from halfstep.errors import UserError
-from halfstep.machine import hardware
+from halfstep.machine import cpu, hardware
 
 ECHO = """
 import os, signal, subprocess, sys
@@ -126,10 +126,11 @@ def test_memory_is_counted_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: memory is what the system counts; without a count, it is the peak."""
-    status = tmp_path / "status"
-    monkeypatch.setattr(worker_process, "Path", lambda _: status)
-    monkeypatch.setattr(worker_process.hardware, "peak_memory", lambda _: 7)
+    monkeypatch.setattr(cpu, "PROC", tmp_path)
+    monkeypatch.setattr(hardware, "peak_memory", lambda _: 7)
     assert worker_process.resident("cpu") == 7
+    (tmp_path / "self").mkdir()
+    status = tmp_path / "self" / "status"
     status.write_text("Name:\tpython\nVmHWM:\t  3 kB\nVmRSS:\t  2 kB\nan odd line\n")
     assert worker_process.resident("cpu") == 2048
 

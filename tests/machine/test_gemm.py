@@ -11,6 +11,7 @@ import torch
 from halfstep.machine import cpu, gemm
 from halfstep.numerics.formats import FORMATS
 
+Measure = Callable[..., gemm.GemmRates]
 RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
 NAMES = {format_.dtype: format_.name for format_ in FORMATS.values()}
 
@@ -33,7 +34,7 @@ def test_rate() -> None:
     """
     for step, reads in ((0.001, 100), (0.03, 6), (5.0, 2)):
         clock = Clock(step)
-        rate = gemm.gemm_rate(torch.float32, "cpu", 64, seconds=0.05, clock=clock)
+        rate = gemm.gemm_rate(torch.float32, "cpu", 64, clock)
         assert rate == pytest.approx(2 * 64**3 / step / 1e12, rel=1e-6)
         assert clock.reads == pytest.approx(reads, abs=2)
 
@@ -42,7 +43,7 @@ def test_size() -> None:
     """Law: n doubles while 8 times the time is expected to fit, up to the largest."""
     for step, size in ((0.001, 1024), (0.02, 256)):
         clock = Clock(step)
-        assert gemm.gemm_size(torch.float32, "cpu", seconds=0.1, clock=clock) == size
+        assert gemm.gemm_size(torch.float32, "cpu", clock) == size
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
@@ -54,7 +55,7 @@ def test_other_devices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.ones(1, 1)
     monkeypatch.setattr(torch, "ones", lambda *_size, **_options: tensor)
     clock = Clock(0.001)
-    assert gemm.gemm_size(torch.float32, device, clock=clock) == 4096
+    assert gemm.gemm_size(torch.float32, device, clock) == 4096
     assert len(waits) == clock.reads
 
 
@@ -77,23 +78,34 @@ class Rates:
         self.asked: list[tuple[str, int, bool]] = []
 
     def __call__(
-        self, dtype: torch.dtype, _device: str, size: int, **more: Any
+        self, dtype: torch.dtype, _device: str, size: int, clock: Any = None
     ) -> float:
-        name, alone = NAMES[dtype], more.get("clock") is time.thread_time
+        name, alone = NAMES[dtype], clock is time.thread_time
         if name == "fp32":
             self.factor = next(self.factors, 1.0)
         self.asked.append((name, size, alone))
         return RATES[name] * self.factor * (10 if alone else 1)
 
 
-def size(dtype: torch.dtype, _device: str, **_more: Any) -> int:
+def size(dtype: torch.dtype, _device: str, _clock: Any = None) -> int:
     return {"fp32": 1024, "bf16": 1024, "fp16": 256}[NAMES[dtype]]
 
 
-def test_rounds_give_the_fastest_and_the_spread() -> None:
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
+    def measured(device: str, rates: Rates, *of_attempts: float) -> gemm.GemmRates:
+        monkeypatch.setattr(gemm, "gemm_rate", rates)
+        monkeypatch.setattr(gemm, "gemm_size", size)
+        monkeypatch.setattr(gemm, "count_waiting", shares(*of_attempts))
+        return gemm.measure(device)
+
+    return measured
+
+
+def test_rounds_give_the_fastest_and_the_spread(measure: Measure) -> None:
     """Law: the fastest round is the rate, and the slowest of them the spread."""
     machine = Rates(0.9, 1.0, 0.95)
-    found = gemm.measure("cpu", rate=machine, size=size, load=shares(0.01))
+    found = measure("cpu", machine, 0.01)
     assert found.rates == RATES
     assert found.spread == pytest.approx(dict.fromkeys(RATES, 0.1))
     assert (found.waited, found.doubt) == (0.01, "")
@@ -102,26 +114,26 @@ def test_rounds_give_the_fastest_and_the_spread() -> None:
     assert machine.asked == 3 * one_round
 
 
-def test_load_makes_it_measure_again() -> None:
+def test_load_makes_it_measure_again(measure: Measure) -> None:
     """Law: an attempt under load, or with too large a spread, does not count."""
     machine = Rates(0.5, 0.6, 0.8, *[1.0] * 3)
-    found = gemm.measure("cpu", rate=machine, size=size, load=shares(0.3, 0, 0.0))
+    found = measure("cpu", machine, 0.3, 0, 0.0)
     assert found.rates == RATES
     assert found.doubt == ""
     # None under load, three with a spread of 3/8, three that count.
     assert len(machine.asked) == 3 * (0 + 3 + 3)
 
 
-def test_what_was_never_quiet_is_doubted() -> None:
+def test_what_was_never_quiet_is_doubted(measure: Measure) -> None:
     """Law: after three attempts the time the thread computed is used, and doubted."""
     machine = Rates()
-    found = gemm.measure("cpu", rate=machine, size=size, load=shares(0.3, 0.5, 0.4))
+    found = measure("cpu", machine, 0.3, 0.5, 0.4)
     assert found.rates == {name: 10 * rate for name, rate in RATES.items()}
     assert found.doubt == "threads waited 40% of the time for a CPU"
     assert all(alone for *_, alone in machine.asked)
     assert {size for name, size, _ in machine.asked if name == "bf16"} == {256, 1024}
     machine = Rates(*[1.0, 0.5, 1.0] * 3)
-    found = gemm.measure("cuda", rate=machine, size=size, load=shares(0, 0, 0))
+    found = measure("cuda", machine, 0, 0, 0)
     assert found.doubt == "rounds differ by 50%"
     assert not any(alone for *_, alone in machine.asked)  # a GPU has its own clock
 

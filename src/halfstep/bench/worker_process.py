@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from halfstep.errors import UserError
-from halfstep.machine import hardware
+from halfstep.machine import cpu, hardware
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,12 +120,8 @@ def resident(device: str) -> int:
 
     The peak so far, if the system does not report the current value.
     """
-    status = Path("/proc/self/status")
-    if device == "cpu" and status.exists():
-        for line in status.read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    return hardware.peak_memory(device)
+    current = cpu.memory("VmRSS") if device == "cpu" else None
+    return hardware.peak_memory(device) if current is None else current
 
 
 def reset_peak(device: str) -> None:

@@ -107,12 +107,18 @@ def first_instruction_limits() -> dict[str, str]:
 _AT_IMPORT = instruction_limits()
 
 
-def thread_wait_seconds() -> dict[int, float] | None:
-    """Return how long each thread has waited for a processor, in seconds.
+def memory(field: str) -> int | None:
+    """Return the bytes of a field of `/proc/self/status`: VmRSS, or VmHWM, its peak."""
+    status = PROC / "self" / "status"
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
-    Returns:
-        Thread id -> seconds since its start; None if the system does not provide it.
-    """
+
+def thread_wait_seconds() -> dict[int, float] | None:
+    """Return thread id -> seconds that it has waited for a processor; None: unknown."""
     try:
         tasks = list((PROC / "self" / "task").iterdir())
     except OSError:

@@ -49,37 +49,22 @@ class GemmRates:
     """Why other processes must measure again; empty if the rates are cached."""
 
 
-def measure(
-    device: str,
-    *,
-    rate: Callable[..., float] | None = None,
-    size: Callable[..., int] | None = None,
-    load: Callable[[], Callable[[], float]] | None = None,
-) -> GemmRates:
+def measure(device: str) -> GemmRates:
     """Measure the matmul rate of each format; repeat while the machine is busy.
 
     Why in rounds: a slow moment then affects all formats, not one. If all `ATTEMPTS`
     were under load, rates on a CPU use the CPU time of the calling thread, because time
     spent waiting for a CPU is unrelated to the format.
-
-    Args:
-        device: "cpu", "cuda", "mps" or "xpu".
-        rate: Replacement for `gemm_rate`.
-        size: Replacement for `gemm_size`.
-        load: Starts a measurement; the function that it returns gives the share of the
-            time since then that threads waited. Default: `count_waiting`.
-
-    Returns:
-        Rates; their `doubt` is empty unless all attempts were under load.
     """
-    rate, size, load = rate or gemm_rate, size or gemm_size, load or count_waiting
     dtypes = {name: format_.dtype for name, format_ in formats.FORMATS.items()}
     for _ in range(ATTEMPTS):
-        share = load()
-        sizes = {name: size(dtype, device) for name, dtype in dtypes.items()}
+        share = count_waiting()
+        sizes = {name: gemm_size(dtype, device) for name, dtype in dtypes.items()}
         rounds: list[dict[str, float]] = []
         while len(rounds) < ROUNDS and share() <= WAITED:
-            rounds.append({n: rate(t, device, sizes[n]) for n, t in dtypes.items()})
+            rounds.append(
+                {n: gemm_rate(t, device, sizes[n]) for n, t in dtypes.items()}
+            )
         waited = share()
         if waited > WAITED:
             doubt = f"threads waited {waited:.0%} of the time for a CPU"
@@ -91,10 +76,10 @@ def measure(
         doubt = f"rounds differ by {worst:.0%}"
     clock = time.thread_time if device == "cpu" else time.perf_counter
     # Small matmuls often end before a context switch disturbs them.
-    both = {n: {_SMALLEST, size(t, device, clock=clock)} for n, t in dtypes.items()}
+    both = {n: {_SMALLEST, gemm_size(t, device, clock)} for n, t in dtypes.items()}
     rounds = [
         {
-            n: max(rate(t, device, each, clock=clock) for each in both[n])
+            n: max(gemm_rate(t, device, each, clock) for each in both[n])
             for n, t in dtypes.items()
         }
         for _ in range(2)  # enough for a spread, at little cost to the other load
@@ -132,30 +117,23 @@ def count_waiting() -> Callable[[], float]:
 _SMALLEST, _LARGEST, _LARGEST_ON_CPU = 256, 4096, 1024
 _LEAST_CALLS, _LONG_CALL = 3, 0.1
 """At least `_LEAST_CALLS` matmuls are timed, unless one takes over `_LONG_CALL` s."""
+_RATE_SECONDS = 0.05
+"""Time to spend on a rate, if three matmuls fit it: about sixty matmuls of the fastest
+format on a 2-core machine."""
 
 
 def gemm_size(
-    dtype: torch.dtype,
-    device: str,
-    *,
-    seconds: float = 0.1,
-    clock: Callable[[], float] = time.perf_counter,
+    dtype: torch.dtype, device: str, clock: Callable[[], float] = time.perf_counter
 ) -> int:
-    """Return the largest size whose matmul takes no more than a given time.
+    """Return the largest size whose matmul takes no more than `_LONG_CALL` seconds.
 
     The size doubles while the next one is expected to fit, because a format that the
     CPU emulates must not take minutes. The small matmuls also warm up.
-
-    Args:
-        dtype: Dtype of both factors.
-        device: "cpu", "cuda", "mps" or "xpu".
-        seconds: Longest time of one matmul. Default 0.1.
-        clock: Returns the time in seconds.
     """
     size = _SMALLEST
     largest = _LARGEST_ON_CPU if device == "cpu" else _LARGEST
     while size < largest:
-        if 8 * min(_times(dtype, device, size, 0.0, clock)) > seconds:
+        if 8 * min(_times(dtype, device, size, 0.0, clock)) > _LONG_CALL:
             break
         size *= 2
     return size
@@ -165,23 +143,13 @@ def gemm_rate(
     dtype: torch.dtype,
     device: str,
     size: int,
-    *,
-    seconds: float = 0.05,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Return the rate of a square matmul, in TFLOP/s.
 
     Formula: 2 n**3 operations over the shortest time of one matmul.
-
-    Args:
-        dtype: Dtype of both factors.
-        device: "cpu", "cuda", "mps" or "xpu".
-        size: n.
-        seconds: Time to spend, if three matmuls fit it. Default 0.05: about sixty
-            matmuls of the fastest format on a 2-core machine.
-        clock: Returns the time in seconds.
     """
-    return 2 * size**3 / min(_times(dtype, device, size, seconds, clock)) / 1e12
+    return 2 * size**3 / min(_times(dtype, device, size, _RATE_SECONDS, clock)) / 1e12
 
 
 def _times(

@@ -15,7 +15,6 @@ import platform
 import threading
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,10 +155,6 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
     affinity and cgroup. Rates measured under load are used by this process only, and by
     child processes that are given `child_environment`.
 
-    Args:
-        device: "cpu", "cuda", "mps" or "xpu". Default: the one that training would use.
-        refresh: Measure again, and ignore the cache.
-
     Raises:
         UserError: If `HALFSTEP_RATES` is set to invalid rates.
     """
@@ -178,11 +173,7 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """Return all conditions that a device's speed in this process depends on.
-
-    Args:
-        device: "cpu", "cuda", "mps" or "xpu".
-    """
+    """Return all conditions that a device's speed in this process depends on."""
     machine = capabilities()
     chip = machine.gpus[0].name if device == "cuda" else machine.cpu
     return rate_cache.conditions(device, chip)
@@ -303,8 +294,7 @@ def recommend(device: str | None = None) -> Recommendation:
     """
     where = device or capabilities().device
     rates = gemm_rates(where)
-    candidates = ("bf16", "fp16") if where == "cuda" else ("bf16",)
-    for dtype in candidates:
+    for dtype in ("bf16", "fp16") if where == "cuda" else ("bf16",):
         means, times = native(dtype, where), rates[dtype] / rates["fp32"]
         if times >= WORTH_IT and (means or where != "cuda"):
             by = f" ({_hardware(dtype, where)})" if means else ""
@@ -333,9 +323,8 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     cause = f"although it has {means}" if means else "it has no instructions for it"
     because = f" ({cause})" if where in _PROBED else ""
     better = recommend(where)
-    advice = f"dtype={better.dtype!r}"
-    if better.dtype == "fp32":
-        advice = f"level {better.level}"
+    is_fp32 = better.dtype == "fp32"
+    advice = f"level {better.level}" if is_fp32 else f"dtype={better.dtype!r}"
     return (
         f"dtype={dtype}: this {where} runs {dtype} matmuls at "
         f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f}{because}: expect "
@@ -353,12 +342,9 @@ def peak_memory(device: str | torch.device) -> int:
     where = torch.device(device)
     if where.type == "cuda":
         return int(torch.cuda.max_memory_allocated(where))
-    status = Path("/proc/self/status")
-    if status.exists():
-        # The peak of `getrusage` starts from the parent process's.
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    peak = cpu.memory("VmHWM")
+    if peak is not None:  # the peak of `getrusage` starts from the parent process's
+        return peak
     try:
         import resource
     except ImportError:
@@ -413,11 +399,7 @@ def machine_table() -> Table:
 
 
 def tables(*, refresh: bool = False) -> tuple[Table, ...]:
-    """Return the machine, its measured rates, and the recommendation, as tables.
-
-    Args:
-        refresh: Measure again, and ignore the cache.
-    """
+    """Return the machine, its measured rates, and the recommendation, as tables."""
     rows: list[tuple[Cell, ...]] = []
     notes: list[str] = []
     for where in dict.fromkeys((capabilities().device, "cpu")):
@@ -434,26 +416,18 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
             )
     advice = recommend()
     columns = ("device", "format", "TFLOP/s", "x fp32", "spread", "measured")
+    rates_columns = (*columns, "hardware for it")
+    row = (advice.level, advice.dtype, advice.reason)
     return (
         machine_table(),
-        Table(
-            "Matmul rates, measured",
-            (*columns, "hardware for it"),
-            tuple(rows),
-            tuple(notes),
-        ),
-        Table(
-            "Advice",
-            ("level", "dtype", "why"),
-            ((advice.level, advice.dtype, advice.reason),),
-        ),
+        Table("Matmul rates, measured", rates_columns, tuple(rows), tuple(notes)),
+        Table("Advice", ("level", "dtype", "why"), (row,)),
     )
 
 
 def _age(seconds: float) -> str:
     """Format an age in the largest unit that fits."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        number = int(seconds // length)
-        if number >= 1:
-            return f"{number} {unit}{'s' if number > 1 else ''} ago"
+        if seconds >= length:
+            return f"{format_count(int(seconds // length), unit)} ago"
     return "now"

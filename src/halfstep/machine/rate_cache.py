@@ -40,12 +40,7 @@ _PREFIXES = (
 
 
 def conditions(device: str, chip: str) -> dict[str, Any]:
-    """Return the conditions that rates depend on, as plain values.
-
-    Args:
-        device: "cpu" or "cuda".
-        chip: Name of the processor or GPU.
-    """
+    """Return the conditions that rates depend on, as plain values."""
     fields = cpu.facts()
     identity = ("vendor_id", "cpu family", "model", "stepping", "microcode")
     arm = ("CPU implementer", "CPU variant", "CPU part", "CPU revision")
@@ -80,9 +75,6 @@ def conditions(device: str, chip: str) -> dict[str, Any]:
 def folder(kind: str = RATES) -> Path:
     """Return the directory of the files: `halfstep/<kind>` in the user's cache.
 
-    Args:
-        kind: Name of the directory: what was measured.
-
     Raises:
         OSError: If this user has no home directory.
     """
@@ -98,10 +90,6 @@ def load(facts: dict[str, Any], now: float) -> GemmRates | None:
     """Return the rates measured under these conditions, or None.
 
     A file that is damaged, too old, or for other conditions counts as absent.
-
-    Args:
-        facts: Result of `conditions`.
-        now: Seconds since 1970.
     """
     try:
         data = read(RATES, facts)

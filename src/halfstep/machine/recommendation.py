@@ -50,11 +50,8 @@ def resolve(
     if level == "auto":
         if fixed is None:
             advice = hardware.recommend(device)
-            chosen_level, format_ = (
-                levels.parse(advice.level),
-                formats.parse(advice.dtype),
-            )
-            return Choice(chosen_level, format_, advice.reason)
+            format_ = formats.parse(advice.dtype)
+            return Choice(levels.parse(advice.level), format_, advice.reason)
         chosen_level = levels.O0 if fixed is formats.FP32 else levels.O2
         return Choice(chosen_level, fixed, f"dtype {fixed} was asked for")
     chosen_level = levels.parse(level)
@@ -78,14 +75,7 @@ def resolve(
 def warnings_for(
     choice: Choice, optimizer: torch.optim.Optimizer, device: str, *, masters: bool
 ) -> list[str]:
-    """Return warnings about a choice that the user made, one line each.
-
-    Args:
-        choice: Level and format.
-        optimizer: Its epsilon may round to zero in 16-bit state.
-        device: "cpu", "cuda", "mps" or "xpu".
-        masters: The optimizer's state is fp32, not in `choice`'s format.
-    """
+    """Return warnings about a choice that the user made, one line each."""
     warnings = [
         hardware.emulation_warning(choice.format.name, device),
         weight_nan_warning(choice, optimizer, masters=masters),
@@ -98,10 +88,8 @@ def weight_nan_warning(
 ) -> str:
     """Return a warning if weights will become NaN whatever the data, or "".
 
-    Args:
-        choice: Level and format.
-        optimizer: Its epsilon may round to zero in 16-bit state.
-        masters: The optimizer's state is fp32, not in `choice`'s format.
+    The optimizer's epsilon may round to zero in 16-bit state; with `masters` the state
+    is fp32.
     """
     if not choice.level.low_weights or masters:
         return ""
