@@ -193,8 +193,7 @@ class CheckedSteps:
 
     Args:
         step: Runs one step.
-        checked: Number of steps whose gradients are checked; synchronizes with the
-            device.
+        checked: Number of steps whose gradients are checked, which synchronizes.
         same_batch: Whether `step` takes its batch, so that a replay gets the same one.
         session: The session that the steps use.
         model: The model that they train. None: the models that the first step runs.

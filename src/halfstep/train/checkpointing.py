@@ -78,17 +78,10 @@ def load(session: Session, path: Path) -> None:
 
 
 def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
-    """Call a function on the first rank; if it raises, raise on all ranks.
+    """Call a function on the first rank and return its result there, None elsewhere.
 
-    Otherwise the other ranks would wait for a rank that is gone, without a reason.
-
-    Returns:
-        The result on the first rank; None on the others.
-
-    Raises:
-        UserError: On all ranks, if the call raises it; on the others, also if the call
-            raises an `OSError`.
-        OSError: On the first rank, if the call raises it.
+    If it raises `UserError`, all ranks do; otherwise they would wait for a rank that is
+    gone. If it raises `OSError`, the others raise `UserError`.
     """
     result: T | None = None
     local_error: UserError | OSError | None = None

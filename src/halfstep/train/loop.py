@@ -45,14 +45,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a session on a job.
-
-    Args:
-        session: Prepared, with its model wrapped for data parallelism.
-        job: The inputs of training.
-        world: Rank, number of ranks and device.
-        folder: Metrics and checkpoints are written there.
-    """
+    """Trains a session, its model wrapped for data parallelism, on a job."""
 
     def __init__(
         self, session: Session, job: TrainJob, world: World, folder: RunFolder

@@ -74,11 +74,9 @@ def build(
 
     Args:
         name: "tiny", "small", or an argument of transformers' `from_pretrained`.
-        texts: The training texts, whose characters become the vocabulary of a network
-            from scratch; otherwise not read.
+        texts: The training texts; their characters are the vocabulary from scratch.
         outputs: Names of the model's outputs: classes, or tags.
-        head: Suffix of the model's class name in transformers:
-            "SequenceClassification" or "TokenClassification".
+        head: Suffix of the model's class name in transformers.
         max_length: Texts are truncated to this many tokens.
         dropout: Dropout probability. None: 0.1 from scratch, otherwise the model's.
 
@@ -199,16 +197,12 @@ def load(
     head: str,
     **words: Any,  # noqa: ANN401
 ) -> tuple[Any, Any, list[str]]:
-    """Load a tokenizer and a model with transformers.
+    """Load a tokenizer and a model; return them, and the weights that it lacks by name.
 
     Args:
         name: An argument of transformers' `from_pretrained`.
         head: End of the model's class name, as in `build`.
         words: Passed on to the model's `from_pretrained`.
-
-    Returns:
-        The tokenizer, the model, and the names of weights that were not in the
-        checkpoint and are randomly initialized.
 
     Raises:
         UserError: If transformers cannot load them, or only by running their code.

@@ -29,10 +29,7 @@ _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe|shared)\.")
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     """Freeze the parameters whose names match; return the number of values frozen.
 
-    Args:
-        model: Changed in place.
-        patterns: Shell patterns of parameter names; one that matches a module freezes
-            all of its parameters. May be empty.
+    Shell patterns; one that matches a module freezes all of its parameters.
 
     Raises:
         UserError: If a pattern matches nothing, or no trainable parameter is left.
@@ -86,15 +83,10 @@ def make_param_groups(
     """Return the param groups of the trainable parameters.
 
     Weight decay applies to matrices, not to biases and normalization: for a scale of
-    one, zero is no sensible prior. Each block has `layer_decay` times the learning rate
-    of the block above, embeddings the lowest, because lower layers are more general
-    (Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification",
-    2018).
-
-    Args:
-        model: Frozen parameters are left out.
-        weight_decay: Weight decay of matrices.
-        layer_decay: 0 < layer_decay <= 1; 1 for one learning rate everywhere.
+    one, zero is no sensible prior. Each block has `layer_decay` (0 to 1) times the
+    learning rate of the block above, embeddings the lowest, because lower layers are
+    more general (Howard and Ruder, "Universal Language Model Fine-tuning for Text
+    Classification", 2018).
     """
     named = list(model.named_parameters())
     # Counts frozen blocks too, so that depths do not shift.

@@ -90,13 +90,10 @@ def write(
     path: Path | None,
     notes: tuple[str, ...] = (),
 ) -> None:
-    """Write one JSON object per text, and progress to standard error.
+    """Write one JSON object per text, and progress and notes to standard error.
 
-    Args:
-        predictions: The predictions.
-        path: Output file, replaced atomically after the last prediction; a terminal
-            or a pipe is written directly. None: standard output.
-        notes: Further lines for standard error.
+    The file is replaced atomically after the last prediction; a terminal or a pipe is
+    written directly. None is standard output.
 
     Raises:
         UserError: If the file cannot be written.

@@ -90,15 +90,8 @@ def replay(
 
     If each micro-batch is finite, their summed gradients are checked. A collective
     call. A step that cannot be replayed, for lack of memory perhaps, only warns.
-
-    Args:
-        session: Holds the weights of the failed step.
-        batch: The batch of the step.
-        loss_of: Computes the summed loss of a micro-batch.
-        seed: Seeds the random generators as in the step.
-        scale: Loss scale of the step.
-        losses: Losses of the steps applied before.
-        failed: The step failed with exactly these weights.
+    `loss_of` sums the loss of a micro-batch, `seed` seeds as in the step, and `failed`
+    says that the step failed with exactly these weights.
     """
     world = process_group.world_size()
     weight = world / batch.weight  # the session divides by the number of micro-batches

@@ -324,13 +324,7 @@ def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
     """Return the first half of a batch's examples, and equally many of the rest.
 
     A tensor is split along its first dimension if that has the most common length of
-    all tensors; other tensors and objects go into both halves.
-
-    Args:
-        batch: Input of a model.
-
-    Returns:
-        None if no tensor can be split.
+    all tensors; other tensors and objects go into both halves. None if none is split.
     """
     sizes = Counter(item.shape[0] for item in tensors_in(batch) if item.ndim)
     if not sizes:

@@ -129,14 +129,7 @@ def out_of_range(error: OutOfRange, context: ReplayContext) -> BadOp:
 def not_reproduced(
     number: int | None, scale: float, parts: int = 1, processes: int = 1
 ) -> BadOp:
-    """Return the report of a step that failed, and was finite in two replays.
-
-    Args:
-        number: Of the step.
-        scale: Loss scale.
-        parts: Number of micro-batches.
-        processes: Number of processes that average gradients.
-    """
+    """Return the report of a step that failed, and was finite in two replays."""
     # For one micro-batch alone, the sum with others was not checked.
     more = _ONE_PART if parts == 1 else ""
     cause, advice = "hardware", _NOT_REPRODUCED.format(more=more)

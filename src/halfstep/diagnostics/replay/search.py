@@ -176,13 +176,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_loss(source: str, loss: object, *, needs_graph: bool = True) -> None:
-    """Check that a loss is one floating number, and has a graph if that is needed.
-
-    Args:
-        source: The function that returned it, for the message.
-        loss: What it returned.
-        needs_graph: Whether gradients are needed.
-    """
+    """Check that a loss is one floating number, and has a graph if that is needed."""
     returned, advice = "", f"return the loss, one floating-point number, {_EXAMPLE}"
     if not isinstance(loss, Tensor):
         returned = f"a {type(loss).__name__}"

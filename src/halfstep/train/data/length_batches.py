@@ -28,12 +28,6 @@ def epoch(
     Sorting the whole epoch by length would make the same batches in every epoch; so
     only random pools are sorted, and none in epochs that end within `RANDOM_STEPS`. The
     result depends on the arguments alone, so that a resumed run continues in mid-epoch.
-
-    Args:
-        lengths: Tokens of each example, shape (N,).
-        batch_size: Examples per batch, >= 1; the last batch cut may be smaller.
-        seed: Seed of the run, any integer.
-        number: Number of the epoch, from 0; each has its own order.
     """
     # numpy keeps the output of bit generators stable, not of `permutation`.
     key = hashlib.sha256(f"{seed} {number}".encode()).digest()[:16]

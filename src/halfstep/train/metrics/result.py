@@ -115,15 +115,9 @@ def confusion_table(
     """Return a confusion matrix as a table, with at most `limit` labels.
 
     Of more labels, those with the fewest errors are merged: a table of a hundred
-    labels is unreadable, and most errors are in few of them.
-
-    Args:
-        counts: True by predicted, shape (R, R) for R names. With one row and one
-            column more, these are for predictions without a true entity, and for
-            entities without a prediction.
-        names: Labels or entity types.
-        limit: Maximum number of rows for names, at least 2; one is for the merged rest.
-        notes: Notes below the table.
+    labels is unreadable, and most errors are in few of them. `counts` are true by
+    predicted, for each name; a further row and column are for predictions without a
+    true entity, and for entities without a prediction.
     """
     beyond = len(counts) - len(names)
     if len(names) > limit:
