@@ -58,7 +58,7 @@ def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: why for name, why in reasons.items() if why is not None}
 
     missing = {"accelerate": "not installed"}
-    kept = ("torch.amp-kept", "O2-kept")
+    kept = ("torch.amp-kept", "torch.amp-fused-kept", "O2-kept")
     torchao = ("torchao-8bit", "torchao-4bit", "O2-8bit")
     others = ("fabric-mixed", "fabric-true", "trainer", *torchao)
     assert absent() == missing
@@ -308,7 +308,8 @@ _LOST = 2 * 2 * 2**-9
 
 
 @pytest.mark.parametrize(
-    "name", ["torch.amp", "naive-O2", "pure", "O1", "O1 torch", "O2", "O3"]
+    "name",
+    ["torch.amp", "torch.amp-fused", "naive-O2", "pure", "O1", "O1 torch", "O2", "O3"],
 )
 def test_candidates_learn_alike(name: str) -> None:
     """Law: losses are those of fp32, but for what bf16 loses.
@@ -321,6 +322,21 @@ def test_candidates_learn_alike(name: str) -> None:
     theirs, ours = trained("fp32", own), trained(name, own)
     assert theirs[0] - theirs[-1] > _LOST
     assert ours == pytest.approx(theirs, rel=_LOST)
+
+
+@pytest.mark.parametrize("name", ["torch.amp", "O1"])
+def test_fused(name: str) -> None:
+    """Law: the fused candidate has the same optimizer, but for its kernel."""
+    settings = work(optimizer="adamw")
+    plain, fused = (
+        make_loop(f"{name}{suffix}", settings).optimizer.param_groups[0]
+        for suffix in ("", "-fused")
+    )
+    assert fused["fused"] is True
+    changed = {"fused", "params"}
+    assert {k: v for k, v in plain.items() if k not in changed} == {
+        k: v for k, v in fused.items() if k not in changed
+    }
 
 
 def test_masters_by_hand() -> None:

@@ -292,6 +292,13 @@ def fast_dropout(task: Task, *, of: Callable[..., Loop], **settings: Any) -> Loo
     return of(task, **settings)
 
 
+def fused(task: Task, *, of: Callable[..., Loop], **settings: Any) -> Loop:  # noqa: ANN401
+    """Return the loop `of`, with torch's one kernel for the optimizer's update."""
+    groups = [{**group, "fused": True} for group in task.optimizer.param_groups]
+    make: Any = type(task.optimizer)
+    return of(replace(task, optimizer=make(groups, fused=True)), **settings)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to train the model of a workload."""
@@ -334,6 +341,12 @@ CANDIDATES = {
     "fp32": Candidate("all in fp32", plain, {"low": False}),
     "torch.amp": Candidate("torch.autocast, and torch's GradScaler with fp16", plain),
     "torch.amp-kept": Candidate(_KEEPS_MEMORY, plain, keeps_memory=True),
+    "torch.amp-fused": Candidate(
+        "torch.amp, and the optimizer with fused=True", fused, {"of": plain}
+    ),
+    "torch.amp-fused-kept": Candidate(
+        _KEEPS_MEMORY, fused, {"of": plain}, keeps_memory=True
+    ),
     "torch.amp-fast": Candidate(
         "torch.amp after hs.use_fast_dropout", fast_dropout, {"of": plain}
     ),
@@ -346,6 +359,11 @@ CANDIDATES = {
     "naive-O2": Candidate("fp32 masters by hand", manual, {"masters": True}),
     "pure": Candidate("all in 16 bits, by hand", manual, {"masters": False}),
     "O1": _session("fp32 weights, operations cast one by one", level="O1"),
+    "O1-fused": Candidate(
+        "halfstep: O1, and the optimizer with fused=True",
+        fused,
+        {"of": session, "level": "O1"},
+    ),
     "O2": _session("16-bit weights, fp32 master weights", level="O2"),
     "O2-kept": Candidate(_KEEPS_MEMORY, session, {"level": "O2"}, keeps_memory=True),
     "O2-fast": Candidate(
