@@ -321,7 +321,7 @@ def test_what_cannot_be_read_is_not_called_absent(
         return original(self, **words)
 
     monkeypatch.setattr(Path, "stat", silent)
-    with pytest.raises(atomic_directory.CheckpointReadError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         load(path)
     assert str(caught.value) == (
         f"checkpoint file {path / name} cannot be read: {os.strerror(reason)}. Resume "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import halfstep as hs
-from halfstep.distributed.ddp import data_parallel, no_sync
+from halfstep.distributed.ddp import data_parallel
 from halfstep.distributed.process_group import (
     World,
     all_reduce_max,
@@ -187,8 +187,6 @@ def test_one_process_is_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all_reduce_max(value) is value
         assert all_reduce_sum(value) is value
         barrier()
-        with no_sync(model):
-            pass
     assert value.tolist() == [3.0]
     assert not dist.is_initialized()
 

@@ -34,7 +34,7 @@ RULES = (SGD, MOMENTUM, NESTEROV, ADAMW, AMSGRAD, FAR)
 
 
 def ready(kernel: Any) -> Any:
-    if not kernel.available():
+    if hasattr(kernel, "available") and not kernel.available():
         pytest.skip(kernel.describe())
     return kernel
 

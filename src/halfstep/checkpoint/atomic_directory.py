@@ -35,10 +35,6 @@ class CheckpointError(UserError):
     """A checkpoint cannot be read or written; the message names the file and why."""
 
 
-class CheckpointReadError(CheckpointError):
-    """A checkpoint that cannot be read now, though it need not be damaged."""
-
-
 class CheckpointWriteError(CheckpointError):
     """A checkpoint that could not be written."""
 
@@ -93,10 +89,10 @@ def write_error(directory: Path, reason: str) -> CheckpointWriteError:
 
 def read_error(
     path: Path, reason: str | None, format_: str | None = PLAIN
-) -> CheckpointReadError:
+) -> CheckpointError:
     """Return the error for a checkpoint, or a file of it, that cannot be read."""
     noun, remedy = _words(format_)
-    return CheckpointReadError(f"{noun} file {path} cannot be read: {reason}. {remedy}")
+    return CheckpointError(f"{noun} file {path} cannot be read: {reason}. {remedy}")
 
 
 def _words(format_: str | None) -> tuple[str, str]:
@@ -107,11 +103,7 @@ def _words(format_: str | None) -> tuple[str, str]:
 
 
 def make_temporary(directory: Path, temporary: Path, *, replace: bool = False) -> None:
-    """Make the temporary directory, and remove those of killed processes.
-
-    Raises:
-        CheckpointError: If the name is taken, also by a broken link.
-    """
+    """Make the temporary directory, and remove those of killed processes."""
     remove_leftovers(directory.parent, directory.name, exclusive=False)
     if not replace:
         _check_not_taken(directory)
@@ -127,11 +119,7 @@ def _check_not_taken(directory: Path) -> None:
 def commit(
     directory: Path, temporary: Path, facts: Mapping[str, Any], *, replace: bool = True
 ) -> None:
-    """Write the manifest, flush all files to disk, and rename the directory.
-
-    Raises:
-        CheckpointError: If another program has taken the name, unless `replace`.
-    """
+    """Write the manifest, flush all files to disk, and rename the directory."""
     manifest: dict[str, Any] = {"schema": SCHEMA, **facts}
     manifest["seal"] = seal(manifest)
     text = json.dumps(manifest, indent=1)

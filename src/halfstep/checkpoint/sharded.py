@@ -52,13 +52,10 @@ def write(
         notes: Values for `json.dumps`; those of rank 0 are stored.
         replace: Replace an existing directory once the new one is on disk.
     """
-    rank, unwritten = (
-        process_group.rank(),
-        partial(atomic_directory.write_error, directory),
-    )
-    temporary = process_group.broadcast_object(
-        atomic_directory.temporary_path(directory)
-    )
+    rank = process_group.rank()
+    unwritten = partial(atomic_directory.write_error, directory)
+    temporary = atomic_directory.temporary_path(directory)
+    temporary = process_group.broadcast_object(temporary)
     try:
         with _raise_on_all_ranks(unwritten):
             if rank == 0:
@@ -210,15 +207,21 @@ def _check_shared(temporary: Path, files: Mapping[str, object]) -> None:
 def verify(directory: Path, needed: str) -> Metadata:
     """Return a directory's index, after verifying every byte.
 
-    Each rank reads the manifest, the index and its share of the other files.
-
-    Args:
-        directory: A checkpoint.
-        needed: Name of a tensor that every checkpoint of halfstep contains.
+    Each rank reads the manifest, the index and its share of the other files. `needed`
+    is the name of a tensor that every checkpoint of halfstep contains.
     """
     with _raise_on_all_ranks(partial(atomic_directory.read_error, directory)):
         if not (directory / atomic_directory.MANIFEST).is_file():
-            _refuse_unsealed(directory)
+            why = (
+                f"{directory} has no {atomic_directory.MANIFEST}, so it cannot be "
+                "checked; it was altered, or not written by halfstep."
+            )
+            if not (directory / TORCH_INDEX).is_file():
+                why = (
+                    f"{directory} has no complete checkpoint of torch.distributed: it "
+                    f"has no file {TORCH_INDEX}, which is written last."
+                )
+            raise CheckpointError(why)
         manifest = atomic_directory.read(directory, atomic_directory.SHARDED)
         if INDEX not in manifest["files"]:
             _refuse_foreign(directory, f"file {INDEX}")
@@ -251,21 +254,6 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
         _without_torch_warnings(),
     ):
         state_dict_loader.load(tensors, storage_reader=Reader(directory))
-
-
-def _refuse_unsealed(directory: Path) -> NoReturn:
-    """Raise the error for a directory without a manifest."""
-    if not (directory / TORCH_INDEX).is_file():
-        message = (
-            f"{directory} has no complete checkpoint of torch.distributed: it has no "
-            f"file {TORCH_INDEX}, which is written last."
-        )
-        raise CheckpointError(message)
-    message = (
-        f"{directory} has no {atomic_directory.MANIFEST}, so it cannot be "
-        "checked; it was altered, or not written by halfstep."
-    )
-    raise CheckpointError(message)
 
 
 def _refuse_foreign(directory: Path, what: str) -> NoReturn:

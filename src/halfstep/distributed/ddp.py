@@ -43,14 +43,6 @@ def is_data_parallel(model: nn.Module) -> bool:
     return find_ddp(model) is not None
 
 
-def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a DDP model does not average its gradients."""
-    ddp = find_ddp(model)
-    if ddp is not None:
-        return ddp.no_sync()
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def bypassed(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
     """Make a DDP model run its module without any communication.

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FAILURE_KEY = "halfstep/fault"
-_MAX_REASON_CHARS = 400  # length of a reason
-_REASON_TIMEOUT_S = 2.0  # seconds in which a failing process may send its reason
-_POLL_S = 0.005  # polling interval in seconds
+_MAX_REASON_CHARS = 400
+_REASON_TIMEOUT_S = 2.0  # in which a failing process may send its reason
+_POLL_S = 0.005
 _LOST_PEER_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -136,19 +136,18 @@ def _init_process_group(device: torch.device) -> tuple[Store, int, int]:
         raise UserError(message) from error
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        why = _shortened(str(error).strip().partition("\n")[0])  # then a stack trace
         message = (
             f"the {os.environ['WORLD_SIZE']} processes did not meet at {place} "
-            f"({_first_line(error)}); start them all, with MASTER_ADDR and "
+            f"({why}); start them all, with MASTER_ADDR and "
             "MASTER_PORT of the first."
         )
         raise UserError(message) from error
     return store, rank, size
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of torch's error, without the stack trace."""
-    line, _, _ = str(error).strip().partition("\n")
-    return " ".join(line.split())[:_MAX_REASON_CHARS].rstrip(".")
+def _shortened(text: str) -> str:
+    return " ".join(text.split())[:_MAX_REASON_CHARS].rstrip(".")
 
 
 def _fresh_store(store: Store, rank: int, size: int) -> Store:
@@ -198,17 +197,14 @@ def _share_failure(store: Store, rank: int) -> Iterator[None]:
         if not _is_lost_peer(error):
             # The store's process may have ended. The first reason is kept.
             with contextlib.suppress(RuntimeError):
-                words = f"process {rank}: {_reason_for(error)}"
-                store.compare_set(_FAILURE_KEY, "", words)
+                words = _shortened(str(error))
+                if not isinstance(error, UserError):
+                    words = f"{type(error).__name__}: {words}"
+                store.compare_set(_FAILURE_KEY, "", f"process {rank}: {words}")
             raise
         reason = _reason_of_peer(store)
         message = f"stopped, because another process did: {reason}."
         raise PeerLost(message) from error
-
-
-def _reason_for(error: Exception) -> str:
-    words = " ".join(str(error).split())[:_MAX_REASON_CHARS].rstrip(".")
-    return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"
 
 
 def _is_lost_peer(error: Exception) -> bool:
@@ -240,10 +236,10 @@ def all_reduce_max(value: Tensor, group: dist.ProcessGroup | None = None) -> Ten
     return value
 
 
-def all_reduce_sum(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_reduce_sum(value: Tensor) -> Tensor:
     """Return the elementwise sum over all ranks, the same on each."""
     if dist.is_initialized():
-        dist.all_reduce(value, dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(value)
     return value
 
 

@@ -32,11 +32,6 @@ CHUNK = 1 << 16
 """Elements per chunk: 256 KiB for each fp32 buffer."""
 
 
-def available() -> bool:
-    """Return True: torch ops are always available."""
-    return True
-
-
 def describe() -> str:
     """Return a one-line description."""
     return "torch's own operations, on chunks that stay in cache"

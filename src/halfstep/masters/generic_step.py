@@ -41,12 +41,7 @@ def step(
     parameters at a time. Others, and those with step hooks, may count each call as a
     step; they are stepped once, with all parameters decoded.
 
-    Args:
-        optimizer: May have other parameters too. Gradients are in the masters' `.grad`.
-        master_params: All compact master weights.
-        encoding: Their encoding.
-        rng: For stochastic rounding.
-        only: The one parameter of the optimizer to step. None: all.
+    Gradients are in the masters' `.grad`. `only` is the one parameter to step, or None.
     """
     param_of: dict[Tensor, MasterParam] = {p.master: p for p in master_params}
     groups = optimizer.param_groups

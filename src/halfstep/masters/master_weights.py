@@ -189,10 +189,7 @@ class MasterWeights:
     ) -> None:
         """Set the fp32 values of an optimizer's parameter, and the model's weight.
 
-        Args:
-            param: One of the optimizer's parameters.
-            fp32: Its values.
-            weight: The 16-bit weight. None: `fp32`, rounded.
+        The 16-bit weight is `fp32` rounded, unless it is given.
         """
         master_param = self.master_params.get(param)
         if master_param is None:
@@ -325,11 +322,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def broadcast_(self, broadcast: Callable[[list[Tensor]], None]) -> None:
-        """Replace weights and residuals by those of rank 0.
-
-        Args:
-            broadcast: Overwrites a list of tensors by those of rank 0.
-        """
+        """Replace weights and residuals by those of rank 0, as `broadcast` does."""
         self.add_new_params()
         master_params = self.master_params.values()
         if not self.encoding.is_compact:
@@ -437,9 +430,7 @@ class MasterWeights:
 class NoMasters(MasterWeights):
     """MasterWeights of an optimizer that updates the model's own parameters.
 
-    Args:
-        optimizer: The optimizer.
-        text: What `note` returns.
+    `text` is what `note` returns.
     """
 
     has_masters = False

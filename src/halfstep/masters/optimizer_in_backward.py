@@ -29,12 +29,8 @@ def check(
 ) -> None:
     """Reject options that need all gradients of a step at once.
 
-    Args:
-        rule: Rule of the loss scale.
-        clip: Largest norm of all gradients.
-        accumulate: Micro-batches per step.
-        needs_agreement: Ranks must agree on what is skipped.
-        needs_all_gradients: Micro-batches may be dropped, or run again.
+    `needs_agreement`: ranks must agree on what is skipped. `needs_all_gradients`:
+    micro-batches may be dropped, or run again.
     """
     why = ""
     if rule.scales:
@@ -76,11 +72,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
 class OptimizerInBackward:
     """Updates each parameter as soon as its gradient exists, and frees the gradient.
 
-    A gradient with inf or NaN skips the update of its own parameter only.
-
-    Args:
-        masters: With a kernel, or over an optimizer that keeps its state per parameter.
-        norm: Whether to compute the norm of all gradients.
+    A gradient with inf or NaN skips the update of its own parameter only. `norm`:
+    compute the norm of all gradients.
     """
 
     def __init__(self, masters: MasterWeights, *, norm: bool) -> None:

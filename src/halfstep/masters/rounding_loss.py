@@ -59,12 +59,7 @@ class RoundingLoss:
 
 
 class RoundingLossCounter:
-    """Counts updates lost to rounding every `every` steps.
-
-    Args:
-        masters: Master weights of the optimizer, or `NoMasters`.
-        every: Steps between counts, >= 1.
-    """
+    """Counts updates lost to rounding every `every` steps, >= 1."""
 
     def __init__(self, masters: MasterWeights, every: int) -> None:
         self.every = require_int("every", every, 1)
@@ -75,11 +70,7 @@ class RoundingLossCounter:
 
     @contextlib.contextmanager
     def measure(self, report: StepReport) -> Iterator[None]:
-        """Compare the weights before and after an update, if a count is due.
-
-        Args:
-            report: Report of the step; a skipped step is not counted.
-        """
+        """Compare weights before and after an update that is applied, if it is due."""
         # The session's step count, so that a resumed run counts at the same steps.
         if report.step % self.every:
             yield
@@ -90,12 +81,16 @@ class RoundingLossCounter:
             self.last = tuple(self._compare(report.step, before, self._sample_groups()))
 
     def _sample_groups(self) -> list[list[tuple[Tensor, ...]]]:
-        groups = self._masters.optimizer.param_groups
-        pairs = zip(groups, self._sampled_params(), strict=True)
-        return [
-            [self._sample_values(param, places, lr_of(group)) for param, places in part]
-            for group, part in pairs
-        ]
+        """Return `_sample_values` of the parameters of each group."""
+        samples = []
+        for group in self._masters.optimizer.param_groups:
+            model_param = self._masters.model_param
+            params = [p for p in group["params"] if model_param(p).requires_grad]
+            total = sum(param.numel() for param in params)
+            share, lr = min(1.0, SAMPLE / max(total, 1)), lr_of(group)
+            places = [(param, self._indices_of(param, share)) for param in params]
+            samples.append([self._sample_values(*place, lr) for place in places])
+        return samples
 
     def _compare(
         self,
@@ -116,17 +111,6 @@ class RoundingLossCounter:
                 home = counts[0].device
                 total = torch.stack([count.to(home) for count in counts]).sum(0)
                 yield RoundingLoss(step, group, total, random)
-
-    def _sampled_params(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        """Return (parameter, sampled indices) pairs for each group."""
-        samples = []
-        for group in self._masters.optimizer.param_groups:
-            model_param = self._masters.model_param
-            params = [p for p in group["params"] if model_param(p).requires_grad]
-            total = sum(param.numel() for param in params)
-            share = min(1.0, SAMPLE / max(total, 1))
-            samples.append([(p, self._indices_of(p, share)) for p in params])
-        return samples
 
     def _indices_of(self, param: Tensor, share: float) -> Tensor | None:
         """Return random indices, the same at each count; None: all elements.

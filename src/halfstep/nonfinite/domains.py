@@ -231,13 +231,9 @@ def find_domain_error(
 ) -> DomainError | None:
     """Return the values at which an operation is infinite or undefined, or None.
 
-    Synchronizes with the device.
-
-    Args:
-        op: aten name.
-        values: Its arguments by their names in aten's schema, or saved values by
-            autograd's names, as far as known.
-        phase: "forward": check the result; "backward": check the derivative.
+    `values` are its arguments by their names in aten's schema, or saved values by
+    autograd's names, as far as known. Phase "forward" checks the result, "backward"
+    the derivative. Synchronizes with the device.
     """
     for row in _ROWS_OF_OP.get(op.lstrip("_"), ()):
         operands = [values.get(name) for name in row.operands.split()]
@@ -281,9 +277,8 @@ def arguments(
     schema = func._schema  # noqa: SLF001
     values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     if len(schema.returns) > 1:
-        for number, (returned, output) in enumerate(
-            zip(schema.returns, outputs, strict=False)
-        ):
+        named = zip(schema.returns, outputs, strict=False)
+        for number, (returned, output) in enumerate(named):
             values[returned.name or f"result{number}"] = output
     operand = values.get("self")
     if isinstance(operand, Tensor):

@@ -53,13 +53,8 @@ def _bad_op(
 ) -> BadOp:
     """Return a cause as the result of a replay that was not made.
 
-    Args:
-        cause: As in `BadOp`.
-        where: The operation with the parameters that it takes, or a tensor.
-        evidence: What was observed there, with numbers.
-        advice: What to change.
-        kind: "inf" or "NaN" if a value shows it; unknown for a derivative.
-        rule: The policy rules in the advice.
+    `where` is an operation with the parameters that it takes, or a tensor; `kind` is
+    "inf" or "NaN" if a value shows it, and unknown for a derivative.
     """
     match = _WITH_PARAMETERS.fullmatch(where)
     names = match["names"] if match else where if cause == "weight" else ""
@@ -261,17 +256,15 @@ class _Op:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.kind = re.sub(r"Backward\d*$", "", node.name()).replace(
-            "_CachedCast", "ToCopy"
-        )
+        kind = re.sub(r"Backward\d*$", "", node.name())
+        self.kind = kind.replace("_CachedCast", "ToCopy")
         self.leaf: Tensor | None = getattr(node, "variable", None)
         self.edges = _edges(node)
         self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
         self.dtype = self.outputs[0].dtype
         self.limit = torch.finfo(self.dtype).max
-        self.range_text = (
-            f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
-        )
+        name = str(self.dtype).removeprefix("torch.")
+        self.range_text = f"{name} holds {self.limit:.6g}"
         # Only casts to float16 are likely to overflow.
         widens = self.kind == "ToCopy" and self.dtype != torch.float16
         self.keeps_values = widens or _SHAPE_OPS.match(self.kind) is not None
@@ -371,9 +364,8 @@ class _Graph:
             if op.keeps_values and (node, 0) in self.values:
                 self.values.setdefault(op.edges[0], self.values[node, 0])
         for node, op in self.ops.items():
-            operand = (
-                self.values.get(op.edges[0]) if op.carries_values and op.edges else None
-            )
+            carries = op.carries_values and op.edges
+            operand = self.values.get(op.edges[0]) if carries else None
             # A cast turns values above its limit into inf.
             if operand is not None and not op.limit < _absmax(operand) < math.inf:
                 self.values.setdefault((node, 0), operand)
@@ -389,14 +381,12 @@ class _Graph:
                 if isinstance(leaf, nn.Parameter):
                     return self._nonfinite_weight(leaf)
                 where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
-                return _bad_op(
-                    "data", where, _nonfinite_text(leaf), FIND, _nonfinite_kind(leaf)
-                )
+                kind = _nonfinite_kind(leaf)
+                return _bad_op("data", where, _nonfinite_text(leaf), FIND, kind)
         for name, value in op.constants():
             absmax = _absmax(value)
-            if absmax < math.inf or (
-                absmax == math.inf and _ABSORBING_OPS.match(op.kind)
-            ):
+            absorbs = absmax == math.inf and _ABSORBING_OPS.match(op.kind)
+            if absmax < math.inf or absorbs:
                 continue
             if isinstance(value, nn.Parameter):
                 return self._nonfinite_weight(value)
@@ -434,19 +424,14 @@ class _Graph:
         result = self.values.get((op.node, 0))
         if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
             return None
-        if not any(
-            part.adds_constants or part.kind == "MaskedFill"
-            for part in self._unknown_upstream(op)
-        ):
+        upstream = self._unknown_upstream(op)
+        if not any(p.adds_constants or p.kind == "MaskedFill" for p in upstream):
             return None
-        evidence = f"a mask covers whole rows: {_nonfinite_text(result)}"
+        what, kind = "a mask covers whole rows", _nonfinite_kind(result)
         if _absmax(result) == math.inf:
-            evidence = (
-                f"a target names a class that is masked: {_nonfinite_text(result)}"
-            )
-        return _bad_op(
-            "zero", self._describe_op(op), evidence, MASK, _nonfinite_kind(result)
-        )
+            what = "a target names a class that is masked"
+        evidence = f"{what}: {_nonfinite_text(result)}"
+        return _bad_op("zero", self._describe_op(op), evidence, MASK, kind)
 
     def overflow(self, op: _Op) -> BadOp | None:
         """Check if a cast or a float16 product overflows; record if it does not."""
@@ -532,9 +517,8 @@ class _Graph:
         """
         low = [op for op in suspects if op.dtype == torch.float16]
         modules = {*map(self._module, low)} - {""}
-        consumers = [
-            op for op in self._low_consumers(low) if self._module(op) not in modules
-        ]
+        consumers = self._low_consumers(low)
+        consumers = [op for op in consumers if self._module(op) not in modules]
         if consumers:
             what = _with_names(consumers[0].name, self._names(consumers[0]))
             evidence += f"; {what} takes it in float16"
@@ -544,9 +528,8 @@ class _Graph:
         if rules:
             policy = " + ".join([base, *rules, *old])  # the first that matches decides
             advice = f"Keep it in float32: policy='{policy}'; or train in bf16."
-        return _bad_op(
-            "forward range", where, evidence, advice, kind, " + ".join(rules)
-        )
+        rule = " + ".join(rules)
+        return _bad_op("forward range", where, evidence, advice, kind, rule)
 
     def _low_consumers(self, ops: list[_Op]) -> list[_Op]:
         """Return the operations that cast results of `ops` to float16."""

@@ -55,10 +55,7 @@ def eps_underflows(
     """Return the groups of one of torch's optimizers whose eps is too small.
 
     Fused kernels divide in fp32, and the precision of other optimizers is unknown.
-
-    Args:
-        optimizer: torch's, or a subclass.
-        dtype: Dtype in which weights will be stored. None: their present dtype.
+    `dtype` is the one in which weights will be stored; None: their present one.
     """
     classes = set(type(optimizer).__mro__) - {Optimizer}
     if not any(each.__module__.startswith("torch.optim") for each in classes):
@@ -79,13 +76,9 @@ def eps_underflows(
 
 
 def weight_advice(weight: Tensor, default: str = CHECKPOINT) -> str:
-    """Return advice against inf or NaN in a weight.
+    """Return advice against inf or NaN in a weight; `default`: if it is not an eps.
 
     Searches all Python objects for the optimizers that update it.
-
-    Args:
-        weight: Parameter of a model.
-        default: Advice if no eps is known to be the cause.
     """
     if weight.dtype != torch.float16:
         return default

@@ -212,24 +212,16 @@ def _square(values: Tensor) -> Tensor:
 # 16 bits: count each of the 32,768 magnitudes
 
 
-@dataclass(frozen=True)
-class _Magnitudes:
-    """All magnitudes of a 16-bit format, and the facts about each."""
-
-    values: Tensor
-    """float64, for the bits 0 to 32,767; zero if not finite."""
-    bins: Tensor
-    """int64: index of each in a histogram of exponents."""
-    facts: Tensor
-    """float64, a column of 0 and 1 for each of `FACTS` and of the `LOSSES` of each
-    cast; then the squares of the value and of the errors of each cast."""
-
-
 @cache
 def _magnitudes(
     dtype: torch.dtype, casts: tuple[FloatFormat, ...], device: torch.device
-) -> _Magnitudes:
-    """Compute the facts about each magnitude."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for the bits 0 to 32,767, the value, the bin of its exponent, and facts.
+
+    The value is float64, zero if not finite. The facts are float64, a column of 0 and 1
+    for each of `FACTS` and of the `LOSSES` of each cast; then the squares of the value
+    and of the errors of each cast.
+    """
     bits = torch.arange(2**15, dtype=torch.int16)
     every = bits.view(dtype)
     wide = every.float()
@@ -255,28 +247,21 @@ def _magnitudes(
         squares.append(errors.double().square())
     field = (wide.double().view(torch.int64) >> 52) & (BINS - 1)
     facts = torch.stack([*(column.double() for column in columns), *squares], 1)
-    return _Magnitudes(values.double().to(device), field.to(device), facts.to(device))
+    return values.double().to(device), field.to(device), facts.to(device)
 
 
 def _add_16bit(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) -> None:
     """Add a 16-bit tensor by how often each magnitude occurs."""
-    magnitudes = _magnitudes(values.dtype, casts, values.device)
-    frequencies = _frequencies(values)
-    into.counts[:BINS].scatter_add_(0, magnitudes.bins, frequencies)
-    sums = frequencies.double() @ magnitudes.facts  # exact: counts are far below 2**53
+    magnitudes, bins, columns = _magnitudes(values.dtype, casts, values.device)
+    frequencies = torch.zeros(2**15, dtype=torch.int64, device=values.device)
+    for piece in torch.split(values.view(torch.int16), _CHUNK_NUMEL_16BIT):
+        frequencies += bincount(piece & (2**15 - 1), len(frequencies))
+    into.counts[:BINS].scatter_add_(0, bins, frequencies)
+    sums = frequencies.double() @ columns  # exact: counts are far below 2**53
     facts = len(FACTS) + len(LOSSES) * len(casts)
     into.counts[BINS:] += sums[:facts].long()
     into.sums.add_(sums[facts:])
-    present = torch.where(frequencies > 0, magnitudes.values, 0.0)
+    present = torch.where(frequencies > 0, magnitudes, 0.0)
     lowest = torch.where(present > 0, present, torch.inf).amin()
     extremes = torch.stack([present.amax(), -lowest])
     torch.maximum(into.extremes, extremes, out=into.extremes)
-
-
-def _frequencies(values: Tensor) -> Tensor:
-    """Count how often each magnitude of a 16-bit format occurs: int64, (32768,)."""
-    bits = values.view(torch.int16)
-    frequencies = torch.zeros(2**15, dtype=torch.int64, device=values.device)
-    for piece in torch.split(bits, _CHUNK_NUMEL_16BIT):
-        frequencies += bincount(piece & (2**15 - 1), len(frequencies))
-    return frequencies

@@ -158,7 +158,7 @@ class TensorStats:
         Raises:
             UserError: If that cast was not measured.
         """
-        format_ = _format(to)
+        format_ = formats.parse(to)
         if format_ not in self.casts:
             measured = ", ".join(map(str, self.casts)) or "none"
             message = (
@@ -188,10 +188,11 @@ class TensorStats:
             to: The format that holds them, multiplied by `scale`.
             scale: Loss scale. A power of two above 0.
         """
-        _require_power("scale", scale)
+        is_power = 0 < scale < math.inf and math.frexp(scale)[0] == 0.5  # noqa: PLR2004
+        require("scale", scale, is_power, "a power of two above 0")
         histogram = self.counted.counts[:BINS].cpu()
         wide = torch.tensor(scale, dtype=torch.float64)
-        return flushed_share(histogram, wide, _format(to).dtype).item()
+        return flushed_share(histogram, wide, formats.parse(to).dtype).item()
 
     def headroom(
         self, to: FloatFormat | str | torch.dtype, scale: float = 1.0
@@ -208,7 +209,9 @@ class TensorStats:
         require("scale", scale, 0 < scale < math.inf, "above 0 and finite")
         if not self.amax:
             return math.inf
-        return math.log2(_format(to).max) - math.log2(self.amax) - math.log2(scale)
+        return (
+            math.log2(formats.parse(to).max) - math.log2(self.amax) - math.log2(scale)
+        )
 
     def merge(self, other: TensorStats) -> TensorStats:
         """Return the statistics of the numbers of both, without synchronization.
@@ -216,27 +219,31 @@ class TensorStats:
         Raises:
             UserError: If they are of different dtypes or casts.
         """
-        _require_same_kind(self, other)
+        if self.dtype != other.dtype or self.casts != other.casts:
+            names = [
+                ", ".join(map(str, each.casts)) or "none" for each in (self, other)
+            ]
+            message = (
+                f"statistics of {self.dtype} (casts: {names[0]}) do not merge with "
+                f"those of {other.dtype} (casts: {names[1]}): measure both alike."
+            )
+            raise UserError(message)
         return TensorStats(self.dtype, self.casts, self.counted.add(other.counted))
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`. Synchronizes with the device."""
-        facts = {name: self._fact(name) for name in FACTS}
         losses = {form.name: self.cast(form) for form in self.casts}
         return {
             "dtype": self.dtype,
-            **facts,
+            **{name: self._fact(name) for name in FACTS},
             "amax": self.amax,
             "amin": self.amin,
             "exponents": {str(at): many for at, many in self.exponents.items()},
             "casts": {
-                name: {word: getattr(loss, word) for word in (*LOSSES, *_SUMS)}
+                name: {w: getattr(loss, w) for w in (*LOSSES, "signal", "noise")}
                 for name, loss in losses.items()
             },
         }
-
-
-_SUMS = ("signal", "noise")
 
 
 def measure(
@@ -260,7 +267,7 @@ def measure(
         >>> measure(torch.tensor([1e-9, 1.0])).cast("fp16").flushed
         1
     """
-    forms = tuple(map(_format, casts))
+    forms = tuple(map(formats.parse, casts))
     counted = Counts.zeros(len(forms), tensor.device)
     add_(counted, tensor, forms)
     real = tensor.real if tensor.is_complex() else tensor
@@ -281,22 +288,3 @@ def all_reduce_counts(
         dist.all_reduce(totals.sums, group=group)
         dist.all_reduce(totals.extremes, dist.ReduceOp.MAX, group=group)
     return totals
-
-
-def _format(word: FloatFormat | str | torch.dtype) -> FloatFormat:
-    return word if isinstance(word, formats.FloatFormat) else formats.parse(word)
-
-
-def _require_power(name: str, value: float) -> None:
-    good = 0 < value < math.inf and math.frexp(value)[0] == 0.5  # noqa: PLR2004
-    require(name, value, good, "a power of two above 0")
-
-
-def _require_same_kind(one: TensorStats, other: TensorStats) -> None:
-    if one.dtype != other.dtype or one.casts != other.casts:
-        names = [", ".join(map(str, each.casts)) or "none" for each in (one, other)]
-        message = (
-            f"statistics of {one.dtype} (casts: {names[0]}) do not merge with those of "
-            f"{other.dtype} (casts: {names[1]}): measure both alike."
-        )
-        raise UserError(message)

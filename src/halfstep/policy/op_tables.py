@@ -38,8 +38,6 @@ class Row:
     """One of the categories above."""
     reason: str
     """Why the operation has this category."""
-    source: str
-    """File of torch's source that registers it, or "halfstep lean"."""
 
 
 Group = tuple[str, str, str]
@@ -53,9 +51,9 @@ def _exists(operation: str) -> bool:
     return packet is not None and (overload or "default") in packet.overloads()
 
 
-def _rows(source: str, *groups: Group) -> dict[str, Row]:
+def _rows(*groups: Group) -> dict[str, Row]:
     return {
-        operation: Row(category, reason, source)
+        operation: Row(category, reason)
         for category, reason, operations in groups
         for operation in operations.split()
         if _exists(operation)
@@ -278,15 +276,12 @@ _CPU: tuple[Group, ...] = (
     (PROMOTE, _MIXED, "stack cat index_copy"),
 )
 
-_MACROS = "aten/src/ATen/autocast_mode.h"
-_REGISTRATIONS = "aten/src/ATen/autocast_mode.cpp"
-
+# aten/src/ATen/autocast_mode.h and autocast_mode.cpp register them.
 _WRITTEN = {
-    "cpu": _rows(_REGISTRATIONS, *_CPU),
-    "cuda": _rows(_MACROS, *_ACCELERATORS, *_CUDA_AND_XPU)
-    | _rows(_REGISTRATIONS, *_CUDA, _BAN),
-    "mps": _rows(_REGISTRATIONS, *_ACCELERATORS, *_MPS),
-    "xpu": _rows(_MACROS, *_ACCELERATORS, *_CUDA_AND_XPU) | _rows(_REGISTRATIONS, _BAN),
+    "cpu": _rows(*_CPU),
+    "cuda": _rows(*_ACCELERATORS, *_CUDA_AND_XPU, *_CUDA, _BAN),
+    "mps": _rows(*_ACCELERATORS, *_MPS),
+    "xpu": _rows(*_ACCELERATORS, *_CUDA_AND_XPU, _BAN),
 }
 
 TABLES = {device: _registered(device, rows) for device, rows in _WRITTEN.items()}
@@ -339,7 +334,7 @@ def _lean(*own: Group) -> dict[str, Row]:
         for name, row in torch_rows.items()
         if name not in as_called
     ]
-    return _rows("halfstep lean", *groups, *_LEAN, *own)
+    return _rows(*groups, *_LEAN, *own)
 
 
 LEAN = {

@@ -39,7 +39,6 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
-    "init",
     "initialize",
     "load_state_dict",
     "master_params",
@@ -144,40 +143,10 @@ def initialize(
             optimizer.load_state_dict(optimizer.state_dict())
         optimizer_state.attach(optimizer, masters)
     if properties_.patch_torch_functions:
-        _open(AmpHandle(devices_of(tensors)), model_list)
+        STATE.handle = AmpHandle(devices_of(tensors))
+        for model in model_list:
+            model.register_forward_pre_hook(clear_cache_if_evaluating)
     return models if optimizers is None else (models, optimizers)
-
-
-def init(
-    enabled: bool = True,
-    loss_scale: float | str = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> AmpHandle:
-    """Turn on the casts of O1 without models: apex's interface before `initialize`.
-
-    Args:
-        enabled: False turns on nothing.
-        loss_scale: Not used: the handle does not scale losses.
-        enable_caching: Cast each weight once from one `scale_loss` to the next.
-        verbose: Not used.
-        allow_banned: Run binary_cross_entropy in fp32.
-    """
-    del loss_scale, verbose
-    devices = devices_of([]) if enabled else frozenset()
-    handle = AmpHandle(devices, caching=enable_caching, allow_banned=allow_banned)
-    _open(handle, [])
-    return handle
-
-
-def _open(handle: AmpHandle, models: Sequence[nn.Module]) -> None:
-    if STATE.handle is not None:
-        STATE.handle.close()
-    STATE.handle = handle
-    handle.open()
-    for model in models:
-        model.register_forward_pre_hook(clear_cache_if_evaluating)
 
 
 def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:

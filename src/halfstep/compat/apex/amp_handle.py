@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,7 +66,6 @@ _WIDEST = "addcdiv addcmul atan2 cross linalg_cross bilinear dot cat stack"
 
 PATCHED_FP32 = ("local_response_norm", "multilabel_soft_margin_loss")
 """Implemented in Python, by operations that are on no list."""
-BANNED = ("binary_cross_entropy",)
 
 
 @functools.cache
@@ -86,53 +85,25 @@ def _rule(names: str, category: str, reason: str) -> Rule:
     return Rule("op", f"/{'|'.join(names.split())}/", category, reason)
 
 
-def _removed(name: str) -> Callable[..., NoReturn]:
-    """Return a method that raises `AmpError` for a method of apex's old interface."""
-
-    def method(*_: object, **__: object) -> NoReturn:
-        message = (
-            f"apex's old interface, handle.{name}, is gone: use amp.initialize(model, "
-            "optimizer) and `with amp.scale_loss(loss, optimizer)`."
-        )
-        raise AmpError(message)
-
-    return method
-
-
 class AmpHandle:
-    """Activates O1's casts in the thread that calls `open`, until `close`.
+    """Activates O1's casts in the thread that creates it, until `close`.
 
     The contexts stay open because apex patched torch's functions, so that a loss
     outside of the model was cast too. Of other threads, only replicas of
     `nn.DataParallel` are in them.
-
-    `caching`: cast each weight once from one `scale_loss` to the next. `allow_banned`:
-    run binary_cross_entropy in fp32 where it would be rejected.
     """
 
-    def __init__(
-        self,
-        devices: frozenset[str] = frozenset(),
-        *,
-        caching: bool = True,
-        allow_banned: bool = False,
-    ) -> None:
+    def __init__(self, devices: frozenset[str]) -> None:
         self.devices = sorted(devices)
-        self._caching = caching
-        self._banned = () if allow_banned else BANNED
         self.caches = {device: CastCache() for device in self.devices}
+        """Weights that are cast once from one `scale_loss` to the next."""
         self._exit_stack = contextlib.ExitStack()
-
-    def open(self) -> None:
-        """Install the patches, and enter the autocast contexts."""
-        if not self.devices:
-            return
         self._patch()
         for registered in STATE.registered:
             self.wrap(*registered)
         for device, cache in self.caches.items():
             context = PolicyAutocast(
-                Autocast(device, HALF, enabled=True, cache_enabled=self._caching),
+                Autocast(device, HALF, enabled=True, cache_enabled=True),
                 policy_for(device),
                 cache,
                 cache_weights=True,
@@ -173,9 +144,6 @@ class AmpHandle:
 
     _clear_cache = clear_cache
 
-    scale_loss = _removed("scale_loss")
-    wrap_optimizer = _removed("wrap_optimizer")
-
     # Patches
 
     def _patch_attribute(self, owner: Any, name: str, new: Callable[..., Any]) -> None:  # noqa: ANN401
@@ -196,10 +164,8 @@ class AmpHandle:
         """Patch functions that are not dispatcher operations, or that are banned."""
         for name in PATCHED_FP32:
             self.wrap(functional, name, FP32)
-        for name in self._banned:
-            self._patch_attribute(
-                functional, name, self._banned_wrapper(getattr(functional, name))
-            )
+        bce = functional.binary_cross_entropy
+        self._patch_attribute(functional, bce.__name__, self._banned_wrapper(bce))
         self._patch_attribute(Tensor, "cpu", self._fp32_cpu(Tensor.cpu))
         names = [f"{name}_" for name in FP32_NAMES]
         for owner in (Tensor, torch):
@@ -218,7 +184,7 @@ class AmpHandle:
                 message = (
                     f"{name} got {dtypes[0]}, which loses probabilities near 0 and 1: "
                     f"use {name}_with_logits, or amp.register_float_function(torch, "
-                    "'sigmoid') before amp.initialize, or amp.init(allow_banned=True)."
+                    "'sigmoid') before amp.initialize."
                 )
                 raise NotImplementedError(message)  # apex's class, too
             return function(*args, **kwargs)
