@@ -22,20 +22,20 @@ from small_training import (
 
 from halfstep import cli
 from halfstep.diagnostics.doctor import (
-    environment,
     examination,
     examine,
     rules_speed,
     run_reader,
+    run_record,
 )
 from halfstep.diagnostics.doctor.run_record import Config, RunFacts, Step
 from halfstep.numerics.tensor_summary import Sample, TensorSummary
 from halfstep.reporting.finding import Finding
 from halfstep.reporting.table import format_count
-from halfstep.train import profile_step
+from halfstep.train import loop
 from halfstep.train.data.corpus import load
 from halfstep.train.data_checks import count_repeats
-from halfstep.train.profile_step import is_profile_step
+from halfstep.train.loop import is_profile_step
 
 LOW_WITHOUT_MASTERS = ("--level", "O3", "--dtype", "bf16", "--lr", "1e-5")
 
@@ -46,7 +46,7 @@ def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if "report" not in request.node.name:
         without_figures(monkeypatch)
     if "sound" in request.node.name:
-        monkeypatch.setattr(profile_step, "is_profile_step", is_profile_step)
+        monkeypatch.setattr(loop, "is_profile_step", is_profile_step)
 
 
 def train(folder: Path, *words: str, **splits: Any) -> Path:
@@ -219,13 +219,13 @@ def test_a_resumed_run_counts_where_another_would(tmp_path: Path) -> None:
 
 def test_the_machine_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what is written of machine and weights is what torch says."""
-    told = json.loads(json.dumps(environment.machine_data("cpu")))
+    told = json.loads(json.dumps(run_record.machine_data("cpu")))
     assert told["rates"] == {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
     low = SimpleNamespace(allow_fp16_accumulation=True)
     monkeypatch.setattr(torch.backends.cuda, "matmul", low)
-    assert environment.machine_data("cpu")["fp16_accumulation"] is True
+    assert run_record.machine_data("cpu")["fp16_accumulation"] is True
     net = torch.nn.Sequential(torch.nn.Linear(2, 2).bfloat16(), torch.nn.Linear(2, 2))
     net[1].requires_grad_(requires_grad=False)  # what is not trained loses no updates
     net.register_parameter("n", torch.nn.Parameter(torch.ones(1)))
     formats = {"n": "fp32", "0.weight": "bf16", "0.bias": "bf16"}
-    assert environment.weight_formats(net) == formats
+    assert run_record.weight_formats(net) == formats

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.machine import hardware
-from halfstep.train import model, profile_step
+from halfstep.train import loop, model
 from halfstep.train.loop import Trainer
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder
@@ -53,7 +53,7 @@ def small_settings(folder: Path, source: Path, **more: Any) -> dict[str, Any]:
 def without_figures(patch: pytest.MonkeyPatch) -> None:
     """Draw no page, and profile no step: both take longer than the training here."""
     patch.setattr(html_report, "page", lambda *_: "<html></html>")
-    patch.setattr(profile_step, "is_profile_step", lambda *_: False)
+    patch.setattr(loop, "is_profile_step", lambda *_: False)
 
 
 def interrupt_before(patch: pytest.MonkeyPatch, *steps: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halfstep.diagnostics.doctor import RunFacts, environment, examination, text
+from halfstep.diagnostics.doctor import RunFacts, examination, run_record, text
 from halfstep.diagnostics.doctor.run_record import Config, LostUpdates, MachineFacts
 from halfstep.diagnostics.profiling import profile
 from halfstep.diagnostics.step_calls import CHECKED
@@ -190,7 +190,7 @@ def diagnose(
         profile_result = replace(profile_result, dtype=next(contexts, "fp32"))
     weights = {}
     if session is None and model is not None:
-        weights = environment.weight_formats(ddp.unwrap(model))
+        weights = run_record.weight_formats(ddp.unwrap(model))
     is_low = profile_result.dtype != "fp32"
     if level is None and is_low and set(weights.values()) == {"fp32"}:
         level = levels.O1.name
@@ -209,7 +209,7 @@ def diagnose(
         lost=tuple(lost),
         profile=profile_result,
         machine=MachineFacts.from_data(
-            environment.machine_data(profile_result.device or "cpu")
+            run_record.machine_data(profile_result.device or "cpu")
         ),
         weights=weights,
     )

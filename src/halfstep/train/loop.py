@@ -10,15 +10,18 @@ import contextlib
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C._autograd import _profiler_enabled
 
 from halfstep.diagnostics.probe import Probe
+from halfstep.diagnostics.profiling.profile_step import summary, watched
 from halfstep.distributed import process_group
 from halfstep.reporting.table import format_count
 from halfstep.scaling import LossScaleCollapse
-from halfstep.train import checkpointing, profile_step, replay_step
+from halfstep.train import checkpointing, replay_step
 from halfstep.train.evaluate import collect_outputs
 from halfstep.train.metrics.result import score_title
 from halfstep.train.output.tensorboard import TensorBoardWriter
@@ -29,11 +32,13 @@ from halfstep.train.step_dataset import iterate_steps
 from halfstep.train.train_state import Timers, TrainJob, TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
+    from halfstep.diagnostics.profiling.profile_result import Profile
     from halfstep.distributed.process_group import World
+    from halfstep.machine.recommendation import Choice
     from halfstep.nonfinite.origin import BadOp
     from halfstep.reporting.table import Table
     from halfstep.session.session import Session
@@ -42,6 +47,17 @@ if TYPE_CHECKING:
     from halfstep.train.output.progress import Progress
     from halfstep.train.output.run_directory import RunFolder
     from halfstep.train.step_dataset import StepBatch
+
+
+T = TypeVar("T")
+
+_PROFILED_STEP = 20
+"""By this step memory is allocated and caches are full. A shorter run profiles its last
+step."""
+
+_PROFILED_DEVICES = {"cpu"}
+"""Where profiling is known to be cheap. On a GPU the profiler first loads a driver
+library, whose cost was not measured."""
 
 
 class Trainer:
@@ -177,12 +193,9 @@ class Trainer:
     def _step_with_profile(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
         """Run a step; profile one early in the run and write its profile."""
         total, device = self.job.plan.total_steps, self.world.device
-        if not (
-            self.world.is_first
-            and profile_step.is_profile_step(batch.number, total, device)
-        ):
+        if not (self.world.is_first and is_profile_step(batch.number, total, device)):
             return self.train_step(batch, clock)
-        record, profile = profile_step.run_profiled(
+        record, profile = run_profiled(
             lambda: self.train_step(batch, clock), clock, self.session.choice
         )
         if profile is not None:
@@ -360,3 +373,32 @@ class Trainer:
         best = self.state.best_step
         if best not in {0, self.state.step}:
             checkpointing.load(self.session, self.folder.checkpoint_path(best))
+
+
+def is_profile_step(number: int, total: int, device: torch.device) -> bool:
+    """Return whether to profile this step."""
+    ours = number == min(_PROFILED_STEP, total) and device.type in _PROFILED_DEVICES
+    return ours and not _profiler_enabled()  # the program may itself be profiled
+
+
+def run_profiled(
+    step: Callable[[], T], clock: Timers, choice: Choice
+) -> tuple[T, Profile | None]:
+    """Run a step under the profiler; its results are the same as without.
+
+    If the profile cannot be read, warns and returns None for it.
+    """
+    results: list[T] = []
+    try:
+        timeline = watched(lambda: results.append(step()))
+        waited = clock.seconds["input"]
+        wall = timeline.length / 1e9 + waited
+        level, dtype = choice.level.name, choice.format.name
+        return results[0], summary(timeline, wall, waited, level=level, dtype=dtype)
+    except Exception as error:
+        if not results:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        message = f"where the time of a step goes could not be read: {reason}"
+        warnings.warn(f"{message}; training goes on.", stacklevel=2)
+    return results[0], None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.diagnostics.doctor import environment
+from halfstep.diagnostics.doctor import run_record
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.fast_dropout import use_fast_dropout
@@ -215,7 +215,7 @@ def _prepare_run(
     torch.manual_seed(config.seed)
     network = build_network(config, corpus)
     job, tokenise_seconds = make_job(config, corpus, network, world)
-    weights = environment.weight_formats(network.model)
+    weights = run_record.weight_formats(network.model)
     choice = _choice(config, notes, world)
     session, originals = _session(network, job.plan, choice, world)
     trainer = Trainer(session, job, world, folder)
@@ -367,7 +367,7 @@ def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
         if not path.exists():  # missing if a run was killed before this
             full = resolve_config(plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
-        machine = environment.machine_data(plan.device)
+        machine = run_record.machine_data(plan.device)
         text = json.dumps({"machine": machine, "weights": ready.weights}, indent=1)
         folder.write("environment.json", text)
         folder.write("data.json", json.dumps(count_repeats(trainer.job.corpus)))

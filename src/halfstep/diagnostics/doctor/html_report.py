@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 40  # tensors in one picture
 _MOST_OPERATIONS = 15
-_MOST_SKIPS = 10
+_MOST_SKIPS = 20
 _MOST_NAMES = 3
 _OTHERS = "other operations"
 _ABOUT_PARTS = (
@@ -47,7 +47,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
     sections = [
         Section("Findings", healthy, cards=cards(examination.findings)),
         Section("Exponents by layer", _EXPONENTS * bool(drawings), drawings=drawings),
-        _skips(facts.steps),
+        skips(facts.steps),
         _profile(facts.profile),
         Section("Not checked", points=tuple(not_evaluated_lines(examination))),
         Section("Could not be read", points=facts.problems),
@@ -125,8 +125,11 @@ def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[i
     return [rows[i] for i in sorted(by_top + by_low)]
 
 
-def _skips(steps: Sequence[Step]) -> Section:
+def skips(steps: Sequence[Step]) -> Section:
+    """Return the section on skipped steps."""
     skipped = [step for step in steps if step.skipped]
+    if not skipped:
+        return Section("Skipped steps", "No step was skipped." if steps else "")
     rows = tuple(
         (
             str(step.step),
@@ -139,8 +142,7 @@ def _skips(steps: Sequence[Step]) -> Section:
     more = "more step was" if rest == 1 else "more steps were"
     notes = (f"{rest:,} {more} skipped.",) if rest else ()
     columns = ("step", "loss scale", "gradients that were not finite")
-    table = Table("", columns, rows, notes)
-    return Section("Skipped steps", tables=(table,) if rows else ())
+    return Section("Skipped steps", tables=(Table("", columns, rows, notes),))
 
 
 def _profile(profile: Profile | None) -> Section:

@@ -134,15 +134,11 @@ def total(spans: Iterable[Span]) -> int:
 
 
 def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline]:
-    """Return a timeline for each event named `region`.
+    """Return a timeline for each event named `region`, in nanoseconds.
 
     The profiler records an event before the event's begin, so the time for it counts
-    as the caller's and would look like Python overhead; `cost` corrects that.
-
-    Args:
-        events: The events of `profile.kineto_results.events()`.
-        region: Name of the events that are one step each.
-        cost: Nanoseconds that the profiler needs to record an event.
+    as the caller's and would look like Python overhead; `cost`, the nanoseconds that it
+    takes, corrects that.
     """
     on_host, on_device = [], []
     for event in events:

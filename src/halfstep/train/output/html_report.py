@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halfstep.diagnostics.doctor.html_report import skips
+from halfstep.diagnostics.doctor.run_record import Step
 from halfstep.machine import hardware
 from halfstep.reporting import html
 from halfstep.reporting.html import Bar, Card, Chart, ConfusionMatrix, Curve, Section
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 _PARTS = ("input", "forward", "backward", "update", "rest")
 _WARM_UP = 10  # steps that also allocate, compile and fill caches
-_MOST_SKIPS = 20
 _SMOOTH_PARTS = 40  # stretches of a noisy curve that are averaged
 _LOSS, _SCORE = "dev_loss", "dev_"
 _CHART_OF_LOSS = "Loss"
@@ -78,7 +79,7 @@ def page(report: ReportData) -> str:
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
         Section("Cost", tables=(*against_fp32, *_cost(report.summary), *memory)),
-        _skips(steps),
+        skips([*map(Step.from_data, steps)]),
         Section("Precision", tables=(replace(report.precision, title=""),)),
         Section("Configuration", tables=(_settings(report.settings, report.chosen),)),
         Section("Machine", tables=(replace(hardware.machine_table(), title=""),)),
@@ -249,24 +250,6 @@ def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
     ]
     table = Table("Memory", ("what", "MiB"), tuple(rows), digits=1)
     return [table] if rows else []
-
-
-def _skips(steps: Sequence[Mapping[str, Any]]) -> Section:
-    skipped = [record for record in steps if record.get("skipped")]
-    if not skipped:
-        return Section("Skipped steps", "No step was skipped." if steps else "")
-    rows = tuple(
-        (
-            str(record["step"]),
-            f"{record['scale']:g}",
-            ", ".join(record["found_inf_in"]) or "-",
-        )
-        for record in skipped[:_MOST_SKIPS]
-    )
-    rest = len(skipped) - len(rows)
-    notes = (f"{rest:,} more steps were skipped.",) if rest else ()
-    columns = ("step", "loss scale", "parameters with non-finite gradients")
-    return Section("Skipped steps", tables=(Table("", columns, rows, notes),))
 
 
 def _settings(settings: Mapping[str, object], chosen: frozenset[str]) -> Table:
