@@ -13,7 +13,7 @@ import torch
 
 from halfstep.bench import journal
 from halfstep.errors import UserError
-from halfstep.machine import hardware
+from halfstep.machine import gemm, hardware
 from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -152,10 +152,10 @@ def timed(call: Callable[[], T], device: str) -> tuple[T, float]:
 
     Wall time also on a GPU, as time in which it waits for the host counts.
     """
-    synchronize(device)
+    gemm.synchronize(device)
     start = time.perf_counter()
     result = call()
-    synchronize(device)
+    gemm.synchronize(device)
     return result, time.perf_counter() - start
 
 
@@ -168,12 +168,6 @@ def per_call(call: Callable[[], object], calls: int, device: str) -> float:
 def calls_per_turn(calls: int, seconds: float) -> int:
     """Return the number of calls per turn, given seconds per call: at most `calls`."""
     return max(1, min(calls, int(TURN_SECONDS / seconds)))
-
-
-def synchronize(device: str) -> None:
-    """Wait until all work on the device is done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def pick_device(name: str | None) -> str:

@@ -164,16 +164,17 @@ def _times(
     times: list[float] = []
     left @ left
     while True:
-        _wait(device)
+        synchronize(device)
         began = clock()
         left @ left
-        _wait(device)
+        synchronize(device)
         times.append(clock() - began)
         enough = len(times) >= _LEAST_CALLS or times[-1] > _LONG_CALL
         if enough and sum(times) >= seconds:
             return times
 
 
-def _wait(device: str) -> None:
+def synchronize(device: str) -> None:
+    """Wait until all work on a device is done."""
     if device != "cpu":
         torch.get_device_module(device).synchronize()

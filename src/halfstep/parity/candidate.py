@@ -43,9 +43,8 @@ PERTURBED = Candidate(f"{O0.name}:ulp")
 def parse(word: str) -> Candidate:
     """Return the candidate of a word.
 
-    Args:
-        word: A level; then, each after a colon and in any order, a dtype, an encoding
-            of the master weights, `loss_scale=` with a value of `prepare`.
+    A word is a level; then, each after a colon and in any order, a dtype, an encoding
+    of the master weights, `loss_scale=` with a value of `prepare`.
 
     Raises:
         UserError: If a part is unknown or set twice; with the nearest known word.
@@ -63,8 +62,8 @@ def parse(word: str) -> Candidate:
         key, value = _SETTINGS.get(part, ""), part
         if part.startswith(_LOSS_SCALE):
             key, value = "loss_scale", part.removeprefix(_LOSS_SCALE)
-        if not key or not LEVELS[level].low:
-            choices = (*_SETTINGS, _LOSS_SCALE) if LEVELS[level].low else ()
+        choices = (*_SETTINGS, _LOSS_SCALE) if LEVELS[level].low else ()
+        if not key or not choices:
             raise _unknown(word, part, choices)
         if key in arguments:
             message = f"levels holds {word!r}, which sets {key} twice; keep one."

@@ -109,15 +109,8 @@ def seeds_needed(mean: float, spread: float, margin: float) -> int | None:
     """Return the number of seeds with which a verdict is likely, 95 % or so.
 
     If the true difference is `mean`, it must be told from the margin, or from 0 if that
-    is farther away.
-
-    Args:
-        mean: Measured difference.
-        spread: Standard deviation of the differences.
-        margin: > 0.
-
-    Returns:
-        None: more than 1000.
+    is farther away. `spread` is the standard deviation of the differences. None: more
+    than 1000 seeds.
     """
     distance = max(margin - abs(mean), abs(mean))
 
@@ -135,10 +128,6 @@ def t_quantile(probability: float, freedom: int) -> float:
 
     By bisection of the exact finite series for whole degrees of freedom (Abramowitz and
     Stegun, 26.7.3 and 26.7.4), as scipy is not a dependency.
-
-    Args:
-        probability: Above 0.5 and below 1.
-        freedom: Degrees of freedom, >= 1.
 
     Example:
         >>> round(t_quantile(0.95, 2), 6)

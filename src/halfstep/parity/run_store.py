@@ -25,9 +25,8 @@ _SETTINGS = "settings.json"
 class RunStore:
     """The finished runs of a comparison: FOLDER/runs/LEVEL-seed-N.json.
 
-    Args:
-        folder: Created if missing. None: nothing is stored.
-        settings: Settings that all runs in the folder share: JSON values.
+    All runs in a folder share the settings, which are JSON values. With folder None
+    nothing is stored.
 
     Raises:
         UserError: If the folder cannot be written, or holds runs of other settings.

@@ -53,14 +53,9 @@ _NONFINITE_STEPS = 20
 """Consecutive non-finite losses that end a run: a loss scale of 65536 needs 16 steps
 to reach 1."""
 _BACKOFFS = 40  # fp16 has as many powers of two
-_TEXTS = ("level", "diverged")
 _INTEGERS = (
     *("seed", "skipped", "peak_bytes"),
     *("weights_crc", "first_batches_crc", "batches_crc"),
-)
-_REALS = ("cosine", "sqnr", "flushed", "norm")
-_EXPECTED_PARTS = (
-    "(model, optimizer, loss_fn), and perhaps a dict of arguments of prepare"
 )
 
 
@@ -128,12 +123,11 @@ class Run:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Run:
         """Return the run that `data` describes; raise a built-in error if it cannot."""
-        values: dict[str, Any] = {k: json_fields.text(data, k) for k in _TEXTS}
-        values |= {k: json_fields.integer(data, k) for k in _INTEGERS}
+        values: dict[str, Any] = {k: json_fields.integer(data, k) for k in _INTEGERS}
         for name in ("losses", "seconds"):
             numbers = json_fields.items(data.get(name), name)
             values[name] = tuple(json_fields.real(each, name) for each in numbers)
-        gradients = tuple(
+        gradients = (
             Gradients(
                 json_fields.integer(each, "step"),
                 _similarity(each["overall"]),
@@ -141,13 +135,19 @@ class Run:
             )
             for each in data["gradients"]
         )
-        metric = json_fields.real(data["metric"], "metric")
-        return cls(**values, metric=metric, gradients=gradients)
+        return cls(
+            **values,
+            level=json_fields.text(data, "level"),
+            metric=json_fields.real(data["metric"], "metric"),
+            diverged=json_fields.text(data, "diverged"),
+            gradients=tuple(gradients),
+        )
 
 
 def _similarity(data: Mapping[str, Any]) -> GradientSimilarity:
     where, count = json_fields.text(data, "where"), json_fields.integer(data, "numbers")
-    reals = (json_fields.real(data[k], k) for k in _REALS)
+    names = ("cosine", "sqnr", "flushed", "norm")
+    reals = (json_fields.real(data[name], name) for name in names)
     return GradientSimilarity(where, count, *reals)
 
 
@@ -178,7 +178,7 @@ def train(
         first_crc = batches_crc if step == 1 else first_crc
         if on_step is not None:
             on_step(step, session, micro_batches)
-        _seed_all(_step_seed(seed, step), device)
+        _seed_all((seed << 32) + step, device)
         is_last = step == workload.steps
         try:
             with _errors_of(candidate):
@@ -241,9 +241,11 @@ def make(
     are_valid = len(parts) == len(types) and all(map(isinstance, parts, types))
     if not (are_valid and callable(parts[2])):
         kinds = ", ".join(type(each).__name__ for each in parts[: len(result)] if parts)
-        message = f"make({seed}) returned "
-        message += f"({kinds})" if parts else f"a {type(result).__name__}"
-        message += f"; it must return {_EXPECTED_PARTS}."
+        returned = f"({kinds})" if parts else f"a {type(result).__name__}"
+        message = (
+            f"make({seed}) returned {returned}; it must return (model, optimizer, "
+            "loss_fn), and perhaps a dict of arguments of prepare."
+        )
         raise UserError(message)
     return parts[0], parts[1], parts[2], parts[3]
 
@@ -251,8 +253,7 @@ def make(
 def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
     """Raise unless two calls of `make` with one seed give the same initial weights.
 
-    Returns:
-        Settings of the optimizer and `prepare`, which stored runs must share.
+    Returns the settings of the optimizer and `prepare`, which stored runs must share.
     """
     pair = [make(workload, seed) for _ in range(2)]
     states = [model.state_dict() for model, *_ in pair]
@@ -418,10 +419,6 @@ def _seed_all(seed: int, device: torch.device | None) -> None:
         sys.modules["numpy"].random.seed(zlib.crc32(str(seed).encode()))
 
 
-def _step_seed(seed: int, step: int) -> int:
-    return (seed << 32) + step
-
-
 @torch.no_grad()
 def _perturb(model: nn.Module, seed: int) -> None:
     """Move each trained fp32 weight by one ulp, up or down at random."""
@@ -456,11 +453,9 @@ def gradients_at_steps(
 
     They are unscaled and not clipped. A loss scale at which they overflow is halved
     until they do not, as training would do.
-
-    Returns:
-        Name of a candidate -> gradients, a value for each step.
     """
     results: dict[str, tuple[Gradients, ...]] = {}
+    """Name of a candidate -> gradients of each step."""
 
     def on_step(step: int, session: Session, micro_batches: list[Any]) -> None:
         if step not in steps:
@@ -472,7 +467,7 @@ def gradients_at_steps(
             model.load_state_dict(weights, strict=False)
             own = _prepare(candidate, model, optimizer, arguments)
             with _errors_of(candidate), _emulation(own):
-                grads = _gradients(own, loss_fn, micro_batches, _step_seed(seed, step))
+                grads = _gradients(own, loss_fn, micro_batches, (seed << 32) + step)
             own.zero_grad()  # no step follows, which would be logged
             return grads
 
