@@ -230,7 +230,6 @@ class TrainConfig:
 
 
 SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(TrainConfig)}
-"""Name -> setting, in display order."""
 
 
 def type_of(setting: Field[Any]) -> type:

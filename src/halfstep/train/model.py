@@ -39,7 +39,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1536,
     },
 }
-"""Name -> shape of a BERT model built from scratch."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _DROPOUTS = (

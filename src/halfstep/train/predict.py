@@ -28,37 +28,33 @@ _AHEAD = 2048
 
 @dataclass(frozen=True)
 class Label:
-    """The prediction of a classifier for one text."""
+    """The prediction of a classifier for one text, which may have been cut."""
 
     text: str
     label: str
     probabilities: dict[str, float]
     """Label -> probability; they sum to 1."""
     cut: bool
-    """Whether the text was truncated."""
 
 
 @dataclass(frozen=True)
 class Entity:
-    """An entity in a text."""
+    """An entity in a text; `end` is the offset after it."""
 
     kind: str
     start: int
-    """Offset of the first character."""
     end: int
-    """Offset after the last character."""
     words: str
 
 
 @dataclass(frozen=True)
 class Entities:
-    """The predicted entities of one text."""
+    """The predicted entities of one text, which may have been cut."""
 
     text: str
     entities: tuple[Entity, ...]
     """Sorted and disjoint."""
     cut: bool
-    """Whether the text was truncated."""
 
 
 class Predictor:
@@ -99,7 +95,6 @@ class Predictor:
         self._model: Any = model.eval()
         names = model.config.id2label
         self.outputs = tuple(names[index] for index in range(len(names)))
-        """Names of the model's outputs: labels or tags."""
 
     def predict(self, texts: Iterable[str]) -> Iterator[Label | Entities]:
         """Yield a prediction for each text, in order and lazily.

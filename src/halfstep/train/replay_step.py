@@ -35,9 +35,7 @@ class SkipWatcher:
     """Decides when a skipped step should be replayed."""
 
     losses: LossHistory = field(default_factory=LossHistory)
-    """Losses of the applied steps."""
     consecutive_skips: int = 0
-    """Steps skipped since the last applied one."""
     replays_left: int = MAX_REPLAYS
 
     def should_replay(self, record: Mapping[str, Any], *, is_dynamic: bool) -> bool:

@@ -62,9 +62,7 @@ class RunResult:
     tables: tuple[Table, ...]
     folder: RunFolder
     examples: int
-    """Texts trained on since the process was started, repeats counted."""
     findings: tuple[str, ...] = ()
-    """Lines about the doctor's worst findings."""
 
 
 def finding_lines(findings: Sequence[Finding], run: Path) -> tuple[str, ...]:

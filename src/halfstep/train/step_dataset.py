@@ -34,12 +34,11 @@ _PREFETCH = 4
 
 
 class StepBatch(NamedTuple):
-    """The examples that one process trains on in one optimizer step."""
+    """The examples of one process in one optimizer step, and its tokens."""
 
     number: int
     """Number of the step, counted from 1."""
     epoch: int
-    """Counted from 0."""
     parts: list[dict[str, Tensor]]
     """Its micro-batches: `input_ids`, `attention_mask`, `labels`."""
     is_real: list[bool]
@@ -49,9 +48,7 @@ class StepBatch(NamedTuple):
     weight: float
     """Sum of the target weights, over all ranks and micro-batches."""
     tokens: int
-    """Tokens of this rank, without padding."""
     padded_tokens: int
-    """Tokens of this rank, with padding."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,6 @@ class TokenMasking:
     """Replaces random input tokens by the mask token, against overfitting."""
 
     share: float
-    """Share of the tokens, 0 <= share < 1."""
     mask_id: int
     special: Tensor
     """Ids of tokens that are never masked."""

@@ -30,9 +30,7 @@ class TrainJob:
     plan: Plan
     pad_id: int
     multiple: int
-    """Batches are padded to a multiple of this many tokens."""
     longest: int
-    """Texts are truncated to this many tokens."""
 
 
 @dataclass
@@ -45,7 +43,6 @@ class TrainState:
     best_score: float | None = None
     """Its score, negated for a loss. None before the first evaluation."""
     waited: int = 0
-    """Evaluations since the best one."""
 
 
 @dataclass

@@ -31,7 +31,6 @@ RULES: tuple[Rule[RunFacts], ...] = (
 
 
 examination = partial(evaluate, RULES)
-"""Evaluates all rules: see `evaluate`."""
 
 
 def examine(facts: RunFacts) -> list[Finding]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.doctor.run_record import RunFacts
 
 F = TypeVar("F")
-"""Type of the facts that rules are evaluated on."""
 
 OURS = "our choice"
 """Source of a limit without a published one."""
@@ -26,22 +25,18 @@ OURS = "our choice"
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rule's function observed in one place, within the limit or not."""
+    """Observed in one place by a rule's function; the last three override the rule's."""
 
     where: str
     measured: str
-    """Description of the measured value, with its unit."""
     advice: str
     value: float | None = None
     """Compared with the limit; None: the observation is a finding in any case."""
     weight: float = 0.0
     """Affected share of the time or of the values, 0 to 1."""
     severity: Severity | None = None
-    """Overrides the rule's severity."""
     limit: str | None = None
-    """Overrides the text of the rule's limit."""
     source: str | None = None
-    """Overrides the rule's source."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +71,15 @@ class Rule(Generic[F]):
 
     name: str
     about: str
-    """What is compared with the limit."""
     source: str
     """Where the limit is from."""
     observe: Callable[[F], Iterable[Observation]]
-    """Returns observations; a pure function."""
     needs: tuple[str, ...] = ()
     """Facts without which the rule cannot be evaluated: names in `NEEDS`."""
     severity: Severity = "warning"
     limit: Limit | None = None
     """None: every observation is a finding."""
     concerns: Callable[[F], bool] = lambda _: True
-    """Whether the rule applies to a run."""
     places: int | None = 3
     """Findings that are listed, further ones are counted; None: no limit."""
 
@@ -279,7 +271,6 @@ class Examination:
     not_evaluated: Mapping[str, Sequence[str]]
     """Why a fact is missing that could be provided -> rules that need it."""
     num_evaluated: int
-    """Number of rules that were evaluated."""
 
 
 def evaluate(

@@ -126,9 +126,7 @@ class _Metrics:
         self.void = 0
         """Number of removed step records."""
         self._events: list[tuple[int, object]] = []
-        """(step, event)."""
         self._samples: list[tuple[int, dict[str, Sample]]] = []
-        """(step, samples by tensor name)."""
         self._num_before_step = (0, 0)
         """Lengths of both at the last step record; later ones may be of the next."""
         self._seen = 0

@@ -38,9 +38,7 @@ class Step:
     found_inf_in: tuple[str, ...] = ()
     grad_norm: float | None = None
     input_s: float | None = None
-    """Seconds of waiting for a batch."""
     total_s: float | None = None
-    """Seconds of the whole step."""
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Step:
@@ -80,7 +78,6 @@ class Config:
     device: str | None = None
     """"cpu" or "cuda"."""
     accumulate: int | None = None
-    """Micro-batches in one optimizer step."""
     clip: float | None = None
     """Norm to which gradients are clipped."""
     probe: str | None = None
@@ -113,7 +110,6 @@ class ClassCount:
     label: str
     true: int
     predicted: int
-    """Number of predictions of it."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,6 @@ class MachineFacts:
     """Capabilities of the run's machine."""
 
     chip: str = ""
-    """Name of the processor or GPU that trains."""
     instruction_sets: tuple[str, ...] = ()
     """Those of the CPU, named as in `hardware.CPU_FLAGS`."""
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -209,7 +204,6 @@ class NonFinite:
 
     step: int
     where: tuple[str, ...]
-    """Names given by the probe, in the order observed."""
 
 
 @dataclass(frozen=True)
@@ -217,10 +211,8 @@ class RunFacts:
     """All known facts of a run."""
 
     name: str = ""
-    """Title of the report, such as the run's folder."""
     config: Config = field(default_factory=Config)
     steps: tuple[Step, ...] = ()
-    """In the order of the run."""
     stats: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Tensor name of the probe, ending in ":output" or ":grad" -> its samples in the
     order of the run."""
@@ -233,7 +225,6 @@ class RunFacts:
     weights: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> its format, such as "bf16", before the level was applied."""
     evaluations: tuple[Evaluation, ...] = ()
-    """In the order of the run."""
     splits: Mapping[str, SplitFacts] = field(default_factory=dict)
     """Split ("train", "dev" or "test") -> its counts, if counted."""
     problems: tuple[str, ...] = ()

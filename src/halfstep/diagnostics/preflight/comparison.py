@@ -132,13 +132,10 @@ class OutputError:
     """A module whose output at the level differs from that in fp32."""
 
     path: str
-    """Module path; "" is the model itself."""
     kind: str
-    """Class name."""
     error: float
     """Norm of the output's difference over the norm of fp32's output."""
     inputs: float
-    """The same for the inputs."""
     rule: str = ""
     """Rule that fixes it; "" if none does."""
 

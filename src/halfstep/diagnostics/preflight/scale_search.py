@@ -59,7 +59,6 @@ class ScaleTrial:
     model_copy: ModelCopy | None
     """None if a pass raised."""
     passes: tuple[Pass, ...] = ()
-    """One pass for each batch, at the default loss scale."""
     safe: float | None = None
     """The largest safe scale that was found; None if the format needs no scale."""
     at_safe: Pass | None = None

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "EMOTIONS", "Corpus", "Split", "load"]
 
 BUILT_IN = {"classify": "emotions", "ner": "entities"}
-"""Task -> folder of its built-in data."""
 
 EMOTIONS = ("other", "like", "sad", "disgust", "angry", "happy")
 """The classes of the built-in emotions, by id."""
@@ -58,7 +57,6 @@ class Split:
     """A sequence of examples from one file."""
 
     store: Store
-    """The examples of the file."""
     rows: Int64
     """Row in the store of each example; shape (N,)."""
     ids: Int64

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 READERS: dict[str, ModuleType] = {"classify": labelled_text, "ner": tagged_text}
-"""Task -> module that reads its files."""
 
 MAX_LABELS = 65536
 """Far above any real task. Without a limit, user ids mistaken for labels would ask for
@@ -58,7 +57,6 @@ class Store:
     key: str
     """Hash of the examples, independent of the file's location."""
     source: str
-    """Path of the file, for messages."""
     words: tuple[str, ...]
     """Label words or entity types, by first appearance."""
     word_at: Integers

@@ -49,7 +49,6 @@ class Row(NamedTuple):
     """The label, stripped; a whole number without leading zeros. JSON's true, false and
     numbers with a point are words, as in a table."""
     line: int
-    """Line in the file where the row starts, counted from 1."""
     where: str
     """Location for messages: file, line and, in an array, number of the entry."""
 

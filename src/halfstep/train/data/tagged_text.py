@@ -34,14 +34,11 @@ _Tagged = tuple[int, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An entity in a text."""
+    """An entity in a text, by offsets; `end` is after its last character."""
 
     start: int
-    """Offset of the first character."""
     end: int
-    """Offset after the last character."""
     kind: str
-    """The entity type as in the file: PER, ORG and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,6 @@ class AnnotatedText:
     spans: tuple[Span, ...]
     """Sorted and disjoint; none starts or ends with white space."""
     line: int
-    """Line in the file where it starts, counted from 1."""
     where: str
     """Location for messages: file, line and, in an array, number of the entry."""
 
@@ -96,7 +92,6 @@ class _Scheme:
     ends: bool | None = None
     """Whether E and S mark ends; None before the first entity."""
     ends_line: int = 0
-    """The line that showed it."""
     inner: str = ""
     """I or M, whichever came first; empty before."""
     inner_line: int = 0

@@ -39,11 +39,8 @@ class ReportData:
 
     title: str
     lead: str
-    """One or two sentences: the level, and why."""
     settings: Mapping[str, object]
-    """The resolved settings."""
     chosen: frozenset[str]
-    """Names of settings whose values the run chose."""
     metrics: Mapping[str, EvalMetrics]
     """By split; the last one is the final result."""
     worst_examples: tuple[Table, ...]
@@ -55,9 +52,7 @@ class ReportData:
     summary: Mapping[str, Any]
     """As in summary.json; rows of missing keys are left out."""
     findings: tuple[str, ...]
-    """Findings about the data."""
     cards: tuple[Card, ...] = ()
-    """Findings of the doctor."""
 
 
 def page(report: ReportData) -> str:

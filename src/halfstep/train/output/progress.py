@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LINES = 20
-"""Number of lines per run."""
 
 
 def progress(total: int, done: int, *, leads: bool) -> Progress:
