@@ -24,7 +24,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch._ops
 from torch._C import DispatchKey
@@ -54,19 +54,6 @@ num_planned = 0
 Sessions read it before they warn that no context was opened."""
 
 
-class Observer(Protocol):
-    """Records how operations run; `recorder.Recorder` implements it."""
-
-    def observe(
-        self,
-        name: str,
-        context: CastContext,
-        run: Callable[[], Any],
-        arguments: object,
-    ) -> Any:  # noqa: ANN401
-        """Run an operation and return its result."""
-
-
 @dataclass(frozen=True, slots=True)
 class OpCast:
     """How one operation is cast in a context."""
@@ -88,7 +75,8 @@ class CastContext:
     cache: CastCache | None
     matched_rules: set[int]
     """Indices of the policy's rules that have applied so far."""
-    recorder: Observer | None = None
+    observe: Callable[[str, CastContext, Callable[[], Any], object], Any] | None = None
+    """`Recorder.observe`, if operations are recorded."""
     module: str = ""
     """Path of the module whose rule created this context; "" if none did."""
     types: tuple[str, ...] = ()
@@ -106,7 +94,7 @@ class CastContext:
     def close(self) -> None:
         """Mark the context as ended and clear its cache."""
         self.closed = True
-        self.recorder = None
+        self.observe = None
         if self.cache is not None:
             self.cache.clear()
 
@@ -127,7 +115,7 @@ class CastContext:
         if not self.root.closed:
             return self
         cache = None if self.cache is None else CastCache()
-        return dataclasses.replace(self, cache=cache, recorder=None, outer=None)
+        return dataclasses.replace(self, cache=cache, observe=None, outer=None)
 
 
 _lock = threading.Lock()

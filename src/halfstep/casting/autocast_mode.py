@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
 
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
@@ -113,11 +113,8 @@ def autocast(
     )
 
 
-class _Entry(NamedTuple):
-    """One entry of a context, with the state to restore."""
-
-    torch_context: torch_autocast
-    pushed: active_context.Pushed
+_Entry: TypeAlias = tuple[torch_autocast, active_context.Pushed]
+"""One entry of a context, with the state to restore."""
 
 
 class Autocast(torch_autocast):
@@ -160,7 +157,7 @@ class Autocast(torch_autocast):
         torch_context.__enter__()  # type: ignore[no-untyped-call]
         dtype = self.fast_dtype if self._enabled else None
         pushed = active_context.push(self.device, context, guard, dtype)
-        return _Entry(torch_context, pushed)
+        return torch_context, pushed
 
     @dynamo_disable
     def __exit__(
@@ -175,9 +172,9 @@ class Autocast(torch_autocast):
             DtypeMismatch: In place of torch's error, with the operation and the rule
                 that fixes it.
         """
-        entry = self._entries.pop()
-        active_context.pop(entry.pushed)
-        entry.torch_context.__exit__(exc_type, exc_value, traceback)
+        torch_context, pushed = self._entries.pop()
+        active_context.pop(pushed)
+        torch_context.__exit__(exc_type, exc_value, traceback)
         _explain(exc_value)
         return False
 
@@ -240,7 +237,6 @@ class PolicyAutocast:
         Args:
             torch_context: Sets torch's autocast state.
             policy: Already checked, and attached to the model if it has module rules.
-                None: that of the enclosing context, else torch's.
             cache: None: a new one for each entry.
             cache_weights: Whether the cache serves all casts of weights.
             record: Record each operation.
@@ -280,12 +276,14 @@ class PolicyAutocast:
         matched_rules = self._matched_rules
         if matched_rules is None:
             matched_rules = dispatch_table.matched_rules(policy)
-        context = CastContext(policy, op_casts, cache, matched_rules, self._recorder)
+        recorder = self._recorder
+        observe = None if recorder is None else recorder.observe
+        context = CastContext(policy, op_casts, cache, matched_rules, observe)
         entry = self._torch_context.open(context, policy)
         nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
         context_history.last.append((policy, nodes))
-        if self._recorder is not None:
-            self._recorder.start()
+        if recorder is not None:
+            recorder.start()
         self._entries.push((entry, nodes))
         return self
 
@@ -304,7 +302,7 @@ class PolicyAutocast:
         for thread, leave in reversed(context.abandoned):
             if thread == threading.get_ident():
                 leave()
-        context.recorder = None
+        context.observe = None
         undo = None if self._recorder is None else self._recorder.stop
         active_context.pop(pushed, undo)
         if self._user_cache is None:

@@ -108,9 +108,7 @@ def convert_(
             is then unchanged.
     """
     policy_rules.check_ops(rules)
-    implied = _level_rules(model, level, rules)
-    rules = replace(rules, rules=(*rules.rules, *implied))
-    hooks = hooks_for(model, rules, implied)
+    rules, hooks, fp32_modules, fp32_ids = _plan(model, level, rules)
     if not level.autocast:
         _refuse_autocast_rules(rules, level)
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
@@ -121,10 +119,8 @@ def convert_(
             "session.model."
         )
         raise UserError(message)
-    fp32_modules = _fp32_modules(model, level, hooks)
     low_tensors, fp32_tensors = list[Tensor](), list[Tensor]()
     if level.low_weights:
-        fp32_ids = _fp32_tensor_ids(model, level, [*fp32_modules.values()])
         buffers = () if level.autocast else model.buffers()
         low_tensors = [
             tensor
@@ -169,38 +165,51 @@ def low_parameters(model: nn.Module, level: Level, rules: Policy) -> list[nn.Par
     """Return the fp32 parameters that `convert_` would store in 16 bits."""
     if not level.low_weights:
         return []
-    implied = _level_rules(model, level, rules)
-    hooks = hooks_for(model, replace(rules, rules=(*rules.rules, *implied)), implied)
-    fp32_modules = _fp32_modules(model, level, hooks)
-    fp32_ids = _fp32_tensor_ids(model, level, [*fp32_modules.values()])
+    *_, fp32_ids = _plan(model, level, rules)
     params = model.parameters()
     return [p for p in params if p.dtype == torch.float32 and id(p) not in fp32_ids]
 
 
-def _fp32_modules(
-    model: nn.Module, level: Level, hooks: list[ModuleRuleHook]
-) -> dict[str, nn.Module]:
-    """Return path -> fp32 module."""
-    return {
+def _plan(
+    model: nn.Module, level: Level, rules: Policy
+) -> tuple[Policy, list[ModuleRuleHook], dict[str, nn.Module], set[int]]:
+    """Return what the level makes of a model and the user's rules.
+
+    Returns:
+        The rules, followed by those of the level; their hooks; path -> fp32 module; ids
+        of the parameters and buffers that are stored in fp32.
+    """
+    implied: tuple[Rule, ...] = ()
+    if level.fp32_norms and rules.base == "torch":
+        implied += (RMS_NORM,)
+    modules = [*model.modules()]
+    if level.low_weights and any(isinstance(m, ParametrizationList) for m in modules):
+        implied += (PARAMETRIZED,)
+    rules = replace(rules, rules=(*rules.rules, *implied))
+    hooks = hooks_for(model, rules, implied)
+    fp32_modules = {
         hook.path: model.get_submodule(hook.path)
         for hook in hooks
         if level.low and hook.category == op_tables.FP32
     }
-
-
-def _level_rules(model: nn.Module, level: Level, rules: Policy) -> tuple[Rule, ...]:
-    """Return the rules that the level adds to the user's."""
-    implied: tuple[Rule, ...] = ()
-    if level.fp32_norms and rules.base == "torch":
-        implied += (RMS_NORM,)
-    if level.low_weights and any(map(_is_parametrized, model.modules())):
-        implied += (PARAMETRIZED,)
-    return implied
-
-
-def _is_parametrized(module: nn.Module) -> bool:
-    """Return whether a module computes a weight from other parameters."""
-    return isinstance(module, ParametrizationList)
+    stored_in_fp32 = [*fp32_modules.values()]
+    if level.fp32_norms:
+        stored_in_fp32 += [
+            module
+            for module in modules
+            if policy_rules.is_normalisation(policy_rules.type_names(module))
+        ]
+    fp32_ids = {
+        id(tensor)
+        for module in stored_in_fp32
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    for module in modules if level.autocast else ():
+        for hook in module._forward_pre_hooks.values():  # noqa: SLF001 -- no other way
+            if isinstance(hook, SpectralNorm):
+                # Its power iteration writes to fp32 buffers and rejects mixed dtypes.
+                fp32_ids.add(id(getattr(module, f"{hook.name}_orig")))
+    return rules, hooks, fp32_modules, fp32_ids
 
 
 def _attach_hooks(
@@ -214,16 +223,15 @@ def _attach_hooks(
     for hook in hooks:
         module = model.get_submodule(hook.path)
         # An fp32 module has fp32 weights, so it runs in fp32 without autocast too.
-        is_fp32_module = hook.path in fp32_modules
         in_fp32_module = any(
             outer in fp32_modules for outer in decision.around(hook.path)[1:]
         )
         keeps_dtype = level.autocast and not (
-            level.low_weights and _is_parametrized(module)
+            level.low_weights and isinstance(module, ParametrizationList)
         )
         hook.register(
             module,
-            always_fp32=is_fp32_module,
+            always_fp32=hook.path in fp32_modules,
             output_dtype=None if keeps_dtype or in_fp32_module else low_dtype,
         )
     for called in called_modules(model):
@@ -366,30 +374,6 @@ def _refuse_shared(
                 f"'module:{path}=fp32', or drop the other."
             )
             raise UserError(message)
-
-
-def _fp32_tensor_ids(
-    model: nn.Module, level: Level, fp32_modules: list[nn.Module]
-) -> set[int]:
-    """Return the ids of the parameters and buffers that are stored in fp32."""
-    modules = list(fp32_modules)
-    if level.fp32_norms:
-        modules += [
-            module
-            for module in model.modules()
-            if policy_rules.is_normalisation(policy_rules.type_names(module))
-        ]
-    fp32_ids = {
-        id(tensor)
-        for module in modules
-        for tensor in (*module.parameters(), *module.buffers())
-    }
-    for module in model.modules() if level.autocast else ():
-        for hook in module._forward_pre_hooks.values():  # noqa: SLF001 -- no other way
-            if isinstance(hook, SpectralNorm):
-                # Its power iteration writes to fp32 buffers and rejects mixed dtypes.
-                fp32_ids.add(id(getattr(module, f"{hook.name}_orig")))
-    return fp32_ids
 
 
 @torch.no_grad()

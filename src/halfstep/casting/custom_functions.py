@@ -91,18 +91,11 @@ def custom_fwd(
         ...     Square.apply(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-
-    def decorate(method: Callable[..., Any] | None) -> Callable[..., Any]:
-        decorated: Callable[..., Any] = torch_custom_fwd(
-            method, device_type=device_type, cast_inputs=cast_inputs
-        )
-        return decorated
-
+    arguments: Any = {"device_type": device_type, "cast_inputs": cast_inputs}
+    decorate: Any = functools.partial(torch_custom_fwd, **arguments)
     classic = decorate(fwd)
     if fwd is None:
-        return functools.partial(
-            custom_fwd, device_type=device_type, cast_inputs=cast_inputs
-        )
+        return functools.partial(custom_fwd, **arguments)
 
     def without_ctx(_: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         return fwd(*args, **kwargs)

@@ -119,12 +119,12 @@ def _register(name: str) -> Library:
             return redispatch(keyset, *args, **kwargs)
         if op_cast.rule_index is not None:
             context.matched_rules.add(op_cast.rule_index)
-        if context.recorder is not None:
+        if context.observe is not None:
             if op_cast.is_torch_default:
                 call = partial(redispatch, keyset, *args, **kwargs)
             else:
                 call = partial(cast_calls[device], context, op_cast, args, kwargs)
-            return context.recorder.observe(name, context, call, (args, kwargs))
+            return context.observe(name, context, call, (args, kwargs))
         if op_cast.is_torch_default:
             return redispatch(keyset, *args, **kwargs)
         return cast_calls[device](context, op_cast, args, kwargs)

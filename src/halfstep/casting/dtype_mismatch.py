@@ -75,9 +75,10 @@ def explain(error: BaseException) -> DtypeMismatch | None:
     Args:
         error: Any exception, with its traceback. A `DtypeMismatch` gives None.
     """
-    text, text_dtypes = _mismatch_in(error)
+    text = _text_of(error)
+    text_dtypes = _mismatched_dtypes(text)
     if text_dtypes is None:
-        return _unsupported(error)
+        return _unsupported(error, text)
     frames, in_backward = frames_of(error)
     call = failed_call(frames)
     path, module = innermost_module(frames)
@@ -116,9 +117,8 @@ def _advice_for_function(function: str, method: str, call: FailedCall) -> str:
     )
 
 
-def _unsupported(error: BaseException) -> DtypeMismatch | None:
+def _unsupported(error: BaseException, text: str) -> DtypeMismatch | None:
     """Return the exception to raise if one 16-bit dtype is not supported, else None."""
-    text = _text_of(error)
     line = next((one for one in text.splitlines() if _UNSUPPORTED.search(one)), "")
     low = [dtype for dtype in _dtypes_in(line) if dtype.itemsize == 2]  # noqa: PLR2004
     if not low:
@@ -171,16 +171,10 @@ def is_about_dtypes(error: BaseException) -> bool:
     """
     if type(error) is ValueError:
         error = RuntimeError(*error.args)
-    return _mismatch_in(error)[1] is not None
+    return _mismatched_dtypes(_text_of(error)) is not None
 
 
 # torch's messages
-
-
-def _mismatch_in(error: BaseException) -> tuple[str, tuple[torch.dtype, ...] | None]:
-    """Return torch's message, and its dtypes if it is about mixed dtypes, else None."""
-    text = _text_of(error)
-    return text, _mismatched_dtypes(text)
 
 
 def _text_of(error: BaseException) -> str:
@@ -276,11 +270,9 @@ def _names_by_dtype(call: FailedCall, text_dtypes: tuple[torch.dtype, ...]) -> G
     is_complete = len(names_by_dtype) > 1 and all(
         dtype in names_by_dtype or dtype in AUTOCAST_DTYPES for dtype in text_dtypes
     )
-    return (
-        names_by_dtype
-        if is_complete or not text_dtypes
-        else {dtype: names_by_dtype.get(dtype, []) for dtype in text_dtypes}
-    )
+    if is_complete or not text_dtypes:
+        return names_by_dtype
+    return {dtype: names_by_dtype.get(dtype, []) for dtype in text_dtypes}
 
 
 def _operand_text(names_by_dtype: Got) -> str:
@@ -311,11 +303,8 @@ def _fix_for(
         (dtype for dtype in names_by_dtype if dtype not in AUTOCAST_DTYPES), None
     )
     if call.writes:
-        wanted = (
-            f"give all operands {_word(next(iter(names_by_dtype)))}"
-            if names_by_dtype
-            else "cast"
-        )
+        first = next(map(_word, names_by_dtype), "")
+        wanted = f"give all operands {first}" if first else "cast"
         return "", f"No rule reaches in-place and out= forms: {wanted} by hand."
     if unsupported is not None:
         it = _short_list(names_by_dtype[unsupported]) or "it"

@@ -10,18 +10,14 @@ import contextlib
 import inspect
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.amp.autocast_mode import autocast as torch_autocast
 
 from halfstep._torch.dynamo import dynamo_disable
-from halfstep.casting import (
-    active_context,
-    dispatch_kernels,
-    dispatch_table,
-)
+from halfstep.casting import active_context, dispatch_kernels, dispatch_table
 from halfstep.casting.active_context import CastContext, PerThreadStack
 from halfstep.distributed import ddp
 from halfstep.errors import UserError
@@ -84,11 +80,13 @@ def hooks_for(
     Raises:
         UserError: If another module or type rule matches no module.
     """
-    types = dict(_class_names(model))
+    class_names = {path: rules.type_names(m) for path, m in model.named_modules()}
+    types: dict[str, tuple[str, ...]] = {}
+    for path, names in class_names.items():
+        types[path] = (*names, *(types[_parent(path)] if path else ()))
     for rule in policy.rules:
         if rule.kind == "op" or rule in implied:
             continue
-        class_names = {path: rules.type_names(m) for path, m in model.named_modules()}
         if not (
             rule.matches("module", class_names)
             or any(rule.matches("type", names) for names in class_names.values())
@@ -136,23 +134,6 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _class_names(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield (path, class names of the module and of all enclosing modules)."""
-    names_of: dict[str, tuple[str, ...]] = {}
-    for path, module in model.named_modules():
-        around = names_of[_parent(path)] if path else ()
-        names_of[path] = (*rules.type_names(module), *around)
-        yield path, names_of[path]
-
-
-class _Entry(NamedTuple):
-    """What one call of the module has to undo."""
-
-    leave: Callable[[], object]
-    forget: Callable[[], object]
-    """Removes the entry from `CastContext.abandoned`."""
-
-
 class ModuleRuleHook:
     """Forward hooks that apply one rule to a module and its submodules."""
 
@@ -165,15 +146,7 @@ class ModuleRuleHook:
         *,
         has_no_inner_rules: bool,
     ) -> None:
-        """Store the rule and the module's path.
-
-        Args:
-            policy: The policy.
-            rule_index: Index of the rule.
-            path: Path of the module.
-            types: Class names of the module and of the enclosing ones.
-            has_no_inner_rules: Whether no other rule applies inside.
-        """
+        """Store the rule and where it applies; `types` are of enclosing modules too."""
         self.policy = policy
         self.rule_index = rule_index
         self.path = path
@@ -184,7 +157,8 @@ class ModuleRuleHook:
         self._inner_policy = Policy(rules, policy.base)
         self._always_fp32 = False
         self._output_dtype: torch.dtype | None = None
-        self._entries: PerThreadStack[_Entry] = PerThreadStack()
+        self._entries: PerThreadStack[Callable[[], object]] = PerThreadStack()
+        """Functions that undo the calls that have not returned yet."""
 
     @property
     def category(self) -> str:
@@ -239,7 +213,7 @@ class ModuleRuleHook:
             KEEP,
         }
         if context is not None and (
-            context.recorder is not None or not is_all_or_nothing
+            context.observe is not None or not is_all_or_nothing
         ):
             self._push_rule(device, context)
         else:
@@ -277,7 +251,7 @@ class ModuleRuleHook:
             op_casts,
             context.cache,
             context.matched_rules,
-            context.recorder,
+            context.observe,
             self.path,
             self.types,
             context,
@@ -288,7 +262,7 @@ class ModuleRuleHook:
     def _enter(self, leave: Callable[[], object], context: CastContext | None) -> None:
         """Store `leave` for the forward hook, and for the context if no hook runs."""
         if context is None:
-            self._entries.push(_Entry(leave, _no_op))
+            self._entries.push(leave)
             return
         abandoned = context.root.abandoned
 
@@ -296,22 +270,23 @@ class ModuleRuleHook:
             self._entries.pop_own()
             leave()
 
+        def forget_and_leave() -> None:
+            abandoned.remove(item)
+            leave()
+
         item = threading.get_ident(), abandon
-        self._entries.push(_Entry(leave, lambda: abandoned.remove(item)))
+        self._entries.push(forget_and_leave)
         abandoned.append(item)
 
     @dynamo_disable
     def post_forward(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
-        entry = self._entries.pop_own()
-        if entry is not None:  # else another hook raised before `pre_forward` ran
-            entry.forget()
-            entry.leave()
-        return (
-            None
-            if self._output_dtype is None
-            else cast_floating(output, self._output_dtype)
-        )
+        leave = self._entries.pop_own()
+        if leave is not None:  # else another hook raised before `pre_forward` ran
+            leave()
+        if self._output_dtype is None:
+            return None
+        return cast_floating(output, self._output_dtype)
 
 
 def _no_op() -> None:

@@ -59,30 +59,6 @@ class _Entry:
     """Number of the context in which it was cast."""
     in_grad_mode: bool = True
 
-    def update(self, weight: Tensor, epoch: int) -> None:
-        """Store the weight's version, address and epoch."""
-        self.version = weight._version  # noqa: SLF001
-        self.address = weight.data_ptr()
-        self.epoch = epoch
-
-    def is_current(self, weight: Tensor, epoch: int) -> bool:
-        """Return whether this is a cast of the weight's current value."""
-        return (
-            self.weight_ref() is weight
-            and self.epoch == epoch
-            and self.version == weight._version  # noqa: SLF001
-            and self.address == weight.data_ptr()
-        )
-
-    def can_reuse_memory(self, weight: Tensor, epoch: int) -> bool:
-        """Return whether the weight's new value can be cast into the same memory."""
-        return (
-            self.weight_ref() is weight
-            and self.epoch != epoch
-            and self.data.shape == weight.shape
-            and self.data.device == weight.device
-        )
-
 
 class CastCache:
     """16-bit copies of fp32 weights that outlive an autocast context.
@@ -197,10 +173,17 @@ class CastCache:
             return self._with_grad(entry, weight)
 
     def _is_current(self, entry: _Entry, weight: Tensor) -> bool:
-        return entry.is_current(weight, self._epoch) and (
-            not self._for_training
-            or entry.context == self._num_contexts
-            or torch.is_grad_enabled()
+        """Return whether this is a cast of the weight's current value."""
+        return (
+            entry.weight_ref() is weight
+            and entry.epoch == self._epoch
+            and entry.version == weight._version  # noqa: SLF001
+            and entry.address == weight.data_ptr()
+            and (
+                not self._for_training
+                or entry.context == self._num_contexts
+                or torch.is_grad_enabled()
+            )
         )
 
     def _cast(
@@ -209,7 +192,13 @@ class CastCache:
         self.misses += 1
         with _without_modes():
             data = weight.detach()
-            if cached is not None and cached.can_reuse_memory(weight, self._epoch):
+            if (
+                cached is not None
+                and cached.weight_ref() is weight
+                and cached.epoch != self._epoch
+                and cached.data.shape == weight.shape
+                and cached.data.device == weight.device
+            ):
                 cached.data.copy_(data)
                 cached.differentiable = None
             else:
@@ -221,7 +210,8 @@ class CastCache:
                 cached = _Entry(weakref.ref(weight, forget), data)
                 if not data.is_inference():
                     self._entries[key] = cached
-            cached.update(weight, self._epoch)
+            cached.version = weight._version  # noqa: SLF001
+            cached.address, cached.epoch = weight.data_ptr(), self._epoch
         cached.context = self._num_contexts
         cached.in_grad_mode = torch.is_grad_enabled()
         self.bytes_cast += cached.data.nbytes
