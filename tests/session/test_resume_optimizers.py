@@ -28,12 +28,11 @@ class Net(nn.Module):
 
     def __init__(self, *, matrices: bool) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.matrices = matrices
         self.first = nn.Linear(6, 8, bias=not matrices)
         self.last = nn.Linear(8, 3, bias=not matrices)
         if not matrices:
-            self.norm = nn.LayerNorm(8)
+            self.norm = nn.BatchNorm1d(8)
             self.gain = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,8 +42,9 @@ class Net(nn.Module):
         return self.last(torch.tanh(hidden))
 
 
-def start(name: str, kind: str) -> Session:
+def start(name: str, kind: str, seed: int = 0) -> Session:
     level, dtype, master = kind.split()
+    torch.manual_seed(seed)
     model = Net(matrices=name == "muon")
     optimizer = OPTIMIZERS[name](model.parameters())
     for group in optimizer.param_groups:
@@ -52,6 +52,7 @@ def start(name: str, kind: str) -> Session:
             group["eps"] = 2.0**-10  # fp16 rounds 1e-8 to 0
     scale = ScaleRule(init_scale=16.0) if dtype == "fp16" else "none"
     more = {"master": master} if level == "O2" else {}
+    more["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     return hs.prepare(model, optimizer, level, dtype=dtype, loss_scale=scale, **more)
 
 

@@ -324,7 +324,10 @@ def load(
             tensor.copy_(fsdp.shard_like(fp32_value, tensor))
             continue
         weight = low.get(name)
-        if weight is None and slot.residual is None:
+        if weight is not None:
+            # It may be the model's own weight, to which `set_fp32_` writes first.
+            weight = weight.clone()
+        elif slot.residual is None:
             # Round to nearest: the random numbers belong to the next step.
             weight = fp32_value.to(slot.weight.dtype)
         masters.set_fp32_(slot.master, fsdp.shard_like(fp32_value, tensor), weight)
