@@ -1,7 +1,6 @@
 """Ranges in fp16: a feed-forward layer as T5's, whose values fp16 cannot hold."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -92,28 +91,6 @@ def test_what_overflows_stays_fp32() -> None:
     assert abs(planned[-1] - reference[0]) <= spread
 
 
-def test_nothing_else_is_changed() -> None:
-    """Law: weights, gradients and buffers are as before a calibration that steps."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    x = torch.randn(16, 8)
-    model(x).sum().backward()
-
-    def state() -> list[Tensor]:
-        params = [*model.parameters()]
-        return [
-            t.clone() for t in (*model.buffers(), *params, *(p.grad for p in params))
-        ]
-
-    def step(fp32: nn.Module) -> None:
-        optimizer = torch.optim.SGD(fp32.parameters(), 0.1)
-        fp32(x).square().sum().backward()
-        optimizer.step()
-
-    before = state()
-    hs.plan(model, [x], dtype="fp16", calibrate=step)
-    assert all(map(torch.equal, before, state()))
-
-
 def test_ranges_are_the_largest() -> None:
     """Law: largest value and gradient over all batches, by node."""
     model = nn.Linear(2, 1, bias=False)
@@ -129,34 +106,10 @@ def test_ranges_are_the_largest() -> None:
     assert found["linear"] == ranges.Range(value=3.0, gradient=5.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "bf16", "calibrate": print}, "must be None with bf16"),
-        ({"dtype": "fp16", "calibrate": lambda _: None}, "never called the model"),
-        (
-            {"dtype": "fp16", "calibrate": lambda m: m(torch.full((1, 2), torch.nan))},
-            "in fp32 .* is NaN; halfstep.find_nonfinite",
-        ),
-        ({"kinds": {"lineal": "deny"}}, "'lineal' must be a name in torch.ops.aten"),
-        ({"kinds": {"linear": "no"}}, "'no' must be allow, infer, clear, deny"),
-    ],
-)
-def test_refusals(options: Any, message: str) -> None:
-    """Law: one error says what is wrong."""
-    with pytest.raises(hs.UserError, match=message):
-        hs.plan(nn.Linear(2, 1), [torch.zeros(1, 2)], **options)
-
-
-class Exp(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.exp()
-
-
 def test_kinds_of_ones_own() -> None:
     """Law: an operation is moved from list to list, and says so."""
-    model = nn.Sequential(nn.Linear(8, 8), Exp(), nn.Linear(8, 8))
-    kinds = {"exp": "infer", "linear": "allow"}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 8))
+    kinds = {"softplus": "infer", "linear": "allow"}
     for asked, low in (
         (None, [1, 0, 1]),
         (kinds, [1, 1, 1]),
