@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class PreStepHook:
-    """A step pre-hook of halfstep's, recognizable by its type.
-
-    Args:
-        check: Called before each step; may raise.
-    """
+    """A step pre-hook of halfstep's, recognizable by its type."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check

@@ -58,9 +58,7 @@ class AttributePatch:
 class SharedPatches:
     """Patches that are applied while they have at least one user.
 
-    Args:
-        changes: Each is an `AttributePatch`, or applies a patch and returns the
-            function that undoes it.
+    Each is an `AttributePatch`, or applies a patch and returns what undoes it.
     """
 
     def __init__(self, *changes: AttributePatch | Apply) -> None:

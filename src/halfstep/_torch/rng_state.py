@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """Snapshot of the random state of torch, Python and numpy.
-
-    Args:
-        devices: Devices whose generators are saved besides the CPU's.
-    """
+    """Snapshot of the random state of torch (CPU and devices), Python and numpy."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._cpu_state = torch.get_rng_state()

@@ -52,13 +52,8 @@ def write(
     """Write a directory that is complete or absent, even after a crash.
 
     Why: a process may be killed at any byte. Files are written and flushed to disk
-    under a temporary name beside the target, then renamed into place.
-
-    Args:
-        directory: Its parent is created if necessary.
-        format_: `PLAIN`, `SHARDED` or `MODEL`.
-        fill: Writes files into an empty directory; returns further manifest entries.
-        replace: Replace an existing directory once the new one is complete.
+    under a temporary name beside the target, then renamed into place. `fill` writes
+    files into an empty directory and returns further manifest entries.
     """
     temporary = temporary_path(directory)
     try:

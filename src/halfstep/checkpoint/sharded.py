@@ -46,11 +46,8 @@ def write(
 ) -> None:
     """Write each rank's parts; the directory appears once all are on disk, or never.
 
-    Args:
-        tensors: The same names on every rank.
-        directory: On a file system that all ranks share.
-        notes: Values for `json.dumps`; those of rank 0 are stored.
-        replace: Replace an existing directory once the new one is on disk.
+    All ranks share its file system and have tensors of the same names; the notes of
+    rank 0 are stored.
     """
     rank = process_group.rank()
     unwritten = partial(atomic_directory.write_error, directory)
@@ -235,11 +232,7 @@ def verify(directory: Path, needed: str) -> Metadata:
 
 
 def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> None:
-    """Fill tensors, or this rank's parts of them, with the stored values.
-
-    Raises:
-        CheckpointError: If something cannot be read.
-    """
+    """Fill tensors, or this rank's parts of them, with the stored values."""
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -65,16 +65,8 @@ def join(device: str) -> Iterator[World]:
     """Join the processes that torchrun started; leave the group at the end, together.
 
     A process that fails sends its reason to the others, whose next collective then
-    raises `PeerLost` with it.
-
-    Args:
-        device: "cpu" (gloo) or "cuda" (nccl; each process uses the GPU of its local
-            rank).
-
-    Raises:
-        UserError: If torchrun's environment is invalid, there is no GPU for this
-            process, or the others cannot be reached.
-        PeerLost: If another process has ended.
+    raises `PeerLost` with it. `device` is "cpu" (gloo) or "cuda" (nccl; each process
+    uses the GPU of its local rank).
     """
     torch_device = _device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -168,11 +168,8 @@ def splitmix(state: int) -> int:
 def mix(words: Tensor) -> Tensor:
     """Hash 32-bit words; a bijection.
 
-    Why int64: int32 products that overflow are undefined in C++, and compilers exploit
-    that. A 32-bit word times a constant below 2**31 is below 2**63.
-
-    Args:
-        words: int64 in [0, 2**32), like the result.
+    Why int64, as the result: int32 products that overflow are undefined in C++, and
+    compilers exploit that. A 32-bit word times a constant below 2**31 is below 2**63.
 
     References:
         github.com/skeeto/hash-prospector, where the constants were searched for.
@@ -192,12 +189,9 @@ def random_bits16(
 ) -> tuple[Tensor, Tensor]:
     """Return two int32 tensors of random integers in [0, 65536), shape (numel,).
 
-    Args:
-        words: From `key`; or two tensors of such words, one per element.
-        numel: Number of elements.
-        device: Device of the result.
-        start: Index of the first element, modulo 2**32; chunks of a tensor get the same
-            random bits as the whole tensor.
+    `words` are from `key`; or two tensors of such words, one per element. `start` is
+    the index of the first element, modulo 2**32; chunks of a tensor get the same random
+    bits as the whole tensor.
     """
     end = start + numel
     counted = torch.arange(start, end, dtype=torch.int64, device=device)

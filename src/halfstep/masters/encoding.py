@@ -226,11 +226,7 @@ NONE = "none"
 
 
 def parse(name: str) -> MasterEncoding | None:
-    """Return the encoding called `name`; None for "none".
-
-    Raises:
-        UserError: If no encoding has this name.
-    """
+    """Return the encoding called `name`; None for "none"."""
     if not isinstance(name, str) or name not in {*ENCODINGS, NONE}:
         choices = ", ".join([*ENCODINGS, NONE])
         message = (

@@ -18,10 +18,6 @@ def add_(total: Tensor, part: Tensor) -> None:
     """Add a 16-bit tensor to an fp32 one of the same shape, in place.
 
     Why: on a CPU, torch first copies all of `part` to fp32, into new memory.
-
-    Args:
-        total: fp32.
-        part: bf16 or fp16.
     """
     flat = total.is_contiguous() and part.is_contiguous()
     if total.device.type != "cpu" or not flat or total.numel() <= _CHUNK:

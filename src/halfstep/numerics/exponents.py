@@ -31,10 +31,8 @@ def count_exponents(tensor: Tensor) -> Tensor:
 
     Why not log2: it is wrong next to powers of two. In fp64 all values of the smaller
     formats are normal, including their subnormals, so the exponent is a bit field.
-    fp64's own subnormals count as zeros: no fp32 scale makes them relevant.
-
-    Returns:
-        int64, shape (BINS,), on the tensor's device.
+    fp64's own subnormals count as zeros: no fp32 scale makes them relevant. The result
+    is int64, shape (BINS,), on the tensor's device.
     """
     flat = local_values(tensor).flatten()
     histogram = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
@@ -64,11 +62,9 @@ def _exponent_field(values: Tensor) -> Tensor:
 def largest_magnitude(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the largest absolute value, in the dtype and on the device of `like`.
 
-    Why two ways: a GPU has a fused kernel for the norms of a list; on a CPU such a norm
-    takes several times as long as `aminmax`.
-
-    Returns:
-        Shape (); 0 if there are no elements, NaN or inf if one is present.
+    Shape (); 0 if there are no elements, NaN or inf if one is present. Why two ways: a
+    GPU has a fused kernel for the norms of a list; on a CPU such a norm takes several
+    times as long as `aminmax`.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -136,10 +132,8 @@ def flushed_share(
 
     Values below half the format's smallest number are flushed. Exactly half is flushed
     too, but not counted, because it shares a bin with larger values. The histogram is
-    of unscaled values; the scale is a power of two, shape ().
-
-    Returns:
-        float32, shape (), from 0 to 1; 0 if the histogram is empty.
+    of unscaled values; the scale is a power of two, shape (). The result is float32,
+    shape (); 0 if the histogram is empty.
     """
     return _share_between(
         histogram, scale, -math.inf, _exponent(parse(low_dtype).min_subnormal) - 1

@@ -49,11 +49,7 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def local_values(gradient: Tensor) -> Tensor:
-    """Return a writable real view of a gradient's values on this rank.
-
-    Args:
-        gradient: Dense or sparse, real or complex, plain or a DTensor.
-    """
+    """Return a writable real view of any gradient's values on this rank."""
     values = local_part(gradient)
     values = values._values() if values.is_sparse else values  # noqa: SLF001
     # conj() of a lazily conjugated tensor returns its unconjugated memory.

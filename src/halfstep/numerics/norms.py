@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of all gradients as one vector, the same on every rank.
 
-    Args:
-        gradients: Of any dtype, sparse or dense; of DTensors, all ranks' parts count.
+    They may be of any dtype, and sparse; of DTensors, all ranks' parts count.
     """
     # A 16-bit norm would overflow long before the gradients do, and the parts of a
     # sparse gradient would be added in 16 bits.

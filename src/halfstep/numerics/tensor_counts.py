@@ -185,13 +185,7 @@ def _subnormals(values: Tensor, histogram: Tensor, nonzero: Tensor) -> Tensor:
 def _cast(
     values: Tensor, form: FloatFormat, nonzero: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """Return `LOSSES` and the sum of squared errors of a cast.
-
-    Args:
-        values: Finite and not negative.
-        form: Format of the cast.
-        nonzero: Number of non-zero values.
-    """
+    """Return `LOSSES` and the sum of squared errors of a cast of magnitudes."""
     low = values.to(form.dtype)
     bits = low.view(_INTEGERS[form.bytes])
     num_nonzero = torch.count_nonzero(bits)

@@ -23,8 +23,8 @@ from halfstep.compat.apex.amp_handle import (
     register_promote_function,
 )
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
-from halfstep.compat.apex.larc import LARC
 from halfstep.compat.apex.optimizer_state import AmpScaler, rule_of
+from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.apex.state import STATE, AmpError, Properties, maybe_print
 from halfstep.masters import MasterWeights
 
@@ -332,11 +332,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state of the loss scalers in apex's format.
-
-    Args:
-        destination: Dictionary to write into. Default: a new one.
-    """
+    """Return the state of the loss scalers in apex's format, in `destination`."""
     state = {} if destination is None else destination
     for number, scaler in enumerate(STATE.loss_scalers):
         state[f"loss_scaler{number}"] = scaler.state_dict()

@@ -25,12 +25,9 @@ def multi_tensor_scale(
     tensor_lists: Sequence[Sequence[Tensor]],
     scale: float,
 ) -> None:
-    """Write inputs * scale, computed in fp32, into outputs.
+    """Write inputs * scale, computed in fp32, into outputs; they may be the same.
 
-    Args:
-        noop_flag: Set to 1 if an input is non-finite. Shape (1,).
-        tensor_lists: Inputs and outputs; they may be the same.
-        scale: Factor of the inputs.
+    `noop_flag`, shape (1,), is set to 1 if an input is non-finite.
     """
     inputs, outputs = _lists("multi_tensor_scale", tensor_lists, 2)
     if not inputs:
@@ -48,14 +45,10 @@ def multi_tensor_axpby(
     b: float,
     arg_to_check: int,
 ) -> None:
-    """Write a * x + b * y, computed in fp32, into outputs.
+    """Write a * x + b * y, computed in fp32, into outputs, which may be x or y.
 
-    Args:
-        noop_flag: Set to 1 if a checked input is non-finite. Shape (1,).
-        tensor_lists: Lists x, y and outputs, which may be x or y.
-        a: Factor of x.
-        b: Factor of y.
-        arg_to_check: 0 checks x, 1 checks y, -1 both.
+    `noop_flag`, shape (1,), is set to 1 if a checked input is non-finite: x if
+    `arg_to_check` is 0, y if it is 1, both if it is -1.
     """
     x, y, outputs = _lists("multi_tensor_axpby", tensor_lists, 3)
     checked = {-1: [*x, *y], 0: x, 1: y}
@@ -79,15 +72,9 @@ def multi_tensor_l2norm(
     tensor_lists: Sequence[Sequence[Tensor]],
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the Euclidean norm of all values, and optionally of each tensor, in fp32.
+    """Return the norm of all values, shape (1,), and of each tensor or none, in fp32.
 
-    Args:
-        noop_flag: Set to 1 if the norm is non-finite. Shape (1,).
-        tensor_lists: One list.
-        per_tensor: Also return the norm of each tensor.
-
-    Returns:
-        The norm, shape (1,); the norms of the tensors, or an empty tensor, shape (0,).
+    `noop_flag`, shape (1,), is set to 1 if the norm is non-finite.
     """
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
     if not tensors:

@@ -1,4 +1,4 @@
-"""Implements apex's older wrapper of an optimizer: master weights and a loss scale."""
+"""Implements apex's older loss scalers, and its wrapper of an optimizer with one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,83 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfstep import scaling
 from halfstep.compat.apex import models
-from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
 from halfstep.compat.apex.optimizer_state import AmpOptimizerState
 from halfstep.compat.apex.state import AmpError, maybe_print
 from halfstep.masters import MasterWeights
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
+
+
+class LossScaler:
+    """A constant loss scale."""
+
+    dynamic = False
+
+    def __init__(self, scale: float = 1) -> None:
+        self.core = scaling.LossScaler(ScaleRule.parse(scale))
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next backward pass."""
+        return float(self.core.state.scale)
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, under apex's other name."""
+        return self.loss_scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Return whether a gradient is non-finite; apex's static one did not check."""
+        return any(
+            not bool(param.grad.isfinite().all())
+            for param in params
+            if param.grad is not None
+        )
+
+    def update_scale(self, overflow: bool) -> None:
+        """Update the scale for the next step."""
+        self.core.update(torch.tensor(float(overflow)))
+
+    def scale_gradient(
+        self, _module: object, grad_in: tuple[Tensor, ...], _grad_out: object
+    ) -> tuple[Tensor, ...]:
+        """Multiply gradients by the scale: a full backward hook for modules."""
+        return tuple(self.loss_scale * gradient for gradient in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run the backward pass of the loss times the scale."""
+        self.core.observe_loss(loss)
+        self.core.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that falls on overflow, by `scale_factor`.
+
+    It grows by it after `scale_window` steps without overflow.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**32,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+    ) -> None:
+        rule = ScaleRule(
+            init_scale,
+            scale_factor,
+            1 / scale_factor,
+            scale_window,
+            max_scale=torch.finfo(torch.float32).max,
+        )
+        self.core = scaling.LossScaler(rule)
 
 
 class FP16_Optimizer:
@@ -187,11 +254,7 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state. Load the model's weights before.
-
-        Raises:
-            AmpError: If the shapes of its master weights do not match the parameters.
-        """
+        """Load a saved state. Load the model's weights before."""
         saved = [m for group in state_dict["fp32_from_fp16"] for m in group]
         own = [m for group in self.fp32_from_fp16_groups for m in group]
         if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in own]:

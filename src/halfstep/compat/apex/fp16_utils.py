@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
-from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
+from halfstep.compat.apex.fp16_optimizer import (
+    DynamicLossScaler,
+    FP16_Optimizer,
+    LossScaler,
+)
 from halfstep.compat.apex.models import convert_module, convert_network
 from halfstep.compat.apex.state import AmpError
 
@@ -75,9 +78,7 @@ class FP16Model(nn.Module):
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> Lists:
     """Return a model's trainable parameters, and fp32 master weights for them.
 
-    Args:
-        model: A model in 16 bits, fp32, or both.
-        flat_master: Return one flat master tensor; parameters must have one dtype.
+    `flat_master`: one flat master tensor; the parameters must have one dtype.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:

@@ -353,11 +353,7 @@ class AmpScaler:
                 optimizer.unchecked.append(self)
 
     def finish_check(self) -> None:
-        """Read found_inf, update the scale, and mark optimizers that must skip.
-
-        Raises:
-            LossScaleCollapse: If skipping has gone on for too long.
-        """
+        """Read found_inf, update the scale, and mark optimizers that must skip."""
         found_inf, optimizers = self._found_inf, self._pending_optimizers
         if found_inf is None:
             return
