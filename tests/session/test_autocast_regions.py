@@ -1,24 +1,35 @@
-"""A session's contexts at O1 beside a plain torch.amp loop: its bits, fewer casts."""
+"""A session at O0 and O1 beside a plain loop of torch: its bits, fewer casts.
+
+Under torchrun, this file trains both under DDP.
+"""
 
 import contextlib
 import functools
+import itertools
+import math
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from forks import run_ranks
 from session_cases import any_machine  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.casting import weight_cache
+from halfstep.distributed import process_group
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
 FUSED = functools.partial(ADAMW, fused=True)
+ADAM = functools.partial(torch.optim.Adam, lr=0.02)
+RMSPROP = functools.partial(torch.optim.RMSprop, lr=0.01)
 STEPS, MICRO = 4, 8
 
 
@@ -63,8 +74,9 @@ class Ours:
     def __init__(self, program: "Program", accumulate: int) -> None:
         self.net = Net()
         params = [param for param in self.net.parameters() if param.requires_grad]
+        self.optimizer = program.make(params)
         self.session: hs.Session = hs.prepare(
-            *(self.net, program.make(params), "O1"),
+            *(self.net, self.optimizer, "O0" if program.dtype == FP32 else "O1"),
             dtype=program.dtype,
             accumulate=accumulate,
             policy="torch",
@@ -72,11 +84,17 @@ class Ours:
         )
         self.region = self.session.autocast
         self.backward = self.session.backward
-        self.step: Callable[[], object] = self.session.step
+        self.log: list[float] = []
 
     @property
     def model(self) -> nn.Module:
         return self.session.model
+
+    def step(self) -> None:
+        report = self.session.step()
+        if report.complete:
+            norm = report.grad_norm if report.applied else None
+            self.log += [norm or 0.0, self.session.scaler.state.scale.item()]
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
         self.session.model = wrapper(self.net)
@@ -92,6 +110,7 @@ class Torchs:
         self.dtype, self.accumulate = program.dtype, accumulate
         self.clip = program.clip
         self.micro = 0
+        self.log: list[float] = []
 
     def region(self) -> Any:
         """Open a region; gradients stay at home until the last of a step."""
@@ -99,7 +118,8 @@ class Torchs:
         ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
         if ddp and self.micro + 1 < self.accumulate:
             regions.enter_context(self.model.no_sync())  # type: ignore[operator]
-        regions.enter_context(torch.autocast("cpu", self.dtype))
+        if self.dtype != FP32:
+            regions.enter_context(torch.autocast("cpu", self.dtype))
         return regions
 
     def backward(self, loss: Tensor) -> None:
@@ -110,11 +130,13 @@ class Torchs:
         if self.micro:
             return
         self.scaler.unscale_(self.optimizer)
+        norm = 0.0
         if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.params, self.clip)
+            norm = nn.utils.clip_grad_norm_(self.params, self.clip).item()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        self.log += [norm if math.isfinite(norm) else 0.0, self.scaler.get_scale()]
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
         self.model = wrapper(self.net)
@@ -258,6 +280,14 @@ PROGRAMS = {
     "halved": Program(between=halved),
     "replaced": Program(between=replaced),
     "loaded": Program(between=loaded, make=FUSED),
+    "fp32": Program(dtype=FP32),
+    "fp32 clipped": Program(make=ADAMW, dtype=FP32, clip=0.1),
+    "fp32 fused": Program(make=FUSED, dtype=FP32),
+    "fp32 adam": Program(make=ADAM, dtype=FP32, clip=0.1),
+    "fp32 rmsprop": Program(make=RMSPROP, dtype=FP32),
+    "fused clipped": Program(make=FUSED, dtype=FP16, clip=0.1),
+    "adam": Program(make=ADAM, dtype=FP16),
+    "rmsprop": Program(make=RMSPROP, clip=0.1),
 }
 
 
@@ -268,7 +298,10 @@ def train(loop: Loop, program: Program, accumulate: int) -> list[Tensor]:
             program.micro(loop, 10 * step + n).detach() for n in range(accumulate)
         ]
         program.between(loop)
-    return [torch.stack(losses), *loop.net.state_dict().values()]
+    states = loop.optimizer.state_dict()["state"].values()
+    state = [v for values in states for v in values.values() if torch.is_tensor(v)]
+    weights = loop.net.state_dict().values()
+    return [torch.stack(losses), *weights, *state, torch.tensor(loop.log)]
 
 
 def forgets_gradients() -> bool:
@@ -287,7 +320,7 @@ def exact(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("accumulate", [1, MICRO])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_torchs_bits(name: str, accumulate: int) -> None:
-    """Law: losses and weights are those of torch.amp, to the bit."""
+    """Law: losses, norms, scales, weights and states are torch's, to the bit."""
     if name == "evaluation" and forgets_gradients():
         pytest.skip(f"torch.autocast of {torch.__version__} loses gradients there")
     program = PROGRAMS[name]
@@ -297,6 +330,48 @@ def test_torchs_bits(name: str, accumulate: int) -> None:
     exact(found, expected)
     start = Net().state_dict()
     assert not torch.equal(found[1], start["once.weight"])
+
+
+UNDER_DDP = ["plain", "fp16 clipped", "skipped", "recomputed", "evaluation"]
+
+
+def process(folder: Path) -> None:
+    names = UNDER_DDP[:-1] if forgets_gradients() else UNDER_DDP
+    found = {}
+    with process_group.join("cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, accumulate in itertools.product(range(len(names)), (1, 4)):
+            name, views = names[number], (number + accumulate) % 2 > 0
+            found[name, accumulate, views] = [
+                under_ddp(kind, PROGRAMS[name], accumulate, views, world.rank)
+                for kind in (Ours, Torchs)
+            ]
+        torch.save(found, folder / f"{world.rank}.pt")
+
+
+def under_ddp(
+    kind: Any, program: Program, accumulate: int, views: bool, rank: int
+) -> list[Tensor]:
+    loop = kind(program, accumulate)
+    ddp = nn.parallel.DistributedDataParallel
+    loop.wrap(functools.partial(ddp, gradient_as_bucket_view=views))
+
+    def micro(loop: Loop, seed: int) -> Any:
+        return program.micro(loop, seed + 1000 * rank)
+
+    return train(loop, program._replace(micro=micro), accumulate)
+
+
+def test_torchs_bits_under_ddp(tmp_path: Path) -> None:
+    """Law: on each of two processes losses and weights are torch's, and ranks agree."""
+    run_ranks(__file__, str(tmp_path))
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for rank in ranks:
+        for ours, torchs in rank.values():
+            exact(ours, torchs)
+    for run, (ours, _) in ranks[0].items():
+        exact(ours[1:], ranks[1][run][0][1:])
+        assert not torch.equal(ours[0], ranks[1][run][0][0])
 
 
 @pytest.mark.parametrize("name", ["plain", "fp16", "losses", "recomputed"])
@@ -428,3 +503,7 @@ def test_a_failed_backward_pass_takes_nothing_in_later() -> None:
     assert weight.grad is None
     loop.backward(loss)
     exact(weight.grad, grad)
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]))

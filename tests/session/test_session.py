@@ -52,7 +52,6 @@ grid = pytest.mark.parametrize(
     ("kind", "make"),
     thinned({k: (k,) for k in KINDS}, {n: (m,) for n, m in OPTIMIZERS.items()}, 2),
 )
-optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 @pytest.fixture(autouse=True)
@@ -142,51 +141,6 @@ def test_a_skipped_step_changes_nothing(kind: str, make: Make) -> None:
     assert (session.steps_skipped, session.steps_applied) == (4, 2)
     dynamic = session.choice.format.name == "fp16"
     assert session.scaler.state.scale.item() == (2.0**12 if dynamic else 1.0)
-
-
-def plain_loop(make: Make, clip: float | None, dtype: torch.dtype | None) -> Any:
-    model = network()
-    optimizer = make(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
-    seen = []
-    for seed in range(6):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            loss = loss_of(model, seed)
-        torch.autograd.backward(scaler.scale(loss))
-        if seed == 2 and scaler.is_enabled():
-            grad = list(model.parameters())[1].grad
-            grad[1] = INF
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or INF)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append((loss.item(), norm.item(), scaler.get_scale()))
-    return model.state_dict(), optimizer.state_dict()["state"], seen
-
-
-@pytest.mark.parametrize("kind", ["O0 fp32", "O1 bf16", "O1 fp16"])
-@pytest.mark.parametrize("clip", [None, 0.1])
-@optimizers
-def test_equals_a_plain_loop(kind: str, clip: float | None, make: Make) -> None:
-    """Law: O0 is plain torch, O1 is torch.amp with GradScaler, to the last bit."""
-    session = build(kind, make, clip_grad_norm=clip, policy="torch")
-    low = session.choice.format.dtype
-    model, state, theirs = plain_loop(make, clip, None if low is FP32 else low)
-    for seed, (loss, norm, scale) in enumerate(theirs):
-        with session.autocast():
-            ours = loss_of(session.model, seed)
-        hooks = spoil(session, "0.bias") if seed == 2 and low is torch.float16 else []
-        session.backward(ours)
-        report = session.step()
-        for hook in hooks:
-            hook.remove()
-        assert report.skipped == bool(hooks)
-        assert ours.item() == loss
-        assert session.scaler.state.scale.item() == scale
-        assert hooks or report.grad_norm == (norm if clip else None)
-    same(session.model.state_dict(), model)
-    same(session.optimizer.state_dict()["state"], state)
 
 
 @table
