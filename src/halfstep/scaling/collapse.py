@@ -250,7 +250,10 @@ class CollapseMonitor:
                 value = float(detached)
             else:
                 # The sum over micro-batches is non-finite if one of them is.
-                self._loss_sum = _sum(self._loss_sum, detached)
+                total, wide = self._loss_sum, detached.float()
+                if total is not None:
+                    wide = total + async_read.to_device_async(wide, total.device)
+                self._loss_sum = wide
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
@@ -337,16 +340,13 @@ class CollapseMonitor:
             numbers, absmax = delayed_numbers[:6], delayed_numbers[6:]
             read_culprits = partial(self._param_readers.popleft(), absmax)
             num_unread = self._delayed.num_pending
-        scale, num_skipped, next_scale, overflowed, *losses = numbers
+        scale, num_skipped, next_scale, overflowed, loss_value, loss_sum_value = numbers
         if self._num_outdated:  # it was sent before other code set the scale
             self._num_outdated -= 1
         else:
             self._last_read_scale, self._steps_unread = next_scale, num_unread
-        loss_value, loss_sum_value = losses
-        history = self._history
-        history.add(
-            scale, loss_value, skipped=bool(num_skipped), overflowed=bool(overflowed)
-        )
+        history, skipped = self._history, bool(num_skipped)
+        history.add(scale, loss_value, skipped=skipped, overflowed=bool(overflowed))
         if not math.isfinite(loss_sum_value):
             self.log.log_loss(loss_sum_value, None, "")
         self.log.steps += 1
@@ -355,12 +355,10 @@ class CollapseMonitor:
             self.log.clean_steps += 1
             return
         num_in_a_row = history.in_a_row
-        self.log.log_overflow(
-            scale, num_in_a_row, rule, read_culprits, skipped=bool(num_skipped)
-        )
+        self.log.log_overflow(scale, num_in_a_row, rule, read_culprits, skipped=skipped)
         self._check_next_skip(rule)
         # Dropping the passes that overflow could go on forever without a skip.
-        stuck = not num_skipped and is_stuck(scale, history.in_a_row, rule)
+        stuck = not skipped and is_stuck(scale, num_in_a_row, rule)
         if stuck or is_collapsed(scale, int(num_skipped), rule):
             raise self._make_error(int(num_skipped), culprits())
 
@@ -390,12 +388,7 @@ class CollapseMonitor:
         return history.data()
 
     def restore(self, history: StepHistory, rule: ScaleRule) -> None:
-        """Continue from a saved history.
-
-        Args:
-            history: Statistics of the steps so far.
-            rule: The scale's rule.
-        """
+        """Continue from a saved history."""
         self._history = history
         self._check_next_skip(rule)
 
@@ -404,33 +397,26 @@ class CollapseMonitor:
     ) -> LossScaleCollapse:
         finite = None if self._loss is None else bool(self._loss.isfinite().all())
         history = self._history.history
-        bad_op = replace(
-            find_cause(
-                self._graph_cause, self._history.losses, self._loss, finite=finite
-            ),
-            scale=history[-1],
-        )
+        losses = self._history.losses
+        bad_op = find_cause(self._graph_cause, losses, self._loss, finite=finite)
+        bad_op = replace(bad_op, scale=history[-1])
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
         kinds = {"inf": inf_in, "NaN": nan_in}
-        nonfinite_texts = [
+        nonfinite_text = "; ".join(
             f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
-        ]
-        nonfinite_text = (
-            "; ".join(nonfinite_texts) or "no such gradient is left in this process"
         )
         first, last = history[0], history[-1]
         scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
         summary = f"{skips} steps in a row were skipped"
         if not skips:
             summary = f"{self._history.in_a_row} steps in a row lost a micro-batch"
-        graph_text = (
-            f" (graph not read: {self._graph_error})" if self._graph_error else ""
-        )
+        error = self._graph_error
+        graph_text = f" (graph not read: {error})" if error else ""
         message = (
-            f"{summary}, at loss scale {scale_text}. "
-            f"{cause_text(bad_op)} Observed: {nonfinite_text}.{graph_text}"
-            f"{second_opinion(bad_op)}"
+            f"{summary}, at loss scale {scale_text}. {cause_text(bad_op)} Observed: "
+            f"{nonfinite_text or 'no such gradient is left in this process'}."
+            f"{graph_text}{second_opinion(bad_op)}"
         )
         return LossScaleCollapse(
             message,
@@ -445,27 +431,15 @@ class CollapseMonitor:
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs, CUDA events and pending copies cannot be pickled.
-        cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
-        return (
-            self.__dict__
-            | cleared
-            | {"_delayed": DelayedScalars(), "_param_readers": deque()}
-        )
+        cleared = dict.fromkeys(("_loss", "_loss_sum", "_graph_cause"))
+        fresh = {"_delayed": DelayedScalars(), "_param_readers": deque[Any]()}
+        return self.__dict__ | cleared | fresh
 
 
 def is_capturing() -> bool:
     """Return whether the current stream is captured in a CUDA graph."""
     is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return is_initialized and torch.cuda.is_current_stream_capturing()
-
-
-def _sum(total: Tensor | None, loss: Tensor) -> Tensor:
-    wide = loss.float()
-    return (
-        wide
-        if total is None
-        else total + async_read.to_device_async(wide, total.device)
-    )
 
 
 def find_cause(
@@ -497,11 +471,8 @@ def find_cause(
         if diverged:
             evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
         advice = "Lower the learning rate, warm it up, or clip gradients "
-        cause = make(
-            cause="learning rate",
-            evidence=evidence,
-            advice=f"{advice}(clip_grad_norm).",
-        )
+        advice += "(clip_grad_norm)."
+        cause = make(cause="learning rate", evidence=evidence, advice=advice)
         if bad_op is None:
             return cause
         kind = bad_op.nonfinite_kind

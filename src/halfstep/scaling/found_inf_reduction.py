@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep.scaling.unscale import max_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
     from typing import Any
 
 
@@ -43,34 +43,16 @@ def reduction_groups(
     return list(groups.values())
 
 
-def _start(flag: Tensor, groups: Sequence[dist.ProcessGroup]) -> Iterator[dist.Work]:
-    """Start to reduce a flag in place to its maximum over ranks.
-
-    Why: if one rank alone skips, weights differ between ranks, or the others hang. The
-    all-reduce starts when the flag is known and is waited for when it is needed: in
-    between (`unscale_` and `step` of a `GradScaler`), gradients are clipped.
-
-    Every rank of each group must call this.
-
-    Returns:
-        Wait for each of these before the next.
-    """
-    works = (
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
-        for group in groups
-    )
-    # The second mesh dimension needs the result of the first.
-    first = [*itertools.islice(works, 1)]
-    return itertools.chain(first, works)
-
-
 def reduce_found_inf(
     found_inf: Tensor, gradients: Iterable[Tensor], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Reduce `found_inf` in place over the ranks that must agree; return it."""
-    groups = reduction_groups(gradients, group)
-    for work in _start(found_inf, groups) if groups else ():
-        work.wait()
+    """Reduce `found_inf` in place over the ranks that must agree; return it.
+
+    Why: if one rank alone skips, weights differ between ranks, or the others hang.
+    Every rank of each group must call this.
+    """
+    for each in reduction_groups(gradients, group):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, each)
     return found_inf
 
 
@@ -82,6 +64,9 @@ def start_reduction(
     state: dict[str, Any],
 ) -> dict[torch.device, Tensor]:
     """Start to reduce an optimizer's flags over ranks; return the flags to store.
+
+    The all-reduce starts when the flag is known and is waited for when it is needed: in
+    between (`unscale_` and `step` of a `GradScaler`), gradients are clipped.
 
     Args:
         flags: Device -> flag of this rank.
@@ -95,19 +80,26 @@ def start_reduction(
     if not groups:
         return flags
     flag = max_flag([zero, *flags.values()], zero.device)
-    state["found_inf_reduction"] = _start(flag, groups)
+    works = (
+        dist.all_reduce(flag, dist.ReduceOp.MAX, each, async_op=True) for each in groups
+    )
+    # The second mesh dimension needs the result of the first.
+    state["found_inf_reduction"] = itertools.chain([next(works)], works)
     return {flag.device: flag}
 
 
-def reduced_flags(state: dict[str, Any]) -> list[Tensor]:
-    """Return an optimizer's flags, the same on every rank.
+def reduced_flags(*states: dict[str, Any]) -> list[Tensor]:
+    """Return the flags of optimizers, the same on every rank.
 
     Args:
-        state: The `GradScaler`'s state of one optimizer in one iteration.
+        states: The `GradScaler`'s states of optimizers in one iteration.
     """
-    for work in state.get("found_inf_reduction", ()):
-        work.wait()
-    return list(state["found_inf_per_device"].values())
+    flags: list[Tensor] = []
+    for state in states:
+        for work in state.get("found_inf_reduction", ()):
+            work.wait()
+        flags += state["found_inf_per_device"].values()
+    return flags
 
 
 def reduce_over_ranks(

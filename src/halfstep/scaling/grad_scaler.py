@@ -134,10 +134,8 @@ class GradScaler(TorchGradScaler):
         self._passes = BackwardPasses(loss_scalers, Retry.of(on_overflow), group)
         self._host_scale = grad_scaler_step.HostScale()
         self._scaled = self._proposed = False
-        self._stepped_grads, self._last_grads = (
-            list[OptimizerGrads](),
-            list[OptimizerGrads](),
-        )
+        self._stepped_grads: list[OptimizerGrads] = []
+        self._last_grads: list[OptimizerGrads] = []
         self._steps, self._last_step = 0, StepReport(0, complete=False)
         self.call_order_watch: CallOrderWatch | None = CallOrderWatch()
         """Checks the order of calls in the first iterations; then None."""
@@ -333,9 +331,8 @@ class GradScaler(TorchGradScaler):
             )
         elif fused_optimizers.handles_found_inf(optimizer):
             self._main_scaler()  # the caller may have set the scale
-            host_scale = self._host_scale
             result = grad_scaler_step.fused_step(
-                self, optimizer, state, host_scale, *args, **kwargs
+                self, optimizer, state, self._host_scale, *args, **kwargs
             )
         else:
             if state["stage"] is OptState.READY:
@@ -423,11 +420,7 @@ class GradScaler(TorchGradScaler):
                 self.call_order_watch = None
         main = self._main_scaler()
         states = list(self._per_optimizer_states.values())
-        flags = [
-            flag
-            for state in states
-            for flag in found_inf_reduction.reduced_flags(state)
-        ]
+        flags = found_inf_reduction.reduced_flags(*states)
         scale_used = main.state.scale.clone()
         if new_scale is not None:
             # torch accepts no int; it does not reset its growth counter here.
@@ -471,11 +464,7 @@ class GradScaler(TorchGradScaler):
         low, high = self._bounds["min_scale"], self._bounds["max_scale"]
         self._host_scale.mark_multiplied((*self._factors[:2], low, high))
         joint_states = [state for state in states if "unscaled_gradients" not in state]
-        joint_flags = [
-            flag
-            for state in joint_states
-            for flag in found_inf_reduction.reduced_flags(state)
-        ]
+        joint_flags = found_inf_reduction.reduced_flags(*joint_states)
         if joint_flags and not self._proposed:
             self._propose(joint_flags)  # a fused kernel unscaled them
         if joint_flags and len(joint_states) < len(states):

@@ -127,12 +127,7 @@ def _advance_by_kernel(
     clean = state.clean_steps.clamp(max=interval - 1)
     flag = found_inf.to(scale)
     torch._amp_update_scale_(
-        scale,
-        clean,
-        flag,
-        rule.growth_factor,
-        rule.backoff_factor,
-        interval,
+        scale, clean, flag, rule.growth_factor, rule.backoff_factor, interval
     )
     # A loaded scale may be below the minimum or above the maximum.
     lowest = state.scale.clamp(max=rule.min_scale)

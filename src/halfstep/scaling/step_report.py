@@ -152,21 +152,17 @@ class StepReport:
         Raises:
             RuntimeError: If the gradients were cleared before it was first read.
         """
-        return tuple(culprit.name for culprit in self._nonfinite_params())
+        return tuple(param.name for param in self._nonfinite_params())
 
     @property
     def inf_in(self) -> tuple[str, ...]:
         """Parameters with inf in their gradients. May synchronize."""
-        return tuple(
-            culprit.name for culprit in self._nonfinite_params() if culprit.inf
-        )
+        return tuple(param.name for param in self._nonfinite_params() if param.inf)
 
     @property
     def nan_in(self) -> tuple[str, ...]:
         """Parameters with NaN in their gradients. May synchronize."""
-        return tuple(
-            culprit.name for culprit in self._nonfinite_params() if culprit.nan
-        )
+        return tuple(param.name for param in self._nonfinite_params() if param.nan)
 
     def read(self) -> StepReport:
         """Return a copy that no longer needs the gradients. Synchronizes."""
@@ -210,10 +206,8 @@ class OptimizerGrads:
         self._nonfinite: tuple[NonFiniteParam, ...] | None = None
         flags = list(flags)
         if all(flag.device.type in async_read.READABLE_DEVICES for flag in flags):
-            bad = any(bool(flag) for flag in flags)
-            self._nonfinite = (
-                find_nonfinite_params(self.gradients() or []) if bad else ()
-            )
+            pairs = self.gradients() if any(map(bool, flags)) else None
+            self._nonfinite = find_nonfinite_params(pairs or [])
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -247,12 +241,13 @@ def optimizers_of(grads: Sequence[OptimizerGrads]) -> list[Optimizer]:
 
 def norm_of(grads: Sequence[OptimizerGrads]) -> Tensor | None:
     """Return the norm of all gradients; None if some no longer exist."""
-    grads_by_optimizer = [part.gradients() for part in grads]
-    if not grads_by_optimizer or any(part is None for part in grads_by_optimizer):
-        return None
-    return total_norm(
-        [grad for part in grads_by_optimizer if part is not None for _, grad in part]
-    )
+    all_grads: list[Tensor] = []
+    for part in grads:
+        pairs = part.gradients()
+        if pairs is None:
+            return None
+        all_grads += [grad for _, grad in pairs]
+    return total_norm(all_grads) if grads else None
 
 
 def nonfinite_params_of(
@@ -263,16 +258,17 @@ def nonfinite_params_of(
     Raises:
         RuntimeError: If some gradients no longer exist.
     """
-    params_by_optimizer = [
-        None if part is None else part.nonfinite_params() for part in grads
-    ]
-    if any(part is None for part in params_by_optimizer):
-        message = (
-            "the gradients of the skipped step are gone; read found_inf_in before "
-            "they are cleared, that is, before optimizer.zero_grad()."
-        )
-        raise RuntimeError(message)
-    return tuple(culprit for part in params_by_optimizer for culprit in part or ())
+    nonfinite: list[NonFiniteParam] = []
+    for part in grads:
+        params = None if part is None else part.nonfinite_params()
+        if params is None:
+            message = (
+                "the gradients of the skipped step are gone; read found_inf_in before "
+                "they are cleared, that is, before optimizer.zero_grad()."
+            )
+            raise RuntimeError(message)
+        nonfinite += params
+    return tuple(nonfinite)
 
 
 def remaining_nonfinite(grads: Sequence[OptimizerGrads]) -> tuple[NonFiniteParam, ...]:
@@ -317,11 +313,11 @@ class GradAbsmax:
 
     def nonfinite_params(self, absmax: Sequence[float]) -> tuple[NonFiniteParam, ...]:
         """Return the parameters whose largest magnitude is not finite."""
-        named_absmax = zip(self.names, absmax, strict=True)
-        kinds = [
-            (name, math.isinf(peak), math.isnan(peak)) for name, peak in named_absmax
-        ]
-        return tuple(NonFiniteParam(*kind) for kind in kinds if kind[1] or kind[2])
+        return tuple(
+            NonFiniteParam(name, math.isinf(peak), math.isnan(peak))
+            for name, peak in zip(self.names, absmax, strict=True)
+            if not math.isfinite(peak)
+        )
 
 
 def deferred_nonfinite(

@@ -103,15 +103,11 @@ def divided_copies(gradients: Iterable[Tensor], scale: Tensor) -> list[Tensor]:
 
     To check for overflow at a scale below 1; otherwise they would waste memory.
     """
-    local_gradients = [local_values(gradient) for gradient in gradients]
-    dtypes = [
-        torch.promote_types(values.dtype, torch.float32) for values in local_gradients
-    ]
-    pairs = zip(local_gradients, dtypes, strict=True)
-    return [
-        values.to(kind) / to_device_async(scale, values.device)
-        for values, kind in pairs
-    ]
+    copies = []
+    for values in map(local_values, gradients):
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        copies.append(wide / to_device_async(scale, values.device))
+    return copies
 
 
 def dtypes_of(gradients: Iterable[Tensor]) -> set[torch.dtype]:
