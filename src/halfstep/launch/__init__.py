@@ -17,6 +17,11 @@ PID_VARIABLE = "HALFSTEP_RUN_PID"
 keeps."""
 
 
+def one_of(words: tuple[str, ...]) -> str:
+    """Return "a, b or c"."""
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
 def autoload() -> None:
     """Install mixed precision in this process if the environment asks for it.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from halfstep.errors import UserError
-from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE
+from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,30 +27,24 @@ def exec_script(
 ) -> NoReturn:
     """Replace this process by Python running a script.
 
-    Args:
-        words: The script, or the module's name, and its arguments.
-        level: "O1"; "O0" for the script as it is; or "auto": O1 if 16 bits were
-            measured to be faster on this machine.
-        dtype: One of `DTYPES`.
-        module: The first word is a module, as for `python -m`.
+    `words` are the script, or a module as for `python -m`, and its arguments. Level
+    "auto" is O1 if 16 bits were measured to be faster on this machine.
 
     Raises:
         UserError: If the script or module does not exist, the level needs an edited
             script, or torch would not call `halfstep.launch.autoload`.
     """
     _check_target(words, module=module)
-    if level not in LEVELS:
-        message = f"--level {level} must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}."
-        if level in ("O2", "O3"):
-            message = (
-                f"--level {level} stores weights in 16 bits, for which the script must "
-                "call halfstep.prepare; a script that is not edited runs at O1, O0 or "
-                "auto."
-            )
+    if level in ("O2", "O3"):
+        message = (
+            f"--level {level} stores weights in 16 bits, for which the script must "
+            "call halfstep.prepare; a script that is not edited runs at O1, O0 or auto."
+        )
         raise UserError(message)
-    if dtype not in DTYPES:
-        message = f"--dtype {dtype} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}."
-        raise UserError(message)
+    for flag, word, choices in (("level", level, LEVELS), ("dtype", dtype, DTYPES)):
+        if word not in choices:
+            message = f"--{flag} {word} must be {one_of(choices)}."
+            raise UserError(message)
     if level == "auto":
         level = _recommended_level()
     environment = {**os.environ, PID_VARIABLE: str(os.getpid())}
@@ -102,8 +96,7 @@ def _check_target(words: Sequence[str], *, module: bool) -> None:
         sys.path.insert(0, "")  # where `python -m` looks first
         # find_spec("a.b") would import a, here and again in the script's process.
         first = target.partition(".")[0]
-        exists = bool(first) and importlib.util.find_spec(first) is not None
-        if not exists:
+        if not first or importlib.util.find_spec(first) is None:
             message = f"there is no module named {target}."
             raise UserError(message)
     elif not Path(target).exists():
@@ -112,11 +105,7 @@ def _check_target(words: Sequence[str], *, module: bool) -> None:
 
 
 def _check_autoload() -> None:
-    """Raise rather than run a script that would silently train in fp32.
-
-    Raises:
-        UserError: If torch will not call `autoload`.
-    """
+    """Raise rather than run a script that would silently train in fp32."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         message = (
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so torch loads no extensions; "

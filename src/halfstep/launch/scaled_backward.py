@@ -91,12 +91,9 @@ def scale_of_pass() -> float | None:
 def unscaled_leaves(
     roots: Sequence[Root], nodes: Sequence[Any], scale: float
 ) -> Iterator[None]:
-    """Divide gradients by a loss scale before a backward pass accumulates them.
+    """Divide gradients by a loss scale, at leaf nodes, before a pass accumulates them.
 
-    Args:
-        roots: The roots of the pass, multiplied by the scale.
-        nodes: The leaf nodes at which to divide.
-        scale: The loss scale.
+    The roots of the pass are already multiplied by the scale.
     """
     number: int | None = None  # autograd's id of this pass, assigned when it begins
 
@@ -158,8 +155,7 @@ class OverflowFlags:
     def discarded(self, leaves: Iterable[Tensor]) -> bool:
         """Return whether a script discarded overflowed gradients without a step.
 
-        Args:
-            leaves: The leaves that the next pass will reach.
+        `leaves` are those that the next pass will reach.
         """
         flags = (self._flags.get(leaf) for leaf in leaves if leaf.grad is None)  # type: ignore[no-untyped-call]
         unused = {
@@ -170,13 +166,7 @@ class OverflowFlags:
     def add(
         self, leaves: Iterable[Tensor], with_grad: set[int], found_inf: Tensor
     ) -> None:
-        """Record a pass.
-
-        Args:
-            leaves: The leaves that it reached.
-            with_grad: Ids of leaves that had gradients before.
-            found_inf: 0.0 or 1.0, shape ().
-        """
+        """Record a pass: leaves that it reached, ids of those with gradients before."""
         merged: dict[int, Tensor] = {}
         for leaf in leaves:
             flag, is_used = self._flags.get(leaf) or (found_inf, True)  # type: ignore[no-untyped-call]
@@ -189,11 +179,7 @@ class OverflowFlags:
             self._flags[leaf] = (flag, False)
 
     def of_step(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the flags of a step's gradients, and mark them as used.
-
-        Args:
-            params: The parameters that the step updates.
-        """
+        """Return the flags of a step's gradients, and mark them as used."""
         flags = {}
         for param in params:
             flag, _ = self._flags.get(param) or (None, True)  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE
+from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE, one_of
 from halfstep.launch.scaled_backward import (
     OverflowFlags,
     find_inf,
@@ -61,14 +61,11 @@ _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 def install(dtype: str) -> None:
     """Patch torch for mixed precision in this process.
 
-    Args:
-        dtype: The value of the environment variable.
-
     Raises:
         SystemExit: If it is none of `DTYPES`.
     """
     if dtype not in DTYPES:
-        words = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+        words = one_of(DTYPES)
         sys.stderr.write(f"halfstep: error: {VARIABLE}={dtype!r} must be {words}.\n")
         raise SystemExit(2)
     training = ScriptTraining(dtype)
@@ -113,11 +110,7 @@ class _ThreadState(threading.local):
 
 
 class ScriptTraining:
-    """Mixed precision of one process whose script is not edited.
-
-    Args:
-        dtype: One of `DTYPES`.
-    """
+    """Mixed precision of one process whose script is not edited."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype, self._pid = dtype, os.getpid()
@@ -366,7 +359,7 @@ class ScriptTraining:
                 self._run_backward(original, roots, grad_tensors, *args, **kwargs)
                 return
             with_grad = {id(leaf) for leaf in leaves if leaf.grad is not None}
-            scale = self._scale
+            scale = scaler.state.scale.item()
             no_grads = [None] * len(roots)
             grads = no_grads if grad_tensors is None else listed(grad_tensors)
             scaled, grads = scaled_roots(roots, grads, scale)
@@ -467,19 +460,11 @@ class ScriptTraining:
         for counts in (self._steps_of.setdefault(optimizer, [0, 0]), self._all_steps):
             counts[skipped] += 1
 
-    @property
-    def _scale(self) -> float:
-        assert self._scaler is not None  # noqa: S101
-        return self._scaler.state.scale.item()
-
     def _update_scale(self, leaves: Sequence[Tensor]) -> None:
         """Update the loss scale from the overflows since the last pass.
 
         A script that checks for inf itself discards the gradients without a step; that
-        counts as an overflow too.
-
-        Args:
-            leaves: The leaves that the next pass will reach.
+        counts as an overflow too. `leaves` are those that the next pass will reach.
 
         Raises:
             LossScaleCollapse: If steps overflow at the minimum scale for too long.
@@ -517,11 +502,8 @@ class ScriptTraining:
     def wrap_schedulers_of(self, kind: type) -> None:
         """Wrap `step` of a scheduler class: do nothing after skipped steps."""
         original = vars(kind).get("step")
-        if (
-            original is None
-            or kind is ReduceLROnPlateau
-            or hasattr(original, "halfstep")
-        ):
+        is_wrapped = hasattr(original, "halfstep")
+        if original is None or kind is ReduceLROnPlateau or is_wrapped:
             return
 
         @functools.wraps(original)
@@ -562,8 +544,8 @@ class ScriptTraining:
                 _print_line("this process called no module: nothing ran in 16 bits.")
             return
         steps = f"{applied + skipped} optimizer steps, {skipped} skipped"
-        elapsed = time.perf_counter() - self._start
-        seconds = f"{self._forward_seconds:.1f} of {elapsed:.1f} s"
+        forward, elapsed = self._forward_seconds, time.perf_counter() - self._start
+        seconds = f"{forward:.1f} of {elapsed:.1f} s"
         _print_line(
             f"O1 {self._format}: {steps}; 16-bit forward passes took {seconds}."
         )
