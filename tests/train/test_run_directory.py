@@ -45,7 +45,10 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def save(folder: RunFolder, step: int, **notes: int) -> None:
     number = torch.tensor(float(step))
-    folder.save(step, {"w": number}, {"step": step}, {"step": step} | notes)
+    path = folder.checkpoint_path(step)
+    with folder.writing(path):
+        own = {"step": step} | notes
+        single.save(path, {"w": number}, {"step": step}, own, replace=True)
 
 
 def newest_of(folder: RunFolder) -> tuple[Any, list[str]]:

@@ -156,7 +156,14 @@ def diagnose(
         Losses of 9 steps, gradients of the first 3, weights and buffers are finite.
     """
     require_type("step", step, callable(step), "a function that makes one step")
-    _require_kinds(session, model, optimizer, scaler)
+    steppable = hasattr(optimizer, "register_step_pre_hook")
+    for name, value, good, right in (
+        ("session", session, isinstance(session, Session), "a halfstep.Session"),
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        ("optimizer", optimizer, steppable, "a torch.optim.Optimizer"),
+        ("scaler", scaler, hasattr(scaler, "is_enabled"), "a GradScaler"),
+    ):
+        require_type(name, value, value is None or good, right)
     word = None if dtype is None else formats.parse(dtype).name
     level = None if level is None else levels.parse(level).name
     if session is not None:
@@ -221,20 +228,6 @@ def diagnose(
     )
     examined = replace(examined, findings=tuple(findings))
     return Diagnosis(facts, profile_result, examined, numerics, calls)
-
-
-def _require_kinds(
-    session: object, model: object, optimizer: object, scaler: object
-) -> None:
-    steps = hasattr(optimizer, "register_step_pre_hook")
-    kinds = (
-        ("session", session, isinstance(session, Session), "a halfstep.Session"),
-        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
-        ("optimizer", optimizer, steps, "a torch.optim.Optimizer"),
-        ("scaler", scaler, hasattr(scaler, "is_enabled"), "a GradScaler"),
-    )
-    for name, value, good, right in kinds:
-        require_type(name, value, value is None or good, right)
 
 
 def _place(model: nn.Module | None) -> torch.device | None:

@@ -52,18 +52,19 @@ def save(
         "fingerprint": job.corpus.fingerprint,
         "processes": world.size,
     }
+    path, keep = folder.checkpoint_path(train_state.step), job.plan.config.keep
     if job.plan.config.parallel == FSDP2:
-        path = folder.checkpoint_path(train_state.step)
         with folder.writing(path):
             fsdp_checkpoint.save(session, path, notes, replace=True)
-        run_on_first_rank(world, lambda: folder.prune(job.plan.config.keep))
+        run_on_first_rank(world, lambda: folder.prune(keep))
         return
     state = session.state_dict()
     weights = state.pop("weights")
 
     def write() -> None:
-        folder.save(train_state.step, weights, state, notes)
-        folder.prune(job.plan.config.keep)
+        with folder.writing(path):
+            single.save(path, weights, state, notes, replace=True)
+        folder.prune(keep)
 
     run_on_first_rank(world, write)
 

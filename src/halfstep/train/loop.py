@@ -139,7 +139,12 @@ class Trainer:
                     nothing = torch.zeros((), device=self.world.device)
                     self._reduce_loss_and_stop(nothing)
                     if self._is_patience_exhausted():
-                        progress.print_line(self._early_stop_message(number))
+                        name, best = plan.config.best_score, self.state.best_step
+                        waited = format_count(self.state.waited, "evaluation")
+                        progress.print_line(
+                            f"stopped early after step {number}: {name} has not "
+                            f"improved in {waited}; the best is of step {best}"
+                        )
                         return
                 elif self._stop_signal:
                     self._save()
@@ -205,14 +210,6 @@ class Trainer:
     def _is_patience_exhausted(self) -> bool:
         patience = self.job.plan.config.patience
         return patience is not None and self.state.waited >= patience
-
-    def _early_stop_message(self, number: int) -> str:
-        name = self.job.plan.config.best_score
-        return (
-            f"stopped early after step {number}: {name} has not improved in "
-            f"{format_count(self.state.waited, 'evaluation')}; the best is of step "
-            f"{self.state.best_step}"
-        )
 
     def train_step(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
         """Run one optimizer step on a global batch; return its record."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from halfstep.distributed import ddp
 from halfstep.errors import UserError
 from halfstep.session import fsdp
 
@@ -31,11 +30,6 @@ def parallelize_model(
         _shard(model, choice, world)
     if config.compile:
         _compile(model, world)
-
-
-def wrap_model(model: nn.Module, world: World, parallel: str) -> nn.Module:
-    """Wrap the model in DDP for the session; FSDP2 has changed it in place."""
-    return model if parallel == FSDP2 else ddp.data_parallel(model, world)
 
 
 def checkpoint_activations(model: Any) -> None:  # noqa: ANN401 -- transformers adds the method

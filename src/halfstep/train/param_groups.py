@@ -37,7 +37,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     named = dict(model.named_parameters())
     frozen = 0
     for pattern in patterns:
-        matched = [name for name in named if _matches(name, pattern)]
+        both = pattern, f"{pattern}.*"
+        matched = [n for n in named if any(fnmatchcase(n, each) for each in both)]
         if not matched:
             parts = {name.rpartition(".")[0] for name in named}
             near = difflib.get_close_matches(pattern, sorted(parts), 1) or sorted(parts)
@@ -52,10 +53,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
         message = f"--freeze {','.join(patterns)} leaves no parameter to learn."
         raise UserError(message)
     return frozen
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def layer_depth(name: str, blocks: int) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.diagnostics.doctor import run_record
-from halfstep.distributed import process_group
+from halfstep.distributed import ddp, process_group
 from halfstep.errors import UserError
 from halfstep.fast_dropout import use_fast_dropout
 from halfstep.machine import hardware
@@ -336,7 +336,8 @@ def _session(
     interval = lost_updates_interval(plan, choice.level)
     if interval is not None:
         session.count_rounding_loss(every=interval)
-    session.model = parallelize.wrap_model(model, world, config.parallel)
+    if config.parallel != parallelize.FSDP2:  # which has changed it in place
+        session.model = ddp.data_parallel(model, world)
     return session, originals
 
 

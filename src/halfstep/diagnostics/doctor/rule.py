@@ -25,7 +25,7 @@ OURS = "our choice"
 
 @dataclass(frozen=True)
 class Observation:
-    """Observed in one place by a rule's function; the last three override the rule's."""
+    """What a rule observed in one place; the last three override those of the rule."""
 
     where: str
     measured: str

@@ -27,7 +27,7 @@ from halfstep.numerics.tensor_summary import Sample, TensorSummary
 from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 T = TypeVar("T")
@@ -62,10 +62,10 @@ def read(folder: Path) -> RunFacts:
         message = f"{folder} holds no run: neither {METRICS} nor any other file of one."
         raise UserError(message)
     reader = _Reader(folder)
-    settings = dict(reader.settings())
+    settings = dict(next(filter(None, map(reader.mapping, SETTINGS)), {}))
     summary, environment = map(reader.mapping, (SUMMARY, ENVIRONMENT))
-    profile = reader.json(PROFILE, Profile.from_data)
-    splits = reader.json(DATA, splits_of)
+    profile = reader.parse(PROFILE, Profile.from_data)
+    splits = reader.parse(DATA, splits_of)
     metrics = _Metrics()
     reader.metrics(metrics)
     for name in ("level", "dtype", "master"):
@@ -237,32 +237,20 @@ class _Reader:
             self.problems.append(f"{name} is damaged: it is not valid {kind}.")
         return None
 
-    def json(self, name: str, make: Callable[[object], T]) -> T | None:
-        """Parse a JSON file with `make`; None if it is missing or damaged."""
+    def parse(self, name: str, make: Callable[[object], T]) -> T | None:
+        """Parse a JSON or TOML file with `make`; None if it is missing or damaged."""
         path = self.folder / name
-        if not path.exists():
-            return None
-        return self.try_parse(name, lambda: make(_loads(path.read_bytes())))
+
+        def load() -> T:
+            content = path.read_bytes()
+            is_toml = path.suffix == ".toml"
+            return make(tomllib.loads(content.decode()) if is_toml else _loads(content))
+
+        return self.try_parse(name, load) if path.exists() else None
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """Return the object in a JSON file; empty if it is missing or damaged."""
-        return self.json(name, lambda data: json_fields.mapping(data, name)) or {}
-
-    def settings(self) -> Mapping[str, Any]:
-        """Return the settings from the first valid file."""
-        for name in SETTINGS:
-            path = self.folder / name
-
-            def load(name: str = name, path: Path = path) -> Mapping[str, Any]:
-                text = path.read_text(encoding="utf-8")
-                data = tomllib.loads(text) if name.endswith("toml") else None
-                return data or json_fields.mapping(_loads(text.encode()), name)
-
-            if path.exists():
-                settings = self.try_parse(name, load)
-                if settings is not None:
-                    return settings
-        return {}
+        """Return the object in a file; empty if it is missing or damaged."""
+        return self.parse(name, lambda data: json_fields.mapping(data, name)) or {}
 
     def metrics(self, metrics: _Metrics) -> None:
         """Add all valid lines of metrics.jsonl to `metrics`."""
@@ -272,14 +260,16 @@ class _Reader:
 
         def take() -> int:
             damaged = 0
-            for number, line in self._lines():
-                try:
-                    metrics.take(json_fields.mapping(_loads(line), "the line"))
-                except (UserError, ValueError, RecursionError) as error:
-                    damaged += 1
-                    if damaged <= _MOST_LINES:
-                        why = error if isinstance(error, UserError) else "not JSON."
-                        self.problems.append(f"{METRICS} line {number}: {why}")
+            with (self.folder / METRICS).open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    try:
+                        if line.strip():
+                            metrics.take(json_fields.mapping(_loads(line), "the line"))
+                    except (UserError, ValueError, RecursionError) as error:
+                        damaged += 1
+                        if damaged <= _MOST_LINES:
+                            why = error if isinstance(error, UserError) else "not JSON."
+                            self.problems.append(f"{METRICS} line {number}: {why}")
             return damaged
 
         damaged = self.try_parse(METRICS, take) or 0
@@ -291,9 +281,3 @@ class _Reader:
             self.problems.append(
                 f"{METRICS}: {text} come again or out of order; the later ones count."
             )
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        with (self.folder / METRICS).open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line

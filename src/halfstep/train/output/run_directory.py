@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import filelock
 
-from halfstep.checkpoint import atomic_directory, single
+from halfstep.checkpoint import atomic_directory
 from halfstep.checkpoint.single import CheckpointError
 from halfstep.errors import UserError
 from halfstep.reporting.table import write_text
@@ -27,8 +27,6 @@ from halfstep.train.model import without_progress_bars
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
-
-    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -258,18 +256,6 @@ class RunFolder:
             return []
         matches = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-    def save(
-        self,
-        step: int,
-        weights: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        notes: Mapping[str, Any],
-    ) -> None:
-        """Write or replace the checkpoint of a step."""
-        path = self.checkpoint_path(step)
-        with self.writing(path):
-            single.save(path, weights, state, notes, replace=True)
 
     def newest(self, load: Callable[[Path], T]) -> tuple[T, list[str]] | None:
         """Load the newest intact checkpoint.
