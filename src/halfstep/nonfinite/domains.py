@@ -50,7 +50,10 @@ class _Row:
     test: Callable[..., Tensor]
     affects: str
     """"forward": only the result; "backward": only the derivative; or "both"."""
-    error: DomainError
+    evidence: str
+    advice: str
+    result: str = ""
+    cause: str = "zero"
 
 
 _AT_0, _BELOW_0 = "its argument is 0", "its argument is negative"
@@ -95,122 +98,95 @@ def _both_0(first: Tensor, second: Tensor) -> Tensor:
     return (first == 0) & (second == 0) & (not _has_slope_at_0(torch.atan2))
 
 
-def _zero(evidence: str, advice: str, result: str = "") -> DomainError:
-    return DomainError("zero", evidence, advice, result)
-
-
 _LOGS, _NORMS = "log log2 log10", "native_layer_norm native_group_norm"
 _BATCH_NORMS = "native_batch_norm native_batch_norm_legit"
 _NLL = "nll_loss nll_loss2d nll_loss_forward nll_loss2d_forward"
 
+_INTEGER = "Keep its argument away from 0 and from whole numbers below it."
+_VARIANCE = "Go back to the last good checkpoint, or reset the running statistics."
+
 # Norms, prod and cdist have no row: their derivatives in torch are finite at 0.
 _ROWS = (
-    _Row(_LOGS, "self", _is_zero, "both", _zero(_AT_0, _LOG, "inf")),
-    _Row(_LOGS, "self", lambda x: x < 0, "forward", _zero(_BELOW_0, _CLAMP, "NaN")),
-    _Row(
-        *("log1p", "self", lambda x: x == -1, "both"),
-        _zero("its argument is -1", _LOG, "inf"),
-    ),
+    _Row(_LOGS, "self", _is_zero, "both", _AT_0, _LOG, "inf"),
+    _Row(_LOGS, "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP, "NaN"),
+    _Row("log1p", "self", lambda x: x == -1, "both", "its argument is -1", _LOG, "inf"),
     _Row(
         *("log1p", "self", lambda x: x < -1, "forward"),
-        _zero("its argument is below -1", _CLAMP, "NaN"),
+        *("its argument is below -1", _CLAMP, "NaN"),
     ),
-    _Row("sqrt rsqrt", "self", lambda x: x < 0, "both", _zero(_BELOW_0, _CLAMP, "NaN")),
-    _Row("sqrt rsqrt", "result", torch.isnan, "both", _zero(_BELOW_0, _CLAMP, "NaN")),
-    _Row("sqrt hypot", "result", _is_zero, "backward", _zero(_AT_0, _ROOT)),
-    _Row("rsqrt reciprocal", "self", _is_zero, "both", _zero(_AT_0, _DIV, "inf")),
-    _Row("rsqrt reciprocal", "result", torch.isinf, "both", _zero(_AT_0, _DIV, "inf")),
+    _Row("sqrt rsqrt", "self", lambda x: x < 0, "both", _BELOW_0, _CLAMP, "NaN"),
+    _Row("sqrt rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP, "NaN"),
+    _Row("sqrt hypot", "result", _is_zero, "backward", _AT_0, _ROOT),
+    _Row("rsqrt reciprocal", "self", _is_zero, "both", _AT_0, _DIV, "inf"),
+    _Row("rsqrt reciprocal", "result", torch.isinf, "both", _AT_0, _DIV, "inf"),
     _Row(
         *("pow", "self exponent", lambda x, n: (x == 0) & (n < 0), "both"),
-        _zero("it raises 0 to a power below 0", _DIV, "inf"),
+        *("it raises 0 to a power below 0", _DIV, "inf"),
     ),
     _Row(
         *("pow", "self exponent", lambda x, n: (x < 0) & (n != n.round()), "both"),
-        _zero("it raises a negative number to a power that is not whole", _CLAMP),
+        *("it raises a negative number to a power that is not whole", _CLAMP),
     ),
     _Row(
         *("pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
-        *("backward", _zero(_AT_0, _ROOT)),
+        *("backward", _AT_0, _ROOT),
     ),
-    _Row(
-        "atan2",
-        "self other",
-        _both_0,
-        "backward",
-        _zero("both arguments are 0", _ANGLE),
-    ),
-    _Row("div true_divide", "other", _is_zero, "both", _zero("its divisor is 0", _DIV)),
-    _Row(
-        "fmod remainder", "other", _is_zero, "forward", _zero("its divisor is 0", _DIV)
-    ),
-    _Row("acos asin", "self", lambda x: x.abs() > 1, "both", _zero(_AT_1, _CLAMP)),
-    _Row("acos asin", "self", lambda x: x.abs() == 1, "backward", _zero(_AT_1, _CLAMP)),
-    _Row("atanh erfinv", "self", lambda x: x.abs() >= 1, "both", _zero(_AT_1, _CLAMP)),
+    _Row("atan2", "self other", _both_0, "backward", "both arguments are 0", _ANGLE),
+    _Row("div true_divide", "other", _is_zero, "both", "its divisor is 0", _DIV),
+    _Row("fmod remainder", "other", _is_zero, "forward", "its divisor is 0", _DIV),
+    _Row("acos asin", "self", lambda x: x.abs() > 1, "both", _AT_1, _CLAMP),
+    _Row("acos asin", "self", lambda x: x.abs() == 1, "backward", _AT_1, _CLAMP),
+    _Row("atanh erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP),
     _Row(
         *("logit", "self", lambda x: (x <= 0) | (x >= 1), "forward"),
-        _zero("it is not inside 0 to 1", _CLAMP),
+        *("it is not inside 0 to 1", _CLAMP),
     ),
     _Row(
         *("lgamma digamma", "self", lambda x: (x <= 0) & (x == x.round()), "both"),
-        _zero(
-            "it is 0, or a whole number below",
-            "Keep its argument away from 0 and from whole numbers below it.",
-        ),
+        *("it is 0, or a whole number below", _INTEGER),
     ),
     _Row(
         *("exp expm1", "result", torch.isposinf, "both"),
-        DomainError("forward range", "it is inf", _EXP, "inf"),
+        *("it is inf", _EXP, "inf", "forward range"),
     ),
     _Row(
         *("logsumexp", "result", torch.isneginf, "both"),
-        _zero("all it sums is -inf", MASK, "inf"),
+        *("all it sums is -inf", MASK, "inf"),
     ),
     _Row(
         *("mean", "self_sym_numel", _is_zero, "forward"),
-        _zero("it is the mean of nothing", _SKIP, "NaN"),
+        *("it is the mean of nothing", _SKIP, "NaN"),
     ),
     _Row(
         *("std var std_mean var_mean", "group_size correction", torch.le, "forward"),
-        _zero(
-            "it is the deviation of {group_size} number(s)",
-            "Take it over two numbers at least, or with correction=0.",
-        ),
+        "it is the deviation of {group_size} number(s)",
+        "Take it over two numbers at least, or with correction=0.",
     ),
     _Row(
-        *(f"{_NLL} nll_loss_backward nll_loss2d_backward", "total_weight"),
-        *(_is_zero, "forward"),
-        DomainError(
-            "label",
-            "its mean is over nothing: every label is {ignore_index}, or weighs 0",
-            *(_SKIP, "NaN"),
-        ),
+        f"{_NLL} nll_loss_backward nll_loss2d_backward",
+        *("total_weight", _is_zero, "forward"),
+        "its mean is over nothing: every label is {ignore_index}, or weighs 0",
+        *(_SKIP, "NaN", "label"),
     ),
     _Row(
         *("ctc_loss cudnn_ctc_loss", "result0", torch.isinf, "forward"),
-        DomainError(
-            *("label", "an input is too short for its target"),
-            *("Leave such pairs out, or set zero_infinity=True.", "inf"),
-        ),
+        "an input is too short for its target",
+        *("Leave such pairs out, or set zero_infinity=True.", "inf", "label"),
     ),
     _Row(
         f"{_BATCH_NORMS} native_batch_norm_legit_no_training",
         *("running_var", lambda x: x < 0, "forward"),
-        DomainError(
-            *("weight", "its running variance is negative"),
-            "Go back to the last good checkpoint, or reset the running statistics.",
-        ),
+        *("its running variance is negative", _VARIANCE, "", "weight"),
     ),
     _Row(
         *(f"{_NORMS} {_BATCH_NORMS}", "result2 eps"),
         *(lambda rstd, eps: ~rstd.isfinite() & (eps <= 0), "forward"),
-        _zero("its variance is 0, and so is its eps", "Give the norm an eps above 0."),
+        *("its variance is 0, and so is its eps", "Give the norm an eps above 0."),
     ),
     _Row(
         *("linalg_slogdet", "logabsdet", torch.isneginf, "forward"),
-        _zero(
-            "the determinant is 0",
-            "Add a small multiple of the identity to the matrix.",
-        ),
+        "the determinant is 0",
+        "Add a small multiple of the identity to the matrix.",
     ),
 )
 _ROWS_OF_OP: defaultdict[str, list[_Row]] = defaultdict(list)
@@ -245,11 +221,10 @@ def find_domain_error(
             continue
         places = row.test(*tensors)
         if bool(places.any()):
-            error = row.error
             dtype = tensors[0].dtype
-            evidence = error.evidence.format_map(values) + counted(places)
-            evidence += _lost_eps(error.evidence, dtype)
-            return error._replace(evidence=evidence, dtype=dtype)
+            evidence = row.evidence.format_map(values) + counted(places)
+            evidence += _lost_eps(row.evidence, dtype)
+            return DomainError(row.cause, evidence, row.advice, row.result, dtype)
     return None
 
 
@@ -301,4 +276,4 @@ def backward_domain_error(op: str, error: DomainError) -> DomainError:
     elif op not in {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}:
         return error
     lost = _lost_eps(at, error.dtype)
-    return _zero(f"its slope is infinite: {at}{lost}", advice)
+    return DomainError("zero", f"its slope is infinite: {at}{lost}", advice)

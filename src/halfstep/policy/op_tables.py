@@ -40,8 +40,8 @@ class Row:
     """Why the operation has this category."""
 
 
-Group = tuple[str, str, str]
-"""Category, reason, operations."""
+Groups = dict[tuple[str, str], str]
+"""(category, reason) -> operations."""
 
 
 def _exists(operation: str) -> bool:
@@ -51,10 +51,10 @@ def _exists(operation: str) -> bool:
     return packet is not None and (overload or "default") in packet.overloads()
 
 
-def _rows(*groups: Group) -> dict[str, Row]:
+def _rows(groups: Groups) -> dict[str, Row]:
     return {
-        operation: Row(category, reason)
-        for category, reason, operations in groups
+        operation: Row(*key)
+        for key, operations in groups.items()
         for operation in operations.split()
         if _exists(operation)
     }
@@ -93,58 +93,38 @@ _QUANTISER = "quantisation is simulated on fp32 values"
 
 # Accelerators: common to CUDA, XPU and MPS
 
-_ACCELERATORS: tuple[Group, ...] = (
-    (
-        LOW,
-        _CONVOLUTION,
-        """
+_ACCELERATORS: Groups = {
+    (LOW, _CONVOLUTION): """
         _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
         conv_transpose1d conv_transpose2d.input convolution
-        """,
-    ),
-    (
-        LOW,
-        _PRODUCT,
-        """
+    """,
+    (LOW, _PRODUCT): """
         addmm addmv addr matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul
         linalg_multi_dot
-        """,
-    ),
-    (LOW, _ATTENTION, "scaled_dot_product_attention"),
-    (LOW, _RECURRENT, "lstm_cell"),
-    (LOW, _PRELU, "prelu"),
-    (
-        FP32,
-        _RANGE,
-        """
+    """,
+    (LOW, _ATTENTION): "scaled_dot_product_attention",
+    (LOW, _RECURRENT): "lstm_cell",
+    (LOW, _PRELU): "prelu",
+    (FP32, _RANGE): """
         cosh exp expm1 reciprocal rsqrt sinh pow.Tensor_Scalar pow.Tensor_Tensor
         pow.Scalar softplus logsumexp
-        """,
-    ),
-    (FP32, _STEEP, "acos asin erfinv tan"),
-    (FP32, _LOGARITHM, "log log10 log2 log1p"),
-    (FP32, _SCALING, "layer_norm native_layer_norm group_norm"),
-    (FP32, _NORM, "frobenius_norm.dim nuclear_norm nuclear_norm.dim renorm"),
-    (FP32, _DISTANCE, "cosine_similarity dist pdist cdist"),
-    (
-        FP32,
-        _LOSS,
-        """
+    """,
+    (FP32, _STEEP): "acos asin erfinv tan",
+    (FP32, _LOGARITHM): "log log10 log2 log1p",
+    (FP32, _SCALING): "layer_norm native_layer_norm group_norm",
+    (FP32, _NORM): "frobenius_norm.dim nuclear_norm nuclear_norm.dim renorm",
+    (FP32, _DISTANCE): "cosine_similarity dist pdist cdist",
+    (FP32, _LOSS): """
         poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
         hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
         margin_ranking_loss multilabel_margin_loss soft_margin_loss
         triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
-        """,
-    ),
-    (
-        PROMOTE,
-        _MIXED,
-        """
+    """,
+    (PROMOTE, _MIXED): """
         addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot
         scatter_add
-        """,
-    ),
-)
+    """,
+}
 
 _REDUCTIONS = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
@@ -161,41 +141,38 @@ _UPSAMPLING_SMOOTH = "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 
 # CUDA and XPU, in addition
 
-_CUDA_AND_XPU: tuple[Group, ...] = (
-    (LOW, _CONVOLUTION, "conv_transpose3d.input"),
-    (LOW, _PRODUCT, "linalg_vecdot"),
-    (LOW, _ATTENTION, "_scaled_dot_product_flash_attention"),
-    (
-        LOW,
-        _RECURRENT,
-        """
+_CUDA_AND_XPU: Groups = {
+    (LOW, _CONVOLUTION): "conv_transpose3d.input",
+    (LOW, _PRODUCT): "linalg_vecdot",
+    (LOW, _ATTENTION): "_scaled_dot_product_flash_attention",
+    (LOW, _RECURRENT): """
         _thnn_fused_lstm_cell _thnn_fused_gru_cell gru_cell rnn_tanh_cell
         rnn_relu_cell
-        """,
-    ),
-    (FP32, _SCALING, "rms_norm"),
-    (FP32, _RESAMPLING, _UPSAMPLING + _UPSAMPLING_SMOOTH),
-    (FP32_RESULT, _REDUCTION, _REDUCTIONS + "norm.Scalar norm.ScalarOpt_dim"),
-    (PROMOTE, _MIXED, "vdot"),
-)
-_BAN: Group = (BANNED, _PROBABILITY, "binary_cross_entropy")
+    """,
+    (FP32, _SCALING): "rms_norm",
+    (FP32, _RESAMPLING): _UPSAMPLING + _UPSAMPLING_SMOOTH,
+    (FP32_RESULT, _REDUCTION): _REDUCTIONS + "norm.Scalar norm.ScalarOpt_dim",
+    (PROMOTE, _MIXED): "vdot",
+    (BANNED, _PROBABILITY): "binary_cross_entropy",
+}
 
 # CUDA only
 
-_CUDA: tuple[Group, ...] = (
-    (LOW, _CONVOLUTION, "cudnn_convolution cudnn_convolution_transpose"),
-    (FP32, _LINEAR_ALGEBRA, "linalg_matrix_sqrth"),
-)
+_CUDA: Groups = {
+    (LOW, _CONVOLUTION): "cudnn_convolution cudnn_convolution_transpose",
+    (FP32, _LINEAR_ALGEBRA): "linalg_matrix_sqrth",
+}
 
 # MPS, in addition to the accelerators' rows
 
-_NOT_ON_MPS: Group = (FP32, "it has no 16-bit kernel on MPS", "conv_transpose3d.input")
-_MPS: tuple[Group, ...] = (
-    (LOW, _CONVOLUTION, "_mps_convolution"),
-    _NOT_ON_MPS,
-    (FP32, _SCALING, "batch_norm"),
-    (FP32, _REDUCTION, _REDUCTIONS),
-)
+_NOT_ON_MPS: Groups = {
+    (FP32, "it has no 16-bit kernel on MPS"): "conv_transpose3d.input"
+}
+_MPS: Groups = {
+    (LOW, _CONVOLUTION): "_mps_convolution",
+    (FP32, _SCALING): "batch_norm",
+    (FP32, _REDUCTION): _REDUCTIONS,
+}
 
 # CPU
 
@@ -205,50 +182,31 @@ _POOLS_AND_PADS = """
     reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
 """
 
-_CPU: tuple[Group, ...] = (
-    (
-        LOW,
-        _CONVOLUTION,
-        """
+_CPU: Groups = {
+    (LOW, _CONVOLUTION): """
         conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
         _convolution.deprecated conv_tbc conv_transpose1d conv_transpose2d.input
         conv_transpose3d.input
-        """,
-    ),
-    (
-        LOW,
-        _PRODUCT,
-        """
+    """,
+    (LOW, _PRODUCT): """
         bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear matmul
-        """,
-    ),
-    (LOW, _ATTENTION, "scaled_dot_product_attention _native_multi_head_attention"),
-    (LOW, _RECURRENT, "mkldnn_rnn_layer"),
-    (LOW, _PRELU, "prelu"),
-    (FP32, _VOLUME, "avg_pool3d" + _POOLS_AND_PADS),
-    (
-        FP32,
-        _GRID,
-        """
+    """,
+    (LOW, _ATTENTION): "scaled_dot_product_attention _native_multi_head_attention",
+    (LOW, _RECURRENT): "mkldnn_rnn_layer",
+    (LOW, _PRELU): "prelu",
+    (FP32, _VOLUME): "avg_pool3d" + _POOLS_AND_PADS,
+    (FP32, _GRID): """
         grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
-        """,
-    ),
-    (FP32, _PROBABILITY, "binary_cross_entropy"),
-    (
-        FP32,
-        _LOSS,
-        """
+    """,
+    (FP32, _PROBABILITY): "binary_cross_entropy",
+    (FP32, _LOSS): """
         binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss
         ctc_loss.IntList ctc_loss.Tensor hinge_embedding_loss huber_loss kl_div
         l1_loss margin_ranking_loss mse_loss multi_margin_loss
         multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d
         poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
-        """,
-    ),
-    (
-        FP32,
-        _LINEAR_ALGEBRA,
-        """
+    """,
+    (FP32, _LINEAR_ALGEBRA): """
         _lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse
         linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig
         linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product
@@ -257,31 +215,27 @@ _CPU: tuple[Group, ...] = (
         linalg_matrix_rank.tol_tensor linalg_matrix_sqrth linalg_qr linalg_solve
         linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr
         ormqr pinverse qr svd triangular_solve
-        """,
-    ),
-    (
-        FP32,
-        _FFT,
-        """
+    """,
+    (FP32, _FFT): """
         fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft
         fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft
         stft.center
-        """,
-    ),
-    (FP32, _QUANTILE, "nanquantile nanquantile.scalar quantile quantile.scalar"),
-    (FP32, _COMPLEX, "polar view_as_complex"),
-    (FP32, _DISTANCE, "cdist"),
-    (FP32, _REDUCTION, "prod prod.dim_int trace"),
-    (FP32, _QUANTISER, "fake_quantize_per_tensor_affine"),
-    (PROMOTE, _MIXED, "stack cat index_copy"),
-)
+    """,
+    (FP32, _QUANTILE): "nanquantile nanquantile.scalar quantile quantile.scalar",
+    (FP32, _COMPLEX): "polar view_as_complex",
+    (FP32, _DISTANCE): "cdist",
+    (FP32, _REDUCTION): "prod prod.dim_int trace",
+    (FP32, _QUANTISER): "fake_quantize_per_tensor_affine",
+    (PROMOTE, _MIXED): "stack cat index_copy",
+}
 
 # aten/src/ATen/autocast_mode.h and autocast_mode.cpp register them.
+_on_both = _rows(_ACCELERATORS) | _rows(_CUDA_AND_XPU)
 _WRITTEN = {
-    "cpu": _rows(*_CPU),
-    "cuda": _rows(*_ACCELERATORS, *_CUDA_AND_XPU, *_CUDA, _BAN),
-    "mps": _rows(*_ACCELERATORS, *_MPS),
-    "xpu": _rows(*_ACCELERATORS, *_CUDA_AND_XPU, _BAN),
+    "cpu": _rows(_CPU),
+    "cuda": _on_both | _rows(_CUDA),
+    "mps": _rows(_ACCELERATORS) | _rows(_MPS) | _rows(_NOT_ON_MPS),
+    "xpu": _on_both,
 }
 
 TABLES = {device: _registered(device, rows) for device, rows in _WRITTEN.items()}
@@ -293,55 +247,41 @@ not cast."""
 _KERNEL_SUMS_IN_FP32 = "its kernel accumulates in fp32 for every input dtype"
 _POWERS = "powers leave the range of fp16; bf16 has the range of fp32"
 _FEW_PIXELS = "it copies or mixes few pixels, at coordinates that stay fp32"
-_LEAN: tuple[Group, ...] = (
-    (LOW, _CONVOLUTION, "_mps_convolution"),
+_LEAN: Groups = {
+    (LOW, _CONVOLUTION): "_mps_convolution",
     (
         FOLLOW,
         _KERNEL_SUMS_IN_FP32,
-        "layer_norm native_layer_norm rms_norm group_norm softmax.int",
-    ),
-    (FP32_IN_FP16, _POWERS, "pow.Tensor_Scalar"),
-    (FOLLOW, _FEW_PIXELS, _UPSAMPLING),
-    (FP32, "it has no 16-bit kernel on CPU", _UPSAMPLING_SMOOTH + " avg_pool3d"),
+    ): "layer_norm native_layer_norm rms_norm group_norm softmax.int",
+    (FP32_IN_FP16, _POWERS): "pow.Tensor_Scalar",
+    (FOLLOW, _FEW_PIXELS): _UPSAMPLING,
+    (FP32, "it has no 16-bit kernel on CPU"): _UPSAMPLING_SMOOTH + " avg_pool3d",
     (
         FP32,
         "half of its norms have no 16-bit kernel, not even for an fp32 result",
-        "linalg_matrix_norm linalg_matrix_norm.str_ord",
-    ),
-    (FP32, _PROBABILITY, "binary_cross_entropy"),
-    (PROMOTE, _MIXED, "grid_sampler grid_sampler_2d grid_sampler_3d"),
-)
+    ): "linalg_matrix_norm linalg_matrix_norm.str_ord",
+    (FP32, _PROBABILITY): "binary_cross_entropy",
+    (PROMOTE, _MIXED): "grid_sampler grid_sampler_2d grid_sampler_3d",
+}
 _LEAN_AS_CALLED = _POOLS_AND_PADS + "fake_quantize_per_tensor_affine"
 """fp32 in torch's CPU table, although 16-bit CPU kernels exist by now."""
 
-_LEAN_CPU: Group = (
-    LOW,
-    _RECURRENT,
+_LEAN_CPU: Groups = {
+    (LOW, _RECURRENT): """
+        lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data
+        rnn_relu.input rnn_relu.data
     """
-    lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data
-    rnn_relu.input rnn_relu.data
-    """,
-)
+}
 """CPU only: on CUDA, cuDNN packs the weights of whole layers and casts them itself."""
 
-
-def _lean(*own: Group) -> dict[str, Row]:
-    """Return the lean rows of all devices, overridden by those of one device."""
-    torch_rows = _WRITTEN["cpu"] | _WRITTEN["cuda"]
-    as_called = _LEAN_AS_CALLED.split()
-    groups = [
-        (row.category, row.reason, name)
-        for name, row in torch_rows.items()
-        if name not in as_called
-    ]
-    return _rows(*groups, *_LEAN, *own)
-
-
+_lean = _WRITTEN["cpu"] | _WRITTEN["cuda"]
+_lean = {n: row for n, row in _lean.items() if n not in _LEAN_AS_CALLED.split()}
+_lean |= _rows(_LEAN)
 LEAN = {
-    "cpu": _lean(_LEAN_CPU),
-    "cuda": _lean(),
-    "mps": _lean(_NOT_ON_MPS),
-    "xpu": _lean(),
+    "cpu": _lean | _rows(_LEAN_CPU),
+    "cuda": _lean,
+    "mps": _lean | _rows(_NOT_ON_MPS),
+    "xpu": _lean,
 }
 """Device -> operation -> row, for the policy "lean"."""
 
