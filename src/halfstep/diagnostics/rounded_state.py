@@ -31,11 +31,7 @@ _LOST_MOMENTS = 0.01
 
 
 class RoundedState:
-    """Checks the weights and the state of optimizers before each update.
-
-    Args:
-        say: Called with each finding.
-    """
+    """Checks weights and optimizer state before updates; `say` gets the findings."""
 
     def __init__(self, say: Callable[[Finding], None]) -> None:
         self._say = say

@@ -31,11 +31,7 @@ float16 gradients at half the scale differs by less."""
 
 
 class ScaledLosses:
-    """Tracks which scaler scaled which loss, and the gradients not yet used by a step.
-
-    Args:
-        say: Called with each finding.
-    """
+    """Tracks which scaler scaled which loss; `say` gets the findings."""
 
     def __init__(self, say: Callable[[Finding], None]) -> None:
         self._say = say

@@ -102,14 +102,9 @@ def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
 def find_resume_checkpoint(
     folder: RunFolder, world: World
 ) -> tuple[dict[str, Any], list[str]] | None:
-    """Find the newest intact checkpoint; the same on every rank.
+    """Return the notes of the newest intact checkpoint, and lines on damaged ones.
 
-    Returns:
-        Its notes, and a line for each newer one that is damaged or not from a run. None
-        if there are no checkpoints.
-
-    Raises:
-        UserError: If there are checkpoints but none is intact.
+    The same on every rank; None without checkpoints; UserError if none is intact.
     """
 
     def find() -> tuple[dict[str, Any], list[str]] | None:

@@ -278,13 +278,10 @@ def resume_config(
     explicit: Mapping[str, Any],
     resolved: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """Return a saved run's settings; raise if a flag contradicts them.
+    """Return a saved run's settings; raise if one is invalid or contradicted.
 
     Settings that an older version lacked get their default. Where the saved run used a
     default, giving the value in `resolved` is no contradiction.
-
-    Raises:
-        UserError: If an explicit setting differs, or a saved one is not valid.
     """
     for name, value in saved.items():
         if fault := setting_fault(name, value):

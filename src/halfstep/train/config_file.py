@@ -24,11 +24,7 @@ _HEADER = """\
 
 
 def read_file(path: Path, flag: str = "--config") -> dict[str, Any]:
-    """Return the settings in the file that a flag names, without defaults.
-
-    Raises:
-        UserError: If the file cannot be read, or holds an invalid setting.
-    """
+    """Return the valid settings in a file that a flag names, without defaults."""
     try:
         content = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:

@@ -17,12 +17,7 @@ _PACKAGES = {
 
 
 def check(what: str, extras: str) -> None:
-    """Raise UserError if a package is missing, before a command starts to work.
-
-    Args:
-        what: The command or the flag, for the message.
-        extras: `TO_TRAIN`, `TO_PREDICT` or `TENSORBOARD`.
-    """
+    """Raise UserError if a package of `extras` is missing, before `what` starts."""
     packages = _PACKAGES[extras]
     missing = [name for name in packages if not find_spec(name.replace("-", "_"))]
     if missing:

@@ -47,11 +47,7 @@ _TIMED = 3  # timed steps per level in `check`; the run's own steps are timed ab
 
 
 def dry_run(ready: PreparedRun) -> RunResult:
-    """Train a few steps, evaluate some of the dev split, and estimate the run.
-
-    Raises:
-        UserError: If --out cannot hold the run.
-    """
+    """Train a few steps, evaluate some of the dev split, and estimate the run."""
     trainer, network = ready.trainer, ready.network
     job, session, folder = trainer.job, trainer.session, trainer.folder
     plan, config, total = job.plan, job.plan.config, job.plan.total_steps

@@ -34,12 +34,9 @@ def collect_outputs(
 ) -> tuple[torch.Tensor, float]:
     """Return the outputs of every example, and the mean loss, on each rank.
 
-    Ranks take batches in turn and fill their rows of a zero tensor; an all-reduce sums
-    the tensors.
-
-    Returns:
-        The filled `task.empty_outputs`, on the CPU; and the mean cross-entropy over
-        all targets in nats, without class weights and label smoothing.
+    Ranks take batches in turn and fill their rows of `task.empty_outputs`, which are
+    summed. The loss is the mean cross-entropy of all targets, without class weights
+    and label smoothing.
     """
     model: Any = ddp.unwrap(session.model)
     outputs = task.empty_outputs(encoded, model.config.num_labels)

@@ -108,12 +108,7 @@ class Trainer:
             self._tensorboard.close()
 
     def fit(self, progress: Progress) -> None:
-        """Train to the end of the plan, with evaluations and checkpoints.
-
-        Raises:
-            Stopped: If a signal was received; a checkpoint has been saved.
-            Diverged: If the dev loss is non-finite.
-        """
+        """Train to the end; raise Stopped after a signal, Diverged for the dev loss."""
         plan, pin = self.job.plan, self.world.device.type == "cuda"
         if self._is_patience_exhausted():
             return

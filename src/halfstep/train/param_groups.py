@@ -56,12 +56,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def layer_depth(name: str, blocks: int) -> int:
-    """Return the depth of a parameter, counted from the input.
-
-    Returns:
-        0 for embeddings, 1 to `blocks` for the blocks, `blocks` + 1 for what comes
-        after them.
-    """
+    """Return a parameter's depth: embeddings 0, blocks from 1, others the highest."""
     match = _BLOCK.search(name)
     if match:
         return int(match[1]) + 1

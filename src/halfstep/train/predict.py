@@ -58,11 +58,7 @@ class Entities:
 
 
 class Predictor:
-    """Predicts with the model of a finished run.
-
-    Raises:
-        UserError: If the run is not finished, or its model is damaged.
-    """
+    """Predicts with the model of a run, which must be finished and intact."""
 
     def __init__(self, run: Path) -> None:
         folder = RunFolder(run)

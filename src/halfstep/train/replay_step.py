@@ -41,13 +41,9 @@ class SkipWatcher:
     def should_replay(self, record: Mapping[str, Any], *, is_dynamic: bool) -> bool:
         """Take the record of a step; return whether to replay that step.
 
-        True once per run of consecutive skips: at the first skip if no smaller scale
-        can help, because the loss is non-finite or the scale is fixed; otherwise at the
+        True once per run of consecutive skips: at the first if no smaller scale can
+        help, because the loss is non-finite or the scale is fixed; otherwise at the
         `SKIPS_BEFORE_REPLAY`-th.
-
-        Args:
-            record: The record of the step.
-            is_dynamic: Whether the loss scale falls when steps are skipped.
         """
         if not record["skipped"]:
             if math.isfinite(record["loss"]):

@@ -85,10 +85,7 @@ def finish_run(
 ) -> RunResult:
     """Evaluate the best checkpoint; write summary, report and final model.
 
-    Args:
-        ready: The run, at its end.
-        faults: Lines about damaged checkpoints that were not used.
-        compare_with_fp32: Measures steps of both, if asked for; see `fp32_comparison`.
+    `faults` are lines about damaged checkpoints that were not used.
     """
     trainer = ready.trainer
     session, plan = trainer.session, trainer.job.plan

@@ -37,11 +37,7 @@ _EXPONENTS = (
 
 
 def page(facts: RunFacts, examination: Examination) -> str:
-    """Return the page, an HTML document.
-
-    Raises:
-        UserError: If jinja2 or matplotlib is not installed.
-    """
+    """Return an HTML document; raise UserError without jinja2 or matplotlib."""
     healthy = "" if examination.findings else "No problem found."
     drawings = _exponents_by_layer(facts)
     sections = [

@@ -44,11 +44,7 @@ _BAD_OP_TEXTS = ("phase", "op", "kind", "nonfinite_kind", "evidence", "advice", 
 
 
 def read(folder: Path) -> RunFacts:
-    """Return the facts in a run's folder.
-
-    Raises:
-        UserError: If it is no folder, or holds none of the files of a run.
-    """
+    """Return the facts in a run's folder; raise UserError if it holds no run."""
     try:
         is_folder = folder.is_dir()
         present_files = [name for name in _READ if (folder / name).exists()]

@@ -294,11 +294,7 @@ class RunFacts:
 
 
 def machine_data(device: str) -> dict[str, Any]:
-    """Return the machine's capabilities, as `MachineFacts.from_data` reads them.
-
-    Args:
-        device: "cpu" or "cuda". Its GEMM rates are measured if no cache has them.
-    """
+    """Return capabilities; GEMM rates of "cpu" or "cuda" are measured if not cached."""
     capabilities = hardware.capabilities()
     on_gpu = device == "cuda" and bool(capabilities.gpus)
     matmul = torch.backends.cuda.matmul

@@ -302,12 +302,7 @@ class StepError(Exception):
 def time_steps(
     search: ScaleSearch, model_copy: ModelCopy, used: Pass, steps: int
 ) -> tuple[Cost, Cost, tuple[float, ...]]:
-    """Measure training steps in fp32 and at the level, alternating.
-
-    Returns:
-        Cost in fp32; cost at the level; the speed-up of each round. A round is a step
-        of both, so that other load on the machine slows both.
-    """
+    """Run steps of both in turn; return costs in fp32, at the level, and speed-ups."""
     copies = (search.fp32_copy, model_copy)
     search.fp32_copy.begin(1.0)
     model_copy.begin(used.scale)

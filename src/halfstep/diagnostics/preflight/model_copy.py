@@ -253,11 +253,7 @@ class ModelCopy:
         return time.perf_counter() - began
 
     def last_step(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
-        """Run one more step, not timed, and count its updates lost to rounding.
-
-        Returns:
-            The memory of training after the backward pass, in bytes by purpose.
-        """
+        """Run a step that counts lost updates; return the bytes by purpose."""
         session = self.session
         session.backward(self._loss(loss_fn, batch))
         memory = session.memory()

@@ -105,11 +105,7 @@ def is_decided(ratios: Sequence[float]) -> bool:
 
 
 def cost(facts: Facts) -> tuple[str, str]:
-    """Return whether a level is worth its cost, and the measurement as text.
-
-    Returns:
-        "worth", "not worth" or "cannot tell", or "" if nothing was timed; and the text.
-    """
+    """Return "worth", "not worth", "cannot tell" or "" (not timed), and why."""
     faster, saved = facts.speed_up, facts.memory_saved
     if faster is None or saved is None:
         return "", ""

@@ -196,11 +196,7 @@ class Hooks:
         return bool(self._handles)
 
     def unobserved(self, observed: Container[int]) -> str | None:
-        """Return the path of a compiled module without any observed output, or None.
-
-        Args:
-            observed: Indices of the names that were observed.
-        """
+        """Return the path of a compiled module with no observed index, or None."""
         seen = {path: n in observed for n, (path, _) in enumerate(self.modules)}
         if not any(seen.values()):
             return "the model"

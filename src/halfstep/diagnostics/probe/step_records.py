@@ -133,12 +133,7 @@ class StepRecords:
                 self.record(number, not finite and _is_nonfinite(tensor))
 
     def flags(self) -> tuple[list[int], list[Tensor]]:
-        """Return the flags of all observed tensors.
-
-        Returns:
-            Indices of names, possibly repeated; bool tensors, one for each dtype and
-            device, whose concatenation has one flag for each index.
-        """
+        """Return indices, perhaps repeated, and their flags by dtype and device."""
         order, flags = list(self.nonfinite), []
         if self.nonfinite:
             flags.append(torch.tensor(list(self.nonfinite.values())))

@@ -69,11 +69,7 @@ class Place:
 
 
 class ModuleStack:
-    """Tracks modules and nodes inside its `with` block.
-
-    Args:
-        model: The model, wrapped or not.
-    """
+    """Tracks modules and nodes inside its `with` block."""
 
     def __init__(self, model: nn.Module) -> None:
         self.root = unwrap(model)

@@ -103,11 +103,7 @@ def absmax(tensors: Iterable[Tensor]) -> float:
 def run_in_fp32(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, float]:
-    """Run an operation again in fp32, with its arguments from before it ran.
-
-    Returns:
-        "finite", "not finite" or "not run"; and the largest finite magnitude.
-    """
+    """Return "finite", "not finite" or "not run", and the largest finite magnitude."""
 
     def widened(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, Tensor) and value.dtype in _LOW:

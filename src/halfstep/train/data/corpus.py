@@ -110,12 +110,7 @@ class Split:
         return self.ids[self.store.word_at[self.rows]]
 
     def spans(self, i: int) -> list[tuple[int, int, int]]:
-        """Return the entities of an example.
-
-        Returns:
-            (start, end, entity type) of each: character offsets, end exclusive; and an
-            index into `Corpus.labels`.
-        """
+        """Return (start, end, index in `Corpus.labels`) of an example's entities."""
         row = int(self.rows[i])
         first, end = self.store.span_starts[row : row + 2]
         stored_spans = self.store.spans[first:end].tolist()
@@ -260,15 +255,12 @@ def _load_splits(
 def random_splits(
     split: Split, dev_share: float, seed: int
 ) -> tuple[dict[str, Split], int]:
-    """Shuffle the rows of one file and split them into train and dev.
+    """Shuffle and split a file's rows; return the splits and the number of repeats.
 
     Rows with the same text stay together, or dev would hold texts of train. Dev is
     `dev_share` of the distinct texts, stratified by label, and at least one text of
     each label stays in train. For ner, a text goes to dev only if train keeps an entity
     of each of its types.
-
-    Returns:
-        The splits, and the number of texts that equal an earlier one.
     """
     order = array("q", range(len(split)))
     random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret

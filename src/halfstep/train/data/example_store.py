@@ -119,13 +119,7 @@ def open_store(
     limit: int | None,
     columns: labelled_text.Columns = labelled_text.DEFAULT_COLUMNS,
 ) -> Store:
-    """Open the examples of a file; read and validate it if not cached.
-
-    `limit` is the maximum number of rows to read; None: all.
-
-    Raises:
-        UserError: If the file or one of the rows read is invalid.
-    """
+    """Open a file's first `limit` rows; read and validate them if not cached."""
     reader = READERS[task]
     suffix = path.suffix.lower()
     if suffix == ".txt" and task == "classify" and path.is_file():

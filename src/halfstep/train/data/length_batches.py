@@ -50,12 +50,7 @@ def ordered(lengths: np.ndarray, batch_size: int) -> list[Indices]:
 
 
 def share(batch: Indices, lengths: np.ndarray, rank: int, world: int) -> Indices:
-    """Return one rank's part of a batch, of about the same cost as any other.
-
-    Returns:
-        The indices of this rank, shortest text first. The ranks' parts partition the
-        batch; with fewer examples than ranks some are empty.
-    """
+    """Return one rank's part of a batch, about as costly as others; perhaps empty."""
     return batch[np.argsort(lengths[batch], kind="stable")][rank::world]
 
 

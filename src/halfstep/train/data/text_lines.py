@@ -86,9 +86,6 @@ def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
 
     Only a line feed ends a line: `str.splitlines` would also split at U+2028, which may
     occur inside a text.
-
-    Raises:
-        UserError: If the source cannot be read, is not UTF-8 or contains a NUL byte.
     """
     offset = 0
     try:

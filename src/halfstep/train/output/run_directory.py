@@ -258,15 +258,9 @@ class RunFolder:
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def newest(self, load: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-        """Load the newest intact checkpoint.
+        """Load the newest intact checkpoint; None if none was ever completed.
 
-        Returns:
-            The loaded value, and a line for each newer, damaged checkpoint. None if no
-            checkpoint was ever completed.
-
-        Raises:
-            UserError: If there are checkpoints but none is intact. Other errors of
-                `load` are passed on.
+        Also returns a line for each newer, damaged one; raises UserError if all are.
         """
         with self.writing(self._checkpoints):
             atomic_directory.restore_replaced(self._checkpoints)

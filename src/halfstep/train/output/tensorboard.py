@@ -13,12 +13,7 @@ _SCALARS = ("loss", "lr", "scale", "grad_norm", "examples_per_s", "skipped_total
 
 
 class TensorBoardWriter:
-    """Writes records as scalars.
-
-    Args:
-        folder: Holds the event files.
-        step: Last valid step; TensorBoard hides what an earlier run wrote after it.
-    """
+    """Writes records as scalars; hides what an earlier run wrote after `step`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         with warnings.catch_warnings():
