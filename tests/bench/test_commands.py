@@ -27,7 +27,8 @@ def test_help_describes_the_candidates(capsys: pytest.CaptureFixture[str]) -> No
     for bench in ("recipe", "encoder", "plan"):
         assert run(bench, "--help") == 0
         lines = capsys.readouterr().out.splitlines()
-        named = [line[2:18].strip() for line in lines[lines.index("candidates:") + 1 :]]
+        lines = lines[lines.index("candidates:") + 1 :]
+        named = [line[2:].partition("  ")[0] for line in lines]
         assert named == list(commands.load(bench).candidates or ())
 
 

@@ -257,6 +257,26 @@ def test_a_library_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (table.rows[1][1], table.rows[1][-1]) == (None, "failed")
 
 
+def test_loss_of_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the loss is the mean over seeds, each of its last steps."""
+
+    class Seeded(Failing):
+        losses = iter([9.0, 1.0, 9.0, 2.0])
+
+        def request(self, question: Any) -> dict[str, Any]:
+            answer = super().request(question)
+            if "steps" in question:
+                answer["losses"] = [next(self.losses)]
+            return answer
+
+    Process.log = []
+    monkeypatch.setattr(Failing, "seed", 7)
+    monkeypatch.setattr(training, "WorkerProcess", Seeded)
+    words = "--steps 5 --seeds 2 --candidates torch.amp --device cpu"
+    (table,) = tables("conv", words)
+    assert rows(table)[0]["loss"] == 1.5
+
+
 # How they train
 
 

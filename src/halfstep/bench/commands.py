@@ -152,7 +152,7 @@ def network(width: int, batch: int) -> Flags:
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """What the file of a workload declares."""
 
@@ -231,7 +231,8 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
     bench = load(name)
     parser.description = bench.description
     if bench.candidates:
-        lines = (f"  {each:<16}{text}" for each, text in bench.candidates.items())
+        width = max(map(len, bench.candidates)) + 2
+        lines = (f"  {each:<{width}}{text}" for each, text in bench.candidates.items())
         parser.epilog = "\n".join(["candidates:", *lines])
     for word, arguments in bench.flags.items():
         parser.add_argument(f"--{word}", **arguments)

@@ -280,7 +280,7 @@ _WITH_DROPOUT = _KINDS | loops.pick("torch.amp-fast", "O2-fast")
 _MODEL: Any = {"make_optimizer": make_optimizer, "loss_of": loss_of}
 _ENCODER = _MODEL | {"make_model": make_bert, "draw_batches": draw_texts}
 BENCHES = {
-    "encoder": training.training(
+    "encoder": training.Training(
         title="Training an encoder",
         description="Train a BERT encoder from scratch on synthetic texts, several "
         "seeds of each candidate; print time, memory and losses.",
@@ -289,7 +289,7 @@ BENCHES = {
         check=check,
         **_ENCODER,
     ),
-    "decoder": training.training(
+    "decoder": training.Training(
         title="Training a decoder",
         description="Train a small GPT from scratch on synthetic texts, several seeds "
         "of each candidate; print time, memory and losses. Its largest matmul is the "
@@ -302,7 +302,7 @@ BENCHES = {
         draw_batches=draw_walks,
         **_MODEL,
     ),
-    "conv": training.training(
+    "conv": training.Training(
         title="Training a convolutional network",
         description="Train a small ResNet from scratch on synthetic images, several "
         "seeds of each candidate; print time, memory and losses.",
@@ -323,7 +323,7 @@ BENCHES = {
         draw_batches=draw_images,
         **_MODEL,
     ),
-    "probe": training.training(
+    "probe": training.Training(
         run=probe_tables,
         title="A probe on an encoder",
         description="Train a BERT encoder from scratch on synthetic texts without a "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from halfstep.bench import commands, loops, measure, models, results
 from halfstep.bench.floor import Floor
-from halfstep.bench.training import count_casts, measure_steps, row, training
+from halfstep.bench.training import Training, count_casts, measure_steps, row
 from halfstep.graph.planner import METHODS, device_of
 from halfstep.graph.planner import plan as make_plan
 from halfstep.graph.rewrite import rewrite
@@ -195,7 +195,7 @@ _PLANS = {
     for method in METHODS
 }
 BENCHES = {
-    "plan": training(
+    "plan": Training(
         run=tables,
         title="Planned models",
         description="Train four models under torch.autocast, under the lean policy, "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
 from halfstep.bench import commands, loops
-from halfstep.bench.training import training
+from halfstep.bench.training import Training
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -67,7 +67,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 BENCHES = {
-    "recipe": training(
+    "recipe": Training(
         title="Mixed precision recipe",
         description="Train a few large linear layers (torch's AMP recipe) at every "
         "level, with every form of master weights, and with other libraries, each in "

@@ -11,6 +11,7 @@ import gc
 import os
 import platform
 from argparse import Namespace
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -64,14 +65,14 @@ _PEAK = {
 DrawBatches: TypeAlias = "Callable[[Namespace, int], Iterator[list[Any]]]"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Training(commands.Bench):
     """A workload that trains a model with each candidate.
 
-    `run` is `tables`, unless a workload has its own. The settings have `device`,
-    `dtype`, `accumulate` and `candidates`.
+    The settings have `device`, `dtype`, `accumulate` and `candidates`.
     """
 
+    run: Callable[[Namespace], list[Table]] = lambda arguments: tables(arguments)  # noqa: PLW0108 -- it follows
     title: str
     kinds: Mapping[str, Candidate]
     """Name -> candidate."""
@@ -85,6 +86,11 @@ class Training(commands.Bench):
     """Candidates that the others are compared with; +- is of the first."""
     splits: bool = False
     """Whether forward and backward passes are also timed by themselves."""
+
+    def __post_init__(self) -> None:
+        names = commands.names(self.kinds) | {"help": _CANDIDATES}
+        self.flags = {**self.flags, "candidates": names, **commands.PLACE}
+        self.candidates = {each: kind.description for each, kind in self.kinds.items()}
 
 
 @dataclass(frozen=True)
@@ -104,19 +110,6 @@ class Measured:
     def flops(self) -> float:
         """FLOPs of the matmuls of one step; some candidates hide theirs."""
         return max((each["flops"] for each in self.facts.values()), default=0.0)
-
-
-def training(**fields: Any) -> Training:  # noqa: ANN401
-    """Declare a workload; `flags` are its own, before those that all have."""
-    kinds: Mapping[str, Candidate] = fields["kinds"]
-    flags = fields.pop("flags") | {
-        "candidates": commands.names(kinds) | {"help": _CANDIDATES}
-    }
-    return Training(
-        **{"run": tables} | fields,
-        flags=flags | commands.PLACE,
-        candidates={each: kind.description for each, kind in kinds.items()},
-    )
 
 
 def tables(arguments: Namespace) -> list[Table]:
@@ -216,9 +209,8 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
         for each in arguments.candidates
         if (why := why_absent(bench.kinds[each], arguments)) is not None
     }
-    seconds: dict[str, list[float]] = {}
-    passes: dict[str, list[float]] = {}
-    losses: dict[str, list[float]] = {}
+    seconds, passes = defaultdict[str, list[float]](list), defaultdict[str, Any](list)
+    losses, last_losses = defaultdict[str, Any](list), defaultdict[str, Any](list)
     facts: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         processes = {
@@ -235,10 +227,9 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
                 loss=answer["losses"][-1],
                 peak_bytes=answer["peak_bytes"],
             )
-            losses.setdefault(each, []).extend(answer["losses"])
-            passes.setdefault(each, []).append(answer["passes"])
-            own: float = answer["seconds"]
-            return own
+            losses[each] += answer["losses"]
+            passes[each].append(answer["passes"])
+            return float(answer["seconds"])
 
         for seed in range(seeds or 1):
             for each in [*processes]:
@@ -253,13 +244,13 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
             losses.clear()
             turns = {each: partial(turn, each) for each in processes}
             for each, own in measure.take_turns(turns, rounds, what).rounds.items():
-                seconds.setdefault(each, []).extend(own)
+                seconds[each] += own
                 last = losses[each][-max(1, len(losses[each]) // 10) :]
-                facts[each].setdefault("last_losses", []).append(fmean(last))
+                last_losses[each].append(fmean(last))
             if seeds:
                 measure.progress(f"seed {seed + 1}/{seeds}: done")
-    for each in facts.values():
-        each["loss"] = fmean(each["last_losses"])
+    for each, answers in facts.items():
+        answers["loss"] = fmean(last_losses[each])
     return Measured(measure.Times(seconds), measure.Times(passes), facts, absent)
 
 
