@@ -359,14 +359,7 @@ def facts(
 ) -> dict[fx.Node, NodeFacts]:
     """Return `NodeFacts` for each node that computes fp32 tensors.
 
-    All other nodes run as captured.
-
-    Args:
-        graph: From `capture`; nodes have `meta["val"]`.
-        device: Device type of its tensors.
-        policy: Policy that classifies the operations.
-        low: The 16-bit dtype.
-        kinds: Operation -> kind, overrides the policy.
+    All other nodes run as captured. `kinds` overrides the policy, by operation.
     """
     in_place = changed_in_place(graph)
     node_facts = {}
@@ -399,9 +392,7 @@ def differentiable(
 ) -> set[fx.Node]:
     """Return the nodes whose floating-point results need gradients.
 
-    Args:
-        graph_module: A captured graph.
-        inputs: Inputs of the graph, if they include its parameters.
+    `inputs` are those of the graph, if they include its parameters.
     """
     nodes: set[fx.Node] = set()
     values = iter(inputs)
@@ -507,12 +498,7 @@ def _returned(node: fx.Node) -> list[fx.Node]:
 
 
 def without_values(value: Tensor, device: torch.device | str = "") -> Tensor:
-    """Return an uninitialized tensor of the same dtype and layout.
-
-    Args:
-        value: May be fake, with sizes that have a hint.
-        device: Default: that of `value`.
-    """
+    """Return an uninitialized tensor like a fake one, whose sizes have hints."""
     sizes, strides = map(int, value.shape), map(int, value.stride())
     return torch.empty_strided(
         [*sizes], [*strides], dtype=value.dtype, device=device or value.device

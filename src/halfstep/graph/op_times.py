@@ -35,14 +35,7 @@ _LEAST_PASSES, _PASSES_S = 3, 0.2
 
 
 class OpTimes:
-    """Times of operations, cached by their arguments' layouts and dtypes.
-
-    Args:
-        device: Device to measure on.
-        low: The 16-bit dtype.
-        differentiable: Nodes whose results need gradients: `capture.differentiable`.
-        refresh: Whether to ignore cached times.
-    """
+    """Times of operations, cached by their arguments' layouts and dtypes."""
 
     def __init__(
         self,

@@ -77,11 +77,7 @@ class Slowdown:
     """Factor on operations in 16 bits, and on casts."""
 
     def text(self, dtype: str) -> str:
-        """Return both factors as a sentence.
-
-        Args:
-            dtype: Name of the 16-bit format.
-        """
+        """Return both factors as a sentence; `dtype` names the 16-bit format."""
         return (
             f"in the model, operations take {self.fp32:.2f} (fp32) and {self.low:.2f} "
             f"({dtype}) of what they take alone"

@@ -122,11 +122,7 @@ def load_plan(
 def _low_weights(
     path: str | PathLike[str], content: dict[str, Any], graph_module: fx.GraphModule
 ) -> list[str]:
-    """Return the parameters that a file lists as stored in 16 bits.
-
-    Raises:
-        UserError: If the model has no such parameter.
-    """
+    """Return the parameters that a file lists as stored in 16 bits."""
     value = content.get("low_weights", [])
     names: list[Any] = value if isinstance(value, list) else [value]
     own = dict(graph_module.named_parameters(remove_duplicate=False))
@@ -138,11 +134,7 @@ def _low_weights(
 
 
 def _slowdown(path: str | PathLike[str], content: dict[str, Any]) -> Slowdown:
-    """Return the `Slowdown` in a file.
-
-    Raises:
-        UserError: If it is not a pair of factors.
-    """
+    """Return the `Slowdown` in a file."""
     factors = content.get("slowdown", {})
     if (
         isinstance(factors, dict)
@@ -156,11 +148,7 @@ def _slowdown(path: str | PathLike[str], content: dict[str, Any]) -> Slowdown:
 
 
 def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the node rows of a file, validated.
-
-    Raises:
-        UserError: If a field is missing or has the wrong type.
-    """
+    """Return the node rows of a file, validated."""
     dtype, rows = content.get("dtype"), content.get("nodes")
     if dtype not in ("bf16", "fp16"):
         message = f"{path}: dtype is {dtype!r}; it must be 'bf16' or 'fp16'."

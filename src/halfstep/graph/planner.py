@@ -133,11 +133,7 @@ def check_options(
     method: str,
     kinds: Mapping[str, str] | None,
 ) -> tuple[formats.FloatFormat, Policy, Mapping[str, str]]:
-    """Return `dtype`, `policy` and `kinds` of `plan`, validated.
-
-    Raises:
-        UserError: If torch has no such operation, or a word is unknown.
-    """
+    """Return `dtype`, `policy` and `kinds` of `plan`, validated."""
     format_ = formats.parse(dtype)
     require("dtype", dtype, format_ is not formats.FP32, "bf16 or fp16")
     require("method", method, method in METHODS, " or ".join(METHODS))
@@ -353,11 +349,7 @@ def _why(fact: NodeFacts, *, low: bool) -> str:
 
 
 def device_of(model: nn.Module, example_inputs: Sequence[Any]) -> torch.device:
-    """Return the device of a model.
-
-    Raises:
-        UserError: If there are no parameters and no input tensors.
-    """
+    """Return the device of a model."""
     tensors = [*model.parameters(), *capture.tensors(list(example_inputs))]
     if not tensors:
         message = "the model has no parameters, and example_inputs hold no tensor."

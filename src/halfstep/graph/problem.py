@@ -87,11 +87,7 @@ class Problem:
         return after, before
 
     def casts(self, low: Collection[str]) -> list[Cast]:
-        """Return the casts that an assignment needs, at most one per tensor.
-
-        Args:
-            low: Names of the operations in 16 bits.
-        """
+        """Return the casts that the assignment `low` needs, at most one per tensor."""
         low = self.low_weights.union(low)
         return [
             Cast(use.producer, use.producer not in low, use.cast_cost)

@@ -85,14 +85,8 @@ def measure(
 ) -> dict[str, Range]:
     """Return the largest magnitudes of each node in some fp32 steps.
 
-    Args:
-        graph_module: A captured graph. Its parameters, gradients and buffers are
-            restored.
-        step: Is called with the model; calls it on batches of the captured shapes, and
-            runs backward passes.
-
-    Raises:
-        UserError: If it never calls the model, or meets NaN.
+    `step` is called with the model, calls it on batches of the captured shapes, and
+    runs backward passes. Parameters, gradients and buffers are restored.
     """
     params = list(graph_module.parameters())
     grads = [param.grad for param in params]
@@ -125,12 +119,7 @@ def measure(
 
 
 def why_fp32(nodes: Iterable[fx.Node], ranges: Mapping[str, Range]) -> str:
-    """Return why an operation cannot run in fp16; "" if it can.
-
-    Args:
-        nodes: The operation and its inputs that would be fp16.
-        ranges: Result of `measure`.
-    """
+    """Return why an operation or an input of it overflows fp16; "" if none does."""
     limit = FP16.max / HEADROOM
     for node in nodes:
         seen = ranges.get(node.name, Range(0.0, 0.0))

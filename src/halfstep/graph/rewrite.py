@@ -176,14 +176,7 @@ def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
 def rewrite_graph(
     graph_module: fx.GraphModule, low: Collection[str], dtype: torch.dtype, device: str
 ) -> PlannedModule:
-    """Return a copy of a graph in which some nodes run in 16 bits.
-
-    Args:
-        graph_module: Nodes have `meta["val"]`.
-        low: Names of the nodes in 16 bits, and of parameters stored in 16 bits.
-        dtype: The 16-bit dtype.
-        device: Device type of its tensors.
-    """
+    """Return a copy of a graph with the nodes and parameters in `low` in 16 bits."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
@@ -236,22 +229,12 @@ def verify(
     device: str,
     shared: Collection[fx.Node],
 ) -> None:
-    """Verify a rewritten graph.
+    """Raise AssertionError if a rewritten graph is wrong: a bug in the rewriting.
 
-    Checks that fp32 operations get no 16-bit inputs and 16-bit ones no fp32 inputs
-    except where required, that outputs keep their dtypes, that no cast is undone by the
-    next, and that no tensor is cast twice to one dtype.
-
-    Args:
-        rewritten: Graph to verify.
-        original: Graph before the rewrite.
-        low: Node that is not a cast -> whether it must run in 16 bits.
-        dtype: The 16-bit dtype.
-        device: Device type of its tensors.
-        shared: Nodes whose memory does not change, so that one cast serves all uses.
-
-    Raises:
-        AssertionError: If a check fails, which is a bug in the rewriting.
+    fp32 operations get no 16-bit inputs and 16-bit ones no fp32 inputs except where
+    required, outputs keep their dtypes, no cast is undone by the next, and no tensor is
+    cast twice to one dtype. `low`: node that is no cast -> whether it must be 16-bit.
+    `shared`: nodes whose memory does not change, so that one cast serves all uses.
     """
     dtypes = _dtypes(rewritten)
     cast_to = set()

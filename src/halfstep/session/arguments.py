@@ -27,11 +27,7 @@ _prepared: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 
 
 def check_unknown(unknown: Iterable[str], function: Callable[..., object]) -> None:
-    """Raise if there are keyword arguments that a function does not have.
-
-    Raises:
-        UserError: With the nearest name, or all of them.
-    """
+    """Raise if there are keyword arguments that a function does not have."""
     for name in unknown:
         *names, _ = inspect.signature(function).parameters
         similarity, nearest = max((_similarity(name, each), each) for each in names)
@@ -58,11 +54,7 @@ def as_one(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return lists of models as one module, and lists of optimizers as one optimizer.
-
-    Raises:
-        UserError: If a list holds something else, or an optimizer cannot be stepped.
-    """
+    """Return lists of models as one module, and of optimizers as one optimizer."""
     if isinstance(model, list | tuple):
         are_models = bool(model) and all(isinstance(m, nn.Module) for m in model)
         require_type("model", model, are_models, "an nn.Module, or a list of them")
@@ -78,11 +70,7 @@ def as_one(
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
-    """Raise unless the arguments are a model and its optimizer.
-
-    Raises:
-        UserError: With the correct call.
-    """
+    """Raise unless the arguments are a model and its optimizer."""
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
         message = (
             "prepare was given the optimizer first: write prepare(model, optimizer)."
@@ -166,9 +154,6 @@ def check_fp32_weights(model: nn.Module, choice: Choice) -> None:
     """Raise if trainable weights are 16-bit and the level requires fp32.
 
     Frozen ones may be 16-bit: an fp32 adapter on a bf16 model.
-
-    Raises:
-        UserError: With the name of the first.
     """
     if choice.level.low_weights:
         return
@@ -185,11 +170,7 @@ def check_fp32_weights(model: nn.Module, choice: Choice) -> None:
 def check_named_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None, model: nn.Module
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) pairs for reports.
-
-    Raises:
-        UserError: If they are not such pairs.
-    """
+    """Return (name, parameter) pairs for reports."""
     expected = "pairs of name and parameter, as model.named_parameters() gives them"
     if named_parameters is None:
         return list(model.named_parameters())
@@ -213,11 +194,7 @@ def check_named_parameters(
 
 
 def check_group(group: object) -> None:
-    """Raise unless the argument is a process group or None.
-
-    Raises:
-        UserError: With the expected type.
-    """
+    """Raise unless the argument is a process group or None."""
     group_type = getattr(torch.distributed, "ProcessGroup", ())  # not in every build
     is_valid = group is None or isinstance(group, group_type)
     require(

@@ -32,11 +32,7 @@ class AutocastContexts:
     """Contexts that all sessions have opened."""
 
     def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
-        """Prepare the contexts; without autocast at this level they do nothing.
-
-        Raises:
-            UserError: If the device has no table, and the policy needs one.
-        """
+        """Prepare the contexts; without autocast at this level they do nothing."""
         fp32 = choice.level.autocast and not choice.level.low_weights
         self.grad_accumulator = Fp32GradAccumulator() if fp32 else None
         self.cache = CastCache(self.grad_accumulator, for_training=True)
@@ -69,12 +65,7 @@ class AutocastContexts:
         )
 
     def select(self, *, record: bool) -> Autocast | PolicyAutocast:
-        """Return the context for a micro-batch.
-
-        Args:
-            record: Record its operations for `table`. No effect at levels without
-                autocast.
-        """
+        """Return the context for a micro-batch; `record` its operations for `table`."""
         if self._needs_refresh and torch.is_grad_enabled():
             self.cache.refresh()
         elif not (self._keeps_casts or self.cache.is_open):

@@ -13,16 +13,10 @@ if TYPE_CHECKING:
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps several optimizers, one after the other.
+    """Steps several optimizers over different parameters, one after the other.
 
     The groups are the same dict objects as in the optimizers, so that their schedulers
     still work; all share one state dict.
-
-    Args:
-        optimizers: At least one, over different parameters.
-
-    Raises:
-        UserError: If a parameter is in two of them.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -41,12 +35,7 @@ class ChainedOptimizer(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step each of the optimizers.
 
-        Args:
-            closure: None; a session evaluates the model before it steps.
-
-        Raises:
-            UserError: If a group was added to one of them since: its gradients would
-                not be unscaled.
+        Raises if a group was added to one of them since: it would not be unscaled.
         """
         for each, groups in zip(self.optimizers, self._own_groups(), strict=True):
             if len(each.param_groups) != len(groups):

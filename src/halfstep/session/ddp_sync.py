@@ -48,9 +48,6 @@ class GradientSync:
         each time, by DDP. With master weights, gradients are averaged once, by the
         session; otherwise by DDP, in the last micro-batch. A communication hook is
         called each time: it may do something else than average.
-
-        Raises:
-            UserError: If DDP's join() is used with master weights.
         """
         wrapper = self._bind_ddp(model)
         self._skips_ddp_sync = False

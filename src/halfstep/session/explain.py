@@ -31,13 +31,7 @@ def precision_table(
 ) -> Table:
     """Return one row for each type of module that holds parameters.
 
-    Args:
-        model: The prepared model.
-        choice: Level and dtype.
-        policy: The session's policy.
-        device: Device type.
-        notes: Lines below the table.
-        autocast: False if the forward passes so far ran outside the autocast context.
+    `autocast` is False if the forward passes so far ran outside the autocast context.
     """
     rows: dict[tuple[str, ...], tuple[int, int]] = {}
     for path, module in model.named_modules():

@@ -62,11 +62,7 @@ def check(
     master: str,
     release: bool,
 ) -> None:
-    """Raise if a sharded model cannot be trained with these settings.
-
-    Raises:
-        UserError: With the correct call.
-    """
+    """Raise if a sharded model cannot be trained with these settings."""
     level = choice.level
     fsdp_module = sys.modules.get("torch.distributed.fsdp")
     fsdp1_class = getattr(fsdp_module, "FullyShardedDataParallel", None)
@@ -187,11 +183,7 @@ def _sharded_parameters(
 
 
 def check_not_replaced(model: nn.Module, params: Iterable[Tensor]) -> None:
-    """Raise if `fully_shard` has replaced parameters of the optimizer.
-
-    Raises:
-        UserError: With the correct order of calls.
-    """
+    """Raise if `fully_shard` has replaced parameters of the optimizer."""
     param_ids = {id(param) for param in params}
     named = dict(model.named_parameters())
     foreign = param_ids - {id(param) for param in named.values()}

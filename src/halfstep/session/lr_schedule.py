@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
-    """Raise if a scheduler's step needs arguments, or it has another optimizer.
-
-    Raises:
-        UserError: With the correct argument.
-    """
+    """Raise if a scheduler's step needs arguments, or it has another optimizer."""
     if scheduler is None:
         return
     is_valid = not isinstance(scheduler, type) and callable(
@@ -45,12 +41,7 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
 
 
 class LRSchedule:
-    """Steps a scheduler once per applied optimizer step.
-
-    Args:
-        scheduler: The scheduler, or None.
-        applied: Number of steps applied before it was set.
-    """
+    """Steps a scheduler once per applied optimizer step; `applied` are those so far."""
 
     def __init__(self, scheduler: LRScheduler | None, applied: int = 0) -> None:
         self.scheduler = scheduler
@@ -94,12 +85,7 @@ class LRSchedule:
         return {"followed": self._num_followed, "state": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], applied: int) -> None:
-        """Load a state.
-
-        Args:
-            state: From `state_dict`; {} starts the schedule here.
-            applied: Number of steps applied so far.
-        """
+        """Load a state; {} starts the schedule after `applied` optimizer steps."""
         self._num_followed, self._last_epoch = applied, None
         self._delayed = DelayedScalars()
         if self.scheduler is not None and state:

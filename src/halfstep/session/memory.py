@@ -38,11 +38,8 @@ def _format_bytes(count: int) -> str:
 def memory_by_use(model: nn.Module, masters: MasterWeights) -> Footprint:
     """Return the bytes allocated now; shared storages count once.
 
-    Args:
-        model: Its parameters and buffers are "weights".
-        masters: Master weights and residuals are "masters"; all tensors in the
-            optimizer's state are "moments"; gradients of either dtype and their
-            accumulation buffers are "gradients".
+    Residuals are "masters", all tensors of the optimizer's state "moments"; gradients
+    of either dtype and their accumulation buffers are "gradients".
     """
     seen: set[int] = set()
     master_params = masters.master_params.values()

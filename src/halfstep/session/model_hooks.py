@@ -105,10 +105,6 @@ class ExternalStepCheck:
         """Check a step that is about to be taken.
 
         A step without any gradient is harmless, and avoids warnings of schedulers.
-
-        Raises:
-            UserError: If gradients are those of 16-bit weights, or multiplied by the
-                loss scale.
         """
         if self._masters.stepping:
             return
@@ -168,9 +164,6 @@ def check_not_scaled(loss: Tensor) -> None:
 
     The factor must be the tensor that some scaler holds, so that a loss weight is never
     mistaken for it.
-
-    Raises:
-        UserError: Naming the expression to write.
     """
     nodes: list[Any] = [loss.grad_fn]
     for node in islice(nodes, 32):  # the list grows: breadth first
@@ -212,12 +205,7 @@ _clip_checks: list[weakref.WeakMethod[ClipCheck]] = []
 
 
 def watch_torch_calls(session: object, check_clip: ClipCheck) -> None:
-    """Patch the calls that a session replaces, as long as it exists.
-
-    Args:
-        session: The session.
-        check_clip: A method of it, called before gradients are clipped.
-    """
+    """Patch the calls that a session replaces, as long as it exists."""
     check = weakref.WeakMethod(check_clip)
     _clip_checks.append(check)
     _PATCHES.acquire()

@@ -41,11 +41,7 @@ def _widened(tensor: Tensor) -> torch.dtype:
 
 
 def check_clip_norm(clip: object) -> float | None:
-    """Return a valid `clip_grad_norm`.
-
-    Raises:
-        UserError: If it is neither a number above 0 nor None.
-    """
+    """Return a valid `clip_grad_norm`."""
     if clip is None:
         return None
     return require_positive("clip_grad_norm", clip, "a number above 0, or None")
@@ -114,10 +110,8 @@ class OptimizerStep:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return (the optimizer's parameters that have gradients, these gradients).
 
-        Args:
-            scaler: The scaler that will unscale them.
-            in_fp32: Gradients of 16-bit weights are already accumulated in fp32.
-            in_place: `unscale` must unscale them in place, for the caller to edit.
+        `in_fp32`: gradients of 16-bit weights are already accumulated in fp32.
+        `in_place`: `unscale` must unscale them in place, for the caller to edit.
         """
         masters = self.masters
         masters.add_new_params()
@@ -188,9 +182,7 @@ class OptimizerStep:
     def update(self, found_inf: Tensor, *, on_device: bool) -> None:
         """Clip, update and copy back to the model weights, unless `found_inf` is 1.
 
-        Args:
-            found_inf: Return value of `unscale`, reduced over ranks.
-            on_device: Value of `skips_on_device`.
+        `on_device` is the value of `skips_on_device`.
         """
         optimizer = self.masters.optimizer
         if self._is_fused:
@@ -279,11 +271,7 @@ class AccumulationWindow:
         self.has_failed = False
 
     def warn_if_cleared(self, *, has_gradients: bool) -> None:
-        """Warn once if gradients of the window are gone before its next pass.
-
-        Args:
-            has_gradients: Whether some still exist.
-        """
+        """Warn once if gradients of the window are gone before its next pass."""
         if self.has_gradients and not has_gradients and not self._warned_cleared:
             self._warned_cleared = True
             warn_caller(

@@ -23,11 +23,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStats:
-    """A copy of the running statistics of a model, from before a step.
-
-    Args:
-        model: The model; norms without running statistics are ignored.
-    """
+    """A copy of the running statistics of a model, from before a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._norms = [

@@ -257,11 +257,7 @@ class Session:
             warn_caller(misuse.no_autocast(f"{self.choice}", low_weights=low))
 
     def _drop_partial_pass(self, error: Exception, *, is_first: bool) -> None:
-        """Keep the gradients of a failed pass out of the next update.
-
-        Raises:
-            DtypeMismatch: If that is the error.
-        """
+        """Keep the gradients of a failed pass out of the next update."""
         if is_first:
             self.zero_grad()
         else:
@@ -408,11 +404,7 @@ class Session:
         return self._optimizer_step.unscaled_norm(self.scaler)
 
     def _prepare_reading_grads(self, call: str) -> None:
-        """Bring gradients into the state in which `step` takes them.
-
-        Raises:
-            UserError: If they are not there yet.
-        """
+        """Bring gradients into the state in which `step` takes them, or raise."""
         window = self._window
         if self._in_backward is not None:
             raise misuse.updated_in_backward(excluded=call)

@@ -152,12 +152,7 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
 
 
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
-    """Raise if a state cannot be loaded.
-
-    Raises:
-        UserError: If it is of another version, is incomplete, or its weights or
-            optimizer do not fit.
-    """
+    """Raise if a state cannot be loaded."""
     if "version" not in state:
         message = (
             "this is not the state of a session. Load states of a model and of an "
@@ -348,12 +343,8 @@ def _keep_dtypes(
     """Undo casts by `Optimizer.load_state_dict` that lose digits.
 
     Why: it casts all state but "step" to the dtype of the parameter, also scalars that
-    the optimizer keeps in fp32 (`mu_product` of NAdam, `eta` of ASGD).
-
-    Args:
-        saved: The state that the optimizer has loaded.
-        optimizer: The optimizer.
-        same: Saved with the same level, dtype and encoding: restore all dtypes.
+    the optimizer keeps in fp32 (`mu_product` of NAdam, `eta` of ASGD). `same`: saved
+    with the same level, dtype and encoding, so that all dtypes are restored.
     """
     for number, param in _numbered(saved, optimizer):
         for key, value in saved["state"].get(number, {}).items():
