@@ -236,14 +236,8 @@ NO_MODEL = (
     "rule 'type:LayerNorm=fp32' names a module, and this context has no model: "
     "pass autocast(..., model=model), or prepare(model, ..., policy=...)."
 )
-
-
 NO_MATCH = "rule 'module:head=fp32' matches no module; see model.named_modules()."
-
-
 NO_OP = "rule 'op:sofmax=fp32' matches no operation; did you mean 'op:softmax=fp32'?"
-
-
 NO_POLICY = "policy='leen' is not known; the named policies are 'torch' and 'lean'."
 
 

@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import patched
+from twins import EYE, linear, patched
 
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 
 BF16, FP16 = torch.bfloat16, torch.float16
-EYE = torch.eye(4)
 
 
 class Casts(TorchDispatchMode):
@@ -33,14 +32,6 @@ class Casts(TorchDispatchMode):
     ) -> Any:
         self.count += func is torch.ops.aten._to_copy.default
         return func(*args, **(kwargs or {}))
-
-
-def linear() -> nn.Linear:
-    """Return a layer whose output, of ones on the diagonal, is its weight."""
-    layer = nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.arange(16.0).view(4, 4) + 1)
-    return layer
 
 
 def casts_of_weight(make: Any, between: Callable[[nn.Linear], None]) -> int:

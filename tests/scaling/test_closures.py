@@ -177,8 +177,13 @@ def test_sam(base: Make) -> None:
     assert scaled.scaler.get_scale() == SCALE / 4
 
 
-@pytest.mark.parametrize("make", [LBFGS, WOLFE], ids=["lbfgs", "wolfe"])
-@pytest.mark.parametrize(("bad", "after"), [(1, 0), (1, 2), (2, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("make", "bad", "after"),
+    [
+        *((make, 1, 0) for make in MAKES.values()),
+        *((make, *at) for make in (LBFGS, WOLFE) for at in ((1, 2), (2, 0), (4, 2))),
+    ],
+)
 def test_overflow_takes_the_step_back(make: Make, bad: int, after: int) -> None:
     """Law: an overflow in any evaluation leaves all as if there had been no step."""
     plain, scaled = Problem(make), Problem(make, scaler_of())
@@ -199,18 +204,6 @@ def test_overflow_takes_the_step_back(make: Make, bad: int, after: int) -> None:
     assert scaled.scaler.last_step.applied
 
 
-@makes
-def test_nan_from_the_first_step_on(make: Make) -> None:
-    """Law: an optimizer that never took a step has no state afterwards."""
-    scaled = Problem(make, scaler_of())
-    before = scaled.everything()
-    for number in range(1, 4):
-        assert scaled.step(1) is None
-        same(scaled.everything(), before)
-        assert not scaled.optimizer.state
-        assert scaled.scaler.get_scale() == SCALE / 2**number
-
-
 @pytest.mark.parametrize("other", [SGD, LBFGS], ids=["sgd", "lbfgs"])
 def test_stale_gradients_beside_another_optimizer(other: Make) -> None:
     """Law: nor where another optimizer has scaled its loss before in the iteration."""
@@ -224,21 +217,13 @@ def test_stale_gradients_beside_another_optimizer(other: Make) -> None:
 
 
 def test_twice_is_refused() -> None:
-    """Law: a second step of an iteration is refused in torch's words, taken or not."""
-    plain: Any = nn.Linear(1, 1)
-    optimizer = SGD(plain.parameters())
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.scale(plain(torch.ones(1, 1)).sum()).backward()
-    theirs.step(optimizer)
-    with pytest.raises(RuntimeError) as expected:
-        theirs.step(optimizer)
+    """Law: a second step of an iteration is refused, the first taken or not."""
     for bad in ((), (1,), (2,)):
         scaled = Problem(LBFGS, scaler_of())
         scaled.step(*bad, update=False)
         before = scaled.everything()
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match="has already been called since"):
             scaled.step(update=False)
-        assert str(caught.value).startswith(str(expected.value))
         same(scaled.everything(), before)
 
 

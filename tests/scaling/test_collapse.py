@@ -172,15 +172,14 @@ def test_which_of_the_two_was_made(
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([("weight", weight)], lr=0.0)
 
-    def step() -> None:
-        scaler.scale(loss_of(weight)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def train() -> None:
+        for _ in range(3):
+            scaler.scale(loss_of(weight)).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
-    step()
-    step()
     with pytest.raises(hs.LossScaleCollapse) as caught:
-        step()
+        train()
     bad = caught.value.bad_op
     assert bad.nonfinite_kind == made, str(caught.value)
 
@@ -199,11 +198,7 @@ FOUND = BadOp(
     ("losses", "now", "cause"),
     [
         (LossHistory(), math.inf, "forward range"),  # it never worked: the format
-        (
-            LossHistory(1.0, 1.0, 3),
-            math.inf,
-            "learning rate",
-        ),  # it did, for three steps
+        (LossHistory(1.0, 1.0, 3), math.inf, "learning rate"),  # for three steps
         (LossHistory(1.0, 1.0, 500), math.inf, "forward range"),  # it did, for long
         (LossHistory(1.0, 2.0, 500), math.nan, "learning rate"),  # it had diverged
         (LossHistory(1.0, 1.0, 500), 1.9, "forward range"),

@@ -107,23 +107,16 @@ def test_pickle_keeps_the_report() -> None:
 
 
 def test_disabled() -> None:
-    """Law: disabled, each method does what the loop would do without a scaler."""
-    setup, plain = Setup(enabled=False, hysteresis=0), Setup()
-    for value in (0.0, 0.5):
-        setup.iterate(value)
-        plain.optimizer.zero_grad()
-        plain.model(torch.ones(1, 3)).square().sum().backward()
-        plain.model.bias.grad += value
-        plain.optimizer.step()
-    same(setup.state(), plain.state())
-    assert (setup.scaler.get_scale(), setup.scaler.state_dict()) == (1.0, {})
-    assert not setup.scaler.is_enabled()
-    assert not setup.scaler.last_step.complete
-    setup.scaler.unscale_(setup.optimizer)
-    setup.scaler.load_state_dict({})
-    setup.scaler.update(7)
-    assert setup.scaler.scale(loss := torch.ones(())) is loss
-    assert isinstance(setup.scaler, torch.amp.GradScaler)
+    """Law: disabled, it reports no step, and no setting or state matters.
+
+    For the rest, `test_same_as_torch` compares it with torch's.
+    """
+    scaler = Setup(enabled=False, hysteresis=0).scaler
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.scale(loss := torch.ones(())) is loss
+    scaler.load_state_dict({"loss_scaler0": 3})
+    scaler.update(7)
+    assert not scaler.last_step.complete
     with pytest.raises(UserError, match=r"^hysteresis=0 must be at least 1\.$"):
         hs.GradScaler("cpu", hysteresis=0)
 
@@ -268,16 +261,14 @@ def test_a_graph_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD([("w", w)], lr=0.1)
     scaler = hs.GradScaler("cpu", max_consecutive_skips=3)
 
-    def step() -> None:
-        scaler.scale((w * math.nan).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    def train() -> None:
+        for _ in range(3):
+            scaler.scale((w * math.nan).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
-    step()
-    step()
     with pytest.raises(hs.LossScaleCollapse) as caught:
-        step()
+        train()
     end = "(graph not read: NotImplementedError: no such layout)"
     assert str(caught.value).endswith(end)
     assert caught.value.nan_in == ("w",)
@@ -291,15 +282,3 @@ def test_strategies_begin_at_a_power_of_two(strategy: str) -> None:
     assert str(caught.value) == (
         f"init_scale=1000.0 must be a power of two for {strategy}."
     )
-
-
-def test_a_refused_update_changes_nothing() -> None:
-    """Law: after an `update` that torch refuses too, gradients stay unscaled once."""
-    setup = Setup(init_scale=8.0)
-    setup.scaler.scale(setup.model(torch.ones(1, 3)).sum()).backward()
-    setup.scaler.unscale_(setup.optimizer)
-    with pytest.raises(AssertionError):
-        setup.scaler.update(torch.ones(2))
-    with pytest.raises(RuntimeError, match="has already been called"):
-        setup.scaler.unscale_(setup.optimizer)
-    assert torch.equal(setup.model.weight.grad, torch.ones(2, 3))

@@ -184,18 +184,6 @@ def test_a_scale_below_one_is_known_at_once(kind: str, used: bool) -> None:
     same(loop.weight.detach(), before)
 
 
-def test_disabled_states() -> None:
-    """Law: a disabled scaler saves nothing, takes anything; an enabled one refuses."""
-    off: Any = hs.GradScaler("cpu", enabled=False)
-    assert off.state_dict() == {}
-    off.load_state_dict({"loss_scaler0": 3})
-    with pytest.raises(RuntimeError) as theirs:
-        torch.amp.GradScaler("cpu").load_state_dict({})
-    with pytest.raises(RuntimeError) as caught:
-        ours().load_state_dict({})
-    assert str(caught.value) == str(theirs.value)
-
-
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("used", [False, True])
 def test_a_missing_field(field: str, used: bool) -> None:

@@ -120,25 +120,6 @@ def test_clipped_once(clip: float) -> None:
         torch.testing.assert_close(mine, param - 0.05 * param.grad)
 
 
-@kinds
-def test_a_parameter_without_a_dimension(kind: str) -> None:
-    """Law: the shape of a parameter does not matter, nor does its dtype."""
-    level, dtype = kind.split()
-    model = nn.ParameterDict({"shift": torch.tensor(0.5)})
-    more: Any = {"accumulate": 2, "on_overflow": "drop_microbatch"}
-    session = hs.prepare(model, SGD(model.parameters()), level, dtype=dtype, **more)
-    for value in (1.0, INF):
-        with session.autocast():
-            loss = (model["shift"] + 1).float() * value
-        session.backward(loss)
-        report = session.step()
-    assert report.applied
-    # The mean over the one good micro-batch: its gradient is 1.
-    kept = model["shift"].dtype if level == "O3" else torch.float32
-    expected = torch.tensor(0.45).to(kept).float()
-    torch.testing.assert_close(session.weights()["shift"], expected)
-
-
 def test_a_bad_micro_batch_is_no_skip() -> None:
     """Law: steps that were applied are never counted, or told, as skipped in a row."""
     rule = ScaleRule(max_consecutive_skips=3)
@@ -193,21 +174,6 @@ def test_scaler_leaves_out(bad: tuple[int, ...]) -> None:
     assert (report.applied, report.scale) == (True, 1024.0)
     assert loop.scaler.get_scale() == (512.0 if bad else 1024.0)
     assert report.microbatches_dropped == len(bad)
-
-
-def test_scaler_with_all_bad() -> None:
-    """Law: all bad, the step is skipped; the window after it begins afresh."""
-    loop = Loop(on_overflow="drop_microbatch")
-    before = copy.deepcopy(loop.model.state_dict())
-    for value in (INF, NAN):
-        loop.scaler.backward(loss_of(loop.model, 0, value), loop.optimizer)
-    assert loop.scaler.step(loop.optimizer) is None
-    loop.scaler.update()
-    assert loop.scaler.last_step.skipped
-    same(loop.model.state_dict(), before)
-    loop.optimizer.zero_grad()
-    loop.scaler.backward(loss_of(loop.model, 1), loop.optimizer)
-    torch.testing.assert_close(loop.gradients(), mean_of([1]), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 torch_only = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."),
@@ -30,6 +30,17 @@ class Case:
     program: Callable[[Make], object]
     torchs: object
     right: object
+
+
+EYE = torch.eye(4)
+
+
+def linear() -> nn.Linear:
+    """Return a layer whose output, of `EYE`, is its weight, all of it far from zero."""
+    layer = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(16.0).view(4, 4) + 1)
+    return layer
 
 
 def same_bits(left: Tensor | None, right: Tensor | None) -> bool:
