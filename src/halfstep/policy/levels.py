@@ -43,10 +43,11 @@ class Level:
         return self.name
 
 
-def _level(name: str, summary: str, *on: str) -> Level:
+def _level(name: str, summary: str, on: str = "") -> Level:
+    """Return the level in which the fields named in `on` are true."""
     storage = ("low_weights", "fp32_norms", "autocast", "masters")
     fields = (*storage, "low_inputs", "fp32_outputs")
-    return Level(name, summary, **{field: field in on for field in fields})
+    return Level(name, summary, **{field: field in on.split() for field in fields})
 
 
 O0 = _level("O0", "fp32 throughout: the baseline")
@@ -54,18 +55,12 @@ O1 = _level("O1", "fp32 weights, each operation cast as the policy says", "autoc
 O2 = _level(
     "O2",
     "16-bit weights, fp32 normalisation, fp32 master weights",
-    "low_weights",
-    "fp32_norms",
-    "autocast",
-    "masters",
-    "fp32_outputs",
+    "low_weights fp32_norms autocast masters fp32_outputs",
 )
 O3 = _level(
     "O3",
     "16-bit throughout: the speed limit",
-    "low_weights",
-    "low_inputs",
-    "fp32_outputs",
+    "low_weights low_inputs fp32_outputs",
 )
 
 LEVELS = {level.name: level for level in (O0, O1, O2, O3)}

@@ -6,7 +6,7 @@ The stages are those of `Session.step`: scale, backward, unscale, update.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -195,52 +195,44 @@ class OptimizerEntry:
         return self.num_attempted - int(self.num_skipped)
 
 
-@dataclass
 class LevelEngine:
-    """A level, a loss scale, and the models and optimizers that they apply to."""
+    """A level, a loss scale, and the models and optimizers that they apply to.
 
-    choice: Choice
-    policy: Policy
-    rule: ScaleRule
-    last_step: StepReport = field(
-        default_factory=partial(StepReport, 0, complete=False)
-    )
-    group: dist.ProcessGroup | None = None
-    """Ranks over which DDP averages gradients."""
-    moves_grads: bool = True
-    """Whether to move gradients of 16-bit weights to their master weights after each
-    backward pass: Lightning's wrappers call the optimizer class's `zero_grad`, which
-    only clears gradients in the parameter groups."""
-    scaler: LossScaler | None = None
-    entries: dict[Optimizer, OptimizerEntry] = field(default_factory=dict)
-    _models: list[ConvertedModel] = field(default_factory=list)
-    _param_names: dict[int, str] = field(default_factory=dict)
-    _params: list[nn.Parameter] = field(default_factory=list)
-    _contexts: AutocastContexts | None = None
-    _first_param: nn.Parameter | None = None
-    _saved: dict[str, Any] = field(default_factory=dict)
-    _found_inf: Tensor | None = None
-    """Maximum over the steps since the last update of the scale."""
-    _num_passes: int = 0
-    _averager: bucketed_all_reduce.BucketedAllReduce = field(
-        default_factory=bucketed_all_reduce.BucketedAllReduce
-    )
+    The arguments are those of a plugin.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         level: str,
         dtype: str | torch.dtype,
         policy: Policy | str,
         loss_scale: str | float | ScaleRule,
-    ) -> LevelEngine:
-        """Return the engine for the arguments of a plugin."""
-        choice = resolve(levels.parse(level), formats.parse(dtype), "cpu")
+    ) -> None:
+        self.choice = resolve(levels.parse(level), formats.parse(dtype), "cpu")
         if loss_scale == "auto":
-            loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
+            loss_scale = levels.DEFAULT_LOSS_SCALE[self.choice.format.name]
         if not isinstance(loss_scale, ScaleRule):
             loss_scale = ScaleRule.parse(loss_scale)
-        return cls(choice, Policy.of(policy), loss_scale)
+        self.rule = loss_scale
+        self.policy = Policy.of(policy)
+        self.last_step = StepReport(0, complete=False)
+        self.group: dist.ProcessGroup | None = None
+        """Ranks over which DDP averages gradients."""
+        self.moves_grads = True
+        """Whether to move gradients of 16-bit weights to their master weights after
+        each backward pass: Lightning's wrappers call the optimizer class's `zero_grad`,
+        which only clears gradients in the parameter groups."""
+        self.scaler: LossScaler | None = None
+        self.entries: dict[Optimizer, OptimizerEntry] = {}
+        self._models: list[ConvertedModel] = []
+        self._param_names: dict[int, str] = {}
+        self._params: list[nn.Parameter] = []
+        self._contexts: AutocastContexts | None = None
+        self._saved: dict[str, Any] = {}
+        self._found_inf: Tensor | None = None
+        """Maximum over the steps since the last update of the scale."""
+        self._num_passes = 0
+        self._averager = bucketed_all_reduce.BucketedAllReduce()
 
     def convert(self, model: nn.Module, *, separate: bool = False) -> None:
         """Convert a model's weights to the level's format, once more after `restore`.
@@ -266,7 +258,6 @@ class LevelEngine:
             self._models.append(converted)
         self._param_names |= {id(p): name for name, p in model.named_parameters()}
         self._params += model.parameters()
-        self._first_param = next(model.parameters(), self._first_param)
         self._contexts = None
 
     def drop_frozen(self) -> None:
@@ -338,21 +329,18 @@ class LevelEngine:
                     is_cleared = own is low and low.grad is None
                     grads[low] = None if is_cleared else param.grad
                     low.grad = param.grad = None
-                    if param in optimizer.state:
-                        state = optimizer.state.pop(param)
-                        optimizer.state[low] = {
-                            key: value.to(low.device)
-                            if torch.is_tensor(value) and value.dim()
-                            else value
-                            for key, value in state.items()
-                        }
+                    state = optimizer.state.pop(param, {})
+                    for key, value in state.items():
+                        if torch.is_tensor(value) and value.dim():
+                            state[key] = value.to(low.device)
+                    if state:
+                        optimizer.state[low] = state
         return grads
 
     @property
     def device(self) -> torch.device:
         """The device of the models."""
-        param = self._first_param
-        return torch.device("cpu") if param is None else param.device
+        return self._params[-1].device if self._params else torch.device("cpu")
 
     def forward_context(self) -> Autocast | PolicyAutocast:
         """Return the autocast context for a forward pass and its loss."""

@@ -50,7 +50,7 @@ class _LevelPlugin(FabricPrecision):
         policy: Policy | str = "lean",
         loss_scale: str | float | ScaleRule = "auto",
     ) -> None:
-        self._engine = LevelEngine.of(level, dtype, policy, loss_scale)
+        self._engine = LevelEngine(level, dtype, policy, loss_scale)
         self.precision = _precision_word(self._engine)
 
     @property
