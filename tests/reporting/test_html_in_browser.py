@@ -46,7 +46,7 @@ def whole_page() -> str:
         "One",
         "Some text.",
         points=("/a/path/without/breaks" * 9,),
-        bars=(Bar("Time", (("forward", 1.0), ("backward", 2.0))),),
+        bars=(Bar((("forward", 1.0), ("backward", 2.0))),),
         tables=(table,),
         confusion_matrices=(ConfusionMatrix(counts, "predicted"),),
         charts=(

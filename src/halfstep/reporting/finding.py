@@ -27,8 +27,7 @@ class Finding:
     """
 
     severity: Severity
-    """"error": training fails or is wrong. "warning": it is slower or worse than
-    necessary. "note": it may become so."""
+    """One of `SEVERITIES`."""
     rule: str
     """Short name of the rule, such as "underflow"; it does not change."""
     where: str

@@ -113,8 +113,8 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 <dt>{{ name }}</dt><dd>{{ flagged(words) | safe }}</dd>
 {% endfor %}</dl></div>{% endfor %}
 {% for bar in section.bars %}
-<figure>{% if bar.title %}<figcaption>{{ bar.title }}</figcaption>{% endif %}
-<div class="bar" aria-hidden="true">{% for name, share, colour in bar.segments() %}
+<figure><div class="bar" aria-hidden="true">
+{% for name, share, colour in bar.segments() %}
 <span style="width:{{ '%.3f' % share }}%;background:{{ colour }}"></span>{% endfor %}
 </div><ul class="legend">{% for name, share, colour in bar.segments() %}
 <li><i style="background:{{ colour }}"></i>{{ name }} {{ '%.1f' % share }} %</li>
@@ -195,16 +195,9 @@ class Chart:
     "Hold each value until the next, for values that jump, such as a loss scale."
 
     def svg(self) -> str:
-        """Draw the chart as an SVG element for HTML.
+        """Return the chart as an SVG element, the same for the same chart.
 
-        Why not matplotlib's defaults: it numbers the parts of every figure alike, so
-        figures on one page would share ids, and its salt and date change the bytes of
-        equal figures; the salt here is the chart. pyplot would set a backend for the
-        whole program.
-
-        Returns:
-            The same string for the same chart and version of matplotlib. Of more than
-            2,000 points the minimum and maximum of each stretch are drawn.
+        Of more than 2,000 points the minimum and maximum of each stretch are drawn.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -257,11 +250,7 @@ class Heatmap:
     "Powers of two at which a line is drawn, and its label."
 
     def svg(self) -> str:
-        """Draw it as an SVG element for HTML, as `Chart.svg` does.
-
-        Raises:
-            UserError: matplotlib is not installed.
-        """
+        """Return it as an SVG element, as `Chart.svg` does."""
         names = [_shortened(name) for name, _ in self.histograms]
         powers = [power for _, histogram in self.histograms for power in histogram]
         powers += [power for power, _ in self.borders]
@@ -288,7 +277,12 @@ class Heatmap:
 
 
 def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) -> str:
-    """Return a figure as an SVG element; `content` is the salt of its ids."""
+    """Return a figure as an SVG element; `content` is the salt of its ids.
+
+    By default matplotlib numbers the parts of every figure alike, so figures on one
+    page would share ids, and its salt and date change the bytes of equal figures.
+    pyplot would set a backend for the whole program.
+    """
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
@@ -338,8 +332,6 @@ def _shortened(name: str) -> str:
 class Bar:
     """One bar whose parts are as wide as their shares of the sum."""
 
-    title: str
-    "Shown above the bar; empty for none."
     parts: tuple[tuple[str, float], ...]
     "Names and sizes, finite and zero or more."
 
@@ -443,14 +435,8 @@ def page(
 ) -> str:
     """Return a complete HTML document without references to external files.
 
-    Args:
-        title: Heading of the page, and its name in the browser.
-        sections: Parts of the page in order.
-        lead: One or two sentences below the title.
-        headline: The main results: name, value and note of each.
-
-    Returns:
-        The document; all arguments are shown as text, never as HTML.
+    All arguments are shown as text, never as HTML: the lead below the title, and the
+    headline, name, value and note of each main result.
 
     Raises:
         UserError: jinja2 is not installed, or matplotlib is not and there is a chart.

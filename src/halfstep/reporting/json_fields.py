@@ -97,13 +97,7 @@ def is_scale(value: float) -> bool:
 
 
 def integer(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return the integer >= 0 at a key.
-
-    Args:
-        data: A JSON object.
-        key: Name of the field.
-        default: Value for a missing key. None: the key must exist.
-    """
+    """Return the integer >= 0 at a key; without a default the key must exist."""
     value = data.get(key, default)
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or not 0 <= value < _LARGEST:

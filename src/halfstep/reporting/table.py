@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import math
 import os
 import re
 import secrets
@@ -13,6 +12,8 @@ import unicodedata
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, TextIO
+
+from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -73,14 +74,13 @@ class Table:
             )
             return f"<tr>{''.join(tags)}</tr>"
 
+        def tagged(tag: str, text: str) -> str:
+            return f"<{tag}>{html.escape(single_line(text))}</{tag}>"
+
         body = "".join(row("td", cells) for cells in self.formatted_rows())
-        title = f"<caption>{html.escape(single_line(self.title))}</caption>" * bool(
-            self.title
-        )
+        title = tagged("caption", self.title) if self.title else ""
         head = f"<thead>{row('th', self.columns)}</thead>"
-        notes = "".join(
-            f"<p>{html.escape(single_line(note))}</p>" for note in self.notes
-        )
+        notes = "".join(tagged("p", note) for note in self.notes)
         return f"<table>{title}{head}<tbody>{body}</tbody></table>{notes}"
 
     def text(self, width: int | None = None) -> str:
@@ -117,12 +117,9 @@ class Table:
         loss that diverged look like one that was never measured.
         """
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-        for row in rows:
-            for name, cell in row.items():
-                if isinstance(cell, float) and not math.isfinite(cell):
-                    row[name] = str(cell)
         columns, notes = list(self.columns), list(self.notes)
-        return {"title": self.title, "columns": columns, "rows": rows, "notes": notes}
+        plain: list[dict[str, object]] = json_fields.plain(rows)
+        return {"title": self.title, "columns": columns, "rows": plain, "notes": notes}
 
     def numeric(self) -> list[bool]:
         """Return for each column whether all its cells are numbers or None."""
@@ -255,12 +252,7 @@ def _layout_row(
 
 
 def wrap(text: str, size: int | None) -> list[str]:
-    """Wrap `text` at spaces, or anywhere in words that are too long, as in Chinese.
-
-    Args:
-        text: Line breaks in it count as spaces.
-        size: Terminal columns per line. None: no wrapping.
-    """
+    """Wrap `text` at spaces, or anywhere in words that are too long, as in Chinese."""
     text, lines = single_line(text).strip(), []
     while size is not None and _width(text) > size:
         fits = [i for i in range(2, size + 1) if _width(text[:i]) <= size] or [1]

@@ -150,4 +150,4 @@ def _profile(profile: Profile | None) -> Section:
     nonzero = {n: size for n, size in (parts | {_OTHERS: others}).items() if size}
     table = profile.table(_MOST_OPERATIONS)
     table = replace(table, title="", notes=(*table.notes, _ABOUT_PARTS))
-    return Section(heading, bars=(Bar("", tuple(nonzero.items())),), tables=(table,))
+    return Section(heading, bars=(Bar(tuple(nonzero.items())),), tables=(table,))

@@ -211,7 +211,7 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     notes = (note, _OF_HOST) if on_gpu else (note,)
     table = Table("", columns, tuple(rows), notes, digits=1)
     means = tuple(zip(_PARTS, map(float, spent.mean(0)), strict=True))
-    return Section(heading, bars=(Bar("", means),), tables=(table,))
+    return Section(heading, bars=(Bar(means),), tables=(table,))
 
 
 def _cost(summary: Mapping[str, Any]) -> list[Table]:
