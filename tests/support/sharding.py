@@ -83,27 +83,6 @@ def session_of(
     return hs.prepare(model, optimizer, level, dtype=dtype, **more)
 
 
-def trained(kind: str, rank: int | None, ranks: int) -> list[float]:
-    """Train eight steps on a rank's share of the data; None: on all of it."""
-    session = session_of(kind, shard=rank is not None)
-    losses = []
-    for step in range(8):
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(16, 6, generator=generator)
-        mine = inputs if rank is None else inputs.chunk(ranks)[rank]
-        with session.autocast():
-            out = session.model(mine)
-            loss = nn.functional.mse_loss(out.float(), mine[:, :3] + 1)
-        session.backward(loss)
-        session.step()
-        mean = loss.detach().clone()
-        if rank is not None:
-            dist.all_reduce(mean)
-            mean /= ranks
-        losses.append(mean.item())
-    return losses
-
-
 def process(file: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     hardware.emulation_warning = lambda *_: None  # type: ignore[assignment]
