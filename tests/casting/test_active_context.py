@@ -67,8 +67,7 @@ class AskAgain(Ask):
 
 
 def ask(x: Tensor, seen: list[str], function: type[Ask] = Ask) -> Tensor:
-    out: Tensor = function.apply(x, seen)  # type: ignore[no-untyped-call]
-    return out
+    return function.apply(x, seen)  # type: ignore[no-untyped-call]
 
 
 def start() -> Tensor:
@@ -134,8 +133,7 @@ def test_recomputation_in_a_recomputation(reentrant: bool) -> None:
         x = note(x, 0)
         with region(B):
             x = checkpoint(inner, x, 1, use_reentrant=reentrant)
-        out: Tensor = checkpoint(inner, x, 3, use_reentrant=reentrant)
-        return out
+        return checkpoint(inner, x, 3, use_reentrant=reentrant)
 
     with region(A):
         x = checkpoint(outer, start(), use_reentrant=reentrant)
@@ -235,12 +233,10 @@ def test_a_recurrent_net_computed_again(reentrant: bool) -> None:
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     def plain(x: Tensor) -> Tensor:
-        out: Tensor = model(x)[0]
-        return out
+        return model(x)[0]
 
     def again(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(plain, x, use_reentrant=reentrant)
-        return out
+        return checkpoint(plain, x, use_reentrant=reentrant)
 
     for settings in ({}, {"policy": "lean"}, {"policy": "torch + op:gelu=fp32"}):
         with warnings.catch_warnings():

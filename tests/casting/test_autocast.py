@@ -49,11 +49,10 @@ def _untold(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_sees_the_region(dtype: torch.dtype, kind: str) -> None:
     """Law: inside, torch's own state says on, dtype and cache; after, as before."""
-    more: Any = KINDS[kind]
     assert autocast_state() == OFF
-    with autocast("cpu", dtype, cache_enabled=False, **more):
+    with autocast("cpu", dtype, cache_enabled=False, **KINDS[kind]):
         assert autocast_state() == (True, dtype, False, 1)
-        with autocast("cpu", enabled=False, **more):
+        with autocast("cpu", enabled=False, **KINDS[kind]):
             # The dtype is that of the moment when the instance is made.
             assert autocast_state() == (False, dtype, False, 2)
         assert autocast_state() == (True, dtype, False, 1)
@@ -68,8 +67,7 @@ def test_what_a_region_is(kind: str) -> None:
     torch.compile takes any instance of torch's class for one, and would leave a policy
     out.
     """
-    more: Any = KINDS[kind]
-    region = autocast("cpu", **more)
+    region = autocast("cpu", **KINDS[kind])
     assert isinstance(region, torch.autocast) == (kind in PLAIN)
     with region as entered:
         assert entered is region
@@ -144,9 +142,8 @@ def test_wrong_arguments_get_torchs_answer(args: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_decorator_needs_a_function(kind: str) -> None:
     """Law: torch's text where torch's class answers, else ours."""
-    more: Any = KINDS[kind]
     texts = []
-    regions: list[Any] = [torch.autocast("cpu"), autocast("cpu", **more)]
+    regions: list[Any] = [torch.autocast("cpu"), autocast("cpu", **KINDS[kind])]
     for region in regions:
         text = "taken, as torch 2.9 takes anything"
         try:
@@ -166,8 +163,7 @@ def test_a_decorator_needs_a_function(kind: str) -> None:
 @BOTH
 def test_a_decorated_function_keeps_its_name(kind: str) -> None:
     """Law: a decorated function is the same function inside a region."""
-    more: Any = KINDS[kind]
-    region: Any = autocast("cpu", torch.float16, **more)
+    region: Any = autocast("cpu", torch.float16, **KINDS[kind])
 
     def named(left: int, *, right: int) -> tuple[int, object]:
         """Say so."""
@@ -192,8 +188,7 @@ def test_copies_are_not_entered(kind: str, copied: Callable[[Any], Any]) -> None
 
     Models hold regions, and are copied.
     """
-    more: Any = KINDS[kind]
-    region = autocast("cpu", torch.float16, cache_enabled=False, **more)
+    region = autocast("cpu", torch.float16, cache_enabled=False, **KINDS[kind])
     with region:
         twin = copied(region)
     with twin, twin:
@@ -208,10 +203,9 @@ def test_copies_are_not_entered(kind: str, copied: Callable[[Any], Any]) -> None
 @pytest.mark.parametrize("kind", ["lean", "record", "cache"])
 def test_a_device_without_a_table_is_refused(kind: str) -> None:
     """Law: what needs a table is refused before anything is opened."""
-    more: Any = KINDS[kind]
     before = autocast_state("hpu")
     with pytest.raises(UserError) as caught:
-        autocast("hpu", **more)
+        autocast("hpu", **KINDS[kind])
     assert str(caught.value).endswith(
         ": device 'hpu' has no table of operations; choose one of cpu, cuda, mps, xpu, "
         "or leave the policy out."
@@ -222,8 +216,7 @@ def test_a_device_without_a_table_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["default", "torch", "lean", "cache"])
 def test_nothing_recorded_nothing_reported(kind: str) -> None:
     """Law: a region that did not record says so, instead of an empty report."""
-    more: Any = KINDS[kind]
-    region = autocast("cpu", **more)
+    region = autocast("cpu", **KINDS[kind])
     with region, pytest.raises(UserError) as caught:
         region.report()
     assert str(caught.value) == (

@@ -51,8 +51,7 @@ def process(what: str, policies: list[str], cache: Path) -> list[list[object]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: list[list[object]] = ast.literal_eval(done.stdout)
-    return found
+    return ast.literal_eval(done.stdout)
 
 
 @pytest.mark.filterwarnings("ignore:policy rule")

@@ -58,8 +58,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, inside: Callable[[], None]) -> Tensor:
         hidden: Tensor = self.inner(x, lambda: None)
-        out: Tensor = self.other(hidden, inside)
-        return out
+        return self.other(hidden, inside)
 
 
 MODEL, CACHE = Model(), CastCache()

@@ -79,7 +79,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
         normal = checkpoint(self.norm, hidden, use_reentrant=False)
-        assert isinstance(normal, Tensor)
         out: Tensor = self.head(normal)
         self.seen += [hidden.dtype, normal.dtype, out.dtype]
         return out.float()

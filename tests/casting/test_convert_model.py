@@ -26,12 +26,6 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 class Zoo(nn.Module):
     """One of everything that conversion treats in its own way."""
 
-    places: Tensor
-    table: Tensor
-    wide: Tensor
-    phases: Tensor
-    mask: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(9, 4)
@@ -100,7 +94,6 @@ def test_identity_survives() -> None:
         assert torch.equal(param, original.to(BF16))
     torch.autograd.backward(model.head(torch.ones(2, 4, dtype=BF16)).sum())
     assert called == ["module", "tensor", "sum"]
-    assert model.head.weight.grad is not None
     assert model.head.weight.grad.dtype == BF16
 
 
@@ -146,7 +139,6 @@ def test_islands(level: levels.Level, rule: str) -> None:
     with region() if level.autocast else contextlib.nullcontext():
         model(torch.ones(2, 4))
     assert outputs == [BF16, FP32 if level.autocast else BF16, BF16]
-    assert isinstance(model[1], Watch)
     assert model[1].seen == [(FP32, False)]
 
 

@@ -3,9 +3,10 @@
 The oracle is the same function, called on operands cast by hand with autocast off.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,7 @@ from halfstep.errors import UserError
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-T = TypeVar("T")
-
-
-class Decorator(Protocol):
-    def __call__(self, target: T, /) -> T: ...
-
-
+Decorator = Callable[[Any], Any]
 ROWS: list[tuple[Decorator, Contexts, tuple[torch.dtype, ...], torch.dtype]] = [
     (low_precision, (BF16,), (FP32, FP32), BF16),
     (low_precision, (BF16,), (FP32, FP16), BF16),

@@ -327,8 +327,6 @@ def test_checkpoint(cast_inputs: torch.dtype | None, reentrant: bool) -> None:
         product = with_setup(log, cast_inputs).apply
         y = checkpoint(product, x, w, use_reentrant=reentrant)
     y.square().sum().backward()
-    assert x.grad is not None
-    assert w.grad is not None
     assert x.grad.dtype == w.grad.dtype == FP32
     assert_same([y, x.grad, w.grad], run(with_setup([], cast_inputs), (BF16,)))
     first, again = [entry for entry in log if entry[0] == "forward"]

@@ -108,7 +108,6 @@ def test_replicas_run_as_the_caller(
         assert (one["island"], one["cache"]) == (torch.float32, cache)
     total = torch.stack([one["mm"] for one in seen]).float().sum()
     total.backward()  # type: ignore[no-untyped-call]
-    assert model.weight.grad is not None
     # Each replica adds the sums of the input's columns.
     assert torch.equal(model.weight.grad, 3 * X.sum(0)[:, None].expand(4, 4))
 

@@ -86,8 +86,7 @@ class Compiled(nn.Module):
         self._orig_mod = model
 
     def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = self._orig_mod(rows)
-        return out
+        return self._orig_mod(rows)
 
 
 def test_wrappers() -> None:
@@ -107,8 +106,7 @@ class Hoarder(nn.Module):
         self.hidden = [Mixer()]
 
     def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = self.hidden[0](rows)
-        return out
+        return self.hidden[0](rows)
 
 
 def test_unregistered_module() -> None:
@@ -172,8 +170,7 @@ class Opaque(nn.Module):
         self.norm.forward = functools.partial(torch.mv)
 
     def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = self.norm(rows, torch.rand(2))
-        return out
+        return self.norm(rows, torch.rand(2))
 
 
 def test_module_is_no_operation() -> None:
@@ -252,8 +249,6 @@ def test_edited_source(tmp_path: Path) -> None:
     file = tmp_path / "edited_since.py"
     file.write_text("import torch\ndef run(a, b):\n    return torch.mv(a, b)\n")
     spec = importlib.util.spec_from_file_location("edited_since", file)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for text in ("import torch\ndef run(a, b):\n    return torch.mm(a, b)\n", "def"):
@@ -418,7 +413,6 @@ def test_nothing_is_run() -> None:
         with Forbidding():
             found = explain(caught.value)
         assert model.asked == asked
-        assert found is not None
         assert (found.operation, set(found.dtypes)) == ("mv", {BF16, FP32})
 
 
@@ -431,7 +425,6 @@ def test_nothing_is_kept() -> None:
         model(matrix)
     except RuntimeError as error:
         found = explain(error)
-    assert found is not None
     assert found.__traceback__ is None
     del model, matrix
     gc.collect()
@@ -523,7 +516,6 @@ def test_never_raises(
         step = TracebackType(error.__traceback__, sys._getframe(), wild, wild)
         error.__traceback__ = step
     found = explain(error)
-    assert found is not None
     assert str(found).startswith(f"{TEXT} {around}".rstrip())
     assert (found.operation, found.rule) == ("", "")
     assert found.dtypes[:2] == (BF16, FP32)

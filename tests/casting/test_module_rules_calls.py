@@ -79,8 +79,7 @@ def test_recursion(category: str) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    twin: nn.Module = pickle.loads(pickle.dumps(model))  # noqa: S301 -- our own bytes
-    return twin
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 -- our own bytes
 
 
 @pytest.mark.filterwarnings("ignore:policy rule")

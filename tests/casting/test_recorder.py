@@ -331,8 +331,7 @@ class Inside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.region.__enter__()
-        out: Tensor = self.net(x)
-        return out
+        return self.net(x)
 
 
 def test_begun_inside_a_module() -> None:

@@ -42,8 +42,7 @@ def casts_of_weight(make: Any, between: Callable[[nn.Linear], None]) -> int:
         layer(low)
         between(layer)
         layer(low)
-    count: int = casts.count
-    return count
+    return casts.count
 
 
 def nothing(_: nn.Linear) -> None:

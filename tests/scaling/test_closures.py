@@ -47,7 +47,6 @@ class SAM(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         norm = torch.stack([p.grad.norm() for p in self.parts() if p.grad is not None])
         for param in self.parts():
-            assert param.grad is not None
             self.state[param]["old"] = param.clone()
             param.add_(param.grad * (self.param_groups[0]["rho"] / norm.norm()))
             param.grad = None

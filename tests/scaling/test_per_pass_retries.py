@@ -248,7 +248,6 @@ def test_checkpoints(reentrant: bool) -> None:
 
         # 15 / (1 - 0.5) = 30: above 65504 at 4096, and not at 2048 or 1024.
         found = checkpoint(block, loop.weight, use_reentrant=reentrant)
-        assert isinstance(found, Tensor)
         loop.scaler.backward(found.float().sum(), loop.optimizer)
         grads.append(loop.grad)
         assert loop.step().applied

@@ -53,8 +53,14 @@ OPTIMIZERS: dict[str, tuple[Make, ...]] = {
     "two": (SGD, ADAM),
     "two fused": (FUSED_SGD, FUSED),
 }
-REPLICAS: list[tuple[str, float | None]] = [(kind, None) for kind in OPTIMIZERS]
-REPLICAS += [(kind, 0.1) for kind in ("sgd", "fused adamw", "fused sgd", "two fused")]
+REPLICAS: list[tuple[str, float | None, float]]
+REPLICAS = [(kind, None, FIRST) for kind in OPTIMIZERS]
+REPLICAS += [
+    (kind, 0.1, FIRST) for kind in ("sgd", "fused adamw", "fused sgd", "two fused")
+]
+# A scale that is no power of two, which kernels divide by.
+REPLICAS += [(kind, None, 1000.0) for kind in ("fused adamw", "fused sgd")]
+"""Optimizers, largest norm, first scale."""
 DDP = (False, True)
 """Whether under DDP."""
 IDLE = ("sgd", "adamw", "fused adamw", "fused sgd")
@@ -82,26 +88,38 @@ def finish(scaler: hs.GradScaler, optimizers: Iterable[Any], clip: float | None)
     return len(calls)
 
 
-def replicas(group: Group, kind: str, clip: float | None) -> dict[str, Any]:
+def replicas(
+    group: Group, kind: str, clip: float | None, first: float
+) -> dict[str, Any]:
     """Train replicas whose gradients are averaged by hand, then spoilt on one rank."""
-    plan, makes = plants(REPLICAS.index((kind, clip))), OPTIMIZERS[kind]
-    model, scaler = net(), scaler_of(process_group=group)
-    params = list(model.parameters())
-    optimizers = [
-        make(part) for make, part in zip(makes, parts_of(model, makes), strict=True)
-    ]
+    plan, makes = plants(REPLICAS.index((kind, clip, first))), OPTIMIZERS[kind]
     calls, skipped = [], []
-    for step in range(STEPS):
-        model.zero_grad()
-        scaler.scale(model(batch(step)).square().mean()).backward()
-        average((p.grad for p in params), group)
-        plant = [plan[step]] if step in plan else []
-        for index, param in enumerate(params):
-            spoil(plant, index, param.grad)
-        calls.append(finish(scaler, optimizers, clip))
-        skipped.append(scaler.last_step.skipped)
-    return held(model, *optimizers) | {
-        "plain": without(group, makes, clip, plan),
+
+    def run(scaler: hs.GradScaler | None) -> dict[str, Any]:
+        model = net()
+        params, parts = list(model.parameters()), parts_of(model, makes)
+        optimizers = [make(part) for make, part in zip(makes, parts, strict=True)]
+        for step in range(STEPS):
+            model.zero_grad()
+            loss = model(batch(step)).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            average((p.grad for p in params), group)
+            if scaler is not None:
+                spoil_one_of(params, plan, step)
+                calls.append(finish(scaler, optimizers, clip))
+                skipped.append(scaler.last_step.skipped)
+                continue
+            spoilt = params[plan[step].param] if step in plan else None
+            for part, optimizer in zip(parts, optimizers, strict=True):
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(part, clip)
+                if not any(param is spoilt for param in part):
+                    optimizer.step()
+        return held(model, *optimizers)
+
+    scaler = scaler_of(process_group=group, init_scale=first)
+    return run(scaler) | {
+        "plain": run(None),
         "scaler": scaler.state_dict(),
         "scale": scaler.get_scale(),
         "skipped": skipped,
@@ -110,45 +128,9 @@ def replicas(group: Group, kind: str, clip: float | None) -> dict[str, Any]:
     }
 
 
-def without(
-    group: Group, makes: tuple[Make, ...], clip: float | None, plan: dict[int, Plant]
-) -> dict[str, Any]:
-    """Train the same in fp32 without a scaler; leave out the steps that are spoilt."""
-    model = net()
-    parts = parts_of(model, makes)
-    optimizers = [make(part) for make, part in zip(makes, parts, strict=True)]
-    params = list(model.parameters())
-    for step in range(STEPS):
-        model.zero_grad()
-        model(batch(step)).square().mean().backward()
-        average((p.grad for p in params), group)
-        spoilt = params[plan[step].param] if step in plan else None
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            if clip is not None:
-                nn.utils.clip_grad_norm_(part, clip)
-            if not any(param is spoilt for param in part):
-                optimizer.step()
-    return held(model, *optimizers)
-
-
-def inside(group: Group, kind: str) -> dict[str, Any]:
-    """Train with a scale that is no power of two, which kernels divide by."""
-    model, scaler = net(), scaler_of(process_group=group, init_scale=1000.0)
-    optimizer = OPTIMIZERS[kind][0](model.parameters())
-    plan = plants(7)
-    kept = []
-    for step in range(STEPS):
-        model.zero_grad()
-        scaler.scale(model(batch(step)).square().mean()).backward()
-        average((p.grad for p in model.parameters()), group)
-        plant = [plan[step]] if step in plan else []
-        for index, param in enumerate(model.parameters()):
-            spoil(plant, index, param.grad)
-        before = held(model, optimizer)
-        finish(scaler, [optimizer], None)
-        kept.append(same(held(model)["weights"], before["weights"]))
-    more = {"kept": kept, "bad": list(plan), "scale": scaler.get_scale()}
-    return held(model, optimizer) | more
+def spoil_one_of(params: list[Any], plan: dict[int, Plant], step: int) -> None:
+    for index, param in enumerate(params):
+        spoil([plan[step]] if step in plan else [], index, param.grad)
 
 
 def wrapped(group: Group, kind: str) -> dict[str, Any]:
@@ -205,9 +187,7 @@ def idle(group: Group, kind: str, strategy: str = "backoff") -> dict[str, Any]:
                 if step not in plan:
                     optimizer.step()
                 continue
-            plant = [plan[step]] if step in plan else []
-            for index, param in enumerate(params):
-                spoil(plant, index, param.grad)
+            spoil_one_of(params, plan, step)
             calls.append(finish(scaler, [optimizer], None))
             skipped.append(scaler.last_step.skipped)
             trail.append(scaler.get_scale())
@@ -306,7 +286,6 @@ def asked(group: Group, word: str, kind: str) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **cases(replicas, *REPLICAS),
-    **cases(inside, "fused adamw", "fused sgd"),
     **cases(wrapped, *IDLE),
     **cases(idle, *IDLE, ("sgd", "measured"), ("sgd", "logmax")),
     **cases(collapse, *DDP),
@@ -320,22 +299,20 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return start(request.param)
 
 
-@pytest.mark.parametrize(("kind", "clip"), REPLICAS)
-def test_replicas(ranks: list[dict[str, Any]], kind: str, clip: float | None) -> None:
+@pytest.mark.parametrize(("kind", "clip", "first"), REPLICAS)
+def test_replicas(
+    ranks: list[dict[str, Any]], kind: str, clip: float | None, first: float
+) -> None:
     """Law: inf on one rank skips that optimizer on all, as if the step never was."""
-    seen = agreed(ranks, f"replicas {(kind, clip)}")
-    assert same({key: seen[key] for key in seen["plain"]}, seen["plain"])
+    seen = agreed(ranks, f"replicas {(kind, clip, first)}")
+    plain = seen["plain"]
+    # Gradients that are divided by a scale that is no power of two are rounded.
+    room = 0.0 if first == FIRST else 1e-5
+    ours = {key: seen[key] for key in plain}
+    torch.testing.assert_close(ours, plain, rtol=room, atol=room)
     assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
-    assert seen["scale"] == scales(seen["bad"])[-1]
+    assert seen["scale"] == scales(seen["bad"], first)[-1]
     assert seen["calls"] == [len(OPTIMIZERS[kind])] * STEPS
-
-
-@pytest.mark.parametrize("kind", ["fused adamw", "fused sgd"])
-def test_kernels_that_divide(ranks: list[dict[str, Any]], kind: str) -> None:
-    """Law: kernels that divide by the scale themselves skip on all ranks as well."""
-    seen = agreed(ranks, f"inside {kind}")
-    assert [step for step, kept in enumerate(seen["kept"]) if kept] == seen["bad"]
-    assert seen["scale"] == scales(seen["bad"], 1000.0)[-1]
 
 
 @pytest.mark.parametrize("kind", IDLE)

@@ -82,8 +82,7 @@ class Sides(nn.Module):
         left = (self.left(inputs) * _weights(8)).sum()
         right = (self.right(inputs.repeat(1, 2)[:, :8]) * _weights(8)).sum()
         plain = (self.plain(inputs) * _weights(3)).sum()
-        total: Tensor = left + right + plain
-        return total
+        return left + right + plain
 
 
 def _weights(size: int) -> Tensor:
@@ -143,7 +142,6 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def spoil(model: nn.Module, plant: Plant) -> None:
     """Write what is planted into the last part of a gradient that has one."""
     part = list(model.parameters())[plant.param].grad
-    assert isinstance(part, DTensor)
     part.to_local().view(-1)[-1] = plant.value
 
 
