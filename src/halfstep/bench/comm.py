@@ -50,7 +50,6 @@ RANKS = 2
 _WARM_UP = 2
 """Steps not counted: DDP rebuilds its buckets after the first."""
 _TIMEOUT = timedelta(seconds=60)
-_LR = 1e-3
 
 
 def tables(arguments: Namespace) -> list[Table]:
@@ -174,7 +173,7 @@ def make_loop(settings: dict[str, Any], work: Namespace, rank: int) -> loops.Loo
     """Build a candidate; each rank starts from different weights."""
     torch.manual_seed(rank)
     model = recipe.make_network(work)
-    optimizer = torch.optim.AdamW(model.parameters(), _LR)
+    optimizer = torch.optim.AdamW(model.parameters())
     if "level" in settings:
         task = loops.Task(model, optimizer, recipe.loss_of, work)
         loop = loops.session(task, **settings)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from halfstep.bench import commands, loops, measure, models, results
 from halfstep.bench.floor import Floor
@@ -73,21 +74,17 @@ def _mlp() -> nn.Module:
     return nn.Sequential(*itertools.chain(*layers))
 
 
-def _mlp_batch() -> dict[str, Tensor]:
-    return {"inputs": torch.randn(512, 512), "labels": torch.randint(512, (512,))}
-
-
-def _mlp_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"])
-
-
 MODELS: dict[str, Parts] = {
     "bert": _bench_parts("encoder", hidden=512, heads=8, batch=32),
     "resnet": _bench_parts(
         "conv", channels=32, layers=2, pixels=96, batch=16, format="channels-first"
     ),
     "gpt": _bench_parts("decoder", hidden=256, heads=8, batch=8, vocabulary=4096),
-    "mlp": (_mlp, _mlp_batch, _mlp_loss),
+    "mlp": (
+        _mlp,
+        lambda: {"inputs": torch.randn(512, 512), "labels": torch.randint(512, (512,))},
+        lambda model, batch: cross_entropy(model(batch["inputs"]), batch["labels"]),
+    ),
 }
 _KEYS = {"resnet": "pixel_values", "mlp": "inputs"}
 
@@ -120,27 +117,20 @@ def planned(task: loops.Task, *, method: str, level: str) -> loops.Loop:
     model, dtype = task.model, task.work.dtype
     inputs = make_inputs(task.work)
     chosen = make_plan(model, inputs, dtype=dtype, method=method, level=level)
-    session = None
-    if level == "O2":
-        session = prepare(model, task.optimizer, level, dtype=dtype)
+    is_o2 = level == "O2"
+    session = prepare(model, task.optimizer, level, dtype=dtype) if is_o2 else None
     run = rewrite(model, chosen)
 
     def passes(batches: Any) -> Tensor:  # noqa: ANN401
-        if session is None:
-            loss = _call(run, batches[0])
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-        with session.autocast():
-            pass  # the plan casts, so no context is open while it runs
+        if session:
+            with session.autocast():
+                pass  # the plan casts, so no context is open while it runs
         loss = _call(run, batches[0])
-        session.backward(loss)
+        (session or torch.autograd).backward(loss)
         return loss
 
     def update() -> None:
-        if session:
-            session.step()
-        else:
-            task.optimizer.step()
+        (session or task.optimizer).step()
         run.zero_grad()
 
     loop = loops.Loop(run, task.optimizer, passes, update, partial(_call, run), session)
@@ -154,8 +144,8 @@ def tables(arguments: Namespace) -> list[Table]:
     rows: list[dict[str, Cell]] = []
     gflop = []
     for name in arguments.models:
-        more = {"model": name, "steps": 1, "accumulate": 1}
-        work = Namespace(**vars(arguments) | more)
+        one = {"model": name, "steps": 1, "accumulate": 1}
+        work = Namespace(**vars(arguments) | one)
         # Op times are cached for the processes, which plan by themselves.
         model = make_model(work).to(arguments.device).train()
         make_plan(model, make_inputs(work), dtype=arguments.dtype, refresh=True)
@@ -163,18 +153,12 @@ def tables(arguments: Namespace) -> list[Table]:
         got = measure_steps(work, name)
         gflop.append(f"{name} {got.flops / 1e9:.4g}")
         for each in arguments.candidates:
+            cells = row(each, got, (BASELINE,), floor, arguments)
             passes = got.passes.median(each, 1e3)
             predicted = got.facts.get(each, {}).get("predicted")
             error = predicted / passes if predicted and passes else None
-            rows.append(
-                {"model": name}
-                | row(each, got, (BASELINE,), floor, arguments)
-                | {
-                    "ms of passes": passes,
-                    "predicted": predicted,
-                    "x measured": error,
-                }
-            )
+            more = {"ms of passes": passes, "predicted": predicted, "x measured": error}
+            rows.append({"model": name, **cells, **more})
     notes = (
         f"{measure.in_turn(arguments.rounds)} to {BASELINE}",
         *floor.notes(", ".join(gflop)),

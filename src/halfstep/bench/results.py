@@ -186,17 +186,16 @@ def check_plot(path: Path) -> None:
     """Check that a picture can be written, before hours of measuring.
 
     Raises:
-        UserError: If the suffix is none of .png and .svg, the folder does not exist, or
-            matplotlib is not installed.
+        UserError: If it cannot.
     """
+    message = ""
     if path.suffix not in {".png", ".svg"}:
         message = f"--plot {path} must end in .png or .svg."
-        raise UserError(message)
-    if not path.parent.is_dir():
+    elif not path.parent.is_dir():
         message = f"--plot {path}: there is no folder {path.parent}."
-        raise UserError(message)
-    if find_spec("matplotlib") is None:
+    elif find_spec("matplotlib") is None:
         message = "--plot needs matplotlib: pip install 'halfstep[report]'."
+    if message:
         raise UserError(message)
 
 
@@ -222,13 +221,9 @@ def plot(tables: Sequence[Table], path: Path) -> None:
             rows = [row for row in rows if row[values] is not None]
             names = table.columns[: table.columns.index(measured[0])]
             labels = [", ".join(str(row[name]) for name in names) for row in rows]
-            spreads = [float(row.get("+-") or 0.0) for row in rows]
-            axis.barh(
-                range(len(rows)),
-                [float(row[values] or 0.0) for row in rows],
-                xerr=spreads if ratios else None,
-                color="#3d85d0",
-            )
+            lengths = [float(row[values] or 0.0) for row in rows]
+            spreads = [float(row.get("+-") or 0.0) for row in rows] if ratios else None
+            axis.barh(range(len(rows)), lengths, xerr=spreads, color="#3d85d0")
             axis.set_yticks(range(len(rows)), labels)
             axis.invert_yaxis()
             axis.set_title(f"{table.title}: {values}", loc="left")

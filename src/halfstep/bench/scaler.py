@@ -129,10 +129,7 @@ def _cells(times: measure.Times, target: float | None) -> dict[str, Cell]:
 
 
 def take_times(
-    gradients: Gradients,
-    optimizer: Optimizer,
-    arguments: Namespace,
-    what: str = "",
+    gradients: Gradients, optimizer: Optimizer, arguments: Namespace, what: str = ""
 ) -> measure.Times:
     """Time the optimizer alone and with each scaler, in turn."""
     device = arguments.device
@@ -143,9 +140,8 @@ def take_times(
         scaler.step(optimizer)
         scaler.update()
 
-    optimizer_step: Any = optimizer.step
-    steps: dict[str, Callable[[], None]] = {
-        "bare": optimizer_step,
+    steps: dict[str, Any] = {
+        "bare": optimizer.step,
         "torch": partial(scaled, torch.amp.GradScaler(device)),
         "halfstep": partial(scaled, GradScaler(device)),
     }
