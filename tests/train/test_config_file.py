@@ -9,8 +9,7 @@ import pytest
 from train_settings import OTHERS, TOGETHER, parse
 
 from halfstep.errors import UserError
-from halfstep.train.config import TrainConfig
-from halfstep.train.config_file import MODES, read_file, write_resolved
+from halfstep.train.config import MODES, TrainConfig, read_file, write_resolved
 
 MOST_WORDS = 35
 

@@ -19,13 +19,15 @@ from halfstep.train import model, plan
 from halfstep.train.config import (
     BEST_BY,
     MASTERS,
+    MODES,
     PROBES,
     SETTINGS,
     TrainConfig,
     flag_of,
+    read_file,
     resume_config,
+    write_resolved,
 )
-from halfstep.train.config_file import MODES, read_file, write_resolved
 from halfstep.train.data.example_store import READERS
 from halfstep.train.flags import HELP, epilog
 

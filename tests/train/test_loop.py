@@ -12,7 +12,7 @@ from small_training import small_settings, steps_of, timeless, write_letters
 
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-from halfstep.train.config_file import read_file
+from halfstep.train.config import read_file
 from halfstep.train.loop import Trainer
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.param_groups import LR_FACTOR

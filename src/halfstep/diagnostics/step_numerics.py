@@ -424,8 +424,7 @@ class CheckedSteps:
             # The optimizer calls the closure, whose backward pass comes before updates.
             if self._target == 0 and closure:
                 return
-            message = "step() of diagnose updates weights before a backward pass"
-            raise UserError(message)
+            raise UserError("step() of diagnose updates weights before a backward pass")
         if self._number > self._checked or not self._changes_weights(optimizer):
             return
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
@@ -539,8 +538,7 @@ class CheckedSteps:
         finally:
             self._target = None
         if not self._captured:
-            message = "step() of diagnose ran fewer backward passes than before"
-            raise UserError(message)
+            raise UserError("step() of diagnose ran fewer backward passes than before")
         loss = self._captured.pop()
         return loss if self._session is None else loss / self._session.accumulate
 

@@ -16,8 +16,7 @@ from halfstep.machine.recommendation import resolve
 from halfstep.parity.training_run import Workload
 from halfstep.policy.levels import O0
 from halfstep.train import parallelize, param_groups, run
-from halfstep.train.config import TrainConfig
-from halfstep.train.config_file import read_file
+from halfstep.train.config import TrainConfig, read_file
 from halfstep.train.evaluate import collect_outputs
 from halfstep.train.plan import lr_factor
 

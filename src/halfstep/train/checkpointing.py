@@ -137,9 +137,8 @@ def checked_notes(path: Path) -> dict[str, Any]:
     fits = {name: type(notes.get(name, ...)) in types for name, types in _NOTES.items()}
     if not all(fits.values()):
         invalid = next(name for name, fit in fits.items() if not fit)
-        message = (
+        raise CheckpointError(
             f"checkpoint file {path / atomic_directory.MANIFEST} was not written by a "
             f"run: {invalid!r} of its notes is missing, or not what a run notes there."
         )
-        raise CheckpointError(message)
     return notes

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
+from halfstep.reporting.table import write_text
 from halfstep.train.data.labelled_text import DEFAULT_COLUMNS, Columns
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 _TYPE_DESCRIPTIONS = {
@@ -269,8 +274,7 @@ def check(setting: Field[Any], value: object) -> None:
     is_valid, description = check_and_description
     if not is_valid(value):
         text = value if str(value).isprintable() else repr(value)
-        message = f"{flag_of(setting)} {text} must be {description}."
-        raise UserError(message)
+        raise UserError(f"{flag_of(setting)} {text} must be {description}.")
 
 
 def resume_config(
@@ -285,8 +289,7 @@ def resume_config(
     """
     for name, value in saved.items():
         if fault := setting_fault(name, value):
-            message = f"config.json: {fault}."
-            raise UserError(message)
+            raise UserError(f"config.json: {fault}.")
     for name, value in explicit.items():
         saved_value = saved.get(name, SETTINGS[name].default)
         resolved_value = saved_value
@@ -297,12 +300,61 @@ def resume_config(
             resolved_value,
         ):
             word = "default" if saved_value is None else saved_value
-            message = (
+            raise UserError(
                 f"{flag_of(SETTINGS[name])} {value} differs from this run's {word}; "
                 "resume without it, or start anew with another --out."
             )
-            raise UserError(message)
     changed = {
         name: explicit[name] for name in _CHANGEABLE_ON_RESUME if name in explicit
     }
     return TrainConfig(**{**saved, **changed})
+
+
+MODES = ("check", "resume", "overwrite")
+"""Flags of `halfstep train` that select what to do and are not settings."""
+_HEADER = """\
+# The settings of a run of `halfstep train`, every default resolved. What is not here
+# was not set: all rows, all parameters, a fine-tuned model's own dropout.
+# Run it again with
+#     halfstep train --config THIS_FILE --out ANOTHER_FOLDER
+"""
+
+
+def read_file(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """Return the valid settings in a file that a flag names, without defaults."""
+    try:
+        content = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} is not TOML: {error}; write a setting a line, such as model = "
+            '"tiny".'
+        ) from None
+    settings: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        fault = setting_fault(name, value)
+        if name in MODES:
+            fault = f"{name!r} is no setting of a run; type --{name}"
+        elif name in settings:
+            fault = f"{name!r} is set twice, with - and with _; keep one"
+        if fault:
+            raise UserError(f"{path}: {fault}.")
+        # An integer may be too large for float(), which then raises OverflowError.
+        is_float = type_of(SETTINGS[name]) is float
+        settings[name] = float(str(value)) if is_float else value
+    return settings
+
+
+def write_resolved(path: Path, mapping: Mapping[str, Any]) -> None:
+    """Write settings as TOML that `--config` reads back to the same `TrainConfig`."""
+    import tomli_w
+
+    settings = TrainConfig(**mapping).data_dict()
+    non_null = {name: value for name, value in settings.items() if value is not None}
+    try:
+        write_text(path, _HEADER + tomli_w.dumps(non_null))
+    except (OSError, UnicodeEncodeError) as error:
+        # A name from the command line may contain bytes that are not UTF-8.
+        raise UserError(f"{path} cannot be written: {error}.") from error

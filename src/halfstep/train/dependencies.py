@@ -21,8 +21,7 @@ def check(what: str, extras: str) -> None:
     packages = _PACKAGES[extras]
     missing = [name for name in packages if not find_spec(name.replace("-", "_"))]
     if missing:
-        message = (
+        raise UserError(
             f"{what} needs {', '.join(missing)}: install with pip install "
             f"'halfstep[{extras}]', or in a checkout pip install -e '.[{extras}]'."
         )
-        raise UserError(message)

@@ -77,12 +77,11 @@ def dry_run(ready: PreparedRun) -> RunResult:
     size = _WEIGHT_BYTES * (num_params + 2 * num_trainable)
     keep, free = config.keep, f"{free_bytes / 2**30:.1f} GiB are free"
     if (keep + 2) * size > free_bytes:
-        message = (
+        raise UserError(
             f"--out {folder.path}: {keep} checkpoints, the best one and one that is "
             f"being written need about {(keep + 2) * size / 2**30:.1f} GiB; {free}. "
             "Free some, or lower --keep."
         )
-        raise UserError(message)
     corpus, lengths, batch = job.corpus, job.encoded["train"].lengths, config.batch_size
     peak = hardware.peak_memory(trainer.world.device) / 2**20
     where = "allocated by torch on the GPU of" if plan.device == "cuda" else "in"

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfstep.train.config import SETTINGS, flag_of, type_of
-from halfstep.train.config_file import read_file
+from halfstep.train.config import SETTINGS, flag_of, read_file, type_of
 
 DESCRIPTION = (
     "Train a model that classifies texts, or finds entities in them. Without flags, a "

@@ -124,17 +124,15 @@ def _pretrained(
     except UserError as error:
         nested = Path(name) / "model"
         hint = f" A run's model is in {nested}." if nested.is_dir() else ""
-        message = (
+        raise UserError(
             f"--model {name}: {error}{hint} The models built from scratch are "
             f"{', '.join(SIZES)}."
-        )
-        raise UserError(message) from error
+        ) from error
     if dropout is not None and not rates:
         message = f"--dropout {dropout}: {name} has none of {', '.join(_DROPOUTS)}."
         raise UserError(message)
     if tokenizer.pad_token_id is None:
-        message = f"--model {name}: its tokenizer has no padding token."
-        raise UserError(message)
+        raise UserError(f"--model {name}: its tokenizer has no padding token.")
     # Decoder classifiers locate the last token of a text by pad_token_id.
     model.config.pad_token_id = tokenizer.pad_token_id
     lengths = [tokenizer.model_max_length, max_length]
@@ -184,11 +182,10 @@ def _refuse_code(name: str | Path) -> None:
         ("tokenizer_config.json", get_tokenizer_config(name)),
     ):
         if content.get("auto_map"):
-            message = (
+            raise CodeError(
                 f"its {file} asks for Python code of its own (auto_map), which is "
                 "never run; choose a model that transformers has built in."
             )
-            raise CodeError(message)
 
 
 def load(
@@ -235,8 +232,7 @@ def _as_user_error(name: str | Path) -> Iterator[None]:
         first = str(error).strip().partition("\n")[0].rstrip(" .:")
         if isinstance(error, pickle.UnpicklingError):  # torch says how to run it
             first = "its weights are a pickle of more than tensors; use safetensors"
-        message = f"transformers cannot load {where}: {first}."
-        raise UserError(message) from error
+        raise UserError(f"transformers cannot load {where}: {first}.") from error
 
 
 @contextlib.contextmanager

@@ -41,20 +41,18 @@ def checkpoint_activations(model: Any) -> None:  # noqa: ANN401 -- transformers 
         getattr(model, name)({"use_reentrant": False})
         model.config.use_cache = False  # avoids a warning that it is incompatible
     except (AttributeError, ValueError) as error:
-        message = (
+        raise UserError(
             f"--recompute: {type(model).__name__} of transformers does not support "
             "activation checkpointing; leave it out."
-        )
-        raise UserError(message) from error
+        ) from error
 
 
 def _shard(model: nn.Module, choice: Choice, world: World) -> None:
     if world.size == 1:
-        message = (
+        raise UserError(
             "--parallel fsdp2 splits a model over processes, and there is one; start "
             "several with torchrun --nproc-per-node N, or use --parallel ddp."
         )
-        raise UserError(message)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -77,10 +75,9 @@ def _compile(model: nn.Module, world: World) -> None:
     # torch, too, tries CXX first.
     compilers = (os.environ.get("CXX") or "g++", "g++", "clang++")
     if world.device.type == "cpu" and not any(map(shutil.which, compilers)):
-        message = (
+        raise UserError(
             "--compile needs a C++ compiler on a CPU, and g++ and clang++ are not "
             "there; install one, or leave it out."
         )
-        raise UserError(message)
     # Batch widths vary; dynamic shapes avoid one compilation per width.
     model.compile(dynamic=True)

@@ -42,16 +42,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
         if not matched:
             parts = {name.rpartition(".")[0] for name in named}
             near = difflib.get_close_matches(pattern, sorted(parts), 1) or sorted(parts)
-            message = (
+            raise UserError(
                 f"--freeze {pattern} matches no parameter; nearest module: {near[0]}."
             )
-            raise UserError(message)
         for name in matched:
             frozen += named[name].numel() * named[name].requires_grad
             named[name].requires_grad_(False)  # noqa: FBT003 -- torch takes it by position
     if not any(param.requires_grad for param in named.values()):
-        message = f"--freeze {','.join(patterns)} leaves no parameter to learn."
-        raise UserError(message)
+        raise UserError(f"--freeze {','.join(patterns)} leaves no parameter to learn.")
     return frozen
 
 
@@ -86,11 +84,10 @@ def make_param_groups(
         (int(m[1]) + 1 for n, _ in named if (m := _BLOCK.search(n))), default=0
     )
     if layer_decay < 1 and not blocks:
-        message = (
+        raise UserError(
             f"--layer-decay {layer_decay}: {type(model).__name__} has no blocks of its "
             "own number (layer.0, layer.1, ...), so no layer is below another."
         )
-        raise UserError(message)
     by_key: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, param in named:
         if not param.requires_grad:

@@ -78,16 +78,14 @@ class Predictor:
                 folder.model, self.task.head
             )
         except train_model.CodeError as error:
-            message = f"{folder.model}: {error}"
-            raise UserError(message) from error
+            raise UserError(f"{folder.model}: {error}") from error
         except UserError as error:
             message = f"{folder.model} is damaged: {error} Train again, or --resume."
             raise UserError(message) from error
         model_files = folder.model.glob("tokenizer.json"), folder.model.glob("vocab*")
         if missing or not any(itertools.chain(*model_files)):
             lost = f"weights {', '.join(missing[:3])}" if missing else "tokenizer.json"
-            message = f"{folder.model} is damaged: it lacks {lost}. Train again."
-            raise UserError(message)
+            raise UserError(f"{folder.model} is damaged: it lacks {lost}. Train again.")
         self._model: Any = model.eval()
         names = model.config.id2label
         self.outputs = tuple(names[index] for index in range(len(names)))
@@ -111,8 +109,7 @@ class Predictor:
                 if not text.strip():
                     fault = "it is blank; give at least one character"
                 if fault:
-                    message = f"text {number} cannot be used: {fault}."
-                    raise UserError(message)
+                    raise UserError(f"text {number} cannot be used: {fault}.")
             yield from self._predict_chunk(chunk)
 
     @torch.inference_mode()

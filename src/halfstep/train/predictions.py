@@ -31,8 +31,7 @@ def lines(source: BinaryIO) -> Iterator[tuple[int, str]]:
             empty = False
             yield number, text
     if empty:
-        message = "standard input holds no text; give one a line."
-        raise UserError(message)
+        raise UserError("standard input holds no text; give one a line.")
 
 
 def drop_blank(

@@ -32,8 +32,13 @@ from halfstep.train import (
     signals,
     tasks,
 )
-from halfstep.train.config import MASTERS, TrainConfig, resume_config
-from halfstep.train.config_file import read_file, write_resolved
+from halfstep.train.config import (
+    MASTERS,
+    TrainConfig,
+    read_file,
+    resume_config,
+    write_resolved,
+)
 from halfstep.train.data import tokenized
 from halfstep.train.data.corpus import load
 from halfstep.train.data_checks import corpus_findings, count_repeats
@@ -118,11 +123,10 @@ def run(
 def _check_same(fingerprint: str) -> None:
     """Raise unless all ranks have the same data, as each machine reads its own copy."""
     if process_group.broadcast_object(fingerprint) != fingerprint:
-        message = (
+        raise UserError(
             f"--data is not the same on {platform.node()} as on the first machine; "
             "copy it from there."
         )
-        raise UserError(message)
 
 
 def _resumed_config(folder: RunFolder, settings: Mapping[str, Any]) -> TrainConfig:
@@ -207,11 +211,10 @@ def _prepare_run(
 ) -> PreparedRun:
     """Build a trainer, from the checkpoint of `notes` if given."""
     if notes is not None and notes["fingerprint"] != corpus.fingerprint:
-        message = (
+        raise UserError(
             "--resume: the checkpoint was made from other data; resume with the data "
             "it was trained on."
         )
-        raise UserError(message)
     torch.manual_seed(config.seed)
     network = build_network(config, corpus)
     job, tokenise_seconds = make_job(config, corpus, network, world)
@@ -296,11 +299,10 @@ def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: 
     if not plan.mask_tokens:
         return None
     if tokenizer.mask_token_id is None:
-        message = (
+        raise UserError(
             f"--mask-tokens {plan.mask_tokens}: this model's tokenizer has no mask "
             "token; use --mask-tokens 0."
         )
-        raise UserError(message)
     special = torch.tensor(tokenizer.all_special_ids)
     return TokenMasking(plan.mask_tokens, tokenizer.mask_token_id, special)
 

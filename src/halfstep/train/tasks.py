@@ -195,21 +195,19 @@ def balanced_weights(labels: Sequence[str], encoded: EncodedTexts) -> Tensor:
     counts = torch.bincount(_targets(encoded), minlength=len(labels))
     if not counts.all():
         missing = labels[int(counts.argmin())]
-        message = (
+        raise UserError(
             f"--class-weights balanced: train holds no example of {missing!r}; give "
             "the weights as numbers."
         )
-        raise UserError(message)
     return len(encoded) / (len(labels) * counts.float())
 
 
 def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
     """Return user-given class weights as a tensor, shape (K,)."""
     if len(weights) != len(labels):
-        message = (
+        raise UserError(
             f"--class-weights holds {format_count(len(weights), 'number')} "
             f"for {len(labels)} "
             f"classes; give one each, in the order {', '.join(labels)}."
         )
-        raise UserError(message)
     return torch.tensor(weights)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor import (
     rules_learning,
-    rules_range,
+    rules_precision,
     rules_scale,
     rules_speed,
-    rules_weights,
 )
 from halfstep.diagnostics.doctor.rule import Rule, evaluate
 from halfstep.diagnostics.doctor.run_record import RunFacts
@@ -23,8 +22,7 @@ __all__ = ["RULES", "RunFacts", "examination", "examine"]
 RULES: tuple[Rule[RunFacts], ...] = (
     *rules_learning.RULES,
     *rules_scale.RULES,
-    *rules_range.RULES,
-    *rules_weights.RULES,
+    *rules_precision.RULES,
     *rules_speed.RULES,
 )
 """All rules, in the order of the docs."""

@@ -293,17 +293,15 @@ def _copied(
     try:
         model_copy, stepper = copy.deepcopy((model, optimizer))
     except Exception as error:
-        message = (
+        raise UserError(
             f"{type(model).__name__} cannot be copied, and check works on copies: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        )
-        raise UserError(message) from error
+        ) from error
     if not all(param.is_leaf for param in model_copy.parameters()):
-        message = (
+        raise UserError(
             f"a copy of {type(model).__name__} has no weights of its own, and check "
             "works on copies: give the model as it was before torch.jit."
         )
-        raise UserError(message)
     if stepper is None:
         learning = [param for param in model_copy.parameters() if param.requires_grad]
         fused = all(param.is_floating_point() for param in learning)

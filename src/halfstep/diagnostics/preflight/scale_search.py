@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.diagnostics.preflight.comparison import (
+    CLOSE,
     FAR,
     compare_gradients,
     output_errors,
@@ -205,7 +206,8 @@ class ScaleSearch:
         if trial.model_copy is None:
             return None
         errors = self._output_errors(trial.model_copy)
-        worst = next((each for each in errors if each.is_wrong), None)
+        wrong = (e for e in errors if e.error > FAR and e.inputs <= CLOSE)
+        worst = next(wrong, None)
         if worst is None or not worst.path:
             return worst
         rule = f"module:{worst.path}=fp32"

@@ -35,11 +35,10 @@ def check_own_model(loss: Tensor, others: frozenset[int]) -> None:
     """Check that a loss depends on the copy of a model, and on no parameter of it."""
     nodes: set[Any] = nodes_of(loss.grad_fn)
     if {id(node.variable) for node in nodes if is_leaf(node)} & others:
-        message = (
+        raise UserError(
             "loss_fn uses the model that was given to check, not the copy it is called "
             "with: write loss_fn(model, batch) with its own argument."
         )
-        raise UserError(message)
 
 
 def is_leaf(node: Node) -> bool:
@@ -50,11 +49,10 @@ def is_leaf(node: Node) -> bool:
 def check_gradients(gradients: Mapping[str, Tensor]) -> None:
     """Check that a parameter has a gradient."""
     if not gradients:
-        message = (
+        raise UserError(
             "no gradient reaches any parameter of the model: loss_fn(model, batch) "
             "must make its loss from what the model it is given returns."
         )
-        raise UserError(message)
 
 
 def check_words(
@@ -89,11 +87,10 @@ def check_arguments(
     check_model(model)
     if isinstance(loss_fn, nn.modules.loss._Loss):  # noqa: SLF001
         kind = type(loss_fn).__name__
-        message = (
+        raise UserError(
             f"loss_fn={kind}() takes no model: give a function loss_fn(model, batch) "
             f"that calls the model on the batch and returns the loss {kind}() gives."
         )
-        raise UserError(message)
     takes = callable(loss_fn) and not isinstance(loss_fn, type)
     require("loss_fn", loss_fn, takes, "a function loss_fn(model, batch) of the loss")
     require("more", more, isinstance(more, list | tuple), "a list of batches")
@@ -104,11 +101,10 @@ def check_arguments(
         own = {id(param) for param in model.parameters()}
         groups = optimizer.param_groups
         if not any(id(param) in own for group in groups for param in group["params"]):
-            message = (
+            raise UserError(
                 f"optimizer={type(optimizer).__name__} holds no parameter of the model "
                 "that is checked: make it over model.parameters()."
             )
-            raise UserError(message)
 
 
 def check_fp32(model: nn.Module) -> None:

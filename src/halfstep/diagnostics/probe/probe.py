@@ -150,8 +150,7 @@ class Probe:
         require("scale", scale, valid, "a finite number above 0, or None")
         hooks = self._hooks
         if not hooks.attached:
-            message = "the probe was detached; make another one."
-            raise RuntimeError(message)
+            raise RuntimeError("the probe was detached; make another one.")
         hooks.finish()
         self._ended += 1
         self.steps = self.steps + 1 if number is None else number
@@ -338,8 +337,7 @@ def _writer(
         return log
     path = Path(log)
     if not path.parent.is_dir():
-        message = f"log={log}: there is no folder {path.parent}; make it first."
-        raise UserError(message)
+        raise UserError(f"log={log}: there is no folder {path.parent}; make it first.")
 
     def add(event: Event) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_rank():

@@ -149,11 +149,7 @@ class Profile:
         }
 
     def table(self, most: int = 8) -> Table:
-        """Return the profile as a table.
-
-        Args:
-            most: Number of operations in the table, longest first.
-        """
+        """Return the profile as a table, with the `most` longest operations."""
         names = self.parts() | {"waits": self.wait_s}
         rows: list[tuple[Cell, ...]] = [
             (name, "-", None, 1000 * spent, 100 * self.share(spent))

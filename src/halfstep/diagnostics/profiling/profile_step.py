@@ -155,13 +155,18 @@ def summary(
     def seconds(ops: Iterable[Op]) -> float:
         return sum(op.own for op in ops) / 1e9 * factor
 
+    casts = [
+        op
+        for op in passes
+        if op.name == "copy_" and len(FLOATS.intersection(op.dtypes)) > 1
+    ]
     wide = [
         op for op in passes if op.part != UPDATE and is_fp32_only(op.name, op.dtypes)
     ]
     return Profile(
         wall_s=wall,
         rows=_rows(passes, factor),
-        casts_s=seconds(op for op in passes if _casts(op)),
+        casts_s=seconds(casts),
         gemm_s=seconds(op for op in passes if GEMM.fullmatch(op.name)),
         fp32_only_s=seconds(wide) * (dtype in LOW),
         update_s=seconds(op for op in passes if op.part == UPDATE),
@@ -174,12 +179,6 @@ def summary(
         dtype=dtype,
         optimizer=seen.optimizer,
     )
-
-
-def _casts(op: Op) -> bool:
-    """Return whether an operation copies from one float dtype to another."""
-    floats = [dtype for dtype in op.dtypes if dtype in FLOATS]
-    return op.name == "copy_" and len(set(floats)) > 1
 
 
 def _prevalent(ops: Iterable[Op]) -> str:
@@ -249,8 +248,7 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
             ended = False
             yield batch
-    message = "batches ran out: give a collection, or an iterator that has more."
-    raise UserError(message)
+    raise UserError("batches ran out: give a collection, or an iterator that has more.")
 
 
 def _device(given: str | torch.device | None) -> torch.device:

@@ -216,7 +216,9 @@ class _Thread:
             step.optimizer = optimizer[1] if optimizer else step.optimizer
         step.between += self._cost * (entry.part != FETCH and not entry.in_op)
         self._charge(self._cost)
-        if _is_op(event, name):
+        called = "::" in name and not name.startswith(_ENGINE)
+        called = called and not event.is_user_annotation()
+        if called or name.startswith(_COVERS):
             entry.op = _op_of(event, name, entry.part, self._kernels)
             step.ops.append(entry.op)
             self._charge(end - begin)
@@ -234,14 +236,6 @@ class _Thread:
             caller = next((each.op for each in reversed(self._stack) if each.op), None)
             if caller is not None:
                 caller.own -= spent
-
-
-def _is_op(event: Any, name: str) -> bool:  # noqa: ANN401 -- torch's own class
-    """Return whether an event is a call of an operation, not an annotation."""
-    if name.startswith(_COVERS):
-        return True
-    called = "::" in name and not name.startswith(_ENGINE)
-    return called and not event.is_user_annotation()
 
 
 def _op_of(event: Any, name: str, part: str, kernels: dict[int, int] | None) -> Op:  # noqa: ANN401

@@ -125,12 +125,11 @@ class ModuleStack:
         del args
         ddp = isinstance(module, nn.parallel.DistributedDataParallel)
         if ddp and not is_bypassed(module):
-            message = (
+            raise UserError(
                 "step() of find_nonfinite runs a DistributedDataParallel that is not "
                 "in the model it was given, and would wait for other processes: give "
                 "that wrapper as the model."
             )
-            raise UserError(message)
         path = self._paths.get(id(module))
         kind = type(module).__name__
         caller = self._stack[-1][1] if self._stack else None

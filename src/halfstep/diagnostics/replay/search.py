@@ -168,11 +168,10 @@ def check_model(model: nn.Module) -> None:
     require_type("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
-            message = (
+            raise UserError(
                 f"{name!r} of the model has no shape yet, as its module is lazy and "
                 "has not run: call the model once first."
             )
-            raise UserError(message)
 
 
 def check_loss(source: str, loss: object, *, needs_graph: bool = True) -> None:
@@ -189,8 +188,7 @@ def check_loss(source: str, loss: object, *, needs_graph: bool = True) -> None:
             "torch.no_grad()"
         )
     if returned:
-        message = f"{source} returned {returned}: {advice}."
-        raise UserError(message)
+        raise UserError(f"{source} returned {returned}: {advice}.")
 
 
 @dataclass

@@ -98,11 +98,10 @@ def get_or_build(
         # Without locks, another process may have finished first.
         if not _is_complete(entry):
             place = getattr(error, "filename", None) or entry.parent
-            message = (
+            raise UserError(
                 f"{place} cannot be written: {_reason(error)}; set HALFSTEP_CACHE to a "
                 "writable folder with free space."
-            )
-            raise UserError(message) from error
+            ) from error
     return entry
 
 

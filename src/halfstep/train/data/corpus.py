@@ -187,11 +187,10 @@ def load(
         UserError: If a file, row or label is invalid.
     """
     if path is None and columns != DEFAULT_COLUMNS:
-        message = (
+        raise UserError(
             "--text-column and --label-column name columns of --data; the built-in "
             "texts have none: leave them out."
         )
-        raise UserError(message)
     if path is None:
         name = BUILT_IN[task]
         if task == "classify":
@@ -268,11 +267,10 @@ def random_splits(
     is_dev, num_texts = _dev_rows(split, rows, dev_share)
     if not is_dev.any():
         noun = "label" if split.store.task == "classify" else "entity type"
-        message = (
+        raise UserError(
             f"{split.store.source}: no text can go to dev, for train would lack its "
             f"{noun}; add different texts with each {noun}."
         )
-        raise UserError(message)
     splits = {
         "train": Split(split.store, rows[~is_dev], split.ids),
         "dev": Split(split.store, rows[is_dev], split.ids),
@@ -346,8 +344,7 @@ def _label_ids(
             if fault:
                 rows, words = store.uses()
                 row = int(rows[words == store.words.index(word)][0])
-                message = f"{store.where(row)}: {fault}."
-                raise UserError(message)
+                raise UserError(f"{store.where(row)}: {fault}.")
     if not numbers:
         names = label_names or tuple(sorted(train.words))
         return names, {name: number for number, name in enumerate(names)}
@@ -389,12 +386,11 @@ def _check_header(train: Store) -> None:
         return
     alone = np.count_nonzero(train.word_at == train.word_at[0]) == 1
     if alone and has_no_header(Path(train.source)):
-        message = (
+        raise UserError(
             f"{train.where(0)}: label {train.words[0]!r} stands in no other row: if it "
             "is a header, give --text-column and --label-column; otherwise drop the "
             "row."
         )
-        raise UserError(message)
 
 
 def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
@@ -430,11 +426,10 @@ def _check_words(name: str, split: Split, train_words: set[str], noun: str) -> N
     if len(unknown_rows):
         at = int(unknown_rows[0])
         word = store.words[words[bad & (rows == split.rows[at])][0]]
-        message = (
+        raise UserError(
             f"{split.where(at)}: {noun} {word!r} of {name} is absent from train; add "
             "rows with it, take more rows, or drop this one."
         )
-        raise UserError(message)
 
 
 def _fingerprint(task: str, labels: tuple[str, ...], splits: dict[str, Split]) -> str:

@@ -86,8 +86,7 @@ def _spans(
         if tag % 2:
             has_character = start < last_end and spans[-1][2] == kind
         elif kind != open_kind:
-            message = f"tag {tag} at character {start} continues no entity."
-            raise ValueError(message)
+            raise ValueError(f"tag {tag} at character {start} continues no entity.")
         open_kind = kind
         if end <= last_end:
             continue

@@ -123,11 +123,10 @@ def open_store(
     reader = READERS[task]
     suffix = path.suffix.lower()
     if suffix == ".txt" and task == "classify" and path.is_file():
-        message = (
+        raise UserError(
             f"{path}: .txt is for --task ner; save it as .tsv (a text, a tab and its "
             f"label in each line), or as {text_lines.accepted(reader.FORMATS)}."
         )
-        raise UserError(message)
     text_lines.check_file(path, reader.FORMATS)
     content = _content(path)
     facts = {
@@ -158,8 +157,7 @@ def _content(path: Path) -> str:
     try:
         return str(atomic_directory.digest(path)["sha256"])
     except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}."
-        raise UserError(message) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _write(
@@ -172,11 +170,10 @@ def _write(
     def index(word: str, where: str) -> int:
         number = words.setdefault(word, len(words))
         if number >= limit:  # limit of the model's outputs
-            message = (
+            raise UserError(
                 f"{where}: {word!r} is one label more than {limit}; is it a label, "
                 "and not a text or a number of the row?"
             )
-            raise UserError(message)
         return number
 
     count = 0
@@ -200,9 +197,8 @@ def _write(
                 indices = [index(row.label_word, row.where) for row in chunk]
                 arrays.append("word_at.i4", indices)
     if len(left_out) > _MAX_LEFT_OUT_SHARE * (count + len(left_out)):
-        message = (
+        raise UserError(
             f"{left_out[0]} Such tags are in {len(left_out)} of "
             f"{count + len(left_out)} sentences; at most one in a hundred is left out."
         )
-        raise UserError(message)
     (folder / "words.json").write_text(json.dumps([*words]), encoding="utf-8")

@@ -104,14 +104,12 @@ def _rows(
                 entry_text = text_lines.as_json(entry)
                 fault = f"{entry_text} is not a text and its label; {syntax}"
         if fault:
-            message = f"{where}: {fault}."
-            raise UserError(message)
+            raise UserError(f"{where}: {fault}.")
         # As in a cell of a table: JSON's true, not Python's True.
         word = (label if isinstance(label, str) else json.dumps(label)).strip()
         yield Row(text, str(int(word)) if is_number(word) else word, line, where)
     if not line:
-        message = f"{path} holds no rows; {syntax}."
-        raise UserError(message)
+        raise UserError(f"{path} holds no rows; {syntax}.")
 
 
 def _fault(text: object, label: object) -> str:
@@ -140,11 +138,10 @@ def _objects(path: Path, columns: Columns) -> Iterator[text_lines.Entry]:
         else:
             names = list(entry) if isinstance(entry, dict) else []
             missing = next(name for name in columns if name not in names)
-            message = (
+            raise UserError(
                 f"{where}: {text_lines.as_json(entry)} lacks {missing!r}"
                 f"{_nearest(missing, names)}; see --text-column and --label-column."
             )
-            raise UserError(message)
 
 
 def _table(path: Path, columns: Columns) -> Iterator[text_lines.Entry]:
@@ -158,46 +155,41 @@ def _table(path: Path, columns: Columns) -> Iterator[text_lines.Entry]:
     text, label = 0, 1
     other = next((mark for mark in _SEPARATORS if mark in head[0]), "")
     if len(head) == 1 and other:
-        message = (
+        raise UserError(
             f"{path} line {line}: cells are separated by {other!r}; save it with "
             f"{delimiter!r}, as a {path.suffix} file has it."
         )
-        raise UserError(message)
     if _is_header(head, columns):
         for name in wanted:
             if names.count(name) > 1:
-                message = (
+                raise UserError(
                     f"{path} line {line}: {names.count(name)} columns are named "
                     f"{name!r}; rename all but one."
                 )
-                raise UserError(message)
         text, label = map(names.index, wanted)
     elif columns != DEFAULT_COLUMNS:
         missing = next(name for name in columns if _names([name])[0] not in names)
-        message = (
+        raise UserError(
             f"{path} line {line}: no column is named {missing!r} in "
             f"{text_lines.as_json(head)}{_nearest(missing, head)}; see --text-column "
             "and --label-column."
         )
-        raise UserError(message)
     elif "label" in names or names[0] == "text" or len(head) == 1:
         # Taken as data, an incomplete header would become a class.
-        message = (
+        raise UserError(
             f"{path} line {line}: text and label are two columns; begin with a header "
             "row that names them, or give --text-column and --label-column."
         )
-        raise UserError(message)
     else:
         rows = chain([first], rows)
     width = len(head)
     for line, cells in rows:
         if len(cells) != width:
-            message = (
+            raise UserError(
                 f"{path} line {line}: cell count is {len(cells)}, but {width} in "
                 f"line {first[0]}; quote a text that holds {delimiter!r}, or fill up "
                 "the row."
             )
-            raise UserError(message)
         yield f"{path} line {line}", line, [cells[text], cells[label]]
 
 
@@ -229,11 +221,10 @@ def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
                 yield line, cells
             line = table.line_num + 1
     except csv.Error as error:
-        message = (
+        raise UserError(
             f"{path} line {line}: {error}; end lines with line feeds, and a cell that "
             "begins with a quote with one; a quote inside it is written twice."
-        )
-        raise UserError(message) from error
+        ) from error
 
 
 _OBJECT = '{"text": "...", "label": ...}'

@@ -81,8 +81,7 @@ def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedTex
         empty = False
         yield entry
     if empty and not left_out:
-        message = f"{path} holds no texts; {syntax}."
-        raise UserError(message)
+        raise UserError(f"{path} holds no texts; {syntax}.")
 
 
 @dataclass(slots=True)
@@ -127,8 +126,7 @@ def _sentences(path: Path, syntax: str) -> Iterator[list[_Tagged]]:
             continue
         first = first or (len(columns), number)
         if fault := _line_fault(line, columns, first, syntax):
-            message = f"{path} line {number}: {fault}."
-            raise UserError(message)
+            raise UserError(f"{path} line {number}: {fault}.")
         sentence.append((number, columns[0], columns[-1]))
     if sentence:
         yield sentence
@@ -186,8 +184,7 @@ def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
         parts = _parts(tag)
         if parts is None:
             right = "a tag is O, or B, I, M, E or S, then - and a type, as in B-PER"
-            message = f"{path} line {number}: tag {tag!r} is unknown; {right}."
-            raise UserError(message)
+            raise UserError(f"{path} line {number}: tag {tag!r} is unknown; {right}.")
         tags.append(parts)
     prefixes = {prefix for prefix, _ in tags}
     if scheme.ends is None and prefixes != {""}:
@@ -201,12 +198,10 @@ def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
             before, tag, scheme
         )
         if fault:
-            message = f"{path} line {number}: tag {tag} {fault}."
-            raise InvalidTagsError(message)
+            raise InvalidTagsError(f"{path} line {number}: tag {tag} {fault}.")
         before = tag
     if fault := _invalid_transition(before, "", scheme):
-        message = f"{path} line {sentence[-1][0]}: {fault}."
-        raise InvalidTagsError(message)
+        raise InvalidTagsError(f"{path} line {sentence[-1][0]}: {fault}.")
     return tags
 
 
@@ -319,8 +314,7 @@ def _annotated_text(
                 f"{two.kind} from {two.start} to {two.end}; keep one"
             )
     if fault:
-        message = f"{where}: {fault}."
-        raise UserError(message)
+        raise UserError(f"{where}: {fault}.")
     return AnnotatedText(text, ordered, line, where)
 
 
@@ -335,8 +329,7 @@ def _objects(
     for where, line, entry in text_lines.json_values(path):
         text, spans, fault = _text_and_spans(entry, syntax)
         if fault:
-            message = f"{where}: {fault}."
-            raise UserError(message)
+            raise UserError(f"{where}: {fault}.")
         yield _annotated_text(text, spans, line, where)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import count
 from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
@@ -93,8 +94,7 @@ def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
             yield _decode_line(name, number, offset, data)
             offset += len(data)
     except OSError as error:
-        message = f"{name} cannot be read: {error.strerror}."
-        raise UserError(message) from error
+        raise UserError(f"{name} cannot be read: {error.strerror}.") from error
 
 
 def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
@@ -103,11 +103,10 @@ def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
         text = (data if offset else data.removeprefix(_BOM)).decode("utf-8")
     except UnicodeDecodeError as error:
         at = offset + len(data) - len(error.object) + error.start
-        message = (
+        raise UserError(
             f"{name} line {number} is not UTF-8: byte "
             f"0x{error.object[error.start]:02x} at offset {at}; save it as UTF-8."
-        )
-        raise UserError(message) from error
+        ) from error
     if "\0" in text:
         message = f"{name} line {number} holds a NUL byte; save it as UTF-8 plain text."
         raise UserError(message)
@@ -150,21 +149,20 @@ def _array(path: Path) -> Iterator[Entry]:
         raise _json_error(
             path, 1, text, at, "Expecting [ and all entries; one entry a line is .jsonl"
         )
-    at = _skip_space(text, at + 1)
-    closed = text.startswith("]", at)
-    number, line, counted = 0, 1, 0
-    while not closed:
-        number += 1
+    line, counted = 1, 0
+    for number in count(1):
+        at = _skip_space(text, at + 1)
+        if number == 1 and text.startswith("]", at):
+            break
         line += text.count("\n", counted, at)
         counted = at
         entry, at = _decode_value(path, 1, text, at)
         yield f"{path} line {line} entry {number}", line, entry
         at = _skip_space(text, at)
-        closed = text.startswith("]", at)
-        if not closed:
-            if not text.startswith(",", at):
-                raise _json_error(path, 1, text, at, "Expecting ',' or ']'")
-            at = _skip_space(text, at + 1)
+        if text.startswith("]", at):
+            break
+        if not text.startswith(",", at):
+            raise _json_error(path, 1, text, at, "Expecting ',' or ']'")
     at = _skip_space(text, at + 1)
     if at < len(text):
         raise _json_error(path, 1, text, at, "Extra data after the array")
@@ -191,11 +189,10 @@ def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, i
         raise _json_error(path, first, text, error.pos, error.msg) from error
     except _DuplicateKeyError as error:
         line = first + text.count("\n", 0, at)
-        message = (
+        raise UserError(
             f"{path} line {line}: key {as_json(error.args[0])} appears twice in "
             "one object; keep one of them."
-        )
-        raise UserError(message) from error
+        ) from error
     except (ValueError, RecursionError) as error:
         fault = "a number is too long or the nesting too deep"
         raise _json_error(path, first, text, at, fault) from error

@@ -257,11 +257,10 @@ def tokenize(
     if not texts:
         return []
     if offsets and not tokenizer.is_fast:
-        message = (
+        raise UserError(
             f"{type(tokenizer).__name__} gives no character offsets, which ner needs; "
             "use a model with a fast tokenizer (tokenizer.json)."
         )
-        raise UserError(message)
     encoding = tokenizer(
         texts,
         truncation=True,
@@ -279,11 +278,9 @@ def tokenize(
 
 
 def _without_blanks(text: str, start: int, end: int) -> tuple[int, int]:
-    while start < end and text[start].isspace():
-        start += 1
-    while start < end and text[end - 1].isspace():
-        end -= 1
-    return start, end
+    words = text[start:end]
+    start = end - len(words.lstrip())
+    return start, start + len(words.strip())
 
 
 def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401

@@ -84,11 +84,10 @@ class RunFolder:
             old = [name for name in (*_OWN, *_OWN_FOLDERS) if self._holds(name)]
             began = bool(old)
             if began and not overwrite:
-                message = (
+                raise UserError(
                     f"{self.path} already holds a run ({old[-1]}); add --resume to go "
                     "on with it, --overwrite to replace it, or choose another --out."
                 )
-                raise UserError(message)
             if began:
                 self._check_is_run()
             else:
@@ -115,11 +114,10 @@ class RunFolder:
         names = sorted(path.name for path in self.path.iterdir())
         foreign = [name for name in names if name not in ours and name[0] != "."]
         if foreign:
-            message = (
+            raise UserError(
                 f"--out {self.path} is not empty ({foreign[0]}) and holds no run; "
                 "choose a new folder, or an empty one."
             )
-            raise UserError(message)
 
     def _unwritable(self, error: OSError) -> UserError:
         why = atomic_directory.os_reason(error)
@@ -133,10 +131,9 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = file_lock.acquire(self.path / ".lock", timeout=0)
         except filelock.Timeout:
-            message = (
+            raise UserError(
                 f"{self.path} is in use by another program; wait for it, or stop it."
-            )
-            raise UserError(message) from None
+            ) from None
         except OSError as error:
             raise self._unwritable(error) from error
         try:
@@ -172,8 +169,7 @@ class RunFolder:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            message = f"{self._config} is damaged: it holds no settings."
-            raise UserError(message)
+            raise UserError(f"{self._config} is damaged: it holds no settings.")
         return content
 
     def _check_is_run(self) -> None:
@@ -183,11 +179,10 @@ class RunFolder:
         except UserError:
             ours = False
         if not ours:
-            message = (
+            raise UserError(
                 f"--overwrite: {self.path} holds files of these names that are not a "
                 "halfstep run's; choose another --out."
             )
-            raise UserError(message)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line to the metrics; if the disk is full, its end may be missing."""
@@ -207,11 +202,10 @@ class RunFolder:
                 record = json.loads(line)
                 record["step"] + 0
             except (ValueError, TypeError, KeyError) as error:
-                message = (
+                raise UserError(
                     f"{self.metrics} line {number} is damaged: it is not a record of a "
                     "step. Remove the line, or start anew with another --out."
-                )
-                raise UserError(message) from error
+                ) from error
             records.append(record)
         return records
 
@@ -273,12 +267,11 @@ class RunFolder:
             except CheckpointError as error:
                 faults.append(f"the checkpoint of step {step} is not used: {error}")
         names = ", ".join(self.checkpoint_path(step).name for step in self.steps())
-        message = (
+        raise UserError(
             f"no checkpoint in {self._checkpoints} can be used ({names}); restore one, "
             "or start anew with another --out. Of the newest: "
             f"{faults[0].partition(': ')[2]}"
         )
-        raise UserError(message)
 
     def has_checkpoint(self) -> bool:
         """Return whether a checkpoint was ever completed, even if damaged since."""
@@ -287,12 +280,11 @@ class RunFolder:
         # A run killed during its first save has logged one evaluation.
         evaluated = [r["step"] for r in self.records() if r.get("event") == "eval"]
         if len(evaluated) > 1:
-            message = (
+            raise UserError(
                 f"{self._checkpoints} has lost its checkpoints: metrics.jsonl tells of "
                 f"{len(evaluated)} evaluations. Restore them, or start anew with "
                 "another --out."
             )
-            raise UserError(message)
         return False
 
     def prune(self, keep: int) -> None:
@@ -341,8 +333,7 @@ class RunFolder:
                 reason = error.reason
             if reason is None:
                 raise
-            message = (
+            raise UserError(
                 f"{path} could not be written: {reason}. Fix that, then go on with "
                 "--resume."
-            )
-            raise UserError(message) from error
+            ) from error
