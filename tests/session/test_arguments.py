@@ -44,14 +44,6 @@ class Inherits(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optimizer.param_groups = groups
-
 
 class Wrapper:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -244,27 +244,6 @@ def test_tied_weights_stay_tied() -> None:
     same(everything(second), everything(first))
 
 
-def test_state_crosses_levels() -> None:
-    """Law: O0 to O2 and back, no bit of weights or optimizer state is lost."""
-    first, middle, last = (
-        build(make=ADAMW),
-        build("O2 bf16", ADAMW, 1),
-        build(make=ADAMW),
-    )
-    for seed in range(3):
-        go(first, seed)
-    middle.load_state_dict(copy.deepcopy(first.state_dict()))
-    for low, high in zip(
-        middle.model.parameters(), first.model.parameters(), strict=True
-    ):
-        assert torch.equal(low, high.to(low.dtype))
-    last.load_state_dict(copy.deepcopy(middle.state_dict()))
-    same(everything(last), everything(first))
-    go(last, 3)
-    go(first, 3)
-    same(everything(last), everything(first))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_waits_for_the_gpu(kind: str) -> None:

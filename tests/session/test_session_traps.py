@@ -246,30 +246,20 @@ def test_a_dead_column(form: str) -> None:
     with torch.no_grad():
         norm.weight[0] = 0.0
     model = nn.Sequential(norm, wide)
-    make = partial(torch.optim.SGD, lr=2.0**-13)
-    session = cases.start(make, form, model)
+    session = cases.start(partial(torch.optim.SGD, lr=2.0**-13), form, model)
     session.count_rounding_loss(every=1)
     before = wide.weight.detach().clone()
-    factors = torch.randn(65536)
-    moves = torch.zeros_like(before, dtype=torch.bool)
-
-    def watch(gradient: Tensor) -> None:
-        moves.copy_(gradient != 0)
-
-    wide.weight.register_hook(watch)
     with session.autocast():
-        loss = (model(torch.randn(1, 64)).float() * factors).sum()
+        loss = (model(torch.randn(1, 64)).float() * torch.randn(65536)).sum()
     session.backward(loss)
     session.step()
-    assert not moves[:, 0].any()
-    assert bool(moves[:, 1:].any(0).all())
     (found,) = session.lost_updates()
-    stays = int(((wide.weight == before) & moves).sum()) / int(moves.sum())
+    stays = float((wide.weight == before)[:, 1:].float().mean())
     assert 0.1 < stays < 0.9
     assert found.below_publish == pytest.approx(stays, abs=0.02)
     size = sum(param.numel() for param in model.parameters())
-    looked = 2**16 / size * int(moves.sum())
-    assert float(found.counts[0]) == pytest.approx(looked, rel=0.05)
+    looked = 2**16 * (1 - 2**16 / size)
+    assert float(found.counts[0]) == pytest.approx(looked, rel=0.005)
 
 
 @every_form
