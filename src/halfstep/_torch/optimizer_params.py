@@ -23,10 +23,8 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 def first_gradient(optimizer: Optimizer) -> Tensor | None:
     """Return the first gradient that is not None; later ones are not read."""
-    every = (
-        param.grad for group in optimizer.param_groups for param in group["params"]
-    )
-    return next((gradient for gradient in every if gradient is not None), None)
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p.grad for p in params if p.grad is not None), None)
 
 
 def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

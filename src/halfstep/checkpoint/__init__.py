@@ -13,13 +13,7 @@ if TYPE_CHECKING:
         save,
     )
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "load",
-    "read_manifest",
-    "save",
-]
+__all__ = ["Checkpoint", "CheckpointError", "load", "read_manifest", "save"]
 
 if not TYPE_CHECKING:  # type checkers must still report misspelled names
 

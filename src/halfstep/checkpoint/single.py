@@ -150,9 +150,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _untie(
-    weights: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _untie(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors stored once, and tied name -> name of the stored tensor."""
     first: dict[tuple[object, ...], str] = {}
     unique, aliases = {}, {}

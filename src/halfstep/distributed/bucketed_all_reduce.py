@@ -56,9 +56,8 @@ class BucketedAllReduce:
                 changes only the smallest values.
         """
         pending: deque[_BucketReduction] = deque()
-        for number, bucket in enumerate(
-            _buckets(list(comm_dtypes), comm_dtypes.__getitem__)
-        ):
+        buckets = _buckets(list(comm_dtypes), comm_dtypes.__getitem__)
+        for number, bucket in enumerate(buckets):
             if len(pending) == _MAX_PENDING:
                 pending.popleft().finish(predivide_factor)
             key = (comm_dtypes[bucket[0]], bucket[0].device, number % _MAX_PENDING)
@@ -118,9 +117,7 @@ class _BucketReduction:
             if not has_value:
                 continue
             if param.grad is None:
-                param.grad = torch.empty(
-                    param.shape, dtype=param.dtype, device=param.device
-                )
+                param.grad = param.new_empty(param.shape)
             param.grad.copy_(view.view(param.shape))
             if predivide_factor != 1:
                 param.grad.mul_(predivide_factor)

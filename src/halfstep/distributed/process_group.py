@@ -204,10 +204,8 @@ def _is_lost_peer(error: Exception) -> bool:
     if isinstance(error, dist.DistError):  # from nccl, or a timeout of the store
         return True
     # gloo raises RuntimeError itself.
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in words for word in _LOST_PEER_TEXTS
-    )
+    is_gloo = any(text in str(error).lower() for text in _LOST_PEER_TEXTS)
+    return isinstance(error, RuntimeError) and is_gloo
 
 
 def _reason_of_peer(store: Store) -> str:

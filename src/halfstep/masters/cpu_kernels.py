@@ -69,7 +69,7 @@ _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """Entry points of GNU OpenMP, which the runtimes of LLVM and Intel export too."""
 
 
-def runtime() -> tuple[int, int, int] | None:
+def runtime() -> tuple[int, ...] | None:
     """Return addresses of `_RUNTIME` in torch's OpenMP runtime; None if it has none.
 
     Why: a second OpenMP runtime would start its own threads, which compete with torch's
@@ -84,10 +84,7 @@ def runtime() -> tuple[int, int, int] | None:
             entries = [getattr(loaded, entry) for entry in _RUNTIME]
         except (OSError, AttributeError):
             continue
-        first, second, third = (
-            ctypes.cast(entry, ctypes.c_void_p).value or 0 for entry in entries
-        )
-        return first, second, third
+        return tuple(ctypes.cast(e, ctypes.c_void_p).value or 0 for e in entries)
     return None
 
 
@@ -96,7 +93,7 @@ class Kernels:
     """The loaded library and the threads to run it on."""
 
     library: ctypes.CDLL
-    threads: tuple[int, int, int] | None
+    threads: tuple[int, ...] | None
 
     def __post_init__(self) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64

@@ -211,13 +211,10 @@ class Chunk:
         self._residuals: list[Tensor] = []
         if encoding in RESIDUAL_DTYPES:
             self._residuals = cut([item.residual for item in items])
-        self._states = [
-            cut([item.states[number] for item in items])
-            for number in range(len(rule.state_keys))
-        ]
-        self.gradient = self._copied(
-            "gradient", cut([item.gradient for item in items]), torch.float32
-        )
+        count = len(rule.state_keys)
+        self._states = [cut([i.states[n] for i in items]) for n in range(count)]
+        gradients = cut([item.gradient for item in items])
+        self.gradient = self._copied("gradient", gradients, torch.float32)
         self.fp32 = self._read_fp32()
         self.states = [
             self._gathered(f"state {number}", state, torch.float32)
@@ -254,9 +251,8 @@ class Chunk:
         if self._encoding == "stochastic":
             return self._copied("fp32", self._weights, torch.float32)
         weight = self._gathered("weight", self._weights, torch.bfloat16)
-        residual = self._gathered(
-            "residual", self._residuals, RESIDUAL_DTYPES[self._encoding]
-        )
+        dtype = RESIDUAL_DTYPES[self._encoding]
+        residual = self._gathered("residual", self._residuals, dtype)
         fp32 = self._scratch("fp32", torch.float32)
         ENCODINGS[self._encoding].decode_(weight, residual, fp32)
         return fp32

@@ -212,9 +212,7 @@ WEIGHT_DTYPES: dict[str, tuple[torch.dtype, ...]] = {PLAIN: (torch.float32,)} | 
     for name, e in ENCODINGS.items()
 }
 """Encoding -> dtypes of weights that it supports."""
-RESIDUAL_DTYPES = {
-    name: e.residual for name, e in ENCODINGS.items() if e.residual is not None
-}
+RESIDUAL_DTYPES = {name: e.residual for name, e in ENCODINGS.items() if e.residual}
 """Encoding -> dtype of the residual."""
 BF16_STATE_ENCODINGS = tuple(
     name for name, e in ENCODINGS.items() if e.state_dtype == torch.bfloat16

@@ -48,17 +48,13 @@ def step(
     param_lists = [group["params"] for group in groups]
     in_pieces = optimizer_hooks.runs_only_torch_code(optimizer)
     limit = MAX_PIECE_NUMEL if in_pieces else None
-    due_lists = [
-        [p for p in params if only is None or p is only] for params in param_lists
-    ]
+    due_lists = [[p for p in ps if only is None or p is only] for ps in param_lists]
     try:
         for piece in _pieces(due_lists, param_of, limit):
             for group, params in zip(groups, piece, strict=True):
                 group["params"] = params
             optimizer.param_groups = [group for group in groups if group["params"]]
-            piece_params = [
-                param_of[p] for params in piece for p in params if p in param_of
-            ]
+            piece_params = [param_of[p] for ps in piece for p in ps if p in param_of]
             _step_piece(optimizer, piece_params, encoding, rng)
     finally:
         optimizer.param_groups = groups

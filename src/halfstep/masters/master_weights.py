@@ -142,9 +142,8 @@ class MasterWeights:
                     del value  # free it before the next large allocation
                 self.param_index.setdefault(current, len(self.param_index))
         model_params = [self.model_param(param) for param in self.param_index]
-        self.kernel, self.kernel_description = _choose_kernel(
-            self.optimizer, model_params
-        )
+        chosen = _choose_kernel(self.optimizer, model_params)
+        self.kernel, self.kernel_description = chosen
         self.mark_synced()
 
     def _new_master(self, param: nn.Parameter, fp32: Tensor) -> nn.Parameter:

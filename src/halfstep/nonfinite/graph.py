@@ -133,9 +133,8 @@ def is_unscaled(loss: Tensor, scale: float) -> bool:
     multiplied = [n for node in nodes for _, n in saved_numbers(node, "Mul")]
     divided = [n for node in nodes for _, n in saved_numbers(node, "Div")]
     root = math.sqrt(scale)
-    return any(0 < abs(n) * root <= 1 for n in multiplied) or any(
-        abs(n) >= root for n in divided
-    )
+    divides = any(abs(n) >= root for n in divided)
+    return divides or any(0 < abs(n) * root <= 1 for n in multiplied)
 
 
 def nodes_of(
@@ -266,11 +265,11 @@ class _Op:
         name = str(self.dtype).removeprefix("torch.")
         self.range_text = f"{name} holds {self.limit:.6g}"
         # Only casts to float16 are likely to overflow.
-        widens = self.kind == "ToCopy" and self.dtype != torch.float16
+        is_cast = self.kind == "ToCopy"
+        widens = is_cast and self.dtype != torch.float16
         self.keeps_values = widens or _SHAPE_OPS.match(self.kind) is not None
-        self.carries_values = (
-            self.keeps_values or self.kind == "ToCopy" or self.leaf is not None
-        )
+        is_leaf = self.leaf is not None
+        self.carries_values = self.keeps_values or is_cast or is_leaf
         has_constants = len(self.edges) < len(node.next_functions)
         self.adds_constants = self.kind in _ADDING_OPS and has_constants
         self.has_unread = False

@@ -111,10 +111,8 @@ class BadOp:
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`; all floats are finite or null."""
-        inputs = (
-            self.inputs if self.inputs is None or math.isfinite(self.inputs) else None
-        )
-        return asdict(self) | {"inputs": inputs}
+        is_finite = self.inputs is not None and math.isfinite(self.inputs)
+        return asdict(self) | {"inputs": self.inputs if is_finite else None}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BadOp:

@@ -135,9 +135,8 @@ def flushed_share(
     of unscaled values; the scale is a power of two, shape (). The result is float32,
     shape (); 0 if the histogram is empty.
     """
-    return _share_between(
-        histogram, scale, -math.inf, _exponent(parse(low_dtype).min_subnormal) - 1
-    )
+    lowest = _exponent(parse(low_dtype).min_subnormal) - 1
+    return _share_between(histogram, scale, -math.inf, lowest)
 
 
 def subnormal_share(

@@ -25,10 +25,8 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     wide = [g.float() if is_low(g.dtype) else g for g in gradients]
     values = [g if hasattr(g, "full_tensor") else dense_values(g) for g in wide]
     norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(values)]
-    full_norms = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
-    return (
-        full_norms[0] if len(full_norms) == 1 else nn.utils.get_total_norm(full_norms)
-    )
+    full = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
+    return full[0] if len(full) == 1 else nn.utils.get_total_norm(full)
 
 
 def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -113,18 +113,16 @@ def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
     if values.element_size() == 2:  # noqa: PLR2004
         _add_16bit(into, values, casts)
     else:
-        for piece in torch.split(
-            values, _CHUNK_NUMEL[values.device.type in async_read.READABLE_DEVICES]
-        ):
+        size = _CHUNK_NUMEL[values.device.type in async_read.READABLE_DEVICES]
+        for piece in torch.split(values, size):
             _add_chunk(into, piece, casts)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return the values as 1-D in memory order; only tensors with gaps are copied."""
     values = dense_values(tensor.detach()).resolve_neg()
-    values = (
-        torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    )
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     if values.dtype not in DTYPES:
         message = (
             f"a tensor of {values.dtype} has no statistics; give one of float16, "
@@ -232,11 +230,8 @@ def _magnitudes(
     squares = [values.double().square()]
     for form in casts:
         low = values.to(form.dtype)
-        columns += [
-            nonzero & (low == 0),
-            (low > 0) & (low < form.min_normal),
-            low.isinf(),
-        ]
+        subnormal = (low > 0) & (low < form.min_normal)
+        columns += [nonzero & (low == 0), subnormal, low.isinf()]
         errors = values - low.float().clamp(max=form.max)
         squares.append(errors.double().square())
     field = (wide.double().view(torch.int64) >> 52) & (BINS - 1)

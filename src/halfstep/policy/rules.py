@@ -371,10 +371,7 @@ def _is_functional(op: str) -> bool:
     except RuntimeError:  # a library may register kernels of an operation it lacks
         return False
     takes = any(str(argument.type) in _TENSORS for argument in schema.arguments)
-    writes = any(
-        argument.alias_info and argument.alias_info.is_write
-        for argument in schema.arguments
-    )
+    writes = any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
     return takes and not writes and not any(out.alias_info for out in schema.returns)
 
 

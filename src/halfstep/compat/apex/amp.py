@@ -23,7 +23,7 @@ from halfstep.compat.apex.amp_handle import (
     register_promote_function,
 )
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
-from halfstep.compat.apex.optimizer_state import AmpScaler, rule_of
+from halfstep.compat.apex.optimizer_state import AmpOptimizerState, AmpScaler, rule_of
 from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.apex.state import STATE, AmpError, Properties, maybe_print
 from halfstep.masters import MasterWeights
@@ -121,9 +121,7 @@ def initialize(
         loss_scale=loss_scale,
     )
     model_list: list[nn.Module] = _listed(models, (nn.Module,), "models")
-    optimizer_list: list[Optimizer] = _listed(
-        optimizers, _OPTIMIZER_TYPES, "optimizers"
-    )
+    optimizer_list: list[Any] = _listed(optimizers, _OPTIMIZER_TYPES, "optimizers")
     _check(model_list, optimizer_list)
     rule = rule_of(properties_.loss_scale, min_loss_scale, max_loss_scale)
     for line in properties.lines(properties_):
@@ -269,11 +267,8 @@ def scale_loss(
     if not chosen.enabled:
         yield loss
         return
-    many = isinstance(optimizers, list | tuple)
-    states = [
-        optimizer_state.state_of(each)
-        for each in (optimizers if many else [optimizers])
-    ]
+    given = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    states = [optimizer_state.state_of(each) for each in given]
     scaler = _scaler(loss_id)
     scale = scaler.loss_scale()
     for one in states:
@@ -297,9 +292,7 @@ def scale_loss(
         scaler.finish_check()
 
 
-def _unscale(
-    scaler: AmpScaler, states: list[optimizer_state.AmpOptimizerState]
-) -> None:
+def _unscale(scaler: AmpScaler, states: list[AmpOptimizerState]) -> None:
     grads_by_optimizer = [one.collect() for one in states]
     gradients = [gradient for part in grads_by_optimizer for _, gradient in part]
     scaler.unscale_(gradients, states)

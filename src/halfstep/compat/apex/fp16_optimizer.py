@@ -39,11 +39,8 @@ class LossScaler:
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient is non-finite; apex's static one did not check."""
-        return any(
-            not bool(param.grad.isfinite().all())
-            for param in params
-            if param.grad is not None
-        )
+        grads = [param.grad for param in params if param.grad is not None]
+        return not all(bool(grad.isfinite().all()) for grad in grads)
 
     def update_scale(self, overflow: bool) -> None:
         """Update the scale for the next step."""

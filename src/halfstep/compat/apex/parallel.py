@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-]
+__all__ = ["LARC", "DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
 
 _MEGABYTE = 1024 * 1024
 

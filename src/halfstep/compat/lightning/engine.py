@@ -5,10 +5,10 @@ The stages are those of `Session.step`: scale, backward, unscale, update.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,9 +55,8 @@ class ConvertedModel:
 
     def __init__(self, model: nn.Module, choice: Choice, policy: Policy) -> None:
         self.choice, self.rules = choice, policy
-        conversion = convert_model.convert_(
-            model, choice.level, choice.format.dtype, policy
-        )
+        dtype = choice.format.dtype
+        conversion = convert_model.convert_(model, choice.level, dtype, policy)
         self.policy = conversion.policy
         self.num_implied_rules = len(conversion.policy.rules) - len(policy.rules)
         self.fp32: dict[nn.Parameter, Tensor] = {}
@@ -168,9 +167,7 @@ class ConvertedModel:
                 self.fp32[param].copy_(value)
 
 
-_converted: weakref.WeakKeyDictionary[nn.Module, ConvertedModel] = (
-    weakref.WeakKeyDictionary()
-)
+_converted: WeakKeyDictionary[nn.Module, ConvertedModel] = WeakKeyDictionary()
 
 
 @dataclass
@@ -446,9 +443,8 @@ class LevelEngine:
         headroom = 1
         if low == torch.float16:
             headroom = 1 << (entry.num_passes - 1).bit_length()
-        self._averager.mean_(
-            dict.fromkeys(masters.master_params, low), group, predivide_factor=headroom
-        )
+        dtypes = dict.fromkeys(masters.master_params, low)
+        self._averager.mean_(dtypes, group, predivide_factor=headroom)
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the weights with an optimizer, unless a gradient is inf or NaN.
@@ -520,11 +516,8 @@ class LevelEngine:
             str(number): (entry.num_attempted, int(entry.num_skipped))
             for number, entry in enumerate(self.entries.values())
         }
-        return {
-            "dtype": self.choice.format.name,
-            "loss_scale": self.scaler.state_dict(),
-            "steps": steps,
-        }
+        scale = self.scaler.state_dict()
+        return {"dtype": self.choice.format.name, "loss_scale": scale, "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of this class, or of the `GradScaler` of Lightning's "16-mixed".
