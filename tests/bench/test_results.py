@@ -117,6 +117,13 @@ def test_plot(tmp_path: Path, suffix: str) -> None:
     assert file.read_bytes().startswith(head)
 
 
+def test_nothing_to_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: where all candidates were rejected, a line says so."""
+    table = Table("Times", ("candidate", "x torch.amp"), (("O3", None),))
+    results.plot([table], tmp_path / "x.svg")
+    assert "nothing was measured that could be drawn" in capsys.readouterr().err
+
+
 def test_plots_that_cannot_be_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

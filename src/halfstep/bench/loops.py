@@ -9,7 +9,7 @@ import contextlib
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -75,16 +75,12 @@ class Loop:
         if self.session:
             memory: dict[str, int] = self.session.memory()
             return memory["weights"] + memory["masters"] + memory["moments"]
-        states = self.optimizer.state.values()
-        values = (v for state in states for v in state.values() if torch.is_tensor(v))
-        groups = (p for group in self.optimizer.param_groups for p in group["params"])
-        return storage_bytes([*self.model.parameters(), *groups, *values])
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total storage size; shared storages count once."""
-    storages = (t.untyped_storage() for each in tensors for t in inner_tensors(each))
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        groups, states = self.optimizer.param_groups, self.optimizer.state.values()
+        tensors = [p for group in groups for p in group["params"]]
+        tensors += [v for state in states for v in state.values() if torch.is_tensor(v)]
+        every = (*self.model.parameters(), *tensors)
+        storages = (t.untyped_storage() for each in every for t in inner_tensors(each))
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def plain(task: Task, *, low: bool = True, policy: str | None = None) -> Loop:

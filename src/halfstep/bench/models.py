@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Iterable, Iterator
 
-    from halfstep.diagnostics.probe import Event
     from halfstep.reporting.table import Table
 
 DEFAULTS: dict[str, dict[str, float]] = {
@@ -194,7 +194,9 @@ def _probed_loop(task: loops.Task, **probe: Any) -> loops.Loop:  # noqa: ANN401
     loop = loops.CANDIDATES[task.work.loop].loop(task)
     if not probe:
         return loop
-    update, own = loop.update, Probe(loop.model, log=_to_text, **probe)
+    update = loop.update
+    # JSON as its file has, which is discarded.
+    own = Probe(loop.model, log=partial(json.dumps, allow_nan=False), **probe)
 
     def update_and_probe() -> None:
         update()
@@ -202,10 +204,6 @@ def _probed_loop(task: loops.Task, **probe: Any) -> loops.Loop:  # noqa: ANN401
 
     loop.update = update_and_probe
     return loop
-
-
-def _to_text(event: Event) -> None:
-    json.dumps(event, allow_nan=False)
 
 
 def _probed(description: str, **probe: Any) -> loops.Candidate:  # noqa: ANN401

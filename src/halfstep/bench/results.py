@@ -204,6 +204,9 @@ def plot(tables: Sequence[Table], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     tables = [table for table in tables if _measured(table)]
+    if not tables:
+        measure.progress(f"--plot {path}: nothing was measured that could be drawn.")
+        return
     heights = [1.2 + 0.3 * len(table.rows) for table in tables]
     with plt.rc_context({"svg.hashsalt": "halfstep"}):
         figure, axes = plt.subplots(
