@@ -79,9 +79,6 @@ def backward(*outs: Tensor) -> None:
     torch.autograd.backward(outs)
 
 
-# Open regions
-
-
 def test_devices_have_their_own() -> None:
     """Law: a region on one device is none on another."""
     with region(A), region(B, "cuda"):
@@ -89,9 +86,6 @@ def test_devices_have_their_own() -> None:
         assert name(active_context.active("cuda")) == "B"
         assert active_context.active("mps") is None
     assert active_context.active("cuda") is None
-
-
-# Backward passes
 
 
 @pytest.mark.parametrize("around", [None, C])
@@ -184,9 +178,6 @@ def test_closed_in_another_thread(context: CastContext | None) -> None:
     active_context.run_pending()
     assert not patched()
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
-
-
-# Caches
 
 
 def test_casts_keep_their_history_while_a_context_is_open() -> None:

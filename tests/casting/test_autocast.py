@@ -42,9 +42,6 @@ def _untold(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-# What torch sees
-
-
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_sees_the_region(dtype: torch.dtype, kind: str) -> None:
@@ -175,9 +172,6 @@ def test_a_decorated_function_keeps_its_name(kind: str) -> None:
     assert autocast_state() == OFF
 
 
-# Copies
-
-
 @pytest.mark.parametrize("kind", ["default", "torch", "lean", "rule"])
 @pytest.mark.parametrize(
     "copied",
@@ -195,9 +189,6 @@ def test_copies_are_not_entered(kind: str, copied: Callable[[Any], Any]) -> None
         assert autocast_state() == (True, torch.float16, False, 2)
     assert autocast_state() == OFF
     assert twin.policy == region.policy
-
-
-# What is refused
 
 
 @pytest.mark.parametrize("kind", ["lean", "record", "cache"])

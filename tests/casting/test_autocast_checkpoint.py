@@ -207,9 +207,6 @@ def test_a_closed_region_keeps_nothing(reentrant: bool) -> None:
     assert weight.grad is not None
 
 
-# Selective checkpointing
-
-
 def save_casts_and_products(_: object, op: Any, *__: Any, **___: Any) -> Any:
     ops = torch.ops.aten
     saved = {ops.mm.default, ops.addmm.default, ops.mv.default, ops._to_copy.default}

@@ -68,9 +68,6 @@ def close(left: Any, right: Any, backend: str = "eager") -> None:
         torch.testing.assert_close(ours, theirs, rtol=room, atol=4 * room)
 
 
-# Inside
-
-
 PARSED = Policy.parse(MM)
 HALF_RAN: Any = autocast("cpu", torch.float16)(ran)
 LEAN_RAN: Any = autocast("cpu", policy="lean")(ran)
@@ -117,8 +114,6 @@ def test_a_region_inside(program: Callable[..., Any], backend: str) -> None:
         close(compiled(M, W, V), expected, backend)
         assert not torch.is_autocast_enabled("cpu")
 
-
-# Around
 
 AROUND: dict[str, dict[str, Any]] = {
     "stock": {},
@@ -167,9 +162,6 @@ def test_around_and_inside() -> None:
             expected = inherits(M, W, V)
             close(compiled(M, W, V), expected)
             close(ran(M, W, V), expected[-1])
-
-
-# Backward
 
 
 def model() -> nn.Module:
@@ -276,9 +268,6 @@ def test_wrong_words_are_refused() -> None:
     with pytest.raises(Exception, match=r"did you mean \\*'op:softmax=fp32"):
         torch.compile(opens, backend="eager", fullgraph=True)(M)
     assert not torch.is_autocast_enabled("cpu")
-
-
-# Export
 
 
 class Exported(nn.Module):

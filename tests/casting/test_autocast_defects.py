@@ -171,9 +171,6 @@ def shared(make: Make) -> object:
             return other.submit(autocast_state).result()
 
 
-# The table
-
-
 MIXED = (
     "RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::Half != "
     "c10::BFloat16"

@@ -38,9 +38,6 @@ MM = "torch + op:mm=fp32"
 MV = "torch + op:mv=low"
 
 
-# One inside another
-
-
 def test_tables(tmp_path: Path) -> None:
     """Law: what is compared below: nothing, torch's table, the lean one, rules.
 
@@ -187,9 +184,6 @@ def test_a_region_of_torchs_around_ours() -> None:
         assert ran() == (FP16, FP32)
 
 
-# Rules on modules
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -273,9 +267,6 @@ def test_rules_on_modules_match_by_being_entered() -> None:
     with told, autocast("cpu", policy=other, model=net):
         net.body(A)
         A.lgamma()
-
-
-# Errors about dtypes
 
 
 def attend(x: Tensor, y: Tensor) -> Tensor:

@@ -65,9 +65,6 @@ def test_numbers_are_torchs(dtype: torch.dtype, kind: str) -> None:
     exact(train(autocast, "cuda", dtype, **more), train(torch.autocast, "cuda", dtype))
 
 
-# Two processes
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of every kind under conversion: ties, states, odd parameters, refusals."""
+"""Models of every kind under conversion: ties, states, odd or large parameters."""
 
 import contextlib
 import copy
@@ -31,10 +31,8 @@ def convert(model: nn.Module, level: str, low: torch.dtype = BF16) -> Any:
     return convert_(model, levels.parse(level), low, LEAN)
 
 
-def prepared(
-    model: nn.Module, level: str, dtype: str = "bf16", lr: float = 0.1, **more: Any
-) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+def prepared(model: nn.Module, level: str, dtype: str = "bf16", **more: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return hs.prepare(model, optimizer, level, dtype=dtype, loss_scale=4.0, **more)
 
 
@@ -285,3 +283,90 @@ def test_a_scripted_part(level: str) -> None:
         for a, b in zip(before, model.parameters(), strict=True)
     ]
     assert all(moved)
+
+
+FITS, OVERFLOWS = 65519.0, 65520.0
+"""From half-way between fp16's largest number and 65536 on, rounding gives inf."""
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+        self.norm = nn.LayerNorm(2)
+        self.gain = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.ones(2))
+
+
+def put(tensor: Tensor, value: float) -> None:
+    with torch.no_grad():
+        tensor.view(-1)[0] = value
+
+
+@pytest.mark.parametrize("value", [OVERFLOWS, -1e5, 3e38])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_weight_beyond_fp16(level: str, value: float) -> None:
+    """Law: it is named with its size and the cures, and each cure holds it."""
+    model = Wide()
+    put(model.head.weight, value)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UserError) as caught:
+        prepared(model, level, "fp16")
+    assert str(caught.value) == (
+        f"parameter 'head.weight' reaches {abs(value):g}, and fp16 holds numbers up to "
+        "65504: it would become inf. Use dtype='bf16' or the rule 'module:head=fp32'."
+    )
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    bare = Wide()
+    put(bare.gain, value)
+    # Of a parameter of the model itself, only what helps is said.
+    with pytest.raises(UserError, match=r" inf\. Use dtype='bf16'\.$"):
+        prepared(bare, level, "fp16")
+    for dtype, policy in (("bf16", "lean"), ("fp16", "lean + module:head=fp32")):
+        twin = copy.deepcopy(model)
+        session = prepared(twin, level, dtype, policy=policy)
+        assert twin.head.weight.isfinite().all()
+        assert session.weights()["head.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_what_fits_and_what_stays(level: str) -> None:
+    """Law: a number that rounds to 65504, inf itself, and fp32 weights are let in."""
+    model = Wide()
+    put(model.head.weight, FITS)
+    put(model.head.bias, torch.inf)
+    if level != "O3":
+        put(model.norm.weight, 1e5)
+    prepared(model, level, "fp16")
+    if level in {"O2", "O3"}:
+        assert model.head.weight.max() == 65504
+
+
+def test_bf16_has_a_limit_too() -> None:
+    """Law: fp32 goes a little beyond bf16's largest number, and O1 holds it."""
+    model = Wide()
+    put(model.head.weight, torch.finfo(torch.float32).max)
+    with pytest.raises(UserError) as caught:
+        prepared(model, "O2", "bf16")
+    assert str(caught.value) == (
+        "parameter 'head.weight' reaches 3.40282e+38, and bf16 holds numbers up to "
+        "3.38953e+38: it would become inf. Use level='O1' or the rule "
+        "'module:head=fp32'."
+    )
+    prepared(model, "O1", "bf16")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_state_beyond_fp16(level: str) -> None:
+    """Law: a session refuses such a state, and stays as it was."""
+    model = Wide()
+    put(model.head.weight, 1e5)
+    state = prepared(model, "O1", "bf16").state_dict()
+    session = prepared(Wide(), level, "fp16")
+    before = copy.deepcopy(session.weights())
+    with pytest.raises(UserError, match=r"^parameter 'head\.weight' reaches 100000, "):
+        session.load_state_dict(state)
+    torch.testing.assert_close(session.weights(), before, rtol=0, atol=0)
+    other = prepared(Wide(), level, "bf16")
+    other.load_state_dict(state)
+    assert other.weights()["head.weight"][0, 0] == pytest.approx(1e5, rel=2**-8)

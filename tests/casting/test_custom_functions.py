@@ -57,9 +57,6 @@ def operands(*dtypes: torch.dtype) -> list[Tensor]:
     return [torch.randn(5, 5, dtype=dtype, requires_grad=True) for dtype in dtypes]
 
 
-# Which dtype
-
-
 @pytest.mark.parametrize(("decorator", "regions", "dtypes", "expected"), ROWS)
 def test_casts_as_by_hand(
     decorator: Decorator,
@@ -144,9 +141,6 @@ def test_runs_with_autocast_off(decorator: Decorator, dtype: torch.dtype) -> Non
         assert autocast_state()[:2] == (True, dtype)
 
 
-# Nested arguments
-
-
 leaf = st.one_of(
     st.sampled_from([FP32, BF16, FP16, FP64, torch.int64, torch.bool]).map(
         lambda dtype: torch.ones(2, dtype=dtype)
@@ -187,9 +181,6 @@ def test_nested_casts_are_torchs(args: list[Any], kwargs: dict[str, Any]) -> Non
             assert same_bits(left, right)
         else:
             assert left == right
-
-
-# What can be decorated
 
 
 @DECORATORS

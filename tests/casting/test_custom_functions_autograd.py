@@ -108,9 +108,6 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
     assert all(map(same_bits, left, right))
 
 
-# Against torch
-
-
 @IN_REGIONS
 @CASTS
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
@@ -267,9 +264,6 @@ def test_exceptions_restore_the_state() -> None:
     with pytest.raises(ZeroDivisionError):
         y.sum().backward()
     assert state() == before
-
-
-# Derivatives
 
 
 def by_hand(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

@@ -53,9 +53,6 @@ def steered(
             active_context.pop(pushed)
 
 
-# Without a frame
-
-
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "mm": lambda: torch.mm(X, X),
     "softmax.int": lambda: torch.softmax(X.to(BF16), 0),
@@ -138,9 +135,6 @@ def test_higher_order_operators_run() -> None:
     with steered({"mm": "fp32"}):
         out = torch.cond(X.sum() > 0, lambda x: x.mm(x), lambda x: x.mm(x).sin(), (X,))
     assert out.dtype == FP32
-
-
-# With one
 
 
 @pytest.mark.parametrize("low", [BF16, FP16])
@@ -253,9 +247,6 @@ def test_the_cache_serves_weights() -> None:
     assert (cache.hits, cache.misses, len(cache)) == (1, 1, 1)
 
 
-# Other libraries
-
-
 @pytest.fixture
 def library() -> Iterator[str]:
     lib: Any = Library("halfstep_test_kernels", "DEF")  # type: ignore[no-untyped-call]
@@ -317,9 +308,6 @@ def test_a_backend_that_uses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
         "policies need a dispatch key that the backend 'npu' uses: open autocast() "
         "without policy, cache and record, or do not load that backend."
     )
-
-
-# Names
 
 
 def test_names_mean_operations() -> None:

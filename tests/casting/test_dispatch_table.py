@@ -28,9 +28,6 @@ def word(table: dict[str, op_tables.Row], op: str) -> str:
     return table[op].category if op in table else KEEP
 
 
-# Rows
-
-
 @DEVICES
 def test_torchs_table_steers_nothing(device: str) -> None:
     """Law: what torch does by itself it does without us."""
@@ -127,9 +124,6 @@ def test_everything_takes_in_all_rows(device: str) -> None:
     )
 
 
-# What is told
-
-
 def test_what_matched_nothing() -> None:
     """Law: rules that decided nothing are named, all of them, in order."""
     policy = parse("torch", "op:mm=fp32", "module:head=low", "op:exp=low")
@@ -143,9 +137,6 @@ def test_what_matched_nothing() -> None:
         policy, {1}
     )
     assert unmatched_rule_warning(TORCH, set()) == ""
-
-
-# What is refused
 
 
 def test_operators_that_come_later() -> None:

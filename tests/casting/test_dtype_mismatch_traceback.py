@@ -58,9 +58,6 @@ def rows() -> Tensor:
     return torch.rand(2, 2, dtype=BF16)
 
 
-# Modules
-
-
 def test_innermost_module() -> None:
     """Law: the path leads from the outermost module to the innermost.
 
@@ -376,9 +373,6 @@ def test_pickle() -> None:
 TEXT = "expected scalar type BFloat16 but found Float"
 
 
-# Nothing is run, and nothing is kept
-
-
 class Counting(nn.Module):
     """Counts how often its property is asked."""
 
@@ -429,9 +423,6 @@ def test_nothing_is_kept() -> None:
     del model, matrix
     gc.collect()
     assert all(ref() is None for ref in held)
-
-
-# It never raises
 
 
 def sprung(*_: object) -> NoReturn:

@@ -16,6 +16,7 @@ from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.numerics.accumulate import add_
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ONES = torch.ones(4, 3, dtype=BF16)
 LOW = pytest.mark.parametrize("dtype", [BF16, FP16])
 
 
@@ -92,9 +93,6 @@ def test_a_sum_makes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [1 << 18, 1 << 17]
 
 
-# Taking gradients
-
-
 def opened() -> Fp32GradAccumulator:
     """Return one that takes gradients here, as in a backward pass that it has begun."""
     gradients = Fp32GradAccumulator()
@@ -143,7 +141,7 @@ def test_what_is_left_to_autograd(why: str) -> None:
     gradients, param = opened(), weight()
     REFUSALS[why](gradients, param)
     before = param.grad
-    assert not take(gradients, param, torch.ones(4, 3, dtype=BF16))
+    assert not take(gradients, param, ONES)
     assert param.grad is before
 
 
@@ -153,16 +151,13 @@ def test_which_gradients_are_left_to_autograd() -> None:
     A hook that is gone is none.
     """
     gradients, param = opened(), weight()
-    ones = torch.ones(4, 3, dtype=BF16)
-    assert not take(gradients, param, ones.to_sparse())
-    assert not take(gradients, param, ones.float())
-    with torch.enable_grad():
-        assert not gradients.accumulate(param, ones)
+    for part in (ONES.to_sparse(), ONES.float()):
+        assert not take(gradients, param, part)
+    assert not gradients.accumulate(param, ONES)
     assert param.grad is None
-    untyped: Any = param
-    untyped.register_hook(lambda grad: grad).remove()
-    untyped.register_post_accumulate_grad_hook(lambda _: None).remove()
-    assert take(gradients, param, ones)
+    param.register_hook(lambda grad: grad).remove()
+    param.register_post_accumulate_grad_hook(lambda _: None).remove()
+    assert take(gradients, param, ONES)
 
 
 def test_the_backward_pass_of_a_loss() -> None:
@@ -175,8 +170,7 @@ def test_the_backward_pass_of_a_loss() -> None:
 
     def offer(where: str) -> None:
         with torch.no_grad():
-            one = torch.ones(4, 3, dtype=BF16)
-            taken[where] = gradients.accumulate(param, one)
+            taken[where] = gradients.accumulate(param, ONES)
 
     def inside(grad: Tensor) -> Tensor:
         offer("in it")
@@ -208,9 +202,6 @@ def test_the_backward_pass_of_a_loss() -> None:
     }
     gradients.start(torch.ones(()))
     gradients.stop()
-
-
-# Memory
 
 
 def test_buffers_serve_again() -> None:
@@ -262,7 +253,7 @@ def test_layout_and_memory() -> None:
 def test_buffers_end_with_their_weight() -> None:
     """Law: a buffer that fits no more is left; neither outlives the model."""
     gradients, param = opened(), weight()
-    take(gradients, param, torch.ones(4, 3, dtype=BF16))
+    take(gradients, param, ONES)
     param.grad = None
     param.data = torch.zeros(2)
     take(gradients, param, torch.ones(2, dtype=BF16))

@@ -139,9 +139,6 @@ def test_attached_once() -> None:
     assert [len(m._forward_pre_hooks) for m in (model, model.a)] == [0, 2]
 
 
-# Where rules act
-
-
 @pytest.mark.filterwarnings("ignore:policy rule")
 def test_inactive_elsewhere() -> None:
     """Law: outside regions, in torch's, under another policy, with autocast off: none.
@@ -210,9 +207,6 @@ def test_a_module_without_tensors() -> None:
     model = nn.Sequential(Make())
     with autocast("cpu", policy="torch + module:0=fp32", model=model):
         assert model[0]().dtype == FP32
-
-
-# The parts
 
 
 def test_where_scopes_begin() -> None:

@@ -130,9 +130,6 @@ def test_threads_share_a_module() -> None:
             assert list(pool.map(work, (own, plain))) == [inside, FP16]
 
 
-# Recomputation
-
-
 @KINDS
 @pytest.mark.parametrize(
     ("rules", "dtypes", "around"),

@@ -121,9 +121,6 @@ def test_inside_a_region_of_torchs() -> None:
         assert layer(EYE).dtype == BF16
 
 
-# What it cannot see
-
-
 def under_one_no_grad(layer: nn.Linear) -> bool:
     """Change the weight between two passes under one `no_grad`: is it seen?"""
     with torch.no_grad():
@@ -163,9 +160,6 @@ def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
     torchs = fresh.pop("torch")
     assert not torchs
     assert fresh == {"version": counted, "none": True}
-
-
-# Threads
 
 
 def flag() -> bool:

@@ -40,20 +40,6 @@ def region(cache: CastCache, dtype: torch.dtype = BF16) -> Any:
     return hs.autocast("cpu", dtype, cache=cache)
 
 
-# What is served
-
-
-def test_a_cast_is_the_weight_rounded() -> None:
-    """Law: the value is `weight.to(dtype)`, cast once, for as long as it holds."""
-    cache, param = CastCache(), nn.Parameter(torch.randn(5, 3))
-    for dtype in (BF16, FP16, BF16, FP16):
-        low = cache(param, dtype)
-        assert low.dtype == dtype
-        assert torch.equal(low, param.to(dtype))
-    assert counts(cache) == (2, 2)
-    assert len(cache) == 2
-
-
 def stepped(make: Callable[..., torch.optim.Optimizer]) -> Callable[[Any], object]:
     def edit(param: nn.Parameter) -> None:
         param.grad = torch.ones_like(param)
@@ -196,9 +182,6 @@ def test_a_session_dies() -> None:
     assert {ref() for ref in gone} == {None}
 
 
-# Regions
-
-
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 def test_evaluation_first(first: Callable[[], Any]) -> None:
     """Law: a cast made for evaluation lets gradients through later, and is exact."""
@@ -225,9 +208,6 @@ def test_inference_mode() -> None:
     with torch.inference_mode():
         assert not cache(param, BF16).is_inference()
     assert counts(cache) == (1, 2)
-
-
-# Renewal
 
 
 def test_renewal_writes_into_the_same_memory() -> None:
@@ -376,9 +356,6 @@ def test_recomputation_casts_nothing() -> None:
         assert (cache.hits, cache.misses) == (2 + 16 * number, 6)
         out.sum().backward()
         assert (cache.hits, cache.misses) == (10 + 16 * number, 6)
-
-
-# What is no weight after all
 
 
 def test_fake_tensors_are_not_cached() -> None:

@@ -113,9 +113,6 @@ def test_resumed_is_uninterrupted(strategy: str, way: str) -> None:
                 broken.scaler = copy.deepcopy(broken.scaler)
 
 
-# Of others
-
-
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_from_torch_and_back(used: bool, seed: int) -> None:

@@ -45,9 +45,6 @@ def go(session: Any, seed: int, spoilt: float = 0.0, name: str = "") -> Any:
     return session.step()
 
 
-# Left out
-
-
 @pytest.mark.parametrize(
     ("kind", "bad"),
     [*zip([*KINDS, "O2 bf16"], [(0,), (3,), (0, 2), (1, 2, 3)] * 2, strict=True)],

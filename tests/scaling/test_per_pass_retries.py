@@ -47,9 +47,6 @@ class Loop:
         return self.weight.grad
 
 
-# Scales of their own
-
-
 def scale_of(scaler: Any, name: str) -> Any:
     return scaler.state_dict()["_halfstep"][name]["scale"]
 
@@ -182,9 +179,6 @@ def test_disabled() -> None:
     loop.scaler.backward(loss)
 
 
-# Run again
-
-
 @pytest.mark.parametrize("retries", [0, 1, 2, 3])
 def test_a_batch_is_not_lost(retries: int) -> None:
     """Law: a pass is run again at half the scale until it fits, or tries are used up.
@@ -253,9 +247,6 @@ def test_checkpoints(reentrant: bool) -> None:
         assert loop.step().applied
     same(grads[0], grads[1])
     assert set(grads[0].tolist()) == {0.0, 30.0}
-
-
-# In a session
 
 
 build = functools.partial(session_cases.build, make=SGD)

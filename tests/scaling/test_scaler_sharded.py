@@ -5,9 +5,10 @@ numbers are small multiples of powers of two, and no gradient depends on a weigh
 sum is exact in whatever order ranks form it, and whole weights are the oracle.
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -139,10 +140,19 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def spoil(model: nn.Module, plant: Plant) -> None:
-    """Write what is planted into the last part of a gradient that has one."""
-    part = list(model.parameters())[plant.param].grad
-    part.to_local().view(-1)[-1] = plant.value
+@contextlib.contextmanager
+def planted(
+    model: nn.Module, loss: Tensor, plant: Plant | None, kind: str
+) -> Iterator[Tensor]:
+    """Give a loss for a backward pass; spoil the last part of a gradient after it.
+
+    Replicas hold the same parts: of these only a rank's own loss can differ.
+    """
+    here = plant is not None and plant.here()
+    yield loss * plant.value if here and kind == "hsdp" else loss
+    if here and kind != "hsdp":
+        part: Any = list(model.parameters())[plant.param].grad
+        part.to_local().view(-1)[-1] = plant.value
 
 
 def train(group: Group, kind: str, name: str, clip: float | None) -> dict[str, Any]:
@@ -155,13 +165,8 @@ def train(group: Group, kind: str, name: str, clip: float | None) -> dict[str, A
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = model(batch(step, share)) / ROWS
-        plant = plan.get(step)
-        if plant is not None and kind == "hsdp" and plant.here():
-            # Replicas hold the same parts: only a rank's own loss can differ.
-            loss = loss * plant.value
-        scaler.scale(loss).backward()
-        if plant is not None and kind != "hsdp" and plant.here():
-            spoil(model, plant)
+        with planted(model, loss, plan.get(step), kind) as spoilt:
+            scaler.scale(spoilt).backward()
         if clip is not None:
             with counted() as first:
                 scaler.unscale_(optimizer)
@@ -214,13 +219,8 @@ def session(group: Group, kind: str, level: str) -> dict[str, Any]:
     for step in range(STEPS):
         with trained.autocast():
             loss = trained.model(batch(step, share)) / ROWS
-        plant = plan.get(step)
-        here = plant is not None and plant.here()
-        if plant is not None and here and kind == "hsdp":
-            loss = loss * plant.value
-        trained.backward(loss)
-        if plant is not None and here and kind != "hsdp":
-            spoil(model, plant)
+        with planted(model, loss, plan.get(step), kind) as spoilt:
+            trained.backward(spoilt)
         with counted() as count:
             report = trained.step()
         calls.append(len(count))

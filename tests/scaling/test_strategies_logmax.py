@@ -87,9 +87,6 @@ def test_logmax_without_gradients() -> None:
     assert own.state_dict()["steps"] == 1
 
 
-# All of them
-
-
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_words(word: str) -> None:
     """Law: each word of a rule makes its strategy, new each time; {} begins anew."""
