@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from master_cases import adopted
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -44,9 +45,6 @@ def warns_here(words: str) -> Iterator[None]:
     assert caught[0].filename == __file__
 
 
-CLIPPED = "^gradients were changed between .*prepare.*clip_grad_norm="
-
-
 @pytest.mark.parametrize("kind", ["O1 fp16", "O2 fp16", "O3 fp16", "O2 fp16 masters"])
 def test_clipping_by_hand(kind: str) -> None:
     """Law: clipping scaled gradients says once what to call instead.
@@ -59,13 +57,10 @@ def test_clipping_by_hand(kind: str) -> None:
         for _ in range(session.accumulate - 1):
             micro(session, 0)
         session.backward(loss_of(session))
-        params = list(session.model.parameters())
-        if masters:
-            groups = session.optimizer.param_groups
-            params = [p for group in groups for p in group["params"]]
+        params = adopted(session.optimizer) if masters else session.model.parameters()
         clip_grad_norm_(params, 1.0)
         if number == 0:
-            with warns_here(CLIPPED):
+            with warns_here("^gradients were changed between .*prepare.*clip_grad_no"):
                 session.step()
         else:
             session.step()  # said once
@@ -170,14 +165,12 @@ def test_other_errors_arrive_as_they_are() -> None:
     assert "session.autocast" not in str(caught.value)
 
 
-SAVED = r"^model\.state_dict\(\) holds bf16 weights: use session\.weights\(\)"
-
-
 @pytest.mark.parametrize("master", ["fp32", "split"])
 def test_a_state_dict_of_low_weights(master: str) -> None:
     """Law: `model.state_dict()` says once that its weights are 16-bit."""
     session = build("O2 bf16", master=master)
-    with warns_here(SAVED):
+    words = r"^model\.state_dict\(\) holds bf16 weights: use session\.weights\(\)"
+    with warns_here(words):
         state = session.model.state_dict()
     assert state["0.weight"].dtype == torch.bfloat16
     session.model.state_dict()  # said once
@@ -261,9 +254,6 @@ def test_flush_without_accumulation() -> None:
         assert not session.flush().complete
 
 
-PENDING = r"^evaluation with 1 of 2 micro-batches pending: .* session\.flush\(\)"
-
-
 def test_evaluation_with_micro_batches_pending() -> None:
     """Law: weights that lack micro-batches are not evaluated in silence; once."""
     session = build("O1 bf16", accumulate=2)
@@ -271,11 +261,11 @@ def test_evaluation_with_micro_batches_pending() -> None:
         loss_of(session)
     micro(session, 1)
     session.model.eval()
+    words = r"^evaluation with 1 of 2 micro-batches pending: .* session\.flush\(\)"
     with torch.no_grad():
-        with pytest.warns(UserWarning, match=PENDING) as caught:
+        with warns_here(words):
             loss_of(session)
         loss_of(session)
-    assert caught[0].filename == __file__
 
 
 def test_forward_passes_without_gradients_in_a_window() -> None:
@@ -315,9 +305,6 @@ def test_a_session_that_ends_with_micro_batches_pending(
     assert said == number % 2 * [message]
 
 
-CLEARED = r"^gradients of 1 of 4 micro-batches were cleared .*session\.step\(\) clears"
-
-
 @KINDS
 def test_gradients_cleared_between_micro_batches(kind: str) -> None:
     """Law: the habitual `optimizer.zero_grad()` at the top of the loop is told once."""
@@ -325,7 +312,8 @@ def test_gradients_cleared_between_micro_batches(kind: str) -> None:
     session.optimizer.zero_grad()
     micro(session, 1)
     session.optimizer.zero_grad()
-    with warns_here(CLEARED):
+    words = r"^gradients of 1 of 4 micro-batches were cleared .*session\.step\(\) clear"
+    with warns_here(words):
         micro(session, 2)
     session.optimizer.zero_grad()
     micro(session, 3)  # said once
@@ -416,9 +404,6 @@ def test_a_backward_pass_that_fails(kind: str, options: dict[str, Any]) -> None:
     assert same(session.weights(), twin.weights())
 
 
-OUTSIDE = r"^the forward pass ran outside session\.autocast\(\), .* it ran in "
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("O1 bf16", "fp32"), ("O2 bf16", "the dtypes of the weights")]
 )
@@ -429,7 +414,8 @@ def test_a_loop_without_the_context(kind: str, dtype: str) -> None:
     level, low = kind.split()
     session = hs.prepare(model, optimizer, level, dtype=low)
     assert "outside" not in str(session.explain())
-    with warns_here(f"{OUTSIDE}{dtype}"):
+    outside = r"^the forward pass ran outside session\.autocast\(\), .* it ran in "
+    with warns_here(outside + dtype):
         session.backward(model(torch.arange(4)).float().mean())
     assert {row[5] for row in session.explain().rows} == {
         "no forward pass ran inside session.autocast()"
@@ -559,10 +545,9 @@ def test_clipping_without_the_gradients(
     """Law: where `.grad` is not the gradient, `clip_grad_norm_` raises."""
     session = build(kind, **options)
     session.backward(loss_of(session))
-    groups = session.optimizer.param_groups
     params = {
         "model": list(session.model.parameters()),
-        "optimizer": [param for group in groups for param in group["params"]],
+        "optimizer": adopted(session.optimizer),
     }
     with pytest.raises(UserError, match=r"^clip_grad_norm_\(\.\.\., 0\.5\) would miss"):
         clip_grad_norm_(params[of], 0.5)

@@ -58,20 +58,6 @@ def test_collapse_at_the_floor() -> None:
     assert same(everything(session), before)
 
 
-def test_collapse_without_a_moving_scale() -> None:
-    """Law: fifty skips in a row end any run; forty-nine and a step do not."""
-    session = build("O2 bf16")
-    for rounds in range(2):
-        hooks = spoil(session, "0.bias")
-        for _ in range(49):
-            assert go(session).skipped
-        if rounds == 0:
-            hooks[0].remove()
-            assert go(session).applied
-    with pytest.raises(hs.LossScaleCollapse, match=r"^50 steps in a row "):
-        go(session)
-
-
 def test_complex_gradients_have_a_norm() -> None:
     """Law: a complex gradient counts with both its parts."""
     model = nn.ParameterList([nn.Parameter(torch.tensor([1 + 1j]))])

@@ -1,18 +1,29 @@
-"""A saved session goes on to the bit: each of torch's optimizers, at each level."""
+"""A saved session goes on to the bit: each of torch's optimizers, at each level.
+
+Saved as a file, or with other things by torch.distributed.checkpoint.
+"""
 
 import io
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from forks import run_ranks
 from grids import thinned
 from master_cases import OPTIMIZERS
 from session_cases import any_machine  # noqa: F401
+from small_training import same
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.scaling import ScaleRule
 from halfstep.session.session import Session
+from halfstep.testing import assert_unchanged
 
 KINDS = (
     *("O0 fp32 fp32", "O1 bf16 fp32", "O1 fp16 fp32"),
@@ -102,10 +113,10 @@ def test_resumed_is_uninterrupted(name: str, kind: str) -> None:
     state = saved(first)
     assert [state["level"], state["dtype"]] == kind.split()[:2]
     second.load_state_dict(state)
-    same(everything(second), everything(first))
+    assert same(everything(second), everything(first))
     assert (second.steps_applied, second.steps_skipped) == (4, 1)
     go(second, *range(4, 7))
-    same(everything(second), everything(whole))
+    assert same(everything(second), everything(whole))
     scales = [session.state_dict()["scales"] for session in (whole, second)]
     assert scales[0] == scales[1]
 
@@ -121,9 +132,70 @@ def test_another_level_goes_on(name: str, to: str) -> None:
         states = [one.optimizer.state_dict()["state"] for one in (first, second)]
         for number, values in states[0].items():
             for key in values.keys() & {"step", "mu_product", "eta", "mu"}:
-                same(states[1][number][key], values[key])
+                assert same(states[1][number][key], values[key])
         go(second, *range(4, 7))
 
 
-def same(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+def round_trip(name: str, kind: str, steps: int, folder: Path) -> None:
+    session, loaded = (start(name, kind, seed) for seed in (0, 1))
+    if dist.is_initialized():
+        for each in (session, loaded):
+            each.model = DistributedDataParallel(each.model)
+    go(session, *range(steps))
+    other = torch.arange(3.0)
+    state = {"train": hs.sharded.Stateful(session), "other": other}
+    with assert_unchanged(session):
+        dcp.save(state, checkpoint_id=folder)
+    target = {"train": hs.sharded.Stateful(loaded), "other": torch.zeros(3)}
+    dcp.load(target, checkpoint_id=folder)
+    assert same(target["other"], other)
+    for more in ([], range(steps, steps + 4)):
+        for each in (session, loaded):
+            go(each, *more)
+        assert same(session.state_dict(), loaded.state_dict())
+
+
+of_dcp = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+)
+
+
+@of_dcp
+@pytest.mark.parametrize(
+    ("name", "kind", "steps"),
+    [
+        *(("adamw", kind, 3) for kind in KINDS),
+        *((name, "O2 bf16 fp32", 3) for name in ("damped sgd", "adafactor")),
+        *((name, "O2 bf16 fp32", 0) for name in ("adamw", "damped sgd", "adafactor")),
+    ],
+)
+def test_round_trip(name: str, kind: str, steps: int, tmp_path: Path) -> None:
+    """Law: saved and loaded into a new session, a run goes on to the bit.
+
+    Saved before the first step, too, which a look at the state must not change.
+    """
+    round_trip(name, kind, steps, tmp_path)
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Law: under DDP, too."""
+    run_ranks(__file__, str(tmp_path))
+
+
+@of_dcp
+def test_grad_scaler(tmp_path: Path) -> None:
+    """Law: a `GradScaler` is saved and loaded as torch's is."""
+    scaler = hs.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    dcp.save({"scaler": scaler}, checkpoint_id=tmp_path)
+    loaded = hs.GradScaler("cpu")
+    loaded.scale(torch.ones(()))
+    dcp.load({"scaler": loaded}, checkpoint_id=tmp_path)
+    assert loaded.get_scale() == 64.0
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for kind in ("O1 bf16 fp32", "O2 bf16 kahan"):
+        round_trip("adamw", kind, 3, Path(sys.argv[1]) / kind)
+    dist.destroy_process_group()
