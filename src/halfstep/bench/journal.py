@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
+from halfstep.reporting import json_fields
 from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
@@ -33,13 +34,11 @@ class Journal:
     def record(self, name: str, figures: dict[str, Any]) -> None:
         """Write a measurement; store its numbers by name and figure."""
         for figure, value in figures.items():
-            if isinstance(value, int | float):
-                if math.isfinite(value):
-                    self.values.setdefault((name, figure), []).append(float(value))
-                else:  # JSON has no NaN and no infinity
-                    figures = figures | {figure: str(value)}
+            if isinstance(value, int | float) and math.isfinite(value):
+                self.values.setdefault((name, figure), []).append(float(value))
         if self.file is not None:
-            print(json.dumps({"name": name} | figures), file=self.file, flush=True)
+            line = json.dumps({"name": name} | json_fields.plain(figures))
+            print(line, file=self.file, flush=True)
 
     def seconds(self) -> dict[str, list[float]]:
         """Return the times by name."""

@@ -45,7 +45,7 @@ def tables(
     )
     return [
         Table(f"Plan by {plan.method}", ("what", "value"), tuple(facts), notes),
-        _grouped(plan, "By operation", "operation", lambda node: node.op, "why"),
+        _grouped(plan, "By operation", "operation", lambda node: node.op, ("why",)),
         _grouped(plan, "By module", "module", lambda node: node.module or "(model)"),
     ]
 
@@ -55,7 +55,7 @@ def _grouped(
     title: str,
     what: str,
     key: Callable[[PlannedNode], str],
-    why: str = "",
+    why: tuple[str, ...] = (),
 ) -> Table:
     """Group nodes by a key, and by their reason if asked for."""
     groups: dict[tuple[str, str], list[PlannedNode]] = defaultdict(list)
@@ -74,7 +74,7 @@ def _grouped(
     ]
     if why:
         rows.sort(key=lambda row: -float(row[3]))
-    columns = (what, "number", plan.dtype, "ms", "ms in fp32", *([why] if why else []))
+    columns = (what, "number", plan.dtype, "ms", "ms in fp32", *why)
     return Table(title, columns, tuple(rows))
 
 
@@ -89,16 +89,12 @@ def explain(plan: Plan, name: str) -> Table:
         near = difflib.get_close_matches(name, by_name, n=1) or list(by_name)[:1]
         message = f"--explain {name}: no such node; is it {', '.join(near)}?"
         raise UserError(message)
-    node = by_name[name]
-    graph_node = next(
-        each for each in plan.graph_module.graph.nodes if each.name == name
-    )
+    node, nodes = by_name[name], plan.graph_module.graph.nodes
+    graph_node = next(each for each in nodes if each.name == name)
     casts = {cast.tensor: cast for cast in plan.casts}
 
-    def format_of(other: str) -> str:
-        if other in by_name:
-            return plan.dtype if by_name[other].low else "fp32"
-        return "fp32"  # a parameter or an input
+    def format_of(other: str) -> str:  # of a parameter or an input: fp32
+        return plan.dtype if other in by_name and by_name[other].low else "fp32"
 
     rows = [
         ("operation", node.op),
@@ -155,19 +151,17 @@ def picture(plan: Plan) -> str:
         return rows[name] * _ROW + _ROW / 2 + 2
 
     arcs, boxes = [], []
-    for node in plan.graph_module.graph.nodes:
-        for user in node.users:
-            if node.name not in rows or user.name not in rows:
-                continue
-            is_cast = node.name in cast and (node.name in low) != (user.name in low)
-            start, end = y(node.name), y(user.name)
-            reach = min(_MAX_REACH, 6 + (end - start) / 4)
-            if rows[user.name] - rows[node.name] > 1 or is_cast:
-                path = (
-                    f"M{_LEFT} {start} C{_LEFT - reach} {start} {_LEFT - reach} {end}"
-                )
-                colour = _CAST if is_cast else "#8886"
-                arcs.append(f'<path d="{path} {_LEFT} {end}" stroke="{colour}"/>')
+    uses = ((n.name, u.name) for n in plan.graph_module.graph.nodes for u in n.users)
+    for node, user in uses:
+        if node not in rows or user not in rows:
+            continue
+        is_cast = node in cast and (node in low) != (user in low)
+        start, end = y(node), y(user)
+        left = _LEFT - min(_MAX_REACH, 6 + (end - start) / 4)
+        if rows[user] - rows[node] > 1 or is_cast:
+            path = f"M{_LEFT} {start} C{left} {start} {left} {end} {_LEFT} {end}"
+            colour = _CAST if is_cast else "#8886"
+            arcs.append(f'<path d="{path}" stroke="{colour}"/>')
     for each in plan.nodes:
         colour = _LOW if each.low else _FP32
         words = f"{each.op} {each.module}".strip()

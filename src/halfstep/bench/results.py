@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
     from halfstep.reporting.table import Cell, Table
 
-OUTPUTS = ("json", "plot", "against")
-"""Flags that do not change what is measured."""
-_INTERNAL = {*OUTPUTS, "command", "workload", "device"}
+_INTERNAL = {"json", "plot", "against", "command", "workload", "device"}
+"""Arguments that are no settings of a measurement, or noted by themselves."""
 _MAY_DIFFER = {"rounds", "candidates", "forms"}
 """Settings in which a run may differ from the one of `--against`."""
 

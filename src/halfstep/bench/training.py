@@ -354,20 +354,15 @@ class StepServer:
 
     def _run(self, steps: int) -> dict[str, Any]:
         assert self._loop is not None  # noqa: S101 -- it was built
-        loop, device = self._loop, self._work.device
-        losses: list[Tensor] = []
-        passes = 0.0
+        loop, device, passes = self._loop, self._work.device, 0.0
         work = [self._next() for _ in range(steps)]
-
-        def run() -> None:
-            losses.extend(loop.step(batches) for batches in work)
-
         if self._bench.splits:
             loss, passes = measure.timed(partial(loop.passes, work[0]), device)
-            losses.append(loss.detach())
+            losses = [loss.detach()]
             seconds = passes + measure.timed(loop.update, device)[1]
         else:
-            seconds = measure.timed(run, device)[1] / steps
+            losses, seconds = measure.timed(lambda: [*map(loop.step, work)], device)
+            seconds /= steps
         return {
             "seconds": seconds,
             "passes": passes,
