@@ -113,33 +113,6 @@ def test_unregistered_module() -> None:
     assert " in module '1' (Hoarder) got " in line_of(found)
 
 
-class Crooked(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, rows: Tensor) -> Tensor:
-        return rows.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        vector = torch.rand(2, dtype=BF16)
-        return torch.mv(grad, vector)
-
-
-class Trainer(nn.Module):
-    def forward(self, loss: Tensor) -> None:
-        torch.autograd.backward(loss)
-
-
-def test_backward() -> None:
-    """Law: rules do not reach backward code; who calls backward is no culprit."""
-    weight = torch.rand(2, 2, requires_grad=True)
-    out: Tensor = Crooked.apply(weight)  # type: ignore[no-untyped-call]
-    found = found_in(Trainer(), out.sum())
-    assert line_of(found).startswith(
-        "-> mv in Crooked.backward got float32 (grad), bfloat16 (vec"
-    )
-    assert (found.module, found.rule) == ("", "")
-
-
 class Late(Mixer):
     again = False
 
