@@ -167,26 +167,24 @@ def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
             message += f" {remedy}"
         raise CheckpointError(message)
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    formats = {PLAIN, SHARDED} if format_ is None else {format_}
     if not isinstance(manifest, dict) or schema != SCHEMA:
         message = f"{path} has schema {schema!r}; this halfstep reads schema {SCHEMA}."
-        raise CheckpointError(message)
-    if manifest.get("seal") != seal(manifest):
+    elif manifest.get("seal") != seal(manifest):
         message = (
             f"{noun} file {path} is damaged: its seal does not match its content. "
             f"{remedy}"
         )
-        raise CheckpointError(message)
-    formats = {PLAIN, SHARDED} if format_ is None else {format_}
-    if manifest.get("format") not in formats:
+    elif manifest.get("format") not in formats:
         message = (
             f"{directory} is not a {format_ or PLAIN}: {MANIFEST} says it is a "
             f"{manifest.get('format')}."
         )
-        raise CheckpointError(message)
-    if not _lists_files(manifest) or not isinstance(manifest.get("notes"), dict):
+    elif not _lists_files(manifest) or not isinstance(manifest.get("notes"), dict):
         message = f"{path} was not written by halfstep: it lists no files, or no notes."
-        raise CheckpointError(message)
-    return manifest
+    else:
+        return manifest
+    raise CheckpointError(message)
 
 
 def verify(

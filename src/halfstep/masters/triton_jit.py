@@ -31,54 +31,27 @@ constexpr: TypeAlias = Any  # noqa: PYI042 -- Triton looks for this word
 tl: Any = None
 """`triton.language`, after `load`."""
 
-# Columns of the header row: numbers of the rule, in double.
-LR: Any = 0
-DECAY: Any = 1
-"""Weight decay; for AdamW the factor 1 - lr * weight_decay."""
-KEEP: Any = 2
-"""Momentum, or beta2."""
-TAKE: Any = 3
-"""1 - dampening, or 1 - beta2."""
-MEAN_TAKE: Any = 4
-"""1 - beta1; beta1 with FAR."""
-EPS: Any = 5
-MEAN_LOG: Any = 6
-"""log(beta1)"""
-LOG: Any = 7
-"""log(beta2)"""
+# Columns of the header row, numbers of the rule in double. DECAY: weight decay; for
+# AdamW the factor 1 - lr * weight_decay. KEEP: momentum, or beta2. TAKE: 1 - dampening,
+# or 1 - beta2. MEAN_TAKE: 1 - beta1; beta1 with FAR. MEAN_LOG, LOG: of beta1 and beta2.
+LR, DECAY, KEEP, TAKE, MEAN_TAKE, EPS, MEAN_LOG, LOG = range(8)
 
-# Columns of the tensors' rows.
-GRADIENT: Any = 0
-NUMEL: Any = 1
-BEFORE: Any = 2
-"""Number of blocks in the rows above."""
-CHECK_WIDTH: Any = 3
+# Columns of the tensors' rows. BEFORE: blocks in the rows above. STATE: the first of
+# three state tensors. FILLED: whether SGD's momentum buffer is initialized. KEY: two
+# words for each of the two streams of random bits.
+GRADIENT, NUMEL, BEFORE, WEIGHT, RESIDUAL, STATE = range(6)
+STEP, FILLED, KEY, WIDTH = 8, 9, 10, 14
+CHECK_WIDTH = 3
 """Row width of `check_finite`."""
-WEIGHT: Any = 3
-RESIDUAL: Any = 4
-STATE: Any = 5
-"""The first of three state tensors."""
-STEP: Any = 8
-FILLED: Any = 9
-"""Whether SGD's momentum buffer is initialized."""
-KEY: Any = 10
-"""Two words for each of the two streams of random bits."""
-WIDTH: Any = 14
 
-# Bits of `flags`.
-DECAYS: Any = 1
-DECOUPLED: Any = 2
-NESTEROV: Any = 4
-AMSGRAD: Any = 8
-MAXIMIZE: Any = 16
-FAR: Any = 32
-"""beta1 <= 0.5: the new mean is computed starting from the gradient."""
+# Bits of `flags`. FAR: beta1 <= 0.5, the new mean is computed from the gradient.
+DECAYS, DECOUPLED, NESTEROV, AMSGRAD, MAXIMIZE, FAR = (1 << bit for bit in range(6))
 
 # Bit patterns of floating-point formats.
-INFINITE: Any = 0x7F800000
-HIGH: Any = 0x7F80
+INFINITE = 0x7F800000
+HIGH = 0x7F80
 """Upper half of fp32 infinity; bf16 infinity."""
-LARGEST: Any = 0x7F7F
+LARGEST = 0x7F7F
 """The largest finite bf16."""
 
 CONSTANTS = {name: value for name, value in globals().items() if name.isupper()}

@@ -187,7 +187,7 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
                 "amp.initialize gives it masters where opt_level has them."
             )
             raise AmpError(message)
-        if optimizer_state.is_attached(optimizer):
+        if hasattr(optimizer, optimizer_state.ATTRIBUTE):
             message = (
                 f"this {type(optimizer).__name__} went through amp.initialize before: "
                 "pass each optimizer once, and all of them in one call."

@@ -19,8 +19,6 @@ from halfstep.compat.apex.state import AmpError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    Lists = tuple[list[nn.Parameter], list[Tensor]]
-
 __all__ = [
     "BN_convert_float",
     "DynamicLossScaler",
@@ -75,7 +73,9 @@ class FP16Model(nn.Module):
 
 
 @torch.no_grad()
-def prep_param_lists(model: nn.Module, flat_master: bool = False) -> Lists:
+def prep_param_lists(
+    model: nn.Module, flat_master: bool = False
+) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Return a model's trainable parameters, and fp32 master weights for them.
 
     `flat_master`: one flat master tensor; the parameters must have one dtype.
@@ -104,9 +104,11 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy gradients to the master weights; both lists are of `prep_param_lists`."""
     if flat_master:
-        flat = [_gradient(param).reshape(-1) for param in model_params]
+        grads = (
+            torch.zeros_like(p) if p.grad is None else p.grad for p in model_params
+        )
         total = master_params[0]
-        total.grad = torch.cat(flat).to(total.dtype)
+        total.grad = torch.cat([grad.reshape(-1) for grad in grads]).to(total.dtype)
         return
     for param, master in zip(model_params, master_params, strict=True):
         if param.grad is None:
@@ -115,10 +117,6 @@ def model_grads_to_master_grads(
             master.grad = param.grad.to(master.dtype, copy=True)
         else:
             master.grad.copy_(param.grad)
-
-
-def _gradient(param: Tensor) -> Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
     from halfstep.scaling.step_report import NonFiniteParam
 
-_ATTRIBUTE = "_amp_stash"
+ATTRIBUTE = "_amp_stash"
 
 
 class AmpOptimizerState:
@@ -228,7 +228,7 @@ def _add_grad(param: Tensor, gradient: Tensor) -> None:
 def attach(optimizer: torch.optim.Optimizer, masters: MasterWeights | None) -> None:
     """Attach amp's state to an optimizer, and wrap its methods."""
     state = AmpOptimizerState(optimizer, masters)
-    setattr(optimizer, _ATTRIBUTE, state)
+    setattr(optimizer, ATTRIBUTE, state)
     for name in ("step", "zero_grad", "add_param_group"):
         method = _routed(getattr(optimizer, name), getattr(state, name))
         setattr(optimizer, name, MethodType(method, optimizer))
@@ -245,7 +245,7 @@ def _routed(own: Callable[..., Any], through: Callable[..., Any]) -> Callable[..
 
 def state_of(optimizer: object) -> AmpOptimizerState:
     """Return amp's state of an optimizer."""
-    state: AmpOptimizerState | None = getattr(optimizer, _ATTRIBUTE, None)
+    state: AmpOptimizerState | None = getattr(optimizer, ATTRIBUTE, None)
     if state is None:
         message = (
             f"{type(optimizer).__name__} did not come from amp.initialize: pass it "
@@ -253,11 +253,6 @@ def state_of(optimizer: object) -> AmpOptimizerState:
         )
         raise AmpError(message)
     return state
-
-
-def is_attached(optimizer: object) -> bool:
-    """Return whether an optimizer went through `initialize`."""
-    return hasattr(optimizer, _ATTRIBUTE)
 
 
 # Loss scalers

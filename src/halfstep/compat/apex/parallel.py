@@ -180,13 +180,10 @@ class LARC:
         return repr(self.optim)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
-        """Scale the gradients, then call the optimizer's step.
+        """Scale the gradients, then call the optimizer's step, and return its result.
 
-        Args:
-            closure: Computes loss and gradients; called once, before they are scaled.
-
-        Returns:
-            The result of the closure, or else of the optimizer's step.
+        A closure is called once, before the gradients are scaled; its result is then
+        returned.
         """
         loss = None
         if closure is not None:

@@ -281,15 +281,7 @@ class FabricMixedPrecision(_LevelPlugin):
     losses from the model's fp32 outputs, or in `fabric.autocast()`. Add the plugin to
     the state of `fabric.save` and `fabric.load`: it holds the loss scale.
 
-    Args:
-        level: "O0" to "O3", as for `halfstep.prepare`.
-        dtype: "bf16" or "fp16"; it has no effect at O0. Default bf16, which has fp32's
-            range and needs no loss scale.
-        policy: As for `MixedPrecision`.
-        loss_scale: As for `MixedPrecision`.
-
-    Raises:
-        UserError: If an argument is unknown.
+    The arguments are those of `MixedPrecision`.
 
     Example:
         >>> from lightning.fabric import Fabric
