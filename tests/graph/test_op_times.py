@@ -82,18 +82,10 @@ def test_fused_casts_are_free(measured: list[int]) -> None:
     assert measured
 
 
-class Counted(nn.Module):
-    """A layer whose norm counts its calls in a buffer, and that drops values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.drop(self.norm(self.layer(x)))
-        return scores.exp()
+def counted() -> tuple[nn.Module, list[Tensor]]:
+    """Return a layer whose norm counts its calls in a buffer, and that drops values."""
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Softplus()
+    return nn.Sequential(*layers), [torch.randn(4, 8)]
 
 
 @pytest.mark.usefixtures("measured")
@@ -104,7 +96,7 @@ def test_predictions_are_of_whole_passes(
     """Law: what painting and fp32 are predicted to take is what their passes took."""
     passes = iter([8_000_000, 50_000_000])
     monkeypatch.setattr(OpTimes, "_time_passes", lambda *_: next(passes))
-    model, inputs = Counted(), [torch.randn(4, 8)]
+    model, inputs = counted()
     painted = hs.plan(model, inputs, method="painting")
     assert (painted.fp32_ms, painted.ms) == (pytest.approx(8), pytest.approx(50))
     # Passes of O1 serve all plans: the next would have nothing to take.
@@ -122,7 +114,7 @@ def test_a_pass_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(OpTimes, "_time_passes", overflow)
-    planned = hs.plan(Counted(), [torch.randn(4, 8)])
+    planned = hs.plan(*counted())
     assert "memory did not suffice" in str(planned)
     assert (planned.slowdown.fp32, planned.slowdown.low) == (1, 1)
 
