@@ -213,11 +213,7 @@ smaller than the column +- is no difference."""
 
 
 def load(name: str) -> Bench:
-    """Import a workload.
-
-    Raises:
-        UserError: If a package that it needs is not installed.
-    """
+    """Import a workload."""
     row = BENCHES[name]
     if row.extras:
         dependencies.check(f"halfstep bench {name}", row.extras)
@@ -278,12 +274,7 @@ def run_workload(
     arguments: argparse.Namespace,
     show: Callable[[list[Table], Callable[[], object]], None],
 ) -> None:
-    """Run a workload, and show its tables; `show` also gets what makes the JSON.
-
-    Raises:
-        UserError: If a setting, the data or the machine cannot be used, or a
-            candidate's process fails.
-    """
+    """Run a workload, and show its tables; `show` also gets what makes the JSON."""
     from halfstep.bench import journal, measure, results
 
     bench = load(arguments.workload)

@@ -162,9 +162,6 @@ class Update:
 
     All start from the same weights. torch's optimizers run on fp32 weights, the others
     in a Session.
-
-    Raises:
-        UserError: If the form of master weights does not support the rule or dtype.
     """
 
     def __init__(

@@ -79,11 +79,7 @@ def _grouped(
 
 
 def explain(plan: Plan, name: str) -> Table:
-    """Return the details of one operation.
-
-    Raises:
-        UserError: If the plan has no operation of that name.
-    """
+    """Return the details of one operation."""
     by_name = {node.name: node for node in plan.nodes}
     if name not in by_name:
         near = difflib.get_close_matches(name, by_name, n=1) or list(by_name)[:1]
@@ -120,11 +116,7 @@ def explain(plan: Plan, name: str) -> Table:
 
 
 def page(title: str, plan: Plan, summary: list[Table]) -> str:
-    """Return an HTML page with the picture, the tables and every operation.
-
-    Raises:
-        UserError: If jinja2 is not installed.
-    """
+    """Return an HTML page with the picture, the tables and every operation."""
     lead = (
         f"{len(plan.low)} of {len(plan.nodes)} operations in {plan.dtype}, "
         f"{len(plan.casts)} casts."

@@ -105,11 +105,7 @@ def data(
 
 
 def load_earlier(path: Path, arguments: Namespace) -> dict[str, Any]:
-    """Return the run in a file of `--json`.
-
-    Raises:
-        UserError: If it cannot be read, or differs in workload, settings or machine.
-    """
+    """Return the run in a file of `--json`."""
     try:
         text = path.read_text(encoding="utf-8")
         run: dict[str, Any] = json.loads(text)[0]["run"]
@@ -182,11 +178,7 @@ def against(
 
 
 def check_plot(path: Path) -> None:
-    """Check that a picture can be written, before hours of measuring.
-
-    Raises:
-        UserError: If it cannot.
-    """
+    """Check that a picture can be written, before hours of measuring."""
     message = ""
     if path.suffix not in {".png", ".svg"}:
         message = f"--plot {path} must end in .png or .svg."

@@ -59,11 +59,7 @@ _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 @functools.cache  # two installed copies have two entry points
 def install(dtype: str) -> None:
-    """Patch torch for mixed precision in this process.
-
-    Raises:
-        SystemExit: If it is none of `DTYPES`.
-    """
+    """Patch torch for mixed precision in this process."""
     if dtype not in DTYPES:
         words = one_of(DTYPES)
         sys.stderr.write(f"halfstep: error: {VARIABLE}={dtype!r} must be {words}.\n")

@@ -199,11 +199,7 @@ def child_environment() -> dict[str, str]:
 
 
 def _rates_from_environment(device: str) -> GemmRates | None:
-    """Return the rates of a device in HALFSTEP_RATES, or None.
-
-    Raises:
-        UserError: If the variable is invalid.
-    """
+    """Return the rates of a device in HALFSTEP_RATES, or None."""
     word = os.environ.get(_VARIABLE)
     if not word:
         return None

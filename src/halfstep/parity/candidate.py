@@ -73,11 +73,7 @@ def parse(word: str) -> Candidate:
 
 
 def parse_all(words: Sequence[str]) -> tuple[Candidate, ...]:
-    """Return the candidates of `levels` without fp32, which always runs.
-
-    Raises:
-        UserError: If a word is invalid, or two set the same.
-    """
+    """Return the candidates of `levels` without fp32, which always runs."""
     is_list = not isinstance(words, str) and hasattr(words, "__iter__")
     require_type("levels", words, is_list, _TYPE)
     candidates = [parse(word) for word in words]

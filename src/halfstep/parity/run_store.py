@@ -55,11 +55,7 @@ class RunStore:
             self._write(_SETTINGS, settings)
 
     def load(self, candidate: Candidate, seed: int) -> Run | None:
-        """Return a stored run, or None.
-
-        Raises:
-            UserError: If its file is damaged, or of another run.
-        """
+        """Return a stored run, or None."""
 
         def convert(data: Mapping[str, Any]) -> Run:
             run = Run.from_data(data)
@@ -81,11 +77,7 @@ class RunStore:
         return self._read(_name(candidate, seed), convert, "delete it to train again")
 
     def save(self, candidate: Candidate, run: Run) -> None:
-        """Store a finished run.
-
-        Raises:
-            UserError: If it cannot be written.
-        """
+        """Store a finished run."""
         self._write(_name(candidate, run.seed), run.data())
 
     def _read(

@@ -159,9 +159,6 @@ def train(
     The random numbers of a step depend on seed and step only: on a CPU dropout masks
     are then the same at all levels. `on_step` is called before each step with its
     number, from 1, the session and the micro-batches.
-
-    Raises:
-        UserError: If the candidate cannot run, or the batches end too soon.
     """
     model, optimizer, loss_fn, arguments = make(workload, seed)
     weights_crc, first_crc, batches_crc = _checksum(model.state_dict()), 0, 0

@@ -155,11 +155,7 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 
 @dataclass(frozen=True)
 class Curve:
-    """A named line.
-
-    Raises:
-        ValueError: `x` and `y` differ in length.
-    """
+    """A named line."""
 
     name: str
     "Shown in the legend; empty for none."
@@ -198,9 +194,6 @@ class Chart:
         """Return the chart as an SVG element, the same for the same chart.
 
         Of more than 2,000 points the minimum and maximum of each stretch are drawn.
-
-        Raises:
-            UserError: matplotlib is not installed.
         """
         names = [curve.name for curve in self.curves]
         across = 3 if max(map(len, names), default=0) <= _SHORT else 1
