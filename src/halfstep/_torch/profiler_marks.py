@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch._C._profiler import _RecordFunctionFast as record_range
 
 PREFIX = "halfstep::"
-"""Prefix of the labels."""
 UPDATE = f"{PREFIX}update"
 """Label of gradient checks and weight updates in C."""
 

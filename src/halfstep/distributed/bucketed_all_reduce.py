@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 25 << 20
-"""Bytes per bucket."""
 _MAX_PENDING = 2
 """Buckets in flight: one is sent while the next is packed."""
 

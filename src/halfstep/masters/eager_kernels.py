@@ -221,7 +221,6 @@ class Chunk:
             for number, state in enumerate(self._states)
         ]
         self.spare = self._scratch("spare", torch.float32)
-        """Scratch memory for intermediate results."""
 
     def write(self, clock: tuple[int, int]) -> None:
         """Store the updated values."""

@@ -117,7 +117,6 @@ class MasterParam:
     """One 16-bit weight, its fp32 master and its residual."""
 
     weight: nn.Parameter
-    """The model's parameter."""
     master: nn.Parameter
     """The optimizer's fp32 parameter; with compact encodings NaN outside of updates."""
     residual: Tensor | None
@@ -213,11 +212,9 @@ WEIGHT_DTYPES: dict[str, tuple[torch.dtype, ...]] = {PLAIN: (torch.float32,)} | 
 }
 """Encoding -> dtypes of weights that it supports."""
 RESIDUAL_DTYPES = {name: e.residual for name, e in ENCODINGS.items() if e.residual}
-"""Encoding -> dtype of the residual."""
 BF16_STATE_ENCODINGS = tuple(
     name for name, e in ENCODINGS.items() if e.state_dtype == torch.bfloat16
 )
-"""Encodings with bf16 moments."""
 
 NONE = "none"
 """No master weights: the optimizer updates the 16-bit weights directly."""

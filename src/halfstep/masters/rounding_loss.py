@@ -64,7 +64,6 @@ class RoundingLossCounter:
     def __init__(self, masters: MasterWeights, every: int) -> None:
         self.every = require_int("every", every, 1)
         self.last: tuple[RoundingLoss, ...] = ()
-        """Results of the last count, one per parameter group."""
         self._masters = masters
         self._sample_indices: dict[Tensor, Tensor] = {}
 

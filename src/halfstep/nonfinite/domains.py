@@ -39,7 +39,6 @@ class DomainError(NamedTuple):
     result: str = ""
     """"inf" or "NaN" in the forward pass; "" if it may be either or neither."""
     dtype: torch.dtype | None = None
-    """Dtype of the values."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ RUNNING_STATS = (
     "reset_running_stats() and run some batches in train mode. A session of "
     "halfstep.prepare restores it when it skips the step."
 )
-"""Advice for non-finite running statistics of a batch norm."""
 
 
 def _is_zero(values: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ class EpsUnderflow:
     """A parameter group that is updated in 16 bits, with an eps too small for it."""
 
     optimizer: str
-    """Class name of the optimizer."""
     group: int
     eps: float
     dtype: torch.dtype

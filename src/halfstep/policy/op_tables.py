@@ -37,7 +37,6 @@ class Row:
     category: str
     """One of the categories above."""
     reason: str
-    """Why the operation has this category."""
 
 
 Groups = dict[tuple[str, str], str]
@@ -283,10 +282,8 @@ LEAN = {
     "mps": _lean | _rows(_NOT_ON_MPS),
     "xpu": _lean,
 }
-"""Device -> operation -> row, for the policy "lean"."""
 
 NAMED = {"torch": TABLES, "lean": LEAN}
-"""Policy name -> its tables."""
 
 NORMALISATION = ("_NormBase", "LayerNorm", "RMSNorm", "GroupNorm")
 """Endings of class names (of a module or its bases) whose parameters stay fp32 at

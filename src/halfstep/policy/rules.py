@@ -29,7 +29,6 @@ _EXAMPLE = 'module = "classifier", run = "fp32"'
 KEEP = "keep"
 """Category of operations that are not cast."""
 CATEGORIES = (op_tables.LOW, op_tables.FP32, op_tables.PROMOTE, KEEP, op_tables.BANNED)
-"""Categories that a rule may have."""
 _DEFAULT_REASON = "your rule"
 _SPLIT = " + "
 _TENSORS = {"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]"}
