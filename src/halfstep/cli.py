@@ -284,24 +284,23 @@ def _predict(arguments: argparse.Namespace) -> None:
     from halfstep.train import dependencies
 
     dependencies.check("halfstep predict", dependencies.TO_PREDICT)
-    from halfstep.train import predictions
-    from halfstep.train.predict import Predictor
+    from halfstep.train import predict
 
-    predictor = Predictor(arguments.run)
+    predictor = predict.Predictor(arguments.run)
     numbered: Iterable[tuple[int, str]]
     notes: tuple[str, ...] = ()
     if arguments.texts == ["-"]:
-        numbered = predictions.lines(sys.stdin.buffer)
+        numbered = predict.lines(sys.stdin.buffer)
     else:
-        numbered, notes = predictions.drop_blank(arguments.texts)
+        numbered, notes = predict.drop_blank(arguments.texts)
     if arguments.json:
         direct = arguments.json == _STANDARD_OUTPUT
         results = predictor.predict(text for _, text in numbered)
-        predictions.write(results, None if direct else arguments.json, notes)
+        predict.write(results, None if direct else arguments.json, notes)
     else:
         numbers, texts = zip(*numbered, strict=True)
         results = predictor.predict(texts)
-        _show(predictions.tables(results, predictor.outputs, numbers, notes), None)
+        _show(predict.tables(results, predictor.outputs, numbers, notes), None)
 
 
 def _add_doctor(commands: Any) -> None:  # noqa: ANN401

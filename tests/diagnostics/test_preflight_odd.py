@@ -91,8 +91,7 @@ def test_a_loss_that_raises() -> None:
 
     def picky(model: nn.Module, given: Any) -> Tensor:
         if len(given[0]) < 32:
-            message = "many\nwords " * 50
-            raise KeyError(message)
+            raise KeyError("many\nwords " * 50)
         return loss(model, given)
 
     with pytest.raises(
@@ -125,8 +124,7 @@ def test_batches_stay_as_they_are() -> None:
 
 class Sealed(dict[str, Tensor]):
     def __setitem__(self, key: str, value: Tensor) -> None:
-        message = "sealed"
-        raise TypeError(message)
+        raise TypeError("sealed")
 
 
 def test_batches_that_cannot_be_copied() -> None:
@@ -204,8 +202,7 @@ def test_steps_that_fail() -> None:
         def step(self, closure: Any = None) -> Any:
             group = self.param_groups[0]
             if group["lr"] == 1.0 or group["params"][0].dtype == torch.bfloat16:
-                message = "not so"
-                raise RuntimeError(message)
+                raise RuntimeError("not so")
             return super().step(closure)
 
     model = Net()
@@ -470,8 +467,7 @@ def test_a_batch_elsewhere() -> None:
 
 class Owner(nn.Linear):
     def __deepcopy__(self, memo: object) -> nn.Module:
-        message = "it holds a file"
-        raise TypeError(message)
+        raise TypeError("it holds a file")
 
 
 def test_models_that_cannot_be_checked() -> None:

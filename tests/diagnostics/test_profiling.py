@@ -257,8 +257,7 @@ def test_a_failing_step_fails_as_it_is() -> None:
     def step() -> None:
         calls.append(1)
         if len(calls) == 3:
-            message = "of the step"
-            raise ArithmeticError(message)
+            raise ArithmeticError("of the step")
 
     with pytest.raises(ArithmeticError, match="of the step"):
         profile(step, steps=1)

@@ -65,8 +65,7 @@ def custom_backward(amp: Amp, *, cured: bool) -> Program:
 def extension_kernel(x: Tensor, bias: Tensor) -> Tensor:
     """Do as a kernel of a C++ extension does: take one dtype."""
     if x.dtype != bias.dtype:
-        message = "expected scalar type Half but found Float"
-        raise RuntimeError(message)
+        raise RuntimeError("expected scalar type Half but found Float")
     return x + bias
 
 

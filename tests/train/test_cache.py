@@ -30,8 +30,7 @@ def write(folder: Path) -> None:
 
 
 def refuse(folder: Path) -> None:
-    message = f"{folder} is built again"
-    raise AssertionError(message)
+    raise AssertionError(f"{folder} is built again")
 
 
 WHOLE = {"a": b"abc", "b": b""}

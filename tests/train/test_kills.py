@@ -110,8 +110,7 @@ def ended(children: list[int]) -> bool:
     """
     codes = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
     if not set(codes) <= {0, -signal.SIGKILL}:
-        message = f"processes ended with {codes}, not 0 or killed"
-        raise RuntimeError(message)
+        raise RuntimeError(f"processes ended with {codes}, not 0 or killed")
     return not any(codes)
 
 
@@ -144,8 +143,7 @@ def kill_again_and_again(folder: Path, processes: int, kills: int) -> None:
     write_letters(folder)
     began = time.monotonic()
     if not ended(start(folder, folder / "straight", processes)):
-        message = "the run that nobody kills was killed"
-        raise RuntimeError(message)
+        raise RuntimeError("the run that nobody kills was killed")
     span = time.monotonic() - began
     draw = random.Random(kills)  # noqa: S311 -- moments are no secret
     in_part: list[bool] = []
@@ -165,8 +163,7 @@ def kill_again_and_again(folder: Path, processes: int, kills: int) -> None:
         else:
             in_part.append(seen)
     if not ended(start(folder, folder / runs[-1], processes)):
-        message = "a run that nobody kills was killed"
-        raise RuntimeError(message)
+        raise RuntimeError("a run that nobody kills was killed")
     told = {"in_part": in_part, "runs": runs}
     (folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
 

@@ -15,7 +15,6 @@ from halfstep.machine import hardware
 from halfstep.train.config import read_file
 from halfstep.train.loop import Trainer
 from halfstep.train.output.run_directory import RunFolder
-from halfstep.train.param_groups import LR_FACTOR
 from halfstep.train.run import pick_device, run
 from halfstep.train.signals import Diverged
 
@@ -203,27 +202,6 @@ def test_freeze(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
     table = weights["bert.embeddings.word_embeddings.weight"]
     assert table.dtype == torch.float32
     assert not torch.equal(table, table.bfloat16().float())
-
-
-def test_layer_decay(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: each layer below the head has the share of the rate that its depth gives."""
-    rates: dict[str, float] = {}
-    step = Trainer.train_step
-
-    def noting(self: Trainer, *rest: Any) -> dict[str, Any]:
-        record = step(self, *rest)
-        named = {id(p): n for n, p in self.session.model.named_parameters()}
-        for group in self.session.optimizer.param_groups:
-            assert group["lr"] == record["lr"] * group[LR_FACTOR]
-            for param in group["params"]:
-                rates[named[id(param)]] = group["lr"] / record["lr"]
-        return record
-
-    monkeypatch.setattr(Trainer, "train_step", noting)
-    run(settings | {"layer_decay": 0.5, "epochs": 1})
-    assert rates["classifier.weight"] == 1.0
-    assert rates["bert.encoder.layer.0.output.dense.weight"] == 0.5
-    assert rates["bert.embeddings.word_embeddings.weight"] == 0.25
 
 
 @pytest.mark.parametrize("kind", ["O0 auto", "O2 fp16"])

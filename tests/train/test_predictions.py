@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.predict import Entities, Entity, Label
-from halfstep.train.predictions import drop_blank, lines, tables, write
+from halfstep.train.predict import (
+    Entities,
+    Entity,
+    Label,
+    drop_blank,
+    lines,
+    tables,
+    write,
+)
 
 SUNNY = Label("abc", "sun", {"rain": 0.25, "sun": 0.75}, cut=False)
 RAINY = Label("天" * 9, "rain", {"rain": 0.5, "sun": 0.5}, cut=True)
@@ -25,8 +32,7 @@ CUT = "cut at --max-length of the run; what follows was not read."
 
 def failing() -> Iterator[Label]:
     yield SUNNY
-    message = "text 2 is blank."
-    raise UserError(message)
+    raise UserError("text 2 is blank.")
 
 
 def test_table_of_labels() -> None:

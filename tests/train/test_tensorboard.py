@@ -10,7 +10,7 @@ from small_training import small_settings, write_letters
 
 from halfstep.errors import UserError
 from halfstep.train import dependencies
-from halfstep.train.output.tensorboard import TensorBoardWriter
+from halfstep.train.output.progress import TensorBoardWriter
 from halfstep.train.run import run
 
 pytest.importorskip("tensorboard")

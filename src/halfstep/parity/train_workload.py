@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -89,13 +88,8 @@ class _TrainRuns:
         parallelize.parallelize_model(model, config, fp32, world)
         optimizer = param_groups.make_optimizer(model, config, job.plan.lr)
 
-        def factor(applied: int, share: float) -> float:
-            return share * lr_factor(applied, job.plan.total_steps, config.warmup)
-
-        factors: Any = [
-            functools.partial(factor, share=group[param_groups.LR_FACTOR])
-            for group in optimizer.param_groups
-        ]
+        def factor(applied: int) -> float:
+            return lr_factor(applied, job.plan.total_steps, config.warmup)
 
         def loss_fn(model: Any, batch: MicroBatch) -> Tensor:  # noqa: ANN401
             part, weight = batch
@@ -107,7 +101,7 @@ class _TrainRuns:
             "policy": config.policy,
             "clip_grad_norm": config.clip,
             "accumulate": config.accumulate,
-            "scheduler": LambdaLR(optimizer, factors),
+            "scheduler": LambdaLR(optimizer, factor),
         }
         return model, optimizer, loss_fn, arguments
 
@@ -135,9 +129,6 @@ def train_workload(file: Path | None) -> Workload:
 
     A seed draws first weights, order, dropout and masked tokens; the split of a single
     file is that of `seed` in the settings.
-
-    Raises:
-        UserError: If the file or the data are invalid.
     """
     given = {} if file is None else read_file(file, "--train")
     config = TrainConfig(**{k: v for k, v in given.items() if k not in _OF_LEVELS})

@@ -91,7 +91,6 @@ _SHARE: _Check = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _PART: _Check = (lambda value: 0 < value < 1, "above 0 and below 1")
 _RATE: _Check = (lambda value: 0 < value < inf, "above 0 and finite")
 _DECAY: _Check = (lambda value: 0 <= value < inf, "at least 0 and finite")
-_FACTOR: _Check = (lambda value: 0 < value <= 1, "above 0 and at most 1")
 _SEED: _Check = (lambda v: 0 <= v < _SEEDS, f"at least 0 and below {_SEEDS}")
 _COLUMN: _Check = (lambda value: bool(value.strip()), "the name of a column")
 _WEIGHTS: _Check = (
@@ -133,7 +132,6 @@ class TrainConfig:
     batch_size: int = _setting(32, _COUNT)
     accumulate: int = _setting(1, _COUNT)
     lr: float | None = _setting(None, _RATE)
-    layer_decay: float = _setting(1.0, _FACTOR)
     weight_decay: float = _setting(0.01, _DECAY)
     warmup: float = _setting(0.1, _SHARE)
     clip: float = _setting(1.0, _RATE)
@@ -157,42 +155,41 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
             check(setting, getattr(self, setting.name))
-        message = ""
         names, fewest = self.label_names, 2 if self.task == "classify" else 1
         if names is not None and len(set(names)) < max(fewest, len(names)):
-            message = f"--labels {self.labels}: name {fewest} or more, each once."
-        elif self.class_weights is not None and self.task == "ner":
-            message = (
+            raise UserError(
+                f"--labels {self.labels}: name {fewest} or more, each once."
+            )
+        if self.class_weights is not None and self.task == "ner":
+            raise UserError(
                 f"--class-weights {self.class_weights} is for --task classify; ner has "
                 "no classes of texts: leave it out."
             )
-        elif self.task == "ner" and (self.text_column or self.label_column):
-            message = (
+        if self.task == "ner" and (self.text_column or self.label_column):
+            raise UserError(
                 "--text-column and --label-column are for --task classify; files of "
                 "ner name their parts themselves: leave them out."
             )
-        elif len({name.strip().lower() for name in self.columns}) == 1:
-            message = (
+        if len({name.strip().lower() for name in self.columns}) == 1:
+            raise UserError(
                 f"--text-column and --label-column are both {self.columns.text!r}; "
                 "name two columns."
             )
-        elif self.best_score not in BEST_BY[self.task]:
-            message = (
+        if self.best_score not in BEST_BY[self.task]:
+            raise UserError(
                 f"--best-by {self.best_by} is no score of --task {self.task}; choose "
                 f"one of {', '.join(BEST_BY[self.task])}."
             )
-        elif self.parallel == "fsdp2" and self.master != MASTERS[0]:
-            message = (
+        if self.parallel == "fsdp2" and self.master != MASTERS[0]:
+            raise UserError(
                 f"--master {self.master} does not go with --parallel fsdp2, whose fp32 "
                 "parts are the masters already: leave --master out."
             )
-        elif self.accumulate > self.batch_size:
-            message = (
+        if self.accumulate > self.batch_size:
+            raise UserError(
                 f"--accumulate {self.accumulate} is more than --batch-size "
                 f"{self.batch_size}: some micro-batches would hold no text."
             )
-        if message:
-            raise UserError(message)
 
     @property
     def columns(self) -> Columns:

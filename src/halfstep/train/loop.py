@@ -24,8 +24,7 @@ from halfstep.scaling import LossScaleCollapse
 from halfstep.train import checkpointing, replay_step
 from halfstep.train.evaluate import collect_outputs
 from halfstep.train.metrics.result import score_title
-from halfstep.train.output.tensorboard import TensorBoardWriter
-from halfstep.train.param_groups import LR_FACTOR
+from halfstep.train.output.progress import TensorBoardWriter
 from halfstep.train.plan import lr_factor
 from halfstep.train.signals import SIGNALS, Diverged, Stopped, StopRequest
 from halfstep.train.step_dataset import iterate_steps
@@ -214,7 +213,7 @@ class Trainer:
         applied = session.steps_applied
         rate = plan.lr * lr_factor(applied, plan.total_steps, plan.config.warmup)
         for group in session.optimizer.param_groups:
-            group["lr"] = rate * group[LR_FACTOR]
+            group["lr"] = rate
         # The mean over the global batch: DDP divides by the ranks, the session by the
         # micro-batches.
         weight = world.size * session.accumulate / batch.weight

@@ -109,24 +109,24 @@ def check_arguments(
 
 def check_fp32(model: nn.Module) -> None:
     """Check that an fp32 reference can be computed from the model."""
-    kind, message = type(model).__name__, ""
+    kind = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        message = f"check(model=...) got a {kind}: give the bare model, model.module."
-    elif not any(param.requires_grad for param in model.parameters()):
-        message = f"{kind} has no parameter that learns: there is nothing to check."
+        raise UserError(
+            f"check(model=...) got a {kind}: give the bare model, model.module."
+        )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError(
+            f"{kind} has no parameter that learns: there is nothing to check."
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if message:
-            break
         if isinstance(tensor, nn.Parameter) and is_low(tensor.dtype):
-            message = (
+            raise UserError(
                 f"parameter {name!r} is stored in {tensor.dtype}: check compares with "
                 "fp32, and needs the fp32 weights; load the model in fp32."
             )
-        elif tensor.is_meta or hasattr(tensor, "to_local"):
+        if tensor.is_meta or hasattr(tensor, "to_local"):
             state = "on the meta device" if tensor.is_meta else "sharded"
-            message = f"{name!r} is {state}: check needs a whole model."
-    if message:
-        raise UserError(message)
+            raise UserError(f"{name!r} is {state}: check needs a whole model.")
 
 
 def raised(what: str, error: Exception, advice: str) -> UserError:

@@ -160,13 +160,12 @@ class Probe:
             self._send_stats({} if scale is None else {"scale": scale})
         self._begin()
         if self._unobserved is not None:
-            message = (
-                f"the probe observed nothing of {self._unobserved}. If torch.compile "
-                "ran it before the probe was attached, attach first, or call "
-                "torch.compiler.reset()."
+            path, self._unobserved = self._unobserved, None
+            warnings.warn(
+                f"the probe observed nothing of {path}. If torch.compile ran it before "
+                "the probe was attached, attach first, or call torch.compiler.reset().",
+                stacklevel=2,
             )
-            self._unobserved = None
-            warnings.warn(message, stacklevel=2)
 
     def _begin(self) -> None:
         is_due = self.mode != "sampled" or self._ended % self.every == 0

@@ -63,7 +63,6 @@ class Op:
     """Shapes of the tensor operands, in order; lists of tensors are left out."""
     dtypes: tuple[str, ...]
     """Dtypes of the same, such as "bf16" and "int64"."""
-    span: Span
     own: float
     """Self time in nanoseconds; on a GPU, the time of its kernels."""
     part: str
@@ -251,7 +250,6 @@ def _op_of(event: Any, name: str, part: str, kernels: dict[int, int] | None) -> 
         name.removeprefix("aten::"),
         tuple(shape for shape, _ in tensors),
         tuple(dtype for _, dtype in tensors),
-        (event.start_ns(), event.end_ns()),
         own,
         part,
     )

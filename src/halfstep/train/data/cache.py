@@ -87,8 +87,7 @@ def get_or_build(
             # Another process may have built it in the meantime.
             if not _is_complete(entry):
                 if entry.exists():
-                    message = f"{entry} is damaged; it is rebuilt."
-                    warnings.warn(message, stacklevel=2)
+                    warnings.warn(f"{entry} is damaged; it is rebuilt.", stacklevel=2)
                 atomic_directory.write(entry, _FORMAT, fill, replace=True)
         finally:
             if lock is not None:

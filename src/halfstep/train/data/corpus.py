@@ -234,16 +234,15 @@ def _load_splits(
         matches = matches or sorted(
             f for f in readable if f.name.startswith(f"{split}.")
         )
-        message = ""
         if len(matches) > 1:
-            message = f"{matches[0]} and {matches[1].name} are both {split}; keep one."
-        elif not matches and split != "test":
-            message = (
+            raise UserError(
+                f"{matches[0]} and {matches[1].name} are both {split}; keep one."
+            )
+        if not matches and split != "test":
+            raise UserError(
                 f"{folder} holds no {split} file; name one {split} with "
                 f"{text_lines.accepted(reader.FORMATS)}."
             )
-        if message:
-            raise UserError(message)
         if matches:
             stores[split] = open_store(
                 matches[0], task, limit if split == "train" else None, columns
@@ -396,21 +395,20 @@ def _check_header(train: Store) -> None:
 def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
     """Raise if train is unusable, lacks a label of the others, or dev has no entity."""
     train_words = splits["train"].words()
-    message = ""
     if task == "ner" and not train_words:
-        message = f"{source}: train holds no entity; annotate some, or take more rows."
-    elif task == "ner" and not splits["dev"].words():
-        message = (
+        raise UserError(
+            f"{source}: train holds no entity; annotate some, or take more rows."
+        )
+    if task == "ner" and not splits["dev"].words():
+        raise UserError(
             f"{source}: dev holds no entity to choose the best model by; annotate "
             "some, or take more rows."
         )
-    elif task == "classify" and len(train_words) == 1:
-        message = (
+    if task == "classify" and len(train_words) == 1:
+        raise UserError(
             f"{source}: train holds only one class {train_words.pop()!r}; "
             "a classifier needs at least two."
         )
-    if message:
-        raise UserError(message)
     for name in ("dev", "test"):
         _check_words(name, splits[name], train_words, _NOUNS[task])
 

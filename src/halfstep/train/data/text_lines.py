@@ -52,23 +52,20 @@ def accepted(suffixes: Iterable[str]) -> str:
 def check_file(path: Path, suffixes: Collection[str]) -> str:
     """Check that a file exists and has a known suffix; return it in lower case."""
     suffix = path.suffix.lower()
-    message = ""
     if not path.exists():
-        message = f"{path} is not there; give a file or a directory that exists."
-    elif path.is_dir():
-        message = f"{path} is a directory; give one file, {accepted(suffixes)}."
-    elif not path.is_file():  # reading could block forever
-        message = (
+        raise UserError(f"{path} is not there; give a file or a directory that exists.")
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; give one file, {accepted(suffixes)}.")
+    if not path.is_file():  # reading could block forever
+        raise UserError(
             f"{path} is a pipe or a device, not a file; save its rows as "
             f"{accepted(suffixes)}."
         )
-    elif suffix not in suffixes:
-        message = (
+    if suffix not in suffixes:
+        raise UserError(
             f"{path}: suffix {path.suffix!r} is unknown; save it as "
             f"{accepted(suffixes)}."
         )
-    if message:
-        raise UserError(message)
     return suffix
 
 
