@@ -54,17 +54,6 @@ def describe() -> str:
     return _kernels()[1]
 
 
-class _Threads(ctypes.Structure):
-    """Addresses in the OpenMP runtime that torch uses; see kernels.c."""
-
-    _fields_ = (
-        ("parallel", ctypes.c_void_p),
-        ("number", ctypes.c_void_p),
-        ("count", ctypes.c_void_p),
-        ("wanted", ctypes.c_int64),
-    )
-
-
 _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """Entry points of GNU OpenMP, which the runtimes of LLVM and Intel export too."""
 
@@ -104,11 +93,11 @@ class Kernels:
         check.argtypes = [address, number, number, address, address, address]
         check.restype = ctypes.c_int32
 
-    def team(self) -> _Threads:
-        """Return the runtime, with torch's current number of threads."""
+    def team(self) -> array[int]:
+        """Return `Threads` of kernels.c, with torch's current number of threads."""
         if self.threads is None:
-            return _Threads(None, None, None, 1)
-        return _Threads(*self.threads, torch.get_num_threads())
+            return array("q", (0, 0, 0, 1))
+        return array("q", (*self.threads, torch.get_num_threads()))
 
 
 @torch.no_grad()
@@ -159,7 +148,7 @@ def update(
             flags,
             ENCODING_CODES[encoding],
             random_words.buffer_info()[0],
-            ctypes.addressof(team := kernels.team()),
+            (team := kernels.team()).buffer_info()[0],
         )
         del tensors, team
 
@@ -183,7 +172,7 @@ def check_finite(
             int(norm),
             found_inf.data_ptr(),
             total.data_ptr(),
-            ctypes.addressof(team := kernels.team()),
+            (team := kernels.team()).buffer_info()[0],
         )
         del team
     if failed:
