@@ -35,8 +35,7 @@ def _is_positive_int(text: str) -> bool:
 
 def _check(valid: object, text: str, expected: str) -> None:
     if not valid:
-        message = f"{text!r} {expected}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"{text!r} {expected}")
 
 
 def positive_int(text: str) -> int:
@@ -70,8 +69,7 @@ def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> floa
     with contextlib.suppress(ValueError):
         if is_valid(float(text)):
             return float(text)
-    message = f"{text!r} {expected}"
-    raise argparse.ArgumentTypeError(message)
+    raise argparse.ArgumentTypeError(f"{text!r} {expected}")
 
 
 def shapes(text: str) -> list[str]:

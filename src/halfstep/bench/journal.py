@@ -78,8 +78,9 @@ def open_journal(json_file: Path | None) -> Iterator[Journal]:
     try:
         file = part.open("w", encoding="utf-8") if part else None
     except OSError as error:
-        message = f"--json {json_file} cannot be written: {error.strerror}."
-        raise UserError(message) from error
+        raise UserError(
+            f"--json {json_file} cannot be written: {error.strerror}."
+        ) from error
     journal = Journal(file)
     _open_journals.append(journal)
     finished = False

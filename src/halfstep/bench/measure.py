@@ -173,8 +173,9 @@ def calls_per_turn(calls: int, seconds: float) -> int:
 def pick_device(name: str | None) -> str:
     """Resolve a --device flag; None: cuda if available."""
     if name == "cuda" and not torch.cuda.is_available():
-        message = "--device cuda: torch sees no CUDA device here; use --device cpu."
-        raise UserError(message)
+        raise UserError(
+            "--device cuda: torch sees no CUDA device here; use --device cpu."
+        )
     return name or hardware.capabilities().device
 
 

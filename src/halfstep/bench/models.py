@@ -41,22 +41,20 @@ def check(arguments: Namespace) -> None:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if arguments.hidden % arguments.heads:
-        message = (
+        raise UserError(
             f"--hidden {arguments.hidden} must be a multiple of --heads "
             f"{arguments.heads}."
         )
-        raise UserError(message)
     _check_steps(arguments)
 
 
 def _check_steps(arguments: Namespace) -> None:
     """Reject a number of steps of which none is timed."""
     if arguments.steps <= training.WARM_UP:
-        message = (
+        raise UserError(
             f"--steps {arguments.steps} must be at least {training.WARM_UP + 1}; the "
             f"first {training.WARM_UP} are not timed."
         )
-        raise UserError(message)
 
 
 def _endless(

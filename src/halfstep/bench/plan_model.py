@@ -43,14 +43,14 @@ def load_model(
     if Path(word).suffix == ".pt2":
         return _from_program(Path(word), trusts_file=trusts_file)
     if module.endswith(".py"):
-        message = f"{word}: give the module's name, {module.removesuffix('.py')}:..."
-        raise UserError(message)
+        raise UserError(
+            f"{word}: give the module's name, {module.removesuffix('.py')}:..."
+        )
     if not colon or not all(part.isidentifier() for part in module.split(".")):
-        message = (
+        raise UserError(
             f"{word} is no folder; give module:function, a function that returns a "
             "model and its inputs, or the folder of a transformers model or a run."
         )
-        raise UserError(message)
     sys.path.insert(0, "")  # as `python -m` does
     try:
         make = getattr(importlib.import_module(module), function)
@@ -60,18 +60,15 @@ def load_model(
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
             raise
-        message = f"there is no module named {module}."
-        raise UserError(message) from error
+        raise UserError(f"there is no module named {module}.") from error
     except AttributeError as error:
         if error.name != function:
             raise
-        message = f"{module} has no {function}."
-        raise UserError(message) from error
+        raise UserError(f"{module} has no {function}.") from error
     match result:
         case (nn.Module() as model, list() | tuple() as inputs):
             return model, tuple(inputs)
-    message = f"{word} must return a model and a tuple of its inputs."
-    raise UserError(message)
+    raise UserError(f"{word} must return a model and a tuple of its inputs.")
 
 
 def _from_program(
@@ -79,33 +76,28 @@ def _from_program(
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """Load a saved program as a module, with its example inputs."""
     if not path.is_file():
-        message = f"there is no file {path}."
-        raise UserError(message)
+        raise UserError(f"there is no file {path}.")
     if not trusts_file:
         # Besides unpickling, torch evaluates shape expressions in it as Python code.
-        message = (
+        raise UserError(
             f"{path}: a saved program can run any code when it is loaded. If you trust "
             "its author, add --trust-file."
         )
-        raise UserError(message)
     if not zipfile.is_zipfile(path):
-        message = f"{path} is no program of torch.export.save."
-        raise UserError(message)
+        raise UserError(f"{path} is no program of torch.export.save.")
     try:
         with warnings.catch_warnings():
             # Raised by torch 2.9 for each weight.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             program = torch.export.load(path)
     except (OSError, RuntimeError, ValueError) as error:
-        message = f"{path} cannot be loaded by torch.export: {error}"
-        raise UserError(message) from error
+        raise UserError(f"{path} cannot be loaded by torch.export: {error}") from error
     args, kwargs = program.example_inputs or ((), {})
     if kwargs:
-        message = (
+        raise UserError(
             f"{path}: inputs given by name ({', '.join(kwargs)}) cannot be planned "
             "for; export the model with positional ones."
         )
-        raise UserError(message)
     return program.module(), tuple(args)
 
 
@@ -126,14 +118,12 @@ def _from_folder(
     name = (config.architectures or ["none"])[0]
     kind = getattr(transformers, name, None)
     if kind is None:
-        message = f"{folder}: transformers has no architecture {name}."
-        raise UserError(message)
+        raise UserError(f"{folder}: transformers has no architecture {name}.")
     if not hasattr(config, "vocab_size"):
-        message = (
+        raise UserError(
             f"{folder}: {name} takes no tokens; give module:function, which returns it "
             "with its inputs."
         )
-        raise UserError(message)
     positions = getattr(config, "max_position_embeddings", None) or length
     tokens = torch.randint(1, config.vocab_size, (batch, min(length, positions - 2)))
     end = getattr(config, "eos_token_id", None)

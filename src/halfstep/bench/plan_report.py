@@ -83,8 +83,7 @@ def explain(plan: Plan, name: str) -> Table:
     by_name = {node.name: node for node in plan.nodes}
     if name not in by_name:
         near = difflib.get_close_matches(name, by_name, n=1) or list(by_name)[:1]
-        message = f"--explain {name}: no such node; is it {', '.join(near)}?"
-        raise UserError(message)
+        raise UserError(f"--explain {name}: no such node; is it {', '.join(near)}?")
     node, nodes = by_name[name], plan.graph_module.graph.nodes
     graph_node = next(each for each in nodes if each.name == name)
     casts = {cast.tensor: cast for cast in plan.casts}

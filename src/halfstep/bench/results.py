@@ -114,11 +114,13 @@ def load_earlier(path: Path, arguments: Namespace) -> dict[str, Any]:
         for rounds in dict(run["seconds"]).values():
             list(map(float, rounds))  # fails before hours of measuring
     except OSError as error:
-        message = f"--against {path} cannot be read: {error.strerror}."
-        raise UserError(message) from error
+        raise UserError(
+            f"--against {path} cannot be read: {error.strerror}."
+        ) from error
     except (ValueError, LookupError, TypeError) as error:
-        message = f"--against {path} holds no run of halfstep bench: use its --json."
-        raise UserError(message) from error
+        raise UserError(
+            f"--against {path} holds no run of halfstep bench: use its --json."
+        ) from error
     own = settings(arguments)
     pairs += [
         (f"--{name.replace('_', '-')}", used.get(name), own.get(name))
@@ -127,11 +129,10 @@ def load_earlier(path: Path, arguments: Namespace) -> dict[str, Any]:
     pairs += [(n, host.get(n), v) for n, v in machine(arguments).items()]
     for name, earlier, now in pairs:
         if earlier != now:
-            message = (
+            raise UserError(
                 f"--against {path}: {name} was {earlier} there and is {now} here; "
                 "times compare only with the same workload, settings and machine."
             )
-            raise UserError(message)
     return run
 
 

@@ -36,15 +36,13 @@ def exec_script(
     """
     _check_target(words, module=module)
     if level in ("O2", "O3"):
-        message = (
+        raise UserError(
             f"--level {level} stores weights in 16 bits, for which the script must "
             "call halfstep.prepare; a script that is not edited runs at O1, O0 or auto."
         )
-        raise UserError(message)
     for flag, word, choices in (("level", level, LEVELS), ("dtype", dtype, DTYPES)):
         if word not in choices:
-            message = f"--{flag} {word} must be {one_of(choices)}."
-            raise UserError(message)
+            raise UserError(f"--{flag} {word} must be {one_of(choices)}.")
     if level == "auto":
         level = _recommended_level()
     environment = {**os.environ, PID_VARIABLE: str(os.getpid())}
@@ -89,36 +87,33 @@ _FLAGS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 def _check_target(words: Sequence[str], *, module: bool) -> None:
     if not words:
-        message = "no script was given: halfstep run script.py, or run -m module."
-        raise UserError(message)
+        raise UserError(
+            "no script was given: halfstep run script.py, or run -m module."
+        )
     target = words[0]
     if module:
         sys.path.insert(0, "")  # where `python -m` looks first
         # find_spec("a.b") would import a, here and again in the script's process.
         first = target.partition(".")[0]
         if not first or importlib.util.find_spec(first) is None:
-            message = f"there is no module named {target}."
-            raise UserError(message)
+            raise UserError(f"there is no module named {target}.")
     elif not Path(target).exists():
-        message = f"there is no script {target}."
-        raise UserError(message)
+        raise UserError(f"there is no script {target}.")
 
 
 def _check_autoload() -> None:
     """Raise rather than run a script that would silently train in fp32."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        message = (
+        raise UserError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so torch loads no extensions; "
             "unset it for halfstep run."
         )
-        raise UserError(message)
     names = {each.value for each in entry_points(group="torch.backends")}
     if "halfstep.launch:autoload" not in names:
-        message = (
+        raise UserError(
             "halfstep is not installed in this environment (its entry point for torch "
             "is missing): run pip install halfstep, or pip install -e . in its folder."
         )
-        raise UserError(message)
 
 
 def _recommended_level() -> str:

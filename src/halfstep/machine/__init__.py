@@ -36,5 +36,4 @@ if not TYPE_CHECKING:  # type checkers must still report misspelled names
 
             module = hardware if hasattr(hardware, name) else gemm
             return getattr(module, name)
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

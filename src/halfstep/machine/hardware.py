@@ -211,12 +211,11 @@ def _rates_from_environment(device: str) -> GemmRates | None:
         if not all(0 < rate < math.inf for rate in rates.values()):
             raise ValueError(rates)  # noqa: TRY301 -- as bad as a word
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        message = (
+        raise UserError(
             f"{_VARIABLE}={word!r} holds no rates; it must look like "
             '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}, in TFLOP/s. Unset it '
             "to measure them."
-        )
-        raise UserError(message) from error
+        ) from error
     spread = dict.fromkeys(rates, 0.0)
     return GemmRates(rates, spread, 0.0, why_not_cached=f"set by {_VARIABLE}")
 

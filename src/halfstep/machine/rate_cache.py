@@ -82,8 +82,7 @@ def folder(kind: str = RATES) -> Path:
     try:
         return Path(base or Path.home() / ".cache") / "halfstep" / kind
     except RuntimeError as error:
-        message = "this user has no home folder; set XDG_CACHE_HOME"
-        raise OSError(message) from error
+        raise OSError("this user has no home folder; set XDG_CACHE_HOME") from error
 
 
 def load(facts: dict[str, Any], now: float) -> GemmRates | None:

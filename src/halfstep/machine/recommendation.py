@@ -64,8 +64,9 @@ def resolve(
             )
         return Choice(chosen_level, formats.FP32, reason)
     if fixed is formats.FP32:
-        message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
-        raise UserError(message)
+        raise UserError(
+            f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
+        )
     if fixed is None:
         fp16 = device == "cuda" and not hardware.native("bf16", device)
         fixed = formats.FP16 if fp16 else formats.BF16

@@ -66,8 +66,7 @@ def parse(word: str) -> Candidate:
         if not key or not choices:
             raise _unknown(word, part, choices)
         if key in arguments:
-            message = f"levels holds {word!r}, which sets {key} twice; keep one."
-            raise UserError(message)
+            raise UserError(f"levels holds {word!r}, which sets {key} twice; keep one.")
         arguments[key] = value
     return Candidate(word, arguments)
 
@@ -80,8 +79,7 @@ def parse_all(words: Sequence[str]) -> tuple[Candidate, ...]:
     for one, other in itertools.combinations(candidates, 2):
         if (one.level, one.arguments) == (other.level, other.arguments):
             names = f"{one.name!r} and {other.name!r}"
-            message = f"levels holds {names}, which are equal; keep one."
-            raise UserError(message)
+            raise UserError(f"levels holds {names}, which are equal; keep one.")
     return tuple(each for each in candidates if each != REFERENCE)
 
 

@@ -135,19 +135,17 @@ def compare(
     require_type("progress", progress, is_progress, "a function of a line of text")
     given: Any = batches
     if isinstance(given, Iterator):
-        message = (
+        raise UserError(
             f"batches is a {type(batches).__name__}, which the first run uses up; pass "
             "a list, or a function of the seed that returns an iterable."
         )
-        raise UserError(message)
     is_list = isinstance(batches, Sequence) and len(batches) > 0
     expected = "a list of batches, not empty, or a function of the seed"
     require_type("batches", batches, is_list or callable(batches), expected)
     if steps is None and not is_list:
-        message = (
+        raise UserError(
             "steps must be given if batches is a function: how many steps to train."
         )
-        raise UserError(message)
     count: Any = len(batches) if steps is None else steps  # type: ignore[arg-type]
     name = getattr(metric, "__name__", type(metric).__name__)
     workload = Workload(
@@ -182,11 +180,10 @@ def run_comparison(
     """Run what `compare` describes, for any workload."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1":
-        message = (
+        raise UserError(
             f"compare trains in one process, and this is one of {processes}: start it "
             "without torchrun."
         )
-        raise UserError(message)
     numbers = _seeds(seeds)
     if margin is not None:
         margin = require_positive("margin", margin, "above 0, in units of the metric")
@@ -281,8 +278,9 @@ def _default_margin(runs: Sequence[Run]) -> float:
     bases = [run for run in runs if run.level == REFERENCE.name and not run.diverged]
     mean = statistics.fmean(run.metric for run in bases) if bases else float("nan")
     if mean == 0:
-        message = "margin must be given: fp32's mean metric is 0, and so is 1 % of it."
-        raise UserError(message)
+        raise UserError(
+            "margin must be given: fp32's mean metric is 0, and so is 1 % of it."
+        )
     return _MARGIN_SHARE * abs(mean)
 
 
@@ -291,11 +289,10 @@ def _seeds(seeds: Any) -> tuple[int, ...]:  # noqa: ANN401
     numbers = tuple(seeds if is_list else range(require_int("seeds", seeds, 0)))
     numbers = tuple(require_int("seeds", seed, 0) for seed in numbers)
     if len(set(numbers)) < max(FEWEST_PAIRS, len(numbers)):
-        message = (
+        raise UserError(
             f"seeds={list(numbers)} must be {FEWEST_PAIRS} or more different seeds, or "
             "their number: a verdict needs the spread of the difference over seeds."
         )
-        raise UserError(message)
     require("seeds", max(numbers), max(numbers) < _SEED_LIMIT, "below 2**31 each")
     return numbers
 

@@ -39,18 +39,16 @@ class RunStore:
         self._steps = settings["steps"]
         stored = self._read(_SETTINGS, dict, "choose another folder")
         if stored is None and self._num_runs():
-            message = (
+            raise UserError(
                 f"{folder} holds runs without {_SETTINGS}, so that their settings are "
                 "unknown; choose another folder."
             )
-            raise UserError(message)
         for name in {**settings, **(stored or {})}:
             if stored is not None and stored.get(name) != settings.get(name):
-                message = (
+                raise UserError(
                     f"{folder} holds runs with {name}={stored.get(name)}, not "
                     f"{settings.get(name)}; use that, or choose another folder."
                 )
-                raise UserError(message)
         if stored is None:
             self._write(_SETTINGS, settings)
 
@@ -70,8 +68,7 @@ class RunStore:
                 ("metric", run.metric, run.diverged or math.isfinite(run.metric)),
             ):
                 if not is_valid:
-                    message = f"its {name} is {value}"
-                    raise ValueError(message)
+                    raise ValueError(f"its {name} is {value}")
             return run
 
         return self._read(_name(candidate, seed), convert, "delete it to train again")
@@ -92,11 +89,13 @@ class RunStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            message = f"{path} cannot be read: {error.strerror or error}."
-            raise UserError(message) from error
+            raise UserError(
+                f"{path} cannot be read: {error.strerror or error}."
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"{path} is damaged ({str(error).rstrip('.')}); {remedy}."
-            raise UserError(message) from error
+            raise UserError(
+                f"{path} is damaged ({str(error).rstrip('.')}); {remedy}."
+            ) from error
 
     def _num_runs(self) -> int:
         return len([*self._folder.glob("runs/*.json")]) if self._folder else 0
@@ -109,12 +108,11 @@ class RunStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
         except OSError as error:
-            message = (
+            raise UserError(
                 f"{path} cannot be written: {error.strerror or error}. "
                 f"{format_count(self._num_runs(), 'finished run')} stored there: call "
                 "again with the same folder to continue."
-            )
-            raise UserError(message) from error
+            ) from error
 
 
 def _name(candidate: Candidate, seed: int) -> str:

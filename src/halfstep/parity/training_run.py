@@ -239,11 +239,10 @@ def make(
     if not (are_valid and callable(parts[2])):
         kinds = ", ".join(type(each).__name__ for each in parts[: len(result)] if parts)
         returned = f"({kinds})" if parts else f"a {type(result).__name__}"
-        message = (
+        raise UserError(
             f"make({seed}) returned {returned}; it must return (model, optimizer, "
             "loss_fn), and perhaps a dict of arguments of prepare."
         )
-        raise UserError(message)
     return parts[0], parts[1], parts[2], parts[3]
 
 
@@ -258,12 +257,11 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
     for name in names:
         first, second = (_checksum(state.get(name)) for state in states)
         if first != second:
-            message = (
+            raise UserError(
                 f"make({seed}) gave other initial weights in a second call, first in "
                 f"{name!r}: draw all random numbers from the seed, and build the model "
                 "anew in each call."
             )
-            raise UserError(message)
     _, optimizer, _, arguments = pair[0]
     settings = {"optimizer": type(optimizer).__name__}
     for key in optimizer.defaults:
@@ -295,11 +293,10 @@ def check_stored(workload: Workload, run: Run) -> None:
         ("batches", _checksum(next(steps)[1]), run.first_batches_crc),
     ):
         if ours != stored:
-            message = (
+            raise UserError(
                 f"out holds runs of seed {run.seed} with other {what} than those of "
                 "this call: use the same make and batches, or choose another folder."
             )
-            raise UserError(message)
 
 
 def check_paired(run: Run, reference: Run) -> None:
@@ -310,11 +307,10 @@ def check_paired(run: Run, reference: Run) -> None:
         ("batches", run.batches_crc == reference.batches_crc or not is_complete),
     ):
         if not is_equal:
-            message = (
+            raise UserError(
                 f"{what} of {reference.level} and {run.level} differ for seed "
                 f"{run.seed}: make and batches must give all runs of a seed the same."
             )
-            raise UserError(message)
 
 
 def _prepare(
@@ -341,8 +337,9 @@ def _errors_of(candidate: Candidate) -> Iterator[None]:
         if not LEVELS[candidate.level].low:
             raise
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        message = f"{candidate.name} cannot run: {kind}{_first_line(error)}"
-        raise UserError(message) from error
+        raise UserError(
+            f"{candidate.name} cannot run: {kind}{_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -375,12 +372,11 @@ def _iterate_steps(
     for step in range(1, workload.steps + 1):
         micro_batches = list(itertools.islice(stream, accumulate))
         if len(micro_batches) < accumulate:
-            message = (
+            raise UserError(
                 f"batches(seed) ended before step {step} of {workload.steps}: return "
                 "an iterable that is long enough and begins anew in each call, or "
                 "lower steps."
             )
-            raise UserError(message)
         yield step, micro_batches
 
 
@@ -398,8 +394,9 @@ def _metric(
         return float(value)
     except (TypeError, ValueError) as error:
         kind = type(value).__name__
-        message = f"metric(model) returned a {kind}; it must return a number."
-        raise UserError(message) from error
+        raise UserError(
+            f"metric(model) returned a {kind}; it must return a number."
+        ) from error
 
 
 # Random numbers and checksums

@@ -47,8 +47,9 @@ class Finding:
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
             words = ", ".join(SEVERITIES)
-            message = f"severity {self.severity!r} of rule {self.rule!r}: use {words}."
-            raise UserError(message)
+            raise UserError(
+                f"severity {self.severity!r} of rule {self.rule!r}: use {words}."
+            )
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -169,8 +169,9 @@ class Curve:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            message = f"Curve {self.name!r} has {len(self.x)} x and {len(self.y)} y."
-            raise ValueError(message)
+            raise ValueError(
+                f"Curve {self.name!r} has {len(self.x)} x and {len(self.y)} y."
+            )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ _LARGEST = 1 << 63
 
 
 def _refuse(key: str, value: object, expected: str) -> NoReturn:
-    message = f"{key!r} is {reprlib.repr(value)}; it must be {expected}."
-    raise UserError(message)
+    raise UserError(f"{key!r} is {reprlib.repr(value)}; it must be {expected}.")
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 -- JSON

@@ -50,13 +50,13 @@ class Table:
 
     def __post_init__(self) -> None:
         if len(set(self.columns)) < len(self.columns):
-            message = f"Table {self.title!r} names a column twice: {self.columns}."
-            raise ValueError(message)
+            raise ValueError(
+                f"Table {self.title!r} names a column twice: {self.columns}."
+            )
         for i, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 lengths = f"{len(self.columns)} columns but {len(row)} cells in row {i}"
-                message = f"Table {self.title!r} has {lengths}."
-                raise ValueError(message)
+                raise ValueError(f"Table {self.title!r} has {lengths}.")
 
     def __repr__(self) -> str:
         """Return `text`, which is what users want to see interactively."""
