@@ -276,20 +276,12 @@ def register_half_function(module: Any, function_name: str) -> None:  # noqa: AN
 
 
 def register_float_function(module: Any, function_name: str) -> None:  # noqa: ANN401
-    """Cast the floating arguments of `module.function_name` to fp32 under O1.
-
-    Raises:
-        AmpError: If there is no such function.
-    """
+    """Cast the floating arguments of `module.function_name` to fp32 under O1."""
     _register(module, function_name, FP32)
 
 
 def register_promote_function(module: Any, function_name: str) -> None:  # noqa: ANN401
-    """Cast the arguments of `module.function_name` to their widest dtype under O1.
-
-    Raises:
-        AmpError: If there is no such function.
-    """
+    """Cast the arguments of `module.function_name` to their widest dtype under O1."""
     _register(module, function_name, PROMOTE)
 
 

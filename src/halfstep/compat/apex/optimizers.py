@@ -63,11 +63,7 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class FusedSGD(torch.optim.SGD):
-    """torch's SGD.
-
-    Raises:
-        AmpError: With `wd_after_momentum`.
-    """
+    """torch's SGD; raises `AmpError` with `wd_after_momentum`."""
 
     def __init__(
         self,
@@ -89,11 +85,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 class FusedAdagrad(torch.optim.Adagrad):
-    """torch's Adagrad.
-
-    Raises:
-        AmpError: With `adagrad_w_mode`.
-    """
+    """torch's Adagrad; raises `AmpError` with `adagrad_w_mode`."""
 
     def __init__(
         self,

@@ -76,10 +76,9 @@ class DistributedDataParallel(_TorchDDP):
 
 
 class SyncBatchNorm(_TorchSyncBatchNorm):
-    """torch's batch norm over all ranks; `channel_last` is not used.
+    """torch's batch norm over all ranks; raises `AmpError` with `fuse_relu`.
 
-    Raises:
-        AmpError: With `fuse_relu`.
+    `channel_last` is not used.
     """
 
     def __init__(

@@ -90,11 +90,7 @@ class _LevelPlugin(FabricPrecision):
         return self._engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load loss scale and counters.
-
-        Raises:
-            UserError: If another plugin saved it.
-        """
+        """Load loss scale and counters."""
         self._engine.load_state_dict(state_dict)
 
 
@@ -148,11 +144,7 @@ class MixedPrecision(_LevelPlugin, Precision):
         optimizers: list[Optimizer],
         lr_schedulers: list[LRSchedulerConfig],
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
-        """Give each optimizer master weights if the level has them.
-
-        Raises:
-            UserError: If the strategy shards the model, or an optimizer is LBFGS.
-        """
+        """Give each optimizer master weights if the level has them."""
         engine = self._engine
         module = cast("LightningModule", ddp.unwrap(model))
         strategy = module.trainer.strategy
@@ -222,11 +214,7 @@ class MixedPrecision(_LevelPlugin, Precision):
         closure: Callable[[], Any],
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Run the closure, then update the weights unless a gradient is inf or NaN.
-
-        Raises:
-            UserError: If `optimizer.step` is called with arguments.
-        """
+        """Run the closure, then update the weights unless a gradient is inf or NaN."""
         _reject_arguments(kwargs, "leave it out")
         result = closure()
         if self._hooks_read_gradients:
@@ -307,11 +295,7 @@ class FabricMixedPrecision(_LevelPlugin):
         return cast_floating(data, torch.float32)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Update the weights unless a gradient is inf or NaN.
-
-        Raises:
-            UserError: If `optimizer.step` is called with arguments.
-        """
+        """Update the weights unless a gradient is inf or NaN."""
         _reject_arguments(kwargs, "compute the gradients before it")
         self._engine.step(optimizer)
 
