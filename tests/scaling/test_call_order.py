@@ -1,7 +1,6 @@
 """Calls of a `GradScaler` in the wrong order are named in the first iterations."""
 
 import gc
-import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -151,27 +150,12 @@ def penalty(loop: Loop) -> None:
     loop.finish()
 
 
-def penalty_of_torchs_page(loop: Loop) -> None:
-    scaled, params = loop.scaler.scale(loop.loss()), [*loop.model.parameters()]
-    grads = torch.autograd.grad(scaled, params, create_graph=True)
-    inverse = 1.0 / loop.scaler.get_scale()
-    size = sum((grad * inverse).square().sum() for grad in grads).sqrt()
-    loop.scaler.scale(loop.loss() + size).backward()
-    loop.finish()
-
-
 def penalty_by_itself(loop: Loop) -> None:
     """Scale a penalty that is divided, amid losses without one."""
     size = loop.penalty() / loop.scaler.get_scale() ** 2
     loop.penalty()
     for loss in (loop.loss(), size, loop.loss()):
         loop.scaler.scale(loss).backward()
-    loop.finish()
-
-
-def resumed(loop: Loop) -> None:
-    loop.scaler = pickle.loads(pickle.dumps(loop.scaler))  # noqa: S301 -- made here
-    loop.backward()
     loop.finish()
 
 
@@ -198,8 +182,7 @@ def evaluated(loop: Loop) -> None:
 RIGHT = (
     "backward backward freeze finish",
     "backward backward divide finish",
-    *(closure, resumed, sharpness, evaluated, penalty, penalty_by_itself),
-    penalty_of_torchs_page,
+    *(closure, sharpness, evaluated, penalty, penalty_by_itself),
 )
 """More of them are in tests/field/healthy_loops.py."""
 
