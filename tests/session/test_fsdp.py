@@ -8,7 +8,6 @@ ranks in whatever order, so whole fp32 weights in one process are an oracle to t
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -109,35 +108,30 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-@dataclass(frozen=True)
-class Wrong:
-    said: str
-    level: str = "O2"
-    dtype: str = "bf16"
-    policy: MixedPrecisionPolicy | None = None
-    more: dict[str, Any] = field(default_factory=dict)
-    stored: torch.dtype = torch.float32
-    batch_apart: bool = True
-    optimizer_first: bool = False
-    sharded_after: str | None = None
-    """Module that is sharded once the session is there."""
-
-
-def refused(word: str) -> dict[str, Any]:
-    wrong, low = WRONG[word], fsdp_policy("O2", "bf16")
-    model: Any = Normed().to(wrong.stored)
+def attempt(
+    level: str = "O2",
+    dtype: str = "bf16",
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    stored: torch.dtype = torch.float32,
+    batch_apart: bool = True,
+    optimizer_first: bool = False,
+    sharded_after: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Train a step; `sharded_after` is sharded once the session is there."""
+    low = fsdp_policy("O2", "bf16")
+    model: Any = Normed().to(stored)
     early = _adamw(model)
-    if wrong.batch_apart:
+    if batch_apart:
         fully_shard(model.batch, mesh=mesh())
-    if wrong.sharded_after is None:
-        fully_shard(model, mesh=mesh(), mp_policy=wrong.policy or low)
-    optimizer = early if wrong.optimizer_first else _adamw(model)
+    if sharded_after is None:
+        fully_shard(model, mesh=mesh(), mp_policy=mp_policy or low)
+    optimizer = early if optimizer_first else _adamw(model)
     try:
-        session = hs.prepare(
-            model, optimizer, wrong.level, dtype=wrong.dtype, **wrong.more
-        )
-        if wrong.sharded_after is not None:
-            module = model.get_submodule(wrong.sharded_after)
+        session = hs.prepare(model, optimizer, level, dtype=dtype, **more)
+        if sharded_after is not None:
+            module = model.get_submodule(sharded_after)
             fully_shard(module, mesh=mesh(), mp_policy=low)
         with session.autocast():
             loss = session.model(torch.ones(4, 6)).sum()
@@ -190,68 +184,64 @@ def all_low() -> dict[str, Any]:
     return {"memory": session.memory(), "numel": numbers, "steps": [2]}
 
 
-_MASTERS = (
+MASTERS = (
     "with FSDP2, whose fp32 shards are already the master weights: leave master out."
 )
-_TOO_LATE = (
-    "'body.weight' was sharded after the optimizer was made, which still holds the "
-    "unsharded one: call fully_shard first, then make the optimizer, then prepare."
-)
-WRONG = {
-    "nothing": Wrong("nothing"),
-    "no policy": Wrong(
+LATE: dict[str, Any] = {"sharded_after": "body", "batch_apart": False}
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "nothing": [{}],
+    (
         "level=O2 with FSDP2 computes in bf16, and fully_shard got nothing for "
         "'body': call fully_shard(..., "
-        "mp_policy=halfstep.sharded.fsdp_policy('O2', 'bf16')).",
-        policy=MixedPrecisionPolicy(),
-    ),
-    "another dtype": Wrong(
+        "mp_policy=halfstep.sharded.fsdp_policy('O2', 'bf16'))."
+    ): [{"mp_policy": MixedPrecisionPolicy()}],
+    (
         "level=O2 with FSDP2 computes in fp16, and fully_shard got "
         "torch.bfloat16 for 'body': call fully_shard(..., "
-        "mp_policy=halfstep.sharded.fsdp_policy('O2', 'fp16')).",
-        dtype="fp16",
-    ),
-    "split": Wrong(f"master='split' {_MASTERS}", more={"master": "split"}),
-    "none": Wrong(f"master='none' {_MASTERS}", more={"master": "none"}),
-    "release": Wrong(
+        "mp_policy=halfstep.sharded.fsdp_policy('O2', 'fp16'))."
+    ): [{"dtype": "fp16"}],
+    f"master='split' {MASTERS}": [{"master": "split"}],
+    f"master='none' {MASTERS}": [{"master": "none"}],
+    (
         "optimizer_in_backward=True leaves out non-finite gradients, and of one "
-        "parameter FSDP2 gives each rank a part: ranks would not agree.",
-        more={"optimizer_in_backward": True},
-    ),
-    "a rule": Wrong(
+        "parameter FSDP2 gives each rank a part: ranks would not agree."
+    ): [{"optimizer_in_backward": True}],
+    (
         "a rule keeps 'head' in fp32, and FSDP2 casts its weights to torch.bfloat16: "
-        "call fully_shard on it first, without mp_policy.",
-        more={"policy": "lean + module:head=fp32"},
-    ),
-    "O3": Wrong(
+        "call fully_shard on it first, without mp_policy."
+    ): [{"policy": "lean + module:head=fp32"}],
+    (
         "level=O3 stores weights in 16 bits, and 'body.weight' is sharded in fp32: "
-        "call model.to(torch.bfloat16) before fully_shard, or use level='O2'.",
-        level="O3",
-    ),
-    "16-bit shards": Wrong(
+        "call model.to(torch.bfloat16) before fully_shard, or use level='O2'."
+    ): [{"level": "O3"}],
+    (
         "'body.weight' is sharded in torch.bfloat16, and its shards must be the fp32 "
-        "master weights: call fully_shard on the model while it is fp32.",
-        stored=torch.bfloat16,
-    ),
-    "optimizer first": Wrong(_TOO_LATE, optimizer_first=True),
-    "prepare first": Wrong(_TOO_LATE, sharded_after="", batch_apart=False),
-    "a part later": Wrong(_TOO_LATE, sharded_after="body", batch_apart=False),
-    "a part later at O1": Wrong(
-        _TOO_LATE, level="O1", sharded_after="body", batch_apart=False
-    ),
-    "running means": Wrong(
+        "master weights: call fully_shard on the model while it is fp32."
+    ): [{"stored": torch.bfloat16}],
+    (
+        "'body.weight' was sharded after the optimizer was made, which still holds the "
+        "unsharded one: call fully_shard first, then make the optimizer, then prepare."
+    ): [
+        {"optimizer_first": True},
+        *(LATE, LATE | {"sharded_after": ""}, LATE | {"level": "O1"}),
+    ],
+    (
         "'batch' has fp32 running statistics, and its kernel rejects bf16 weights with "
-        "them: call fully_shard on it first, without mp_policy.",
-        batch_apart=False,
-    ),
+        "them: call fully_shard on it first, without mp_policy."
+    ): [{"batch_apart": False}],
 }
+"""What is said -> what is tried."""
+TRIED = [(said, options) for said, tried in WRONG.items() for options in tried]
 KINDS = [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")]
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"train {run}": functools.partial(train, *run) for run in RUNS},
     **{f"traffic {kind}": functools.partial(traffic, *kind) for kind in KINDS},
-    **{f"refused {word}": functools.partial(refused, word) for word in WRONG},
+    **{
+        f"refused {number}": functools.partial(attempt, **options)
+        for number, (_, options) in enumerate(TRIED)
+    },
     "apart": apart,
     "all low": all_low,
 }
@@ -312,11 +302,11 @@ def test_what_travels(ranks: list[dict[str, Any]]) -> None:
         assert {w: share * n for w, n in seen["bytes"].items()} == fp32["bytes"]
 
 
-@pytest.mark.parametrize("word", WRONG)
-def test_refused(ranks: list[dict[str, Any]], word: str) -> None:
+@pytest.mark.parametrize("number", range(len(TRIED)))
+def test_refused(ranks: list[dict[str, Any]], number: int) -> None:
     """Law: what would not train as asked is refused, with the call that would."""
-    said = agreed(ranks, f"refused {word}")["said"]
-    assert said == WRONG[word].said
+    said = agreed(ranks, f"refused {number}")["said"]
+    assert said == TRIED[number][0]
     assert len(said.split()) <= 35
 
 
