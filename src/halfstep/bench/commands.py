@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import re
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -29,8 +30,7 @@ Flags = dict[str, dict[str, Any]]
 # Readers of flag values; argparse prints the flag's name before their messages.
 
 
-def _is_positive_int(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
+_POSITIVE = "0*[1-9][0-9]*"
 
 
 def _check(valid: object, text: str, expected: str) -> None:
@@ -40,7 +40,8 @@ def _check(valid: object, text: str, expected: str) -> None:
 
 def positive_int(text: str) -> int:
     """Parse a whole number of at least 1."""
-    _check(_is_positive_int(text), text, "must be a whole number of at least 1")
+    expected = "must be a whole number of at least 1"
+    _check(re.fullmatch(_POSITIVE, text), text, expected)
     return int(text)
 
 
@@ -74,13 +75,9 @@ def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> floa
 
 def shapes(text: str) -> list[str]:
     """Check comma-separated shapes, each COUNTxSIZE."""
+    expected = "must be a number of tensors x a size, such as 3x4096"
     for part in text.split(","):
-        count, _, size = part.partition("x")
-        _check(
-            _is_positive_int(count) and _is_positive_int(size),
-            part,
-            "must be a number of tensors x a size, such as 3x4096",
-        )
+        _check(re.fullmatch(f"{_POSITIVE}x{_POSITIVE}", part), part, expected)
     return text.split(",")
 
 

@@ -72,7 +72,7 @@ class Training(commands.Bench):
     The settings have `device`, `dtype`, `accumulate` and `candidates`.
     """
 
-    run: Callable[[Namespace], list[Table]] = lambda arguments: tables(arguments)  # noqa: PLW0108 -- it follows
+    run: Callable[[Namespace], list[Table]] = lambda arguments: tables(arguments)  # noqa: PLW0108 -- defined below
     title: str
     kinds: Mapping[str, Candidate]
     """Name -> candidate."""
@@ -120,11 +120,13 @@ def tables(arguments: Namespace) -> list[Table]:
     rounds = len(next(iter(got.times.rounds.values()), ()))
     first = bench.baselines[0]
     rows = [
-        row(each, got, bench.baselines, floor, arguments)
-        for each in arguments.candidates
+        row(name, got, bench.baselines, floor, arguments)
+        for name in arguments.candidates
     ]
-    why_not = {
-        each: got.absent.get(each, "not among --candidates") for each in bench.baselines
+    missing = {
+        each: got.absent.get(each, "not among --candidates").partition(":")[0]
+        for each in bench.baselines
+        if each not in got.times.rounds
     }
     packages = {bench.kinds[each].package for each in got.times.rounds} - {None}
     # The distribution "lightning" installs the package "lightning_fabric".
@@ -140,11 +142,7 @@ def tables(arguments: Namespace) -> list[Table]:
         "loss: mean over the last tenth of the steps; same weights, batches and seeds",
         f"a process each, with {_words(PASSIVE_WAIT)}; kept: {_words(keep_memory({}))}",
         *(f"{each} {why}" for each, why in got.absent.items() if ": " in why),
-        *(
-            f"x {each}: empty, since {each} did not run: {why.partition(':')[0]}"
-            for each, why in why_not.items()
-            if each not in got.times.rounds
-        ),
+        *(f"x {n}: empty, since {n} did not run: {why}" for n, why in missing.items()),
         *(f"{each} {metadata.version(each)}" for each in sorted(packages)),
         *results.conditions(arguments),
     )
