@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,23 +61,17 @@ def tables(arguments: Namespace) -> list[Table]:
             stack.enter_context(start(rank, Path(folder) / "store"))
             for rank in range(RANKS)
         ]
-        for micro_batches in arguments.accumulate:
-            work = results.settings(arguments) | {"accumulate": micro_batches}
-            for name in arguments.candidates:
-                task = {"name": name, "work": work | {"device": "cpu"}}
-                got = request_all(processes, task)
-                answers[name, micro_batches] = got
-                journal.record(f"{name}, {micro_batches} micro-batches", **got[0])
-                measure.progress(f"{name}, {micro_batches} micro-batches: done")
+        for count, name in product(arguments.accumulate, arguments.candidates):
+            work = results.settings(arguments) | {"accumulate": count, "device": "cpu"}
+            got = request_all(processes, {"name": name, "work": work})
+            answers[name, count] = got
+            journal.record(f"{name}, {count} micro-batches", **got[0])
+            measure.progress(f"{name}, {count} micro-batches: done")
     rows = [
         table_row(*key, got, answers.get((BASELINE, key[1])))
         for key, got in answers.items()
     ]
-    rejected = {
-        name: got[0]["rejected"]
-        for (name, _), got in answers.items()
-        if "rejected" in got[0]
-    }
+    firsts = {name: got[0] for (name, _), got in answers.items()}
     notes = (
         f"bytes and calls of one rank of {RANKS} in a step, mean of {arguments.steps}",
         "bytes: size of the tensors that all-reduce was called with",
@@ -84,7 +79,11 @@ def tables(arguments: Namespace) -> list[Table]:
         "torch.amp: DDP, and no_sync() but for the last micro-batch",
         "O: halfstep under DDP",
         f"hook: torch's {arguments.dtype}_compress_hook",
-        *(f"{name} rejected: {text}" for name, text in rejected.items()),
+        *(
+            f"{name} rejected: {first['rejected']}"
+            for name, first in firsts.items()
+            if "rejected" in first
+        ),
         *results.conditions(arguments),
     )
     return [measure.table("Bytes on the wire", rows, notes, digits=4)]

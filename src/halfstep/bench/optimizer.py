@@ -134,7 +134,8 @@ def take_times(
 
     moved = sorted({each.bytes_moved for each in updates.values()})
     most = max(moved, default=0) * parameters // 2
-    source, target = torch.ones(2, most, dtype=torch.uint8, device=device)
+    source = torch.ones(most, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
     turns = {name: partial(turn, each) for name, each in updates.items()} | {
         _name_of_copy(each): partial(copy, each * parameters // 2) for each in moved
     }
@@ -214,12 +215,9 @@ class Update:
 def draw_gradients(work: Namespace) -> list[Tensor]:
     """Draw each weight's gradient: fp32 values that 16 bits hold exactly."""
     torch.manual_seed(0)
-    low_dtype = formats.parse(work.dtype).dtype
-    shape = work.width, work.width
-    return [
-        torch.randn(shape, device=work.device).to(low_dtype).float()
-        for _ in range(work.layers)
-    ]
+    shape = work.layers, work.width, work.width
+    drawn = torch.randn(shape, device=work.device)
+    return [*drawn.to(formats.parse(work.dtype).dtype).float()]
 
 
 BENCHES = {
