@@ -257,7 +257,7 @@ def ruled_operations(
         Rule -> (the operation as a model calls it; the same under torch.autocast with
         manual casts, with the result of the rule).
     """
-    x, y, weight = torch.randn(3, size, size, device=device)
+    x, y, weight = (torch.randn(size, size, device=device) for _ in range(3))
     vector, low, shape = x[0], x.to(low_dtype), (size,)
 
     def without_autocast(call: Call) -> Call:
