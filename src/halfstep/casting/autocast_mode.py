@@ -145,11 +145,7 @@ class Autocast(torch_autocast):
         return self
 
     def open(self, context: CastContext | None, guard: Policy | None) -> _Entry:
-        """Set torch's state and make a context the active one; see `push`.
-
-        Returns:
-            What `__exit__` needs to undo this.
-        """
+        """Set torch's state and make a context the active one; see `push`."""
         active_context.run_pending()
         # One torch context per entry: it stores the state to restore on itself.
         torch_context = object.__new__(torch_autocast)

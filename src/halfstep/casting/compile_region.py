@@ -44,14 +44,11 @@ def traceable_autocast(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return an autocast context that torch.compile can trace.
 
-    Args:
-        settings: torch's four arguments.
-        policy: None: that of the enclosing context.
-        record: Not supported, raises; so does `modules`.
-        modules: Whether the policy has module or type rules.
+    `settings` are torch's four arguments; without a policy it is that of the enclosing
+    context.
 
     Raises:
-        UserError: If it cannot be traced.
+        UserError: If operations are recorded, or there are module or type rules.
     """
     if record or modules:
         message = (

@@ -43,7 +43,7 @@ def op_casts_for(
 
     Args:
         policy: The active policy.
-        device: "cpu", "cuda", ...
+        device: Device type.
         module: Path of the module that they run in, if a rule matches it.
         types: Class names of that module and of the enclosing ones.
         cache_weights: Include all operations with weights, to cache their casts.

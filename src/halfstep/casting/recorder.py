@@ -32,15 +32,8 @@ if TYPE_CHECKING:
     from halfstep.casting.active_context import CastContext
 
 _COLUMNS = (
-    "operation",
-    "module",
-    "in",
-    "out",
-    "rule",
-    "reason",
-    "calls",
-    "casts",
-    "bytes cast",
+    *("operation", "module", "in", "out", "rule", "reason"),
+    *("calls", "casts", "bytes cast"),
 )
 _CAST = torch.ops.aten._to_copy.default  # noqa: SLF001
 

@@ -157,12 +157,7 @@ class CastCache:
         return self.get(tensor, dtype) if self.is_weight(tensor) else tensor.to(dtype)
 
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight in a 16-bit dtype; its gradient flows to the weight.
-
-        Args:
-            weight: A tensor for which `is_weight` is true.
-            dtype: Dtype to cast it to.
-        """
+        """Return a weight (see `is_weight`) in a dtype; its gradient flows to it."""
         key = id(weight), dtype
         with self._lock:
             entry = self._entries.get(key)

@@ -207,13 +207,9 @@ def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
 
 
 class CollapseMonitor:
-    """Observes each step without synchronization, and raises if no scale can help.
+    """Observes each step without synchronization, and raises if no scale can help."""
 
-    Args:
-        scale: The first scale.
-    """
-
-    def __init__(self, scale: float) -> None:
+    def __init__(self, first_scale: float) -> None:
         self.log = SkipLog()
         self._history = StepHistory()
         self._delayed = DelayedScalars()
@@ -225,7 +221,7 @@ class CollapseMonitor:
         self._graph_cause: BadOp | None = None
         self._graph_error = ""
         self._one_skip_left = False
-        self._last_read_scale = scale
+        self._last_read_scale = first_scale
         self._steps_unread = self._num_outdated = 0
         self._is_captured = False
 

@@ -89,11 +89,7 @@ def start_reduction(
 
 
 def reduced_flags(*states: dict[str, Any]) -> list[Tensor]:
-    """Return the flags of optimizers, the same on every rank.
-
-    Args:
-        states: The `GradScaler`'s states of optimizers in one iteration.
-    """
+    """Return the flags in a `GradScaler`'s states of optimizers, equal on all ranks."""
     flags: list[Tensor] = []
     for state in states:
         for work in state.get("found_inf_reduction", ()):

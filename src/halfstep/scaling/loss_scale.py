@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,9 +114,8 @@ class ScaleRule:
             scale = 1.0 if word == "none" else math.nan
         if not _TINY <= scale <= FP32_MAX:
             message = (
-                f"loss_scale={format_value(word)} is not a scale; "
-                "choose auto, dynamic, "
-                "measured, logmax, none or a positive number such as 1024."
+                f"loss_scale={format_value(word)} is not a scale; choose auto, "
+                "dynamic, measured, logmax, none or a positive number such as 1024."
             )
             raise UserError(message)
         return cls(scale, 1.0, 1.0, min_scale=scale, max_scale=scale)
@@ -142,11 +142,6 @@ class ScaleState:
     @classmethod
     def first(cls, rule: ScaleRule, device: torch.device | str = "cpu") -> ScaleState:
         """Return the state before the first step."""
-        return cls(
-            scale=torch.tensor(rule.init_scale, dtype=torch.float32, device=device),
-            clean_steps=torch.tensor(0, dtype=torch.int32, device=device),
-            hysteresis_left=torch.tensor(
-                rule.hysteresis, dtype=torch.int32, device=device
-            ),
-            skips_in_a_row=torch.tensor(0, dtype=torch.int32, device=device),
-        )
+        scale = torch.tensor(rule.init_scale, dtype=torch.float32, device=device)
+        count = partial(torch.tensor, dtype=torch.int32, device=device)
+        return cls(scale, count(0), count(rule.hysteresis), count(0))

@@ -91,9 +91,8 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
     ]
     more = f" and {len(fp16_names) - 1} more" if len(fp16_names) > 1 else ""
     return ValueError(
-        f"Attempting to unscale FP16 gradients. {fp16_names[0]}{more} "
-        "is stored in float16: "
-        "keep weights in float32 and use autocast (level O1), or let "
+        f"Attempting to unscale FP16 gradients. {fp16_names[0]}{more} is stored in "
+        "float16: keep weights in float32 and use autocast (level O1), or let "
         "halfstep.prepare(model, optimizer, 'O2') keep float32 master weights."
     )
 
@@ -179,9 +178,9 @@ def pass_failed() -> RuntimeError:
 def state_in_window(micro: int, accumulate: int) -> RuntimeError:
     """Session: `state_dict` with pending gradients."""
     return RuntimeError(
-        f"session.state_dict() after {micro} of {accumulate} "
-        "micro-batches, or a backward pass, would lose their gradients; call "
-        "it after a full step, or after session.flush()."
+        f"session.state_dict() after {micro} of {accumulate} micro-batches, or a "
+        "backward pass, would lose their gradients; call it after a full step, or "
+        "after session.flush()."
     )
 
 

@@ -96,12 +96,7 @@ class Retry:
 
 
 class LossScalers:
-    """One LossScaler per loss name; "" is the unnamed loss.
-
-    Args:
-        rule: Rule of each.
-        group: As for `LossScaler`.
-    """
+    """One LossScaler per loss name, all with one rule; "" is the unnamed loss."""
 
     def __init__(self, rule: ScaleRule, group: dist.ProcessGroup | None = None) -> None:
         self.rule = rule
@@ -473,9 +468,7 @@ class UnscaledGradients:
     def accumulate(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
         """Add the unscaled `.grad` of a pass to the sums, and set `.grad` to None.
 
-        Args:
-            parameters: Parameters whose `.grad` to add.
-            found_inf: 0.0 or 1.0: whether these gradients held inf or NaN, shape ().
+        `found_inf` is 1.0 if these gradients held inf or NaN, else 0.0, shape ().
         """
         self.num_passes += 1
         num_overflowed = self._num_overflowed

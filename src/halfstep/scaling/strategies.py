@@ -315,12 +315,7 @@ ScaleStrategy: TypeAlias = LogMaxStrategy | MeasuredStrategy
 def make_strategy(
     name: str, group: dist.ProcessGroup | None = None
 ) -> ScaleStrategy | None:
-    """Return a new strategy; None for "backoff", which proposes nothing.
-
-    Args:
-        name: One of `STRATEGIES` of `loss_scale`.
-        group: Ranks that must agree on a scale; default all.
-    """
+    """Return a new strategy of a name; None for "backoff", which proposes nothing."""
     if name == "measured":
         return MeasuredStrategy(group=group)
     return LogMaxStrategy(group=group) if name == "logmax" else None
