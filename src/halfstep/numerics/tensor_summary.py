@@ -20,33 +20,6 @@ _LOWEST, _HIGHEST = -1100, 1100  # fp64's range of exponents
 
 
 @dataclass(frozen=True)
-class CastSummary:
-    """Signal and noise of a cast to another format."""
-
-    signal: float
-    """Sum of squares of the values."""
-    noise: float
-    """Sum of squares of the rounding errors."""
-
-    @property
-    def sqnr(self) -> float | None:
-        """Signal-to-noise ratio in dB; None if there is no signal."""
-        if not 0 < self.signal < math.inf or not 0 <= self.noise < math.inf:
-            return None
-        if not self.noise:
-            return math.inf
-        return 10 * (math.log10(self.signal) - math.log10(self.noise))
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> CastSummary:
-        """Return the summary that `data` describes."""
-        return cls(
-            json_fields.real(data.get("signal", 0.0), "signal"),
-            json_fields.real(data.get("noise", 0.0), "noise"),
-        )
-
-
-@dataclass(frozen=True)
 class TensorSummary:
     """Counts of one tensor at one step."""
 
@@ -60,8 +33,8 @@ class TensorSummary:
     """Largest finite magnitude; 0 if there is none."""
     exponents: Mapping[int, int]
     """floor(log2(abs(x))) -> number of finite non-zero values with that exponent."""
-    casts: Mapping[str, CastSummary]
-    """Format name -> signal and noise of a cast to it."""
+    casts: Mapping[str, float | None]
+    """Format name -> signal-to-noise ratio of a cast to it in dB; None: no signal."""
 
     @classmethod
     def from_data(cls, data: object) -> TensorSummary:
@@ -86,9 +59,7 @@ class TensorSummary:
                 if exponents[power]
             },
             {
-                _format_word(name): CastSummary.from_data(
-                    json_fields.mapping(cast, name)
-                )
+                _format_word(name): _sqnr(json_fields.mapping(cast, name))
                 for name, cast in casts.items()
             },
         )
@@ -100,6 +71,15 @@ def _format_word(dtype: str) -> str:
         return formats.parse(dtype).name
     except UserError:
         return dtype
+
+
+def _sqnr(cast: Mapping[str, Any]) -> float | None:
+    """Return the ratio in dB of the sums of squares of values and of their errors."""
+    signal = json_fields.real(cast.get("signal", 0.0), "signal")
+    noise = json_fields.real(cast.get("noise", 0.0), "noise")
+    if not 0 < signal < math.inf or not 0 <= noise < math.inf:
+        return None
+    return 10 * (math.log10(signal) - math.log10(noise)) if noise else math.inf
 
 
 def _power_of_two(text: str) -> int:

@@ -205,7 +205,7 @@ def coarse(facts: RunFacts) -> Iterator[Observation]:
     best = 13.5 + 6.02 * format_.mantissa_bits
     for name, samples in facts.samples(":output"):
         casts = [s.summary.casts.get(format_.name) for s in samples]
-        sqnrs = [c.sqnr for c in casts if c is not None and c.sqnr is not None]
+        sqnrs = [sqnr for sqnr in casts if sqnr is not None]
         if sqnrs:
             lost = best - min(sqnrs)
             module = name.removesuffix(":output")
