@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -43,13 +44,14 @@ from halfstep.launch.scaled_backward import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.numerics.formats import FloatFormat
     from halfstep.scaling.loss_scaler import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam
 
+Function = Callable[..., Any]
 _LOW_DTYPES = (torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _UNSTEPPED = 3
@@ -140,12 +142,12 @@ class ScriptTraining:
 
     # Forward passes
 
-    def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_module_call(self, original: Function) -> Function:
         """Wrap `nn.Module.__call__`: its outermost call runs under the policy."""
         thread = self._thread
 
         @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
             if (
                 thread.forward_or_backward
                 or self._is_off
@@ -260,11 +262,11 @@ class ScriptTraining:
             )
         self._is_off = True
 
-    def wrap_autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_autocast_enter(self, original: Function) -> Function:
         """Wrap `autocast.__enter__` to detect scripts that use autocast."""
 
         @functools.wraps(original)
-        def enter(context: torch.autocast) -> Any:  # noqa: ANN401
+        def enter(context: torch.autocast) -> object:
             thread = self._thread
             is_low = context._enabled and context.fast_dtype in _LOW_DTYPES  # noqa: SLF001
             if (
@@ -278,13 +280,11 @@ class ScriptTraining:
 
         return enter
 
-    def wrap_grad_scaler_init(
-        self, original: Callable[..., None]
-    ) -> Callable[..., None]:
+    def wrap_grad_scaler_init(self, original: Function) -> Function:
         """Wrap `GradScaler.__init__` to detect scripts that scale losses."""
 
         @functools.wraps(original)
-        def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def init(scaler: GradScaler, *args: object, **kwargs: object) -> None:
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
                 self._switch_off("it makes a GradScaler")
@@ -293,21 +293,18 @@ class ScriptTraining:
 
     # Backward passes
 
-    def wrap_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_grad(self, original: Function) -> Function:
         """Wrap `torch.autograd.grad`: runs it outside the policy, without scaling."""
 
         @functools.wraps(original)
-        def grad(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def grad(*args: object, **kwargs: object) -> object:
             return self._run_backward(original, *args, **kwargs)
 
         return grad
 
     def _run_backward(
-        self,
-        original: Callable[..., Any],
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        self, original: Function, *args: object, **kwargs: object
+    ) -> object:
         """Run a backward pass outside the policy; recomputations in it restore it."""
         if self._is_off or not self._contexts:
             return original(*args, **kwargs)
@@ -318,15 +315,15 @@ class ScriptTraining:
                     stack.enter_context(torch.autocast(device_type, enabled=False))
             return original(*args, **kwargs)
 
-    def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_backward(self, original: Function) -> Function:
         """Wrap `torch.autograd.backward`: scale losses, unscale before `.grad`."""
 
         @functools.wraps(original)
         def backward(
-            tensors: Any,  # noqa: ANN401
-            grad_tensors: Any = None,  # noqa: ANN401
-            *args: Any,  # noqa: ANN401
-            **kwargs: Any,  # noqa: ANN401
+            tensors: object,
+            grad_tensors: object = None,
+            *args: object,
+            **kwargs: object,
         ) -> None:
             scaler, thread = self._scaler, self._thread
             if self._is_off or scaler is None:
@@ -370,22 +367,20 @@ class ScriptTraining:
 
     # Steps
 
-    def wrap_profile_hook_step(
-        self, original: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def wrap_profile_hook_step(self, original: Function) -> Function:
         """Wrap torch's wrapper of an optimizer class's `step`."""
 
         @functools.wraps(original)
-        def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+        def profile_hook_step(step: Function) -> Function:
             return self._wrap_step(original(step))
 
         return profile_hook_step
 
-    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_step(self, original: Function) -> Function:
         """Wrap a step: skip it if a gradient is non-finite."""
 
         @functools.wraps(original)
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401
             has_closure = callable(args[0] if args else kwargs.get("closure"))
             untouched = self._scaler is None and not has_closure
             if self._is_off or untouched or self._thread.step:
@@ -404,18 +399,14 @@ class ScriptTraining:
         return step
 
     def _step_with_closure(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        self, optimizer: Optimizer, closure: Function, *args: object, **kwargs: object
+    ) -> object:
         from halfstep.scaling.grad_scaler_step import step_or_undo
 
-        loss: Any = None
+        loss: object = None
         skipped = False
 
-        def evaluate() -> Any:  # noqa: ANN401
+        def evaluate() -> object:
             nonlocal loss
             loss = closure()
             return loss
@@ -484,11 +475,11 @@ class ScriptTraining:
 
     # Schedules
 
-    def wrap_scheduler_init(self, original: Callable[..., None]) -> Callable[..., None]:
+    def wrap_scheduler_init(self, original: Function) -> Function:
         """Wrap `LRScheduler.__init__`, to wrap classes that a script defines."""
 
         @functools.wraps(original)
-        def init(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def init(scheduler: LRScheduler, *args: object, **kwargs: object) -> None:
             for kind in type(scheduler).__mro__:
                 self.wrap_schedulers_of(kind)
             original(scheduler, *args, **kwargs)
@@ -503,7 +494,7 @@ class ScriptTraining:
             return
 
         @functools.wraps(original)
-        def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def step(scheduler: LRScheduler, *args: object, **kwargs: object) -> None:
             thread = self._thread
             if thread.scheduler or not self._all_skipped_since(scheduler):
                 before, thread.scheduler = thread.scheduler, True
