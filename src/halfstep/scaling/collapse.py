@@ -425,12 +425,6 @@ class CollapseMonitor:
             bad_op=bad_op,
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Graphs, CUDA events and pending copies cannot be pickled.
-        cleared = dict.fromkeys(("_loss", "_loss_sum", "_graph_cause"))
-        fresh = {"_delayed": DelayedScalars(), "_param_readers": deque[Any]()}
-        return self.__dict__ | cleared | fresh
-
 
 def is_capturing() -> bool:
     """Return whether the current stream is captured in a CUDA graph."""
