@@ -101,5 +101,5 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_device() -> None:
     """Law: without a flag it is the machine's device."""
-    assert measure.pick_device(None) == hardware.capabilities().device
-    assert measure.pick_device("cpu") == "cpu"
+    assert hardware.pick_device(None) == hardware.capabilities().device
+    assert hardware.pick_device("cpu") == "cpu"

@@ -9,7 +9,8 @@ from typing import Any, Self
 import pytest
 
 from halfstep import cli
-from halfstep.bench import commands, measure
+from halfstep.bench import commands
+from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table
 
 
@@ -18,7 +19,7 @@ def flags(bench: str, words: str) -> Namespace:
     commands.add_flags(parser, bench)
     arguments = parser.parse_args(shlex.split(words))
     if hasattr(arguments, "device"):
-        arguments.device = measure.pick_device(arguments.device)
+        arguments.device = hardware.pick_device(arguments.device)
     return arguments
 
 

@@ -15,7 +15,7 @@ from halfstep.machine import hardware
 from halfstep.train.config import read_file
 from halfstep.train.loop import Trainer
 from halfstep.train.output.run_directory import RunFolder
-from halfstep.train.run import pick_device, run
+from halfstep.train.run import run
 from halfstep.train.signals import Diverged
 
 pytestmark = pytest.mark.usefixtures("small_runs")
@@ -51,9 +51,9 @@ def evals_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: asking for a device that is not there is refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("cpu") == "cpu"
+    assert hardware.pick_device("cpu") == "cpu"
     with pytest.raises(UserError, match=r"^--device cuda: torch sees no CUDA"):
-        pick_device("cuda")
+        hardware.pick_device("cuda")
 
 
 @pytest.mark.parametrize("kind", KINDS)

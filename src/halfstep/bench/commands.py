@@ -270,11 +270,12 @@ def run_workload(
     show: Callable[[list[Table], Callable[[], object]], None],
 ) -> None:
     """Run a workload, and show its tables; `show` also gets what makes the JSON."""
-    from halfstep.bench import journal, measure, results
+    from halfstep.bench import journal, results
+    from halfstep.machine import hardware
 
     bench = load(arguments.workload)
     if hasattr(arguments, "device"):
-        arguments.device = measure.pick_device(arguments.device)
+        arguments.device = hardware.pick_device(arguments.device)
     bench.check(arguments)
     if arguments.plot:
         results.check_plot(arguments.plot)

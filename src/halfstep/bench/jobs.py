@@ -200,7 +200,7 @@ def _run_all(
         f"last weights are evaluated; trained on {len(data.train)}"
     )
     # Rates are measured once here rather than in a candidate's time.
-    floor = Floor.measure(measure.pick_device(getattr(arguments, "device", None)))
+    floor = Floor.measure(hardware.pick_device(getattr(arguments, "device", None)))
     flops = matmul_flops(config, data)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for number, seed in enumerate(seeds):

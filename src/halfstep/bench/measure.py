@@ -9,11 +9,8 @@ import timeit
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from halfstep.bench import journal
-from halfstep.errors import UserError
-from halfstep.machine import gemm, hardware
+from halfstep.machine import gemm
 from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -168,15 +165,6 @@ def per_call(call: Callable[[], object], calls: int, device: str) -> float:
 def calls_per_turn(calls: int, seconds: float) -> int:
     """Return the number of calls per turn, given seconds per call: at most `calls`."""
     return max(1, min(calls, int(TURN_SECONDS / seconds)))
-
-
-def pick_device(name: str | None) -> str:
-    """Resolve a --device flag; None: cuda if available."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda: torch sees no CUDA device here; use --device cpu."
-        )
-    return name or hardware.capabilities().device
 
 
 def in_turn(rounds: int) -> str:

@@ -128,6 +128,15 @@ def capabilities() -> Capabilities:
     )
 
 
+def pick_device(name: str | None) -> str:
+    """Resolve a --device flag; None and "auto": cuda if available."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda: torch sees no CUDA device here; use --device cpu."
+        )
+    return capabilities().device if name in (None, "auto") else name
+
+
 def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str, float]:
     """Return the matmul rate of each format, in TFLOP/s.
 

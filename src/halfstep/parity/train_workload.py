@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep.distributed.process_group import World
 from halfstep.fast_dropout import use_fast_dropout
+from halfstep.machine import hardware
 from halfstep.machine.recommendation import resolve
 from halfstep.parity.training_run import Workload
 from halfstep.policy.levels import O0
@@ -59,7 +60,7 @@ class _TrainRuns:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        device = torch.device(run.pick_device(config.device))
+        device = torch.device(hardware.pick_device(config.device))
         self.world = World(0, 1, device)
         self.corpus = run.load_corpus(config)
         self.split = "test" if self.corpus.test else "dev"

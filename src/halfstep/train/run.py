@@ -96,7 +96,7 @@ def run(
     config = _resumed_config(folder, settings) if resume else TrainConfig(**settings)
     if config.tensorboard:
         dependencies.check("--tensorboard", dependencies.TENSORBOARD)
-    device = pick_device(config.device)
+    device = hardware.pick_device(config.device)
     corpus = load_corpus(config)
     with process_group.join(device) as world, contextlib.ExitStack() as stack:
         if not check:  # writes nothing there
@@ -192,14 +192,6 @@ def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
 
     choice, steps = trainer.session.choice, config.compare_fp32
     return compare_with_fp32(new_trainer, choice, steps, world)
-
-
-def pick_device(word: str) -> str:
-    """Resolve --device to "cpu" or "cuda"."""
-    if word == "cuda" and not torch.cuda.is_available():
-        message = "--device cuda: torch sees no CUDA device here; use --device cpu."
-        raise UserError(message)
-    return hardware.capabilities().device if word == "auto" else word
 
 
 def _prepare_run(
