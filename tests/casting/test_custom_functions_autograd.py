@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.func import grad, jacrev, vmap
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from twins import Contexts, autocast_state, entered, same_bits
 
 from halfstep.casting import custom_functions
@@ -309,19 +308,3 @@ def test_func_grad_and_vmap(cast_inputs: torch.dtype | None) -> None:
     with entered((BF16,)):
         actual = results(product)
     assert_same(actual, results(by_hand(BF16)))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("cast_inputs", [None, FP16])
-def test_checkpoint(cast_inputs: torch.dtype | None, reentrant: bool) -> None:
-    """Law: recomputation casts as the first run did, and gradients are the same."""
-    log: Log = []
-    x, w = operands()
-    with torch.autocast("cpu", BF16):
-        product = with_setup(log, cast_inputs).apply
-        y = checkpoint(product, x, w, use_reentrant=reentrant)
-    y.square().sum().backward()
-    assert x.grad.dtype == w.grad.dtype == FP32
-    assert_same([y, x.grad, w.grad], run(with_setup([], cast_inputs), (BF16,)))
-    first, again = [entry for entry in log if entry[0] == "forward"]
-    assert first == again

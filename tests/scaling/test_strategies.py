@@ -142,22 +142,6 @@ def test_16_bit_leaves_and_losses() -> None:
         assert loop.state.scale.item() == expected
 
 
-def test_due_steps() -> None:
-    """Law: it looks at step 0 and each `every`-th, and hooks nothing in between."""
-    watched = MeasuredStrategy(every=3)
-    loop = training(NETS["mlp"](), own=watched)
-    taps = []
-    for _ in range(8):
-        loss = loop.begin()
-        taps.append(len(watched._hook_handles) > 0)
-        loss.backward()
-        loop.end()
-        loop.wishes.append(None if loop.wish is None else loop.wish.item())
-        assert not watched._hook_handles
-    assert taps == [step in {0, 3, 6} for step in range(8)]
-    assert [wish is not None for wish in loop.wishes] == taps
-
-
 def test_an_overflow_counts_as_a_look() -> None:
     """Law: a scale S that overflowed keeps proposals at S / 4 while its look counts."""
     watched, state = MeasuredStrategy(), ScaleState.first(RULE, "cpu")
