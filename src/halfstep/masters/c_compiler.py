@@ -159,13 +159,6 @@ def flushes_subnormals() -> bool:
     return sys.float_info.min / 2 == 0
 
 
-def cache_dir() -> Path:
-    """Return the cache directory for compiled kernels."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "halfstep" / "compiled"
-
-
 def private_dir(directory: Path) -> Path:
     """Make a directory that no other user can write to or replace; return it resolved.
 
@@ -281,7 +274,9 @@ class CompiledLibrary:
         """Return the library, and a note for the user if it could not be cached."""
         directory, remark = None, ""
         try:
-            directory = private_dir(cache_dir())
+            base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+            root = base if base.is_absolute() else Path.home() / ".cache"
+            directory = private_dir(root / "halfstep" / "compiled")
             cached = self.load_cached(compiler, directory)
             if cached is not None:
                 return cached, ""

@@ -64,7 +64,14 @@ def check_finite(
     device = gradients[0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for pieces in cut_chunks(gradients):
-        total += _squares([piece.of(gradients[piece.index]) for piece in pieces])
+        sizes = [piece.size for piece in pieces]
+        rows = -(-sum(sizes) // ROW)
+        buffer = scratch("squares", rows * ROW, torch.float64, device)
+        used, unused = buffer.tensor_split([sum(sizes)])
+        values = [piece.of(gradients[piece.index]) for piece in pieces]
+        torch._foreach_copy_(used.split_with_sizes(sizes), values)
+        unused.zero_()
+        total += buffer.mul_(buffer).view(rows, ROW).sum(1).sum()
     # Sums of squares of fp32 values cannot overflow fp64.
     return (~torch.isfinite(total)).float(), total if norm else None
 
@@ -134,17 +141,6 @@ def _sgd(rule: Sgd, chunk: Chunk, *, first: bool) -> None:
         else:
             g = buffer
     w.sub_(torch.mul(g, rule.lr, out=spare))
-
-
-def _squares(pieces: list[Tensor]) -> Tensor:
-    """Return the sum of squares of the pieces, fp64, shape ()."""
-    sizes = [piece.numel() for piece in pieces]
-    rows = -(-sum(sizes) // ROW)
-    buffer = scratch("squares", rows * ROW, torch.float64, pieces[0].device)
-    used = buffer[: sum(sizes)]
-    torch._foreach_copy_(used.split_with_sizes(sizes), pieces)
-    buffer[used.numel() :].zero_()
-    return buffer.mul_(buffer).view(rows, ROW).sum(1).sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -473,7 +473,13 @@ def _accumulate_(master_param: MasterParam) -> None:
                 master_param.weight, dtype=torch.float32
             )
         master_param.master.grad = master_param.grad_buffer.copy_(gradient).detach()
-    elif _suits_kernel(total, gradient):
+    elif (
+        total.is_cpu
+        and total.numel() >= _LARGE
+        and total.is_contiguous()
+        and gradient.is_contiguous()
+        and cpu_kernels.available()
+    ):
         item = ParamUpdate(total, gradient)
         one = torch.ones(())
         cpu_kernels.update([item], _SUM, PLAIN, inverse=one, clock=(0, 0))
@@ -486,16 +492,6 @@ _SUM = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 """SGD with lr=-1 adds the gradient to the weight, in one pass over memory."""
 _LARGE = 1 << 16
 """Elements from which calling the kernel is faster."""
-
-
-def _suits_kernel(total: Tensor, part: Tensor) -> bool:
-    return (
-        total.is_cpu
-        and total.numel() >= _LARGE
-        and total.is_contiguous()
-        and part.is_contiguous()
-        and cpu_kernels.available()
-    )
 
 
 def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from halfstep.compat.apex.amp_handle import (
     register_promote_function,
 )
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
-from halfstep.compat.apex.optimizer_state import AmpOptimizerState, AmpScaler, rule_of
+from halfstep.compat.apex.optimizer_state import AmpScaler, rule_of
 from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.apex.state import STATE, AmpError, Properties, maybe_print
 from halfstep.masters import MasterWeights
@@ -223,7 +224,7 @@ def _cast(
         elif chosen.master_weights:
             model_casts.keep_fp32_state(model)
         if outputs is not None:
-            model_casts.cast_outputs(model, outputs)
+            model.register_forward_hook(partial(model_casts.cast_output, outputs))
     return originals if chosen.master_weights else {}
 
 
@@ -287,17 +288,9 @@ def scale_loss(
         for one in states:
             one.delay(scale)
         return
-    _unscale(scaler, states)
+    scaler.unscale_(states)
     if not delay_overflow_check:
         scaler.finish_check()
-
-
-def _unscale(scaler: AmpScaler, states: list[AmpOptimizerState]) -> None:
-    grads_by_optimizer = [one.collect() for one in states]
-    gradients = [gradient for part in grads_by_optimizer for _, gradient in part]
-    scaler.unscale_(gradients, states)
-    for one, part in zip(states, grads_by_optimizer, strict=True):
-        one.add(part)
 
 
 def _scaler(loss_id: int) -> AmpScaler:

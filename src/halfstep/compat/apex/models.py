@@ -92,18 +92,14 @@ def cast_(
     }
 
 
-def cast_outputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model's floating outputs to a dtype, by a forward hook."""
-    model.register_forward_hook(partial(_cast_output, dtype))
-
-
 def _cast_inputs(
     dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:  # noqa: ANN401
     return cast_nested(args, dtype), cast_nested(kwargs, dtype)
 
 
-def _cast_output(dtype: torch.dtype, _: nn.Module, __: object, output: object) -> Any:  # noqa: ANN401
+def cast_output(dtype: torch.dtype, _: nn.Module, __: object, output: object) -> Any:  # noqa: ANN401
+    """Cast a model's floating outputs to a dtype (forward hook)."""
     return cast_nested(output, dtype)
 
 

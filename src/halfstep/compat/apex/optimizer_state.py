@@ -334,11 +334,12 @@ class AmpScaler:
         self.scaler.observe_loss(loss, self._name_of)
         return self.scaler.scale(loss)
 
-    def unscale_(
-        self, gradients: list[Tensor], optimizers: list[AmpOptimizerState]
-    ) -> None:
+    def unscale_(self, optimizers: list[AmpOptimizerState]) -> None:
         """Divide the gradients of one backward pass by the scale, and check them."""
-        found_inf = self.scaler.unscale_(gradients)
+        grads = [each.collect() for each in optimizers]
+        found_inf = self.scaler.unscale_([g for part in grads for _, g in part])
+        for each, part in zip(optimizers, grads, strict=True):
+            each.add(part)
         if self._found_inf is not None:
             found_inf = torch.maximum(found_inf, self._found_inf)
         self._found_inf = found_inf
