@@ -34,7 +34,6 @@ class AmpOptimizerState:
     Backward passes of one step may have different loss scales, so scaled gradients
     cannot be summed. Unscaled gradients are saved before a pass, and added in fp32 to
     the gradients of that pass after these are unscaled.
-
     """
 
     def __init__(
