@@ -38,7 +38,7 @@ SPOILT = 3  # the step that overflows in every run with a moving scale
 MOMENTS = {
     "in a step": ("O1 fp16", "train.loop", "Trainer.train_step", 8),
     "in a line of metrics": ("O2 bf16", OUTPUT, "RunFolder.log", 11),
-    "before a checkpoint": ("O1 fp16", OUTPUT, "single.save", 2),
+    "before a checkpoint": ("O1 fp16", "train.checkpointing", "single.save", 2),
     "in a checkpoint": ("O2 bf16", "checkpoint.single", "torch.save", 2),
     "before the summary": ("O1 fp16", OUTPUT, "RunFolder.write", 2),
 }
