@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp16_training import by_scaler, by_session
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -92,41 +93,15 @@ CAUSES = {
 }
 
 
-def by_hand(run: Run) -> None:
-    torch.manual_seed(0)
-    model = run.net()
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=run.lr)
-    scaler = hs.GradScaler("cpu", max_consecutive_skips=LIMIT, min_scale=1.0)
-    for step in range(200):
-        with hs.autocast("cpu", torch.float16):
-            loss = run.loss_of(model(run.batches(step)))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-def by_session(run: Run) -> None:
-    torch.manual_seed(0)
-    model = run.net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=run.lr)
-    rule = ScaleRule(max_consecutive_skips=LIMIT)
-    session = hs.prepare(model, optimizer, "O1", dtype="fp16", loss_scale=rule)
-    for step in range(200):
-        with session.autocast():
-            loss = run.loss_of(session.model(run.batches(step)))
-        session.backward(loss)
-        session.step()
-
-
 @pytest.mark.filterwarnings("ignore:level O1 with dtype fp16")
-@pytest.mark.parametrize("train", [by_hand, by_session])
+@pytest.mark.parametrize("train", [by_scaler, by_session])
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_error_names_the_cause(cause: str, train: Callable[..., None]) -> None:
     """Law: a run lost for one of five causes ends with that cause and a remedy."""
     run = CAUSES[cause]
+    settings = {"lr": run.lr, "max_consecutive_skips": LIMIT, "min_scale": 1.0}
     with pytest.raises(hs.LossScaleCollapse) as caught:
-        train(run)
+        train(run.net, run.loss_of, run.batches, 200, **settings)
     error, text = caught.value, str(caught.value)
     assert error.cause == cause, text
     assert run.word in text

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from fp16_training import by_scaler, by_session
 from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
-from halfstep.scaling import ScaleRule
 
 WIDTH = 16
 
@@ -196,49 +196,7 @@ STEPS, LIMIT = 12, 6
 """Steps of a run, and consecutive skips that end it."""
 
 
-def by_session(
-    make: Callable[[], nn.Module],
-    loss_of: Callable[[Tensor], Tensor],
-    policy: str,
-    level: str,
-) -> int:
-    torch.manual_seed(0)
-    model = make()
-    session = hs.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), 1e-3),
-        level,
-        dtype="fp16",
-        policy=policy,
-        loss_scale=ScaleRule(256.0, max_consecutive_skips=LIMIT),
-    )
-    for _ in range(STEPS):
-        with session.autocast():
-            loss = loss_of(session.model(data()))
-        session.backward(loss)
-        session.step()
-    return session.steps_applied
-
-
-def by_scaler(
-    make: Callable[[], nn.Module], loss_of: Callable[[Tensor], Tensor], policy: str
-) -> int:
-    torch.manual_seed(0)
-    model, applied = make(), 0
-    optimizer = torch.optim.SGD(model.named_parameters(), 1e-3)
-    scaler = hs.GradScaler("cpu", 256.0, max_consecutive_skips=LIMIT)
-    for _ in range(STEPS):
-        with hs.autocast("cpu", torch.float16, policy=policy, model=model):
-            loss = loss_of(model(data()))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        applied += not scaler.last_step.skipped
-    return applied
-
-
-def data() -> Tensor:
+def data(_: int = 0) -> Tensor:
     return torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
@@ -262,7 +220,7 @@ def test_the_rule_is_added_to_the_policy_of_this_loss() -> None:
     assert (policy_of(lean), policy_of(plain)) == ("lean", "torch")
 
 
-LOOPS = {
+LOOPS: dict[str, Any] = {
     "O1": partial(by_session, level="O1"),
     "O2": partial(by_session, level="O2"),
     "GradScaler": by_scaler,
@@ -285,12 +243,14 @@ LOOPS = {
 def test_the_proposed_rule_ends_the_overflow(place: str, loop: str) -> None:
     """Law: under the policy in the message, the same place does not overflow again."""
     make, loss_of, rule = PARTS[place]
-    train, policy = LOOPS[loop], "lean + op:layer_norm=fp32"
+    policy = "lean + op:layer_norm=fp32"
+    numbers = {"init_scale": 256.0, "max_consecutive_skips": LIMIT}
+    train = partial(LOOPS[loop], make, loss_of, data, STEPS, **numbers)
     with (
         pytest.warns(UserWarning, match="the loss is") as warned,
         pytest.raises(hs.LossScaleCollapse) as caught,
     ):
-        train(make, loss_of, policy)
+        train(policy=policy)
     (warning,) = [str(one.message) for one in warned if "the loss" in str(one.message)]
     proposed = {}
     for text in (str(caught.value), warning):
@@ -300,4 +260,4 @@ def test_the_proposed_rule_ends_the_overflow(place: str, loop: str) -> None:
     assert proposed[str(caught.value)] == policy.replace("lean", f"lean + {rule}")
     # A GradScaler learns the names of parameters only after the first warning.
     for text in {*proposed.values()}:
-        assert train(make, loss_of, text) == STEPS
+        assert train(policy=text) == STEPS
