@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import STEPS, Plant, agreed, plants, scales
-from sharding import Traffic, mesh, start
+from sharding import mesh, start
 from tests.scaling.test_scaler_sharded import (
     OPTIMIZERS,
     ROWS,
@@ -32,7 +32,6 @@ from halfstep.session.fsdp import fsdp_policy
 
 DTYPES = ("bf16", "fp16")
 RUNS = list(itertools.product(DTYPES, ("sgd", "adamw"), (None, 0.5)))
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(dtype: str, name: str, clip: float | None) -> dict[str, Any]:
@@ -72,23 +71,6 @@ def train(dtype: str, name: str, clip: float | None) -> dict[str, Any]:
         # No gradient depends on a weight: these norms are those before clipping.
         "plain norms": without(plan, name, None, dist.get_world_size())["norms"],
     }
-
-
-def traffic(level: str, dtype: str) -> dict[str, Any]:
-    model = sides()
-    policy = fsdp_policy(level, dtype)
-    for layer in (model.left, model.right):
-        fully_shard(layer, mesh=mesh(), mp_policy=policy)
-    fully_shard(model, mesh=mesh(), mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = hs.prepare(model, optimizer, level, dtype=dtype)
-    with Traffic() as seen:
-        for step in range(2):
-            with session.autocast():
-                loss = session.model(batch(step, dist.get_rank()))
-            session.backward(loss)
-            session.step()
-    return {"bytes": seen.bytes, "dtypes": seen.dtypes}
 
 
 class Normed(nn.Module):
@@ -232,12 +214,10 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 }
 """What is said -> what is tried."""
 TRIED = [(said, options) for said, tried in WRONG.items() for options in tried]
-KINDS = [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")]
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"train {run}": functools.partial(train, *run) for run in RUNS},
-    **{f"traffic {kind}": functools.partial(traffic, *kind) for kind in KINDS},
     **{
         f"refused {number}": functools.partial(attempt, **options)
         for number, (_, options) in enumerate(TRIED)
@@ -288,18 +268,6 @@ def test_shards_are_the_masters(
         "master weights: FSDP2's fp32 shards of 149 parameters, cast to "
         f"{run[0]} for each pass"
     )
-
-
-def test_what_travels(ranks: list[dict[str, Any]]) -> None:
-    """Law: at O2 weights are gathered, and gradients scattered, in 16 bits."""
-    wide = {kind: agreed(ranks, f"traffic {kind}") for kind in KINDS}
-    fp32 = wide["O0", "fp32"]
-    assert {*fp32["bytes"]} == {"gathered", "scattered"}
-    for (level, dtype), seen in wide.items():
-        right = LOW[dtype] if level == "O2" else torch.float32
-        assert seen["dtypes"] == {"gathered": [right], "scattered": [right]}
-        share = 2 if level == "O2" else 1
-        assert {w: share * n for w, n in seen["bytes"].items()} == fp32["bytes"]
 
 
 @pytest.mark.parametrize("number", range(len(TRIED)))

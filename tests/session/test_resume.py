@@ -161,6 +161,7 @@ of_dcp = pytest.mark.filterwarnings(
 
 
 @of_dcp
+@pytest.mark.numeric
 @pytest.mark.parametrize(
     ("name", "kind", "steps"),
     [

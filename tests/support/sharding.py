@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from forks import run_ranks
 from processes import group
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.machine import hardware
@@ -29,37 +27,6 @@ from halfstep.session.fsdp import fsdp_policy
 @functools.cache
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-COLLECTIVES = {
-    "c10d._allgather_base_.default": "gathered",
-    "c10d._reduce_scatter_base_.default": "scattered",
-}
-
-
-class Traffic(TorchDispatchMode):
-    """Takes down what collectives send, in bytes and dtypes, as torch dispatches them.
-
-    `gathered` and `scattered` are whole: what all ranks have together.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = {}
-        self.dtypes: dict[str, list[torch.dtype]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        word = COLLECTIVES.get(str(func))
-        if word is not None:
-            tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
-            largest = max(tensors, key=lambda tensor: tensor.nbytes)
-            self.bytes[word] = self.bytes.get(word, 0) + largest.nbytes
-            kinds = {*self.dtypes.get(word, ()), largest.dtype}
-            self.dtypes[word] = sorted(kinds, key=str)
-        return func(*args, **(kwargs or {}))
 
 
 def network() -> nn.Module:
