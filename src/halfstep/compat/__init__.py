@@ -37,7 +37,7 @@ def library_names(
         own: `globals()` of the adapter.
     """
 
-    def get(name: str) -> Any:  # noqa: ANN401
+    def get(name: str) -> Any:
         # Names by which the import system describes a module are not the adapter's.
         if name in _OF_IMPORTS or not hasattr(library, name):
             message = f"module {own['__name__']!r} has no attribute {name!r}"

@@ -135,11 +135,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(
         self,
-        *args: Any,  # noqa: ANN401
+        *args: Any,
         level: str | None = None,
         policy: str = "lean",
         master: str = "fp32",
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.set_precision(level, policy, master)
@@ -160,7 +160,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._policy, self._master = policy, master
         self.session = None
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare objects as Accelerate does; make a session of model and optimizer.
 
         Raises:
@@ -246,7 +246,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
 
     @contextlib.contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:  # noqa: ANN401
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Enter the autocast context, for a loss computed outside the model."""
         handler = autocast_handler or self.autocast_handler
         if self.session is None or (handler is not None and not handler.enabled):
@@ -256,7 +256,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with self.session.autocast():
                 yield
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:  # noqa: ANN401
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass of the loss over `gradient_accumulation_steps`."""
         session = self._require_session("backward")
         if kwargs:
@@ -343,12 +343,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.session
 
 
-def run_in_region(model: nn.Module, open_region: Any) -> None:  # noqa: ANN401
+def run_in_region(model: nn.Module, open_region: Any) -> None:
     """Wrap a model's forward in a context, and cast its outputs to fp32."""
     forward = model.forward
 
     @functools.wraps(forward)
-    def in_region(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def in_region(*args: Any, **kwargs: Any) -> Any:
         with open_region():
             return forward(*args, **kwargs)
 

@@ -49,11 +49,11 @@ class TrainerMixin:
 
     def __init__(
         self,
-        *args: Any,  # noqa: ANN401
+        *args: Any,
         level: str | None = None,
         policy: str = "lean",
         master: str = "fp32",
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         self._precision = level, policy, master
         super().__init__(*args, **kwargs)

@@ -58,9 +58,7 @@ O2 = _level(
     "low_weights fp32_norms autocast masters fp32_outputs",
 )
 O3 = _level(
-    "O3",
-    "16-bit throughout: the speed limit",
-    "low_weights low_inputs fp32_outputs",
+    "O3", "16-bit throughout: the speed limit", "low_weights low_inputs fp32_outputs"
 )
 
 LEVELS = {level.name: level for level in (O0, O1, O2, O3)}

@@ -62,7 +62,7 @@ _SUBMODULES: dict[str, dict[str, Any]] = {
     "fp16_utils.fp16util": _FP16_NAMES,
     "fp16_utils.loss_scaler": _FP16_NAMES,
     "multi_tensor_apply.multi_tensor_apply": {
-        "MultiTensorApply": multi_tensor_apply.MultiTensorApply,
+        "MultiTensorApply": multi_tensor_apply.MultiTensorApply
     },
     "parallel.LARC": {"LARC": parallel.LARC},
 }

@@ -55,8 +55,8 @@ _amp_state = STATE
 
 
 def initialize(
-    models: Any,  # noqa: ANN401
-    optimizers: Any = None,  # noqa: ANN401
+    models: Any,
+    optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | bool | None = None,
@@ -69,7 +69,7 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Prepare models and optimizers to train at one of apex's levels.
 
     Call it once, before models are wrapped for data parallelism. A second call
@@ -159,11 +159,7 @@ def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:
 _OPTIMIZER_TYPES = (torch.optim.Optimizer, LARC, FP16_Optimizer)
 
 
-def _listed(
-    value: Any,  # noqa: ANN401
-    kinds: tuple[type, ...],
-    name: str,
-) -> list[Any]:
+def _listed(value: Any, kinds: tuple[type, ...], name: str) -> list[Any]:
     if isinstance(value, kinds):
         return [value]
     if value is None and name == "optimizers":
@@ -231,9 +227,9 @@ def _cast(
 @contextlib.contextmanager
 def scale_loss(
     loss: Tensor,
-    optimizers: Any,  # noqa: ANN401
+    optimizers: Any,
     loss_id: int = 0,
-    model: Any = None,  # noqa: ANN401
+    model: Any = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:

@@ -146,7 +146,7 @@ class AmpHandle:
 
     # Patches
 
-    def _patch_attribute(self, owner: Any, name: str, new: Callable[..., Any]) -> None:  # noqa: ANN401
+    def _patch_attribute(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         """Set an attribute; `close` restores it."""
         inherited = name not in vars(owner)
         old = getattr(owner, name)
@@ -178,7 +178,7 @@ class AmpHandle:
         name = function.__name__
 
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def run(*args: Any, **kwargs: Any) -> Any:
             dtypes = _dtypes((args, kwargs))
             if self.is_active() and any(map(is_low, dtypes)):
                 message = (
@@ -193,7 +193,7 @@ class AmpHandle:
 
     def _in_place_wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             low = isinstance(tensor, Tensor) and is_low(tensor.dtype)
             if low and self.is_active():
                 name = function.__name__
@@ -208,13 +208,13 @@ class AmpHandle:
 
     def _fp32_cpu(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
-        def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             wide = self.is_active() and is_low(tensor.dtype)
             return function(tensor.float() if wide else tensor, *args, **kwargs)
 
         return cpu
 
-    def wrap(self, owner: Any, name: str, category: str) -> None:  # noqa: ANN401
+    def wrap(self, owner: Any, name: str, category: str) -> None:
         """Cast the arguments of a function of a module or class until `close`."""
         function = getattr(owner, name)
         # Inside torch's own functions the policy would cast a second time.
@@ -256,7 +256,7 @@ def _dtypes(value: object) -> list[torch.dtype]:
     return [each.dtype for each in tensors_in(value) if each.is_floating_point()]
 
 
-def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
+def _register(module: Any, name: str, category: str) -> None:
     if not hasattr(module, name):
         owner = getattr(module, "__name__", repr(module))
         message = f"{owner} has no function {name!r} to register: check its spelling."
@@ -266,7 +266,7 @@ def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
         STATE.handle.wrap(module, name, category)
 
 
-def register_half_function(module: Any, function_name: str) -> None:  # noqa: ANN401
+def register_half_function(module: Any, function_name: str) -> None:
     """Cast the floating arguments of `module.function_name` to 16 bits under O1.
 
     Raises:
@@ -275,12 +275,12 @@ def register_half_function(module: Any, function_name: str) -> None:  # noqa: AN
     _register(module, function_name, LOW)
 
 
-def register_float_function(module: Any, function_name: str) -> None:  # noqa: ANN401
+def register_float_function(module: Any, function_name: str) -> None:
     """Cast the floating arguments of `module.function_name` to fp32 under O1."""
     _register(module, function_name, FP32)
 
 
-def register_promote_function(module: Any, function_name: str) -> None:  # noqa: ANN401
+def register_promote_function(module: Any, function_name: str) -> None:
     """Cast the arguments of `module.function_name` to their widest dtype under O1."""
     _register(module, function_name, PROMOTE)
 

@@ -124,7 +124,7 @@ class FP16_Optimizer:
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:  # noqa: ANN401
+    def state(self) -> Any:
         """The state of the optimizer."""
         return self.optimizer.state
 
@@ -145,10 +145,7 @@ class FP16_Optimizer:
         self.overflow = False
 
     def backward(
-        self,
-        loss: Tensor,
-        update_master_grads: bool = True,
-        retain_graph: bool = False,
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
         """Run the backward pass of the scaled loss.
 
@@ -191,7 +188,7 @@ class FP16_Optimizer:
             for params in (group["params"] for group in self.param_groups)
         ]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update master weights and model, unless a gradient is non-finite.
 
         Args:
@@ -219,7 +216,7 @@ class FP16_Optimizer:
         self._optimizer_state.clear_master_grads()
         return result
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
         if self.dynamic_loss_scale:
             message = (
                 f"{type(self.optimizer).__name__}.step was given a closure, and the "
@@ -227,7 +224,7 @@ class FP16_Optimizer:
             )
             raise AmpError(message)
 
-        def run() -> Any:  # noqa: ANN401
+        def run() -> Any:
             if not self.first_closure_call_this_step:
                 self._masters.publish()
             self.first_closure_call_this_step = False

@@ -67,7 +67,7 @@ class FP16Model(nn.Module):
         super().__init__()
         self.network = convert_network(network, torch.float16)
 
-    def forward(self, *inputs: Tensor) -> Any:  # noqa: ANN401
+    def forward(self, *inputs: Tensor) -> Any:
         """Cast the inputs and call the model."""
         return self.network(*(value.half() for value in inputs))
 
@@ -135,6 +135,6 @@ def master_params_to_model_params(
         param.copy_(value)
 
 
-def to_python_float(t: Any) -> float:  # noqa: ANN401
+def to_python_float(t: Any) -> float:
     """Return the value of a tensor or sequence with one element."""
     return float(t.item() if hasattr(t, "item") else t[0])

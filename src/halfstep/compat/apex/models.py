@@ -94,16 +94,16 @@ def cast_(
 
 def _cast_inputs(
     dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:  # noqa: ANN401
+) -> Any:
     return cast_nested(args, dtype), cast_nested(kwargs, dtype)
 
 
-def cast_output(dtype: torch.dtype, _: nn.Module, __: object, output: object) -> Any:  # noqa: ANN401
+def cast_output(dtype: torch.dtype, _: nn.Module, __: object, output: object) -> Any:
     """Cast a model's floating outputs to a dtype (forward hook)."""
     return cast_nested(output, dtype)
 
 
-def cast_nested(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+def cast_nested(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating tensors in a nested value, fp64 too, as apex does.
 
     Other objects with a method `to`, such as batch classes, are cast by it.

@@ -25,7 +25,7 @@ class MultiTensorApply:
     def check_avail(self) -> None:
         """Do nothing: `amp_C` is always available."""
 
-    def __call__(self, op: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
+    def __call__(self, op: Callable[..., Any], *args: Any) -> Any:
         """Call an operation on lists of tensors."""
         return op(self.chunk_size, *args)
 

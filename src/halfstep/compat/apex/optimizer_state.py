@@ -138,7 +138,7 @@ class AmpOptimizerState:
             _add_grad(param, gradient)
         self._saved_grads.clear()
 
-    def step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step, unless a gradient is non-finite."""
         for scaler in list(self.unchecked):
             scaler.finish_check()
@@ -191,7 +191,7 @@ class AmpOptimizerState:
         for _, master in self.pairs:
             master.grad = None
 
-    def zero_grad(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def zero_grad(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Clear the gradients of the model's parameters and of the master weights."""
         run(*args, **kwargs)
         self._saved_grads.clear()
@@ -200,10 +200,7 @@ class AmpOptimizerState:
             param.grad = master.grad = None
 
     def add_param_group(
-        self,
-        run: Callable[..., None],
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        self, run: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
         """Add parameters, with master weights if the others have them."""
         run(*args, **kwargs)
@@ -236,7 +233,7 @@ def attach(optimizer: torch.optim.Optimizer, masters: MasterWeights | None) -> N
 def _routed(own: Callable[..., Any], through: Callable[..., Any]) -> Callable[..., Any]:
     # Schedulers mark `step` (wraps copies the mark) and require a bound method.
     @functools.wraps(own)
-    def method(_: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def method(_: object, *args: Any, **kwargs: Any) -> Any:
         return through(own, *args, **kwargs)
 
     return method

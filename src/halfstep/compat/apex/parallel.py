@@ -37,12 +37,12 @@ class DistributedDataParallel(_TorchDDP):
         module: nn.Module,
         message_size: int = 10_000_000,
         delay_allreduce: bool = False,
-        shared_param: Any = None,  # noqa: ANN401
-        allreduce_trigger_params: Any = None,  # noqa: ANN401
+        shared_param: Any = None,
+        allreduce_trigger_params: Any = None,
         retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
         num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,  # noqa: ANN401
+        allreduce_communicators: Any = None,
         gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
         gradient_average_split_factor: float | None = None,
@@ -69,9 +69,7 @@ class DistributedDataParallel(_TorchDDP):
         sizes = [param.element_size() for param in module.parameters()] or [0]
         bucket = message_size * sum(sizes) / len(sizes) / _MEGABYTE
         super().__init__(
-            module,
-            bucket_cap_mb=max(bucket, 1),
-            find_unused_parameters=delay_allreduce,
+            module, bucket_cap_mb=max(bucket, 1), find_unused_parameters=delay_allreduce
         )
 
 
@@ -88,7 +86,7 @@ class SyncBatchNorm(_TorchSyncBatchNorm):
         momentum: float = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Any = None,  # noqa: ANN401
+        process_group: Any = None,
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
@@ -106,9 +104,7 @@ class SyncBatchNorm(_TorchSyncBatchNorm):
 
 
 def convert_syncbn_model(
-    module: nn.Module,
-    process_group: Any = None,  # noqa: ANN401
-    channel_last: bool = False,
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
     """Return a model whose batch norms share statistics over the ranks of a group.
 
@@ -168,7 +164,7 @@ class LARC:
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optim.param_groups = value
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the optimizer, such as `state_dict`."""
         if name == "optim":  # not set yet while an instance is copied or unpickled
             raise AttributeError(name)
@@ -178,7 +174,7 @@ class LARC:
         """Return the repr of the optimizer."""
         return repr(self.optim)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Scale the gradients, then call the optimizer's step, and return its result.
 
         A closure is called once, before the gradients are scaled; its result is then

@@ -34,7 +34,7 @@ _DESCRIPTIONS = {
 """Texts of apex, which programs search for in logs."""
 
 
-def choose(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
+def choose(opt_level: str, **overrides: Any) -> Properties:
     """Return a level's properties with overrides; None leaves the level's own."""
     level = LEVELS.get(opt_level)
     if level is None:

@@ -9,9 +9,6 @@ from halfstep.compat import require
 
 require("lightning", "2.5")
 
-from halfstep.compat.lightning.plugins import (
-    FabricMixedPrecision,
-    MixedPrecision,
-)
+from halfstep.compat.lightning.plugins import FabricMixedPrecision, MixedPrecision
 
 __all__ = ["FabricMixedPrecision", "MixedPrecision"]

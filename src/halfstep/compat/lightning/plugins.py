@@ -62,17 +62,13 @@ class _LevelPlugin(FabricPrecision):
         """Return the autocast context for a forward pass of training or evaluation."""
         return self._engine.forward_context()
 
-    def convert_input(self, data: Any) -> Any:  # noqa: ANN401
+    def convert_input(self, data: Any) -> Any:
         """Cast inputs to the 16-bit format at O3, which has no autocast."""
         level, format_ = self._engine.choice.level, self._engine.choice.format
         return cast_floating(data, format_.dtype) if level.low_inputs else data
 
     def backward(
-        self,
-        tensor: Tensor,
-        model: nn.Module | None,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
         """Run the backward pass of the scaled loss.
 
@@ -182,7 +178,7 @@ class MixedPrecision(_LevelPlugin, Precision):
         step_schedule = module.lr_scheduler_step
 
         @wraps(step_schedule)
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:  # noqa: ANN401
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
             configs = module.trainer.lr_scheduler_configs
             config = next(c for c in configs if c.scheduler is scheduler)
             entry = self._engine.entries.get(scheduler.optimizer)
@@ -199,7 +195,7 @@ class MixedPrecision(_LevelPlugin, Precision):
 
     def _toggle_weights_too(self, toggle: Callable[[Any], None]) -> Callable[..., None]:
         @wraps(toggle)
-        def method(optimizer: Any) -> None:  # noqa: ANN401
+        def method(optimizer: Any) -> None:
             toggle(optimizer)
             for entry in self._engine.entries.values():
                 for weight, master in entry.step.masters.pairs:
@@ -209,11 +205,11 @@ class MixedPrecision(_LevelPlugin, Precision):
 
     def optimizer_step(  # type: ignore[override]
         self,
-        optimizer: Any,  # noqa: ANN401
+        optimizer: Any,
         model: LightningModule,
         closure: Callable[[], Any],
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        **kwargs: Any,
+    ) -> Any:
         """Run the closure, then update the weights unless a gradient is inf or NaN."""
         _reject_arguments(kwargs, "leave it out")
         result = closure()
@@ -290,11 +286,11 @@ class FabricMixedPrecision(_LevelPlugin):
             self._engine.group = dist.group.WORLD
         return module
 
-    def convert_output(self, data: Any) -> Any:  # noqa: ANN401
+    def convert_output(self, data: Any) -> Any:
         """Return outputs in fp32, for a loss outside of the autocast context."""
         return cast_floating(data, torch.float32)
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
         """Update the weights unless a gradient is inf or NaN."""
         _reject_arguments(kwargs, "compute the gradients before it")
         self._engine.step(optimizer)
@@ -319,7 +315,7 @@ def _hooks_read_gradients(module: LightningModule) -> bool:
     )
 
 
-def _precision_word(engine: LevelEngine) -> Any:  # noqa: ANN401 -- Lightning's
+def _precision_word(engine: LevelEngine) -> Any:
     """Return the closest value of Lightning's `precision=`."""
     choice = engine.choice
     if not choice.level.low:
