@@ -28,7 +28,7 @@ from small_training import (
 
 from halfstep import cli
 from halfstep.distributed import process_group
-from halfstep.train import evaluate
+from halfstep.train import tasks
 from halfstep.train.output.run_directory import RunFolder
 
 TRAIN, DEV = 57, 9  # 57 = 8 * 7 + 1: one batch has a text for one process only
@@ -65,7 +65,7 @@ def bound(case: str) -> float:
 def small_dev_too(patch: pytest.MonkeyPatch) -> None:
     small_and_measured(patch)
     without_figures(patch)
-    patch.setattr(evaluate, "EVAL_BATCH", 4)
+    patch.setattr(tasks, "EVAL_BATCH", 4)
 
 
 def command(folder: Path, case: str, *more: str) -> list[str]:

@@ -13,8 +13,7 @@ from torch import nn
 from halfstep.distributed.process_group import World
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.tokenized import EncodedTexts
-from halfstep.train.evaluate import EVAL_BATCH, collect_outputs
-from halfstep.train.tasks import TASKS
+from halfstep.train.tasks import EVAL_BATCH, TASKS, collect_outputs
 
 PAD = 0
 OUTPUTS = 3

@@ -17,8 +17,8 @@ from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.train import loop
 from halfstep.train.loop import is_profile_step
+from halfstep.train.plan import Timers
 from halfstep.train.run import run
-from halfstep.train.train_state import Timers
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 

@@ -19,10 +19,10 @@ from halfstep.errors import UserError
 from halfstep.train import model
 from halfstep.train import predict as predicting
 from halfstep.train.data.corpus import load
-from halfstep.train.evaluate import EVAL_BATCH
 from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.predict import Entities, Entity, Label, Predictor
 from halfstep.train.run import run
+from halfstep.train.tasks import EVAL_BATCH
 
 pytestmark = pytest.mark.usefixtures("small_runs")
 

@@ -17,8 +17,8 @@ from halfstep.parity.training_run import Workload
 from halfstep.policy.levels import O0
 from halfstep.train import parallelize, param_groups, run
 from halfstep.train.config import TrainConfig, read_file
-from halfstep.train.evaluate import collect_outputs
 from halfstep.train.plan import lr_factor
+from halfstep.train.tasks import collect_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from halfstep.parity.training_run import TrainingParts
     from halfstep.session.session import Session
-    from halfstep.train.train_state import TrainJob
+    from halfstep.train.plan import TrainJob
 
     MicroBatch = tuple[dict[str, Tensor], float]
 

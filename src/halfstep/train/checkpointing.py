@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.output.run_directory import RunFolder
-    from halfstep.train.train_state import TrainJob, TrainState
+    from halfstep.train.plan import TrainJob, TrainState
 
 T = TypeVar("T")
 

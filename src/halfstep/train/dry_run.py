@@ -24,10 +24,10 @@ from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table, format_count
 from halfstep.train import checkpointing, parallelize, param_groups
 from halfstep.train.data_checks import count_repeats, data_findings
-from halfstep.train.evaluate import EVAL_BATCH
+from halfstep.train.plan import Timers
 from halfstep.train.result import RunResult, portable_model
 from halfstep.train.step_dataset import iterate_steps, padding_fraction
-from halfstep.train.train_state import Timers
+from halfstep.train.tasks import EVAL_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,10 +57,8 @@ def dry_run(ready: PreparedRun) -> RunResult:
     times, skipped, loss = [], 0, 0.0
     began = time.perf_counter()
     for work in source:
-        clock = Timers()
-        with clock.time("input"):
-            pass  # in a run, workers prefetch it, or it takes 0.1% of the step
-        record = trainer.train_step(work, clock)
+        # In a run, workers prefetch the input, or it takes 0.1% of the step.
+        record = trainer.train_step(work, Timers({"input": 0.0}))
         times.append(1 / record["examples_per_s"] * work.size)
         skipped, loss = record["skipped_total"], record["loss"]
         if process_group.broadcast_object(time.perf_counter() - began > _MAX_SECONDS):

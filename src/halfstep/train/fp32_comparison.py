@@ -10,7 +10,7 @@ from halfstep.machine.recommendation import Choice, resolve
 from halfstep.policy.levels import O0
 from halfstep.reporting.table import Table
 from halfstep.scaling import LossScaleCollapse
-from halfstep.train.train_state import Timers
+from halfstep.train.plan import Timers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -22,13 +22,12 @@ from halfstep.distributed import process_group
 from halfstep.reporting.table import format_count
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train import checkpointing, replay_step
-from halfstep.train.evaluate import collect_outputs
 from halfstep.train.metrics.result import score_title
 from halfstep.train.output.progress import TensorBoardWriter
-from halfstep.train.plan import lr_factor
+from halfstep.train.plan import Timers, TrainJob, TrainState, lr_factor
 from halfstep.train.signals import SIGNALS, Diverged, Stopped, StopRequest
 from halfstep.train.step_dataset import iterate_steps
-from halfstep.train.train_state import Timers, TrainJob, TrainState
+from halfstep.train.tasks import collect_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

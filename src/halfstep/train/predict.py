@@ -20,8 +20,8 @@ from halfstep.train import tasks
 from halfstep.train.data import entity_tags, text_lines, tokenized
 from halfstep.train.data.length_batches import ordered
 from halfstep.train.data.tokenized import EncodedTexts
-from halfstep.train.evaluate import EVAL_BATCH
 from halfstep.train.output.run_directory import RunFolder
+from halfstep.train.tasks import EVAL_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

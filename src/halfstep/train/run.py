@@ -47,12 +47,17 @@ from halfstep.train.fp32_comparison import compare_with_fp32
 from halfstep.train.loop import Trainer
 from halfstep.train.output.progress import progress
 from halfstep.train.output.run_directory import RunFolder
-from halfstep.train.plan import lost_updates_interval, resolve_config, resolve_plan
+from halfstep.train.plan import (
+    TrainJob,
+    TrainState,
+    lost_updates_interval,
+    resolve_config,
+    resolve_plan,
+)
 from halfstep.train.result import PreparedRun, RunResult, finish_run
 from halfstep.train.signals import Stopped
 from halfstep.train.step_dataset import StepDataset, TokenMasking
 from halfstep.train.tasks import Objective
-from halfstep.train.train_state import TrainJob, TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +108,12 @@ def run(
             checkpointing.run_on_first_rank(
                 world, lambda: stack.enter_context(folder.locked())
             )
-        _check_same(corpus.fingerprint)
+        # Each machine reads its own copy of the data.
+        if process_group.broadcast_object(corpus.fingerprint) != corpus.fingerprint:
+            raise UserError(
+                f"--data is not the same on {platform.node()} as on the first machine; "
+                "copy it from there."
+            )
         if _is_restart(folder, settings, world):
             resume, overwrite = True, False
         checkpoint = (
@@ -118,15 +128,6 @@ def run(
     if isinstance(outcome, Stopped):
         raise outcome
     return outcome
-
-
-def _check_same(fingerprint: str) -> None:
-    """Raise unless all ranks have the same data, as each machine reads its own copy."""
-    if process_group.broadcast_object(fingerprint) != fingerprint:
-        raise UserError(
-            f"--data is not the same on {platform.node()} as on the first machine; "
-            "copy it from there."
-        )
 
 
 def _resumed_config(folder: RunFolder, settings: Mapping[str, Any]) -> TrainConfig:

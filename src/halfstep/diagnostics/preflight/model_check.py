@@ -24,11 +24,7 @@ from halfstep.diagnostics.preflight.rules import (
     is_loss_far,
     verdict,
 )
-from halfstep.diagnostics.preflight.scale_search import (
-    NOT_TIMED,
-    ScaleSearch,
-    line_of,
-)
+from halfstep.diagnostics.preflight.scale_search import NOT_TIMED, ScaleSearch, line_of
 from halfstep.diagnostics.preflight.validation import (
     check_arguments,
     check_fp32,

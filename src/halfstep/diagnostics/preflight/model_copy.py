@@ -21,11 +21,7 @@ from halfstep.diagnostics.preflight.validation import (
     is_leaf,
 )
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
-from halfstep.diagnostics.replay.search import (
-    check_loss,
-    find_nonfinite,
-    find_overflow,
-)
+from halfstep.diagnostics.replay.search import check_loss, find_nonfinite, find_overflow
 from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.machine import recommendation as choosing

@@ -67,7 +67,7 @@ def _write(flags: Tensor, index: int, value: Tensor, observer: int, name: int) -
     flags[index].copy_(torch.maximum(flags[index], nonfinite))
 
 
-class ObserveGrad(torch.autograd.Function):
+class _ObserveGrad(torch.autograd.Function):
     """Identity function whose gradient is observed in the backward pass."""
 
     @staticmethod
@@ -79,13 +79,11 @@ class ObserveGrad(torch.autograd.Function):
         observer: int,
         name: int,
     ) -> Tensor:
-        """Return a view of the tensor."""
         ctx.flags, ctx.target = flags, (index, observer, name)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Observe the gradient and return it unchanged."""
         index, observer, name = ctx.target
         (gradient,) = gradients
         _write(ctx.flags, index, gradient.detach(), observer, name)
@@ -112,7 +110,7 @@ def observed(
         _write(flags[0], index, value.detach(), observer, names[0])
         if not value.requires_grad:
             return value
-        result: Tensor = ObserveGrad.apply(value, flags[1], index, observer, names[1])  # type: ignore[no-untyped-call]
+        result: Tensor = _ObserveGrad.apply(value, flags[1], index, observer, names[1])  # type: ignore[no-untyped-call]
         return result
 
     return pytree.tree_map_only(Tensor, add, output)

@@ -11,6 +11,7 @@ directory, shared by all processes. Entries unused for a month are removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -20,16 +21,17 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import filelock
 import numpy as np
 
 from halfstep.checkpoint import atomic_directory
 from halfstep.checkpoint.single import CheckpointError
 from halfstep.errors import UserError
-from halfstep.train.data import file_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _MONTH = 30 * 86400.0  # seconds
 _FORMAT = "halfstep cache"
 # Deletes only names that match, as the folder may hold other files of the user.
@@ -82,7 +84,7 @@ def get_or_build(
 
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = file_lock.acquire(entry.with_name(f".{entry.name}.lock"))
+        lock = acquire_lock(entry.with_name(f".{entry.name}.lock"))
         try:
             # Another process may have built it in the meantime.
             if not _is_complete(entry):
@@ -170,3 +172,26 @@ def _memory_map(path: Path, dtype: str) -> np.ndarray:
         return np.empty(0, dtype)
     # A plain array view, because indexing a memmap is slow.
     return np.memmap(path, dtype, "r").view(np.ndarray)
+
+
+def acquire_lock(path: Path, timeout: float = -1) -> filelock.BaseFileLock | None:
+    """Create a file if needed and lock it, waiting for other processes.
+
+    filelock's own fallback on network file systems without locks is disabled: it leaves
+    a lock file behind when the process is killed.
+
+    Returns:
+        The lock, to be released; None if the file system has no locks.
+
+    Raises:
+        filelock.Timeout: If another process still holds the lock.
+        OSError: If the file cannot be opened for writing.
+    """
+    lock = filelock.FileLock(path, timeout=timeout, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return lock

@@ -21,7 +21,7 @@ from halfstep.checkpoint.single import CheckpointError
 from halfstep.errors import UserError
 from halfstep.reporting.table import write_text
 from halfstep.train import torchrun
-from halfstep.train.data import file_lock
+from halfstep.train.data import cache
 from halfstep.train.model import without_progress_bars
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class RunFolder:
         """Lock the folder against other processes; create it if needed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = file_lock.acquire(self.path / ".lock", timeout=0)
+            lock = cache.acquire_lock(self.path / ".lock", timeout=0)
         except filelock.Timeout:
             raise UserError(
                 f"{self.path} is in use by another program; wait for it, or stop it."
