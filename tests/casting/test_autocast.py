@@ -30,7 +30,6 @@ KINDS = {
 BOTH = pytest.mark.parametrize("kind", KINDS)
 PLAIN = ("default", "torch")
 
-
 OFF = (False, torch.bfloat16, True, 0)
 
 

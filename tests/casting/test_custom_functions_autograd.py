@@ -19,7 +19,6 @@ from halfstep.casting import custom_functions
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-
 REGIONS: list[Contexts] = [(), (BF16,), (FP16,), (FP16, None), (BF16, FP16)]
 IN_REGIONS = pytest.mark.parametrize("regions", REGIONS)
 CASTS = pytest.mark.parametrize("cast_inputs", [None, FP32, BF16, FP16])

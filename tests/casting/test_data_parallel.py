@@ -3,12 +3,10 @@
 On a CPU torch's `parallel_apply` runs with what it asks of an accelerator replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,6 @@ from torch.nn import parallel
 
 from halfstep.casting import active_context, recompute
 from halfstep.casting.autocast_mode import autocast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DTYPES = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 RULES = "torch + op:mm=fp32"
@@ -151,7 +146,7 @@ def test_torch_is_wrapped_while_a_context_is_open() -> None:
     globals_: Any = nn.DataParallel.parallel_apply.__globals__
     assert original.__module__ == "torch.nn.parallel.parallel_apply"
     with autocast("cpu"):
-        wrapped: Callable[..., Any] = parallel.parallel_apply
+        wrapped = parallel.parallel_apply
         with autocast("cpu", policy="lean"):
             assert parallel.parallel_apply is wrapped
         assert wrapped.__name__ == "parallel_apply"

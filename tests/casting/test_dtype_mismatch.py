@@ -14,7 +14,6 @@ from halfstep.policy import Policy, Rule, check_ops, decide
 
 Run = Callable[[Tensor, Tensor], object]
 
-
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INDEX = torch.tensor([1, 0])
 MASK = torch.tensor([True, False])

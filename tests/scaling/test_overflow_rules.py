@@ -191,7 +191,6 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], str]
 }
 """Model, loss, and the rules that are proposed."""
 
-
 STEPS, LIMIT = 12, 6
 """Steps of a run, and consecutive skips that end it."""
 

@@ -24,7 +24,6 @@ from halfstep.scaling import ScaleRule
 
 Make = Callable[[Any], optim.Optimizer]
 
-
 ITERATIONS = 4
 INF = math.inf
 # Rates are powers of two, as weights and gradients of a session's model are short.

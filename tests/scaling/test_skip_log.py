@@ -17,7 +17,6 @@ from halfstep.scaling import LossScaler, ScaleRule
 
 Step = Callable[[float], bool]
 
-
 LOGGER = "halfstep.scaling.skip_log"
 
 
