@@ -54,12 +54,6 @@ def strokes(svg: str) -> list[str]:
     return re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="[^"]*#0072b2', svg)
 
 
-def test_a_curve_has_as_many_x_as_y() -> None:
-    """Law: a programmer's error is a plain ValueError that says what does not fit."""
-    with pytest.raises(ValueError, match=r"^Curve 'Runs' has 3 x and 2 y\.$"):
-        Curve("Runs", (1.0, 2.0, 3.0), (1.0, 2.0))
-
-
 def test_the_same_chart_gives_the_same_bytes() -> None:
     """Law: neither the process, nor its hash seed, nor a matplotlibrc matters."""
     code = (

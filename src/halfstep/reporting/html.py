@@ -167,12 +167,6 @@ class Curve:
     """With more than one, the mean of this many points around each is drawn, and the
     points are pale behind it."""
 
-    def __post_init__(self) -> None:
-        if len(self.x) != len(self.y):
-            raise ValueError(
-                f"Curve {self.name!r} has {len(self.x)} x and {len(self.y)} y."
-            )
-
 
 @dataclass(frozen=True)
 class Chart:
