@@ -130,6 +130,16 @@ def test_storage_ties(level: str) -> None:
 
 
 @LOW
+def test_formats_in_one_storage(level: str) -> None:
+    """Law: neighbours of other formats are apart, though their offsets cross."""
+    memory = torch.zeros(80, dtype=torch.uint8)
+    parts = memory[:40].view(FP16).fill_(1.0), memory[40:].view(FP32).fill_(2.0)
+    model = nn.ParameterList(parts)
+    convert(model, level)
+    assert [param.unique().tolist() for param in model] == [[1.0], [2.0]]
+
+
+@LOW
 def test_storage_ties_train_as_in_fp32(level: str) -> None:
     """Law: two parameters on one memory stay equal through training, as in fp32."""
     ends = []

@@ -402,11 +402,13 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors so that those that overlap in memory are in one group."""
     groups: list[list[Tensor]] = []
-    stored: defaultdict[int, list[Tensor]] = defaultdict(list)
+    stored: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() and not _has_inner_tensors(tensor):
-            # Not the address: storages without memory all have the same.
-            stored[tensor.untyped_storage()._cdata].append(tensor)  # noqa: SLF001
+            # Not the address: storages without memory all have the same. By dtype, for
+            # offsets count elements.
+            storage = tensor.untyped_storage()._cdata  # noqa: SLF001
+            stored[storage, tensor.dtype].append(tensor)
         else:
             groups.append([tensor])
     for same_storage in stored.values():
