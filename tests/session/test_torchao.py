@@ -33,64 +33,61 @@ def _eager() -> Iterator[None]:
         yield
 
 
-class Run:
-    def __init__(self, name: str, level: str, master: str) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 1)
-        )
-        self.optimizer = getattr(optim, name)(self.model.parameters(), lr=3e-3)
-        self.session = hs.prepare(
-            self.model, self.optimizer, level, dtype="bf16", master=master
-        )
+def start(name: str, level: str, master: str) -> hs.Session:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 1)
+    model = nn.Sequential(*layers)
+    optimizer = getattr(optim, name)(model.parameters(), lr=3e-3)
+    return hs.prepare(model, optimizer, level, dtype="bf16", master=master)
 
-    def step(self, number: int) -> float:
-        x = INPUTS[number]
-        with self.session.autocast():
-            target = x.sin().sum(-1, keepdim=True) / 8
-            loss = nn.functional.mse_loss(self.model(x), target)
-        self.session.backward(loss)
-        self.session.step()
-        return loss.item()
+
+def step(session: hs.Session, number: int) -> float:
+    x = INPUTS[number]
+    with session.autocast():
+        target = x.sin().sum(-1, keepdim=True) / 8
+        loss = nn.functional.mse_loss(session.model(x), target)
+    session.backward(loss)
+    session.step()
+    return loss.item()
 
 
 @pytest.mark.parametrize(("name", "level", "master"), CASES)
 def test_torchao(name: str, level: str, master: str) -> None:
     """Law: the loss falls, a skipped step changes nothing, resumed is uninterrupted."""
-    run = Run(name, level, master)
-    losses = [run.step(number) for number in range(6)]
+    session = start(name, level, master)
+    losses = [step(session, number) for number in range(6)]
     assert losses[-1] < losses[0] / 2
     states = [
-        value for state in run.optimizer.state.values() for value in state.values()
+        value for state in session.optimizer.state.values() for value in state.values()
     ]
     kinds = {type(value).__name__ for value in states}
     assert kinds == {"Tensor", f"OptimState{name.removeprefix('AdamW').capitalize()}"}
     small = 8 if "8" in name else 4
-    moments = run.session.memory()["moments"]
+    moments = session.memory()["moments"]
     assert moments < 0.4 * 8 * 64 * 128 * small / 8 + 4 * 8 * 400
-    with assert_unchanged(run.session), overflow_in_backward(run.model):
-        run.step(6)
-    assert run.session.steps_skipped == 1
+    with assert_unchanged(session), overflow_in_backward(session.model):
+        step(session, 6)
+    assert session.steps_skipped == 1
     file = io.BytesIO()
-    torch.save(run.session.state_dict(), file)
+    torch.save(session.state_dict(), file)
     file.seek(0)
     state: Any = torch.load(file, weights_only=True)
-    resumed = Run(name, level, master)
-    resumed.session.load_state_dict(state)
+    resumed = start(name, level, master)
+    resumed.load_state_dict(state)
     for number in range(6, 12):
-        assert run.step(number) == resumed.step(number)
+        assert step(session, number) == step(resumed, number)
 
 
 def test_loaded_state_is_a_copy() -> None:
     """Law: a session goes on without changing the state it was loaded from."""
-    run = Run("AdamW8bit", "O2", "fp32")
-    run.step(0)
-    state = run.session.state_dict()
+    session = start("AdamW8bit", "O2", "fp32")
+    step(session, 0)
+    state = session.state_dict()
     moment = state["optimizer"]["state"][0]["exp_avg"]
     codes = moment.codes.clone()
-    other = Run("AdamW8bit", "O2", "fp32")
-    other.session.load_state_dict(state)
-    other.step(1)
+    other = start("AdamW8bit", "O2", "fp32")
+    other.load_state_dict(state)
+    step(other, 1)
     assert torch.equal(moment.codes, codes)
     assert not torch.equal(
         other.optimizer.state_dict()["state"][0]["exp_avg"].codes, codes
@@ -101,14 +98,12 @@ def test_loaded_state_is_a_copy() -> None:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     """Law: quantized moments load into a new session, or are rejected in one line."""
-    run, loaded = (Run("AdamW8bit", "O2", "fp32") for _ in range(2))
-    run.step(0)
-    dcp.save({"train": hs.sharded.Stateful(run.session)}, checkpoint_id=tmp_path / "x")
-    dcp.load(
-        {"train": hs.sharded.Stateful(loaded.session)}, checkpoint_id=tmp_path / "x"
-    )
+    session, loaded = (start("AdamW8bit", "O2", "fp32") for _ in range(2))
+    step(session, 0)
+    dcp.save({"train": hs.sharded.Stateful(session)}, checkpoint_id=tmp_path / "x")
+    dcp.load({"train": hs.sharded.Stateful(loaded)}, checkpoint_id=tmp_path / "x")
     for number in range(1, 4):
-        assert run.step(number) == loaded.step(number)
+        assert step(session, number) == step(loaded, number)
     with pytest.raises(hs.UserError, match=r"0.weight/exp_avg is a OptimState8bit"):
-        hs.sharded.save(run.session, tmp_path / "y")
+        hs.sharded.save(session, tmp_path / "y")
     assert not (tmp_path / "y").exists()
