@@ -17,12 +17,11 @@ from halfstep.train.data.labelled_text import DEFAULT_COLUMNS, Columns
 if TYPE_CHECKING:
     from pathlib import Path
 
-_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
-_TYPE_DESCRIPTIONS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text in quotes",
-    bool: "true or false",
+_TYPES: dict[str, tuple[type, str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "str": (str, "text in quotes"),
+    "bool": (bool, "true or false"),
 }
 _SEEDS = 2**32  # torch takes 64 bits, and each step's seed is a multiple of it
 _MAX_COUNT = 2**31 - 1
@@ -40,13 +39,8 @@ BEST_BY = {
 """Task -> scores that can select the best checkpoint, the default first."""
 BALANCED = "balanced"
 _CHANGEABLE_ON_RESUME = (
-    "out",
-    "keep",
-    "workers",
-    "tensorboard",
-    "probe",
-    "parallel",
-    "compare_fp32",
+    *("out", "keep", "workers", "tensorboard"),
+    *("probe", "parallel", "compare_fp32"),
 )
 """Settings that a resumed run may change, as none of them affects what is learned."""
 
@@ -236,7 +230,7 @@ SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(TrainConfi
 
 def type_of(setting: Field[Any]) -> type:
     """Return the type of a setting's values other than `None`."""
-    return _TYPES[str(setting.type).removesuffix(" | None")]
+    return _TYPES[str(setting.type).removesuffix(" | None")][0]
 
 
 def setting_fault(name: str, value: object) -> str:
@@ -254,7 +248,7 @@ def setting_fault(name: str, value: object) -> str:
         is_valid = isinstance(value, (int, float) if expected is float else expected)
     if is_valid:
         return ""
-    description = _TYPE_DESCRIPTIONS[expected]
+    _, description = _TYPES[expected.__name__]
     return f"{name} is {reprlib.repr(value)}; it must be {description}"
 
 

@@ -107,11 +107,7 @@ def build(
 
 
 def _pretrained(
-    name: str,
-    words: dict[str, Any],
-    head: str,
-    max_length: int,
-    dropout: float | None,
+    name: str, words: dict[str, Any], head: str, max_length: int, dropout: float | None
 ) -> Network:
     try:
         config = load_config(name, **words)

@@ -186,9 +186,7 @@ def lines(source: BinaryIO) -> Iterator[tuple[int, str]]:
         raise UserError("standard input holds no text; give one a line.")
 
 
-def drop_blank(
-    texts: Sequence[str],
-) -> tuple[list[tuple[int, str]], tuple[str, ...]]:
+def drop_blank(texts: Sequence[str]) -> tuple[list[tuple[int, str]], tuple[str, ...]]:
     """Return the numbered texts that are not blank, and a note about the blank ones."""
     numbered = [(n, text) for n, text in enumerate(texts, 1) if text.strip()]
     blank = [str(n) for n, text in enumerate(texts, 1) if not text.strip()]

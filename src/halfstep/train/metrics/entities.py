@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.result import (
-    EvalMetrics,
-    confusion_table,
-    excerpt,
-    shares,
-)
+from halfstep.train.metrics.result import EvalMetrics, confusion_table, excerpt, shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -68,8 +68,7 @@ def page(report: ReportData) -> str:
         Section("Quality", tables=tuple(_quality(report.metrics))),
         Section("Confusion", confusion_matrices=_confusion(report.metrics)),
         Section(
-            "Worst mistakes",
-            tables=tuple(t for t in report.worst_examples if t.rows),
+            "Worst mistakes", tables=tuple(t for t in report.worst_examples if t.rows)
         ),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
