@@ -282,17 +282,17 @@ def session(task: Task, **settings: Any) -> Loop:  # noqa: ANN401
     return Loop(own.model, own.optimizer, passes, own.step, forward, own)
 
 
-def fast_dropout(task: Task, *, of: Callable[..., Loop], **settings: Any) -> Loop:  # noqa: ANN401
-    """Return the loop `of`, for the model after `use_fast_dropout`."""
+def fast_dropout(task: Task) -> Task:
+    """Return the task with the model after `use_fast_dropout`."""
     use_fast_dropout(task.model)
-    return of(task, **settings)
+    return task
 
 
-def fused(task: Task, *, of: Callable[..., Loop], **settings: Any) -> Loop:  # noqa: ANN401
-    """Return the loop `of`, with torch's one kernel for the optimizer's update."""
+def fused(task: Task) -> Task:
+    """Return the task with torch's one kernel for the optimizer's update."""
     groups = [{**group, "fused": True} for group in task.optimizer.param_groups]
     make: Any = type(task.optimizer)
-    return of(replace(task, optimizer=make(groups, fused=True)), **settings)
+    return replace(task, optimizer=make(groups, fused=True))
 
 
 @dataclass(frozen=True)
@@ -309,6 +309,8 @@ class Candidate:
     """Class of `torchao.optim`, in place of AdamW."""
     keeps_memory: bool = False
     """Whether its C allocator returns no memory to the system."""
+    change: Callable[[Task], Task] = lambda task: task
+    """Changes the model or the optimizer before."""
 
     def loop(self, task: Task) -> Loop:
         """Return its loop for a task."""
@@ -316,7 +318,7 @@ class Candidate:
             make = getattr(import_module("torchao.optim"), self.optimizer)
             lr = task.optimizer.param_groups[0]["lr"]
             task = replace(task, optimizer=make(task.model.parameters(), lr=lr))
-        return self.make(task, **self.settings)
+        return self.make(self.change(task), **self.settings)
 
 
 def _session(description: str, **settings: Any) -> Candidate:  # noqa: ANN401
@@ -338,13 +340,13 @@ CANDIDATES = {
     "torch.amp": Candidate("torch.autocast, and torch's GradScaler with fp16", plain),
     "torch.amp-kept": Candidate(_KEEPS_MEMORY, plain, keeps_memory=True),
     "torch.amp-fused": Candidate(
-        "torch.amp, and the optimizer with fused=True", fused, {"of": plain}
+        "torch.amp, and the optimizer with fused=True", plain, change=fused
     ),
     "torch.amp-fused-kept": Candidate(
-        _KEEPS_MEMORY, fused, {"of": plain}, keeps_memory=True
+        _KEEPS_MEMORY, plain, keeps_memory=True, change=fused
     ),
     "torch.amp-fast": Candidate(
-        "torch.amp after hs.use_fast_dropout", fast_dropout, {"of": plain}
+        "torch.amp after hs.use_fast_dropout", plain, change=fast_dropout
     ),
     "accelerate": _other("Hugging Face Accelerate", accelerate, "accelerate"),
     "fabric-mixed": _other("Lightning Fabric, mixed", fabric, _FABRIC, kind="mixed"),
@@ -355,17 +357,13 @@ CANDIDATES = {
     "naive-O2": Candidate("fp32 masters by hand", manual, {"masters": True}),
     "pure": Candidate("all in 16 bits, by hand", manual, {"masters": False}),
     "O1": _session("fp32 weights, operations cast one by one", level="O1"),
-    "O1-fused": Candidate(
-        "halfstep: O1, and the optimizer with fused=True",
-        fused,
-        {"of": session, "level": "O1"},
+    "O1-fused": replace(
+        _session("O1, and the optimizer with fused=True", level="O1"), change=fused
     ),
     "O2": _session("16-bit weights, fp32 master weights", level="O2"),
     "O2-kept": Candidate(_KEEPS_MEMORY, session, {"level": "O2"}, keeps_memory=True),
-    "O2-fast": Candidate(
-        "halfstep: O2 after hs.use_fast_dropout",
-        fast_dropout,
-        {"of": session, "level": "O2"},
+    "O2-fast": replace(
+        _session("O2 after hs.use_fast_dropout", level="O2"), change=fast_dropout
     ),
     **{
         f"O2-{master}": _session(description, level="O2", master=master)
