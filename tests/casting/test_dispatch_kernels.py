@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 from torch.nn import functional as F  # noqa: N812 -- its usual name
-from torch.utils._python_dispatch import TorchDispatchMode
+from twins import Watch
 from versions import torch_has_lstm
 
 from halfstep.casting import active_context, dispatch_kernels
@@ -176,18 +176,6 @@ def test_an_asked_for_dtype_stays() -> None:
         norm = torch.linalg.vector_norm
         assert norm(low, dtype=FP64).dtype == FP64
         assert norm(low).dtype == FP32
-
-
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(
-        self, func: Any, _: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_result_is_not_made_of_a_copy() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import EYE, linear, patched
+from twins import EYE, Watch, linear, patched
 
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
@@ -22,27 +22,15 @@ from halfstep.casting.weight_cache import CastCache
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-class Casts(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, _types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
-
-
 def casts_of_weight(make: Any, between: Callable[[nn.Linear], None]) -> int:
     """Return how often a weight is cast for two passes, and what is done between."""
     layer = linear()
     low = EYE.bfloat16()
-    with make("cpu"), Casts() as casts:
+    with make("cpu"), Watch() as watch:
         layer(low)
         between(layer)
         layer(low)
-    return casts.count
+    return watch.seen.count(torch.ops.aten._to_copy.default)
 
 
 def nothing(_: nn.Linear) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 torch_only = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."),
@@ -47,6 +48,20 @@ def same_bits(left: Tensor | None, right: Tensor | None) -> bool:
     """Say whether two tensors are equal to the bit, dtype included; None is not."""
     both = left is not None and right is not None
     return both and left.dtype == right.dtype and torch.equal(left, right)
+
+
+class Watch(TorchDispatchMode):
+    """Takes down the operations that reach torch's dispatcher below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, _types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def patched() -> bool:
