@@ -217,12 +217,12 @@ KINDS = pytest.mark.parametrize(
     "options", [{}, {"clip_grad_norm": 0.5}, {"on_overflow": "drop_microbatch"}]
 )
 def test_flush_is_a_smaller_window(kind: str, options: dict[str, Any]) -> None:
-    """Law: 2 of 4 micro-batches, flushed, are a step of 2: to the bit, 4/2 is exact.
+    """Law: 2 of 8 micro-batches, flushed, are a step of 2: to the bit, 8/2 is exact.
 
     A backward pass without its `step` counts; without any, nothing changes.
     """
     scale = 1024.0 if kind.endswith("fp16") else "auto"  # neither overflows
-    session = build(kind, accumulate=4, loss_scale=scale, **options)
+    session = build(kind, accumulate=8, loss_scale=scale, **options)
     twin = build(kind, accumulate=2, loss_scale=scale, **options)
     assert not session.flush().complete
     for number in range(2):
@@ -238,7 +238,7 @@ def test_flush_is_a_smaller_window(kind: str, options: dict[str, Any]) -> None:
         assert same(session.weights(), twin.weights())
     assert same(session.state_dict()["optimizer"], twin.state_dict()["optimizer"])
     # The next window is whole.
-    assert [r.complete for r in micro(session, 1, 2, 3, 4)] == [False] * 3 + [True]
+    assert [r.complete for r in micro(session, *range(8))] == [False] * 7 + [True]
     before = session.weights()["0.bias"].clone()
     report = session.flush()
     assert (report.complete, report.step) == (False, 3)

@@ -33,7 +33,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "release": {"optimizer_in_backward": True},
 }
-RMSPROP: cases.Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
 
 
 def crossed(name: str, *values: Any, every: int = 3) -> Any:
@@ -404,7 +403,7 @@ def test_an_unfrozen_weight_is_counted(form: str, accumulate: int) -> None:
     assert found.counts[0] == model.linear.weight.numel()
 
 
-@crossed("make", cases.ADAMW, RMSPROP, every=2)
+@crossed("make", cases.ADAMW, cases.OPTIMIZERS["rmsprop"], every=2)
 def test_a_parameter_appended(form: str, way: dict[str, Any], make: cases.Make) -> None:
     """Law: what is appended to a group gets a master, as if there before."""
     sessions = []
@@ -430,7 +429,7 @@ def test_a_parameter_appended(form: str, way: dict[str, Any], make: cases.Make) 
     assert same(*map(cases.everything, sessions))
 
 
-@crossed("make", cases.ADAMW, RMSPROP, every=2)
+@crossed("make", cases.ADAMW, cases.OPTIMIZERS["rmsprop"], every=2)
 def test_loaded_in_mid_step(form: str, way: dict[str, Any], make: cases.Make) -> None:
     """Law: no state is given while a step is under way; one may be loaded then."""
     sessions = [cases.start(make, form, **way) for _ in range(2)]
