@@ -13,12 +13,8 @@ if TYPE_CHECKING:
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients that are not None, in the order of the parameters."""
-    return [
-        gradient
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if (gradient := param.grad) is not None
-    ]
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return [p.grad for p in params if p.grad is not None]
 
 
 def first_gradient(optimizer: Optimizer) -> Tensor | None:

@@ -139,9 +139,8 @@ def _read_index(path: Path, files: Collection[str]) -> Metadata:
         for name, data in json.loads(path.read_bytes()).items():
             entry = _read_entry(name, data)
             metadata.state_dict_metadata[name] = entry
-            for (*_, file, start, length), chunk in zip(
-                data["parts"], entry.chunks, strict=True
-            ):
+            parts = zip(data["parts"], entry.chunks, strict=True)
+            for (*_, file, start, length), chunk in parts:
                 place = _Place(file, *_size([start, length]))
                 num_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
                 if file not in files or length < num_bytes:
@@ -242,10 +241,8 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:  # noqa: ANN401
             return metadata
 
-    with (
-        _raise_on_all_ranks(partial(atomic_directory.read_error, directory)),
-        _without_torch_warnings(),
-    ):
+    unread = partial(atomic_directory.read_error, directory)
+    with _raise_on_all_ranks(unread), _without_torch_warnings():
         state_dict_loader.load(tensors, storage_reader=Reader(directory))
 
 

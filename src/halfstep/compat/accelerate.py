@@ -18,7 +18,7 @@ require("accelerate", "1.10")
 
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, convert_outputs_to_fp32
+from accelerate.utils import convert_outputs_to_fp32
 
 from halfstep.casting.autocast_mode import autocast
 from halfstep.errors import UserError
@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerator", "Optimizer"]
 
-_DISTRIBUTED = {
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-}
+_DISTRIBUTED = {"NO", "MULTI_CPU", "MULTI_GPU"}
 _DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -147,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def set_precision(self, level: str | None, policy: str, master: str) -> None:
         """Disable casts and scaler of Accelerate; call it before `prepare`."""
         requested = self.mixed_precision
-        if requested not in _DTYPES or self.distributed_type not in _DISTRIBUTED:
+        if requested not in _DTYPES or self.distributed_type.value not in _DISTRIBUTED:
             message = (
                 f"mixed_precision={requested!r} on {self.distributed_type.value}: "
                 "halfstep.compat.accelerate takes no, bf16 or fp16 on one process or "
@@ -217,18 +213,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare a model; one without optimizer runs under autocast by the policy."""
-        if (
-            self.session is None
-            and self._dtype in {"bf16", "fp16"}
-            and self._level != "O0"
-        ):
-            region = autocast(
-                self.device.type,
-                dtype=formats.parse(self._dtype).dtype,
-                policy=self._policy,
-                model=model,
-            )
-            run_in_region(model, lambda: region)
+        casts = self._dtype in {"bf16", "fp16"} and self._level != "O0"
+        if self.session is None and casts:
+            dtype, policy = formats.parse(self._dtype).dtype, self._policy
+            context = autocast(self.device.type, dtype, policy=policy, model=model)
+            run_in_region(model, lambda: context)
         prepared: nn.Module = super().prepare_model(
             model, device_placement, evaluation_mode
         )
@@ -238,12 +227,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         handler = self.scaler_handler
         if handler is None or self._dtype != "fp16" or not handler.enabled:
             return "auto"
-        return ScaleRule(
-            handler.init_scale,
-            handler.growth_factor,
-            handler.backoff_factor,
-            handler.growth_interval,
-        )
+        factors = handler.growth_factor, handler.backoff_factor
+        return ScaleRule(handler.init_scale, *factors, handler.growth_interval)
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:

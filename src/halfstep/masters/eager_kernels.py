@@ -212,10 +212,8 @@ class Chunk:
         gradients = cut([item.gradient for item in items])
         self.gradient = self._copied("gradient", gradients, torch.float32)
         self.fp32 = self._read_fp32()
-        self.states = [
-            self._gathered(f"state {number}", state, torch.float32)
-            for number, state in enumerate(self._states)
-        ]
+        named = enumerate(self._states)
+        self.states = [self._gathered(f"state {n}", s, torch.float32) for n, s in named]
         self.spare = self._scratch("spare", torch.float32)
 
     def write(self, clock: tuple[int, int]) -> None:

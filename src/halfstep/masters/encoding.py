@@ -58,9 +58,8 @@ class RoundingRng:
     ) -> None:
         """Round fp32 `values` to bf16 stochastically, into `low`."""
         for start, (part, out) in _in_parts(values, low):
-            bf16_codecs.stochastic_round_(
-                part, out, self.random_bits16(param_index, tensor_index, part, start)
-            )
+            bits = self.random_bits16(param_index, tensor_index, part, start)
+            bf16_codecs.stochastic_round_(part, out, bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +162,8 @@ class MasterParam:
         residual = self.residual
         if residual is None or residual.stride() == self.weight.stride():
             return
-        self.residual = torch.empty_like(self.weight, dtype=residual.dtype).copy_(
-            residual
-        )
+        like = torch.empty_like(self.weight, dtype=residual.dtype)
+        self.residual = like.copy_(residual)
         if residual.dtype == torch.float32:
             self.master.data = self.residual
 
@@ -212,9 +210,7 @@ WEIGHT_DTYPES: dict[str, tuple[torch.dtype, ...]] = {PLAIN: (torch.float32,)} | 
 }
 """Encoding -> dtypes of weights that it supports."""
 RESIDUAL_DTYPES = {name: e.residual for name, e in ENCODINGS.items() if e.residual}
-BF16_STATE_ENCODINGS = tuple(
-    name for name, e in ENCODINGS.items() if e.state_dtype == torch.bfloat16
-)
+BF16_STATE_ENCODINGS = (KAHAN.name, STOCHASTIC.name)
 
 NONE = "none"
 """No master weights: the optimizer updates the 16-bit weights directly."""

@@ -457,7 +457,8 @@ class NoMasters(MasterWeights):
 @torch.no_grad()
 def _accumulate_(master_param: MasterParam) -> None:
     """Add a 16-bit gradient to the master's fp32 gradient, and free it."""
-    gradient, master_param.weight.grad = master_param.weight.grad, None
+    weight = master_param.weight
+    gradient, weight.grad = weight.grad, None
     if gradient is None:
         return
     total = master_param.master.grad
@@ -469,9 +470,7 @@ def _accumulate_(master_param: MasterParam) -> None:
         master_param.master.grad = wide
     elif total is None:
         if master_param.grad_buffer is None:
-            master_param.grad_buffer = torch.empty_like(
-                master_param.weight, dtype=torch.float32
-            )
+            master_param.grad_buffer = torch.empty_like(weight, dtype=torch.float32)
         master_param.master.grad = master_param.grad_buffer.copy_(gradient).detach()
     elif (
         total.is_cpu

@@ -196,12 +196,8 @@ _FUNCTIONS = {"Mm": "/linear|matmul|mm/", "Bmm": "/matmul|bmm|einsum/"}
 """Functions of torch that make these nodes, as a pattern of a rule."""
 _TRANSPOSED = {"Addmm": "addmm", "Mm": "matmul"}
 """Names unless the last factor is transposed, as the weight of a linear layer is."""
-_OP_NAMES = {
-    "Bmm": "matmul",
-    "MkldnnRnnLayer": "lstm",
-    "ToCopy": "cast",
-    "ScaledDotProduct": "attention",
-}
+_OP_NAMES = {"Bmm": "matmul", "MkldnnRnnLayer": "lstm", "ToCopy": "cast"}
+_OP_NAMES |= {"ScaledDotProduct": "attention"}
 _PATH = re.compile(r"\w+(\.\w+)+")
 """Name of a submodule's parameter; those of the model itself have no dot."""
 _ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand"}

@@ -76,10 +76,8 @@ FORMATS = {format_.name: format_ for format_ in (FP32, BF16, FP16)}
 _BY_DTYPE = {format_.dtype: format_ for format_ in FORMATS.values()}
 AUTOCAST_DTYPES = frozenset(_BY_DTYPE)
 """What autocast casts: not float64, complex or integers."""
-_LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"} | {
-    "float16": "fp16",
-    "half": "fp16",
-}
+_LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+_LONG_NAMES |= {"float16": "fp16", "half": "fp16"}
 
 
 def parse(word: str | torch.dtype | FloatFormat) -> FloatFormat:

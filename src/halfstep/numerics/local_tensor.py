@@ -42,9 +42,8 @@ def clone(tensor: Tensor) -> Tensor:
     wrapper: Any = tensor
     names, context = wrapper.__tensor_flatten__()
     parts = {name: clone(getattr(tensor, name)) for name in names}
-    copy: Tensor = wrapper.__tensor_unflatten__(
-        parts, context, tensor.size(), tensor.stride()
-    )
+    shape = tensor.size(), tensor.stride()
+    copy: Tensor = wrapper.__tensor_unflatten__(parts, context, *shape)
     return copy
 
 

@@ -67,11 +67,9 @@ class Counts:
         width = BINS + len(FACTS) + casts * len(LOSSES)
         extremes = torch.zeros(2, dtype=torch.float64, device=device)
         extremes[1].fill_(-torch.inf)
-        return cls(
-            torch.zeros(width, dtype=torch.int64, device=device),
-            torch.zeros(1 + casts, dtype=torch.float64, device=device),
-            extremes,
-        )
+        counts = torch.zeros(width, dtype=torch.int64, device=device)
+        sums = torch.zeros(1 + casts, dtype=torch.float64, device=device)
+        return cls(counts, sums, extremes)
 
     def add(self, other: Counts) -> Counts:
         """Return the sum of both counts; neither is modified."""
@@ -86,11 +84,8 @@ class Counts:
     def stacked(cls, rows: Sequence[Counts]) -> Counts:
         """Stack one or more counts, on the device of the first."""
         at = rows[0].counts.device
-        return cls(
-            torch.stack([row.counts.to(at) for row in rows]),
-            torch.stack([row.sums.to(at) for row in rows]),
-            torch.stack([row.extremes.to(at) for row in rows]),
-        )
+        columns = zip(*(vars(row).values() for row in rows), strict=True)
+        return cls(*(torch.stack([part.to(at) for part in each]) for each in columns))
 
     def rows(self) -> list[Counts]:
         """Return the stacked counts."""
@@ -147,11 +142,11 @@ def _add_chunk(into: Counts, chunk: Tensor, casts: tuple[FloatFormat, ...]) -> N
     values = torch.nan_to_num(size, nan=0.0, posinf=0.0)
     finite = values.view(bits_of)
     histogram = count_exponents(values)
-    some, numbers, nonzero = (  # NaN counts as non-zero
+    some, nonzero = (
         torch.count_nonzero(size),
-        torch.count_nonzero(torch.nan_to_num_(size, nan=0.0)),
         torch.count_nonzero(finite),
-    )
+    )  # NaN is some
+    numbers = torch.count_nonzero(torch.nan_to_num_(size, nan=0.0))
     histogram[0] -= some - nonzero
     histogram[-1] += some - nonzero
     facts = [chunk.numel() - some, _subnormals(values, histogram, nonzero)]
@@ -220,13 +215,8 @@ def _magnitudes(
     finite = wide.isfinite()
     values = torch.where(finite, wide, 0.0)
     nonzero = values > 0
-    columns = [
-        torch.ones_like(finite),
-        wide == 0,
-        nonzero & (wide < torch.finfo(dtype).smallest_normal),
-        wide.isinf(),
-        wide.isnan(),
-    ]
+    small = nonzero & (wide < torch.finfo(dtype).smallest_normal)
+    columns = [torch.ones_like(finite), wide == 0, small, wide.isinf(), wide.isnan()]
     squares = [values.double().square()]
     for form in casts:
         low = values.to(form.dtype)

@@ -83,11 +83,8 @@ class TensorStats:
     def _read(self) -> tuple[list[int], list[float], list[float]]:
         """Counts after the histogram, sums, extremes, read from the device."""
         counted = self.counted
-        return (
-            counted.counts[BINS:].tolist(),
-            counted.sums.tolist(),
-            counted.extremes.tolist(),
-        )
+        after = counted.counts[BINS:]
+        return after.tolist(), counted.sums.tolist(), counted.extremes.tolist()
 
     def _fact(self, name: str) -> int:
         return self._read[0][FACTS.index(name)]
@@ -169,12 +166,9 @@ class TensorStats:
         index = self.casts.index(format_)
         counts, sums, _ = self._read
         start = len(FACTS) + len(LOSSES) * index
-        return CastLoss(
-            *(counts[start], counts[start + 1], counts[start + 2]),
-            of=self.nonzero,
-            signal=sums[0],
-            noise=sums[1 + index],
-        )
+        flushed, subnormal, saturated = counts[start : start + len(LOSSES)]
+        squares = sums[0], sums[1 + index]
+        return CastLoss(flushed, subnormal, saturated, self.nonzero, *squares)
 
     def underflow(
         self, to: FloatFormat | str | torch.dtype, scale: float = 1.0
@@ -209,9 +203,8 @@ class TensorStats:
         require("scale", scale, 0 < scale < math.inf, "above 0 and finite")
         if not self.amax:
             return math.inf
-        return (
-            math.log2(formats.parse(to).max) - math.log2(self.amax) - math.log2(scale)
-        )
+        largest = formats.parse(to).max
+        return math.log2(largest) - math.log2(self.amax) - math.log2(scale)
 
     def merge(self, other: TensorStats) -> TensorStats:
         """Return the statistics of the numbers of both, without synchronization.

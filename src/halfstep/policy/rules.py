@@ -232,13 +232,9 @@ class Policy:
         """
         lines = [f"base = {_quoted(self.base)}"]
         for rule in self.rules:
-            lines += [
-                "",
-                "[[rule]]",
-                f"{rule.kind} = {_quoted(rule.pattern)}",
-                f"run = {_quoted(rule.category)}",
-                f"reason = {_quoted(rule.reason)}",
-            ]
+            lines += ["", "[[rule]]", f"{rule.kind} = {_quoted(rule.pattern)}"]
+            lines.append(f"run = {_quoted(rule.category)}")
+            lines.append(f"reason = {_quoted(rule.reason)}")
         text = "\n".join(lines) + "\n"
         try:
             data = text.encode()

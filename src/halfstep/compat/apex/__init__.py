@@ -33,11 +33,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "amp": amp,
-    "fp16_utils": fp16_utils,
-    "multi_tensor_apply": multi_tensor_apply,
-    "optimizers": optimizers,
-    "parallel": parallel,
+    module.__name__.rpartition(".")[2]: module
+    for module in (amp, fp16_utils, multi_tensor_apply, optimizers, parallel)
 }
 _FP16_NAMES = {name: getattr(fp16_utils, name) for name in fp16_utils.__all__}
 _SUBMODULES: dict[str, dict[str, Any]] = {

@@ -131,11 +131,8 @@ class FP16_Optimizer:
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """The master weights of each parameter group."""
-        master_of = {id(low): master for low, master in self._masters.pairs}
-        return [
-            [master_of[id(param)] for param in group if id(param) in master_of]
-            for group in self._groups
-        ]
+        masters = {id(low): master for low, master in self._masters.pairs}
+        return [[masters[id(p)] for p in g if id(p) in masters] for g in self._groups]
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
         """Clear the gradients of the model's parameters and of the master weights."""
@@ -183,10 +180,8 @@ class FP16_Optimizer:
         if self.overflow:
             maybe_print("gradients overflowed: there is nothing to inspect.")
             return None
-        return [
-            [None if param.grad is None else param.grad.detach() for param in params]
-            for params in (group["params"] for group in self.param_groups)
-        ]
+        grads = [[p.grad for p in group["params"]] for group in self.param_groups]
+        return [[g if g is None else g.detach() for g in part] for part in grads]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update master weights and model, unless a gradient is non-finite.
