@@ -17,6 +17,7 @@ import pytest
 import torch
 from grids import thinned
 from master_cases import masters_of
+from session_cases import same
 from torch import Tensor, nn, optim
 
 import halfstep as hs
@@ -57,12 +58,6 @@ def _bits(
                 if value is not None and torch.as_tensor(value).any():
                     found[f"{which} {number} {key}"] = torch.as_tensor(value)
     return found
-
-
-def _same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    wrong = [key for key in ours if not torch.equal(ours[key], theirs[key])]
-    assert not wrong
 
 
 def _planted(model: nn.Module, value: float) -> Any:
@@ -177,7 +172,7 @@ def test_session(
         scales.append({name: one["scale"] for name, one in state.items()})
     skipped = frozenset(plant.iteration for plant in plants)
     ours = _bits([*session.weights().values()], [session.optimizer])
-    _same(ours, _short_reference(make, losses, skipped))
+    same(ours, _short_reference(make, losses, skipped))
     for number, name in enumerate(names[:losses] or [""]):
         bad_here = {p.iteration for p in plants if not names or p.loss == number}
         expected = _scales(2.0**7, 2, bad_here)
