@@ -25,75 +25,33 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("halfstep")
 
 
+_NUMERIC = {
+    "casting": """
+        autocast autocast_checkpoint autocast_defects autocast_policies
+        autocast_torch_lists convert_model custom_functions
+        custom_functions_autograd dispatch_kernels dtype_mismatch grad_accumulation
+        weight_cache
+    """,
+    "compat": "apex_casts",
+    "diagnostics": """
+        planted_faults preflight_models preflight_rules probe replay replay_losses
+        replay_odd
+    """,
+    "machine": "fp16_emulation",
+    "masters": """
+        bf16_codecs cpu_kernels eager_kernels master masters_direct masters_forms
+        optimizer_in_backward
+    """,
+    "nonfinite": "graph optimizer_eps",
+    "numerics": "exponents tensor_stats",
+    "policy": "decisions levels op_tables",
+    "scaling": "per_pass scaler strategies_logmax",
+    "session": "autocast_regions running_stats session_grad session_traps",
+}
 NUMERIC = {
-    *(
-        "nonfinite/test_optimizer_eps",
-        "session/test_running_stats",
-        "session/test_session_grad",
-    ),
-    *(
-        "compat/test_apex_casts",
-        "casting/test_autocast_defects",
-    ),
-    *(
-        "casting/test_autocast_torch_lists",
-        "nonfinite/test_graph",
-        "casting/test_weight_cache",
-    ),
-    *(
-        "casting/test_autocast",
-        "casting/test_autocast_checkpoint",
-        "casting/test_autocast_policies",
-    ),
-    *(
-        "masters/test_eager_kernels",
-        "casting/test_convert_model",
-        "policy/test_decisions",
-    ),
-    *(
-        "machine/test_fp16_emulation",
-        "numerics/test_exponents",
-        "casting/test_grad_accumulation",
-        "session/test_autocast_regions",
-    ),
-    *(
-        "casting/test_custom_functions",
-        "casting/test_custom_functions_autograd",
-    ),
-    *(
-        "scaling/test_per_pass",
-        "masters/test_bf16_codecs",
-        "casting/test_dispatch_kernels",
-        "policy/test_levels",
-    ),
-    *(
-        "scaling/test_strategies_logmax",
-        "masters/test_master",
-        "masters/test_masters_direct",
-        "masters/test_masters_forms",
-    ),
-    *(
-        "casting/test_dtype_mismatch",
-        "masters/test_cpu_kernels",
-        "policy/test_op_tables",
-    ),
-    *(
-        "diagnostics/test_planted_faults",
-        "diagnostics/test_preflight_models",
-        "diagnostics/test_preflight_rules",
-        "diagnostics/test_probe",
-        "masters/test_optimizer_in_backward",
-    ),
-    *(
-        "diagnostics/test_replay",
-        "diagnostics/test_replay_losses",
-        "diagnostics/test_replay_odd",
-        "scaling/test_scaler",
-    ),
-    *(
-        "session/test_session_traps",
-        "numerics/test_tensor_stats",
-    ),
+    f"{package}/test_{name}"
+    for package, names in _NUMERIC.items()
+    for name in names.split()
 }
 """Test files that compute in 16 bits: marked `numeric`."""
 
