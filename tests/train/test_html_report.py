@@ -9,7 +9,7 @@ import pytest
 
 from halfstep.machine import hardware
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.result import EvalMetrics
+from halfstep.train.metrics import EvalMetrics
 from halfstep.train.output.html_report import ReportData, page
 
 PARTS = {"input": 0.001, "forward": 0.01, "backward": 0.02, "update": 0.008}

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.metrics.entities import compute_metrics, worst_examples
-from halfstep.train.metrics.result import EvalMetrics
+from halfstep.train.metrics import EvalMetrics, entity_metrics, worst_entities
 
 Entities = list[tuple[int, int, int]]
 Texts = list[Entities]
@@ -71,14 +70,14 @@ def test_scores_are_those_of_sets(texts: list[tuple[Entities, Entities]]) -> Non
     a guess which only touches a true entity use it up fails here.
     """
     truth, guess = [one for one, _ in texts], [two for _, two in texts]
-    agrees(compute_metrics(truth, guess, KINDS, 0.0), truth, guess)
+    agrees(entity_metrics(truth, guess, KINDS, 0.0), truth, guess)
 
 
 def test_by_hand() -> None:
     """Law: half an entity and another kind are mistakes; neighbours are no overlap."""
     truth = [[(0, 2, 0), (2, 4, 1)], [(5, 9, 1)], [], [(0, 1, 0)]]
     guess = [[(0, 2, 0), (2, 4, 0)], [(5, 8, 1)], [], [(0, 1, 0), (0, 1, 0)]]
-    judged = compute_metrics(truth, guess, KINDS, 0.25)
+    judged = entity_metrics(truth, guess, KINDS, 0.25)
     agrees(judged, truth, guess)
     assert judged.loss == 0.25
     assert (judged.scores["f1"], judged.scores["accuracy"]) == (0.5, 0.5)
@@ -95,7 +94,7 @@ def test_by_hand() -> None:
     )
     assert json.loads(json.dumps(judged.data()))["per_class"][1] == ["LOC", 0, 0, 0, 2]
     # A kind may be named as a column of the table is.
-    table = compute_metrics([[(0, 1, 0)]], [[]], ["missed", "true"], 0.0).confusion
+    table = entity_metrics([[(0, 1, 0)]], [[]], ["missed", "true"], 0.0).confusion
     assert table is not None
     assert table.columns == ("true'", "missed", "true", "missed'")
 
@@ -110,7 +109,7 @@ def test_worst_texts_first() -> None:
 
     truth = [[(0, 3, 0), (7, 11, 1)], [(0, 3, 0)], [(0, 3, 0)], [(0, 3, 0)]]
     guess = [[(0, 2, 0), (7, 11, 2)], [], [(0, 3, 0)], []]
-    table = worst_examples(text_of, truth, guess, KINDS, limit=2)
+    table = worst_entities(text_of, truth, guess, KINDS, limit=2)
     assert table.columns == ("text", "missed", "spurious")
     assert table.rows == (
         ("Ada in Rome", "PER Ada at 0; LOC Rome at 7", "PER Ad at 0; ORG Rome at 7"),
@@ -119,17 +118,17 @@ def test_worst_texts_first() -> None:
     shown = "3 of 4 texts have mistakes"
     assert table.notes == (f"{shown}; the 2 with the most are shown.",)
     assert asked == [0, 1]
-    whole = worst_examples(text_of, truth, guess, KINDS)
+    whole = worst_entities(text_of, truth, guess, KINDS)
     assert [row[0] for row in whole.rows] == ["Ada in Rome", "Bob", "Zoe"]
     assert whole.notes == (f"{shown}.",)
-    assert worst_examples(text_of, truth, truth, KINDS).rows == ()
+    assert worst_entities(text_of, truth, truth, KINDS).rows == ()
 
 
 def test_long_texts_are_cut_round_the_mistake() -> None:
     """Law: what is shown of a long text holds its first mistake, and marks each cut."""
     text = "".join(f"{number:04}" for number in range(1000))
     truth = [[(0, 4, 0), *((i, i + 1, 1) for i in range(1200, 1220))], [(5, 99, 2)]]
-    table = worst_examples(lambda _: text, truth, [[(0, 4, 0)], []], KINDS)
+    table = worst_entities(lambda _: text, truth, [[(0, 4, 0)], []], KINDS)
     (around, missed, _), (start, cut, _) = table.rows
     assert around == f"...{text[1160:1360]}..."
     assert missed == "; ".join(

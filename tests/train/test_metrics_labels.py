@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.train.metrics.labels import compute_metrics, worst_examples
+from halfstep.train.metrics import label_metrics, worst_labels
 
 LABELS = ("a", "b", "c")
 pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1)
@@ -54,14 +54,14 @@ def by_hand(pairs: list[tuple[int, int]]) -> dict[str, float]:
 def test_scores_are_those_counted_one_by_one(pairs: list[tuple[int, int]]) -> None:
     """Law: every score is what its definition gives; none warns, one class or many."""
     truth, guesses = zip(*pairs, strict=True)
-    found = compute_metrics(with_answers(*guesses), torch.tensor(truth), LABELS)
+    found = label_metrics(with_answers(*guesses), torch.tensor(truth), LABELS)
     assert found.scores == pytest.approx(by_hand(pairs), abs=1e-12)
 
 
 def test_loss_by_hand() -> None:
     """Law: the loss is the mean of minus the log of the true class's probability."""
     shares = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]])
-    found = compute_metrics(shares.log(), torch.tensor([0, 2]), LABELS)
+    found = label_metrics(shares.log(), torch.tensor([0, 2]), LABELS)
     assert found.loss == pytest.approx((math.log(2) + math.log(8)) / 2)
 
 
@@ -75,7 +75,7 @@ def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
         asked.append(i)
         return f"text {i}"
 
-    table = worst_examples(text, logits, torch.tensor([1, 2, 0, 0]), LABELS, limit=2)
+    table = worst_labels(text, logits, torch.tensor([1, 2, 0, 0]), LABELS, limit=2)
     assert table.columns == ("text", "true", "predicted", "probability")
     assert table.rows == (
         ("text 1", "c", "b", pytest.approx(0.7)),

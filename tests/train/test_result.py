@@ -1,4 +1,4 @@
-"""`halfstep.train.metrics.result`: what was found, as a table and as data."""
+"""`halfstep.train.metrics`: what was found, as a table and as data."""
 
 import json
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.result import EvalMetrics, confusion_table, unique_name
+from halfstep.train.metrics import EvalMetrics, confusion_table, unique_name
 
 FOUND = EvalMetrics(
     loss=0.25,

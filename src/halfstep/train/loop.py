@@ -22,7 +22,7 @@ from halfstep.distributed import process_group
 from halfstep.reporting.table import format_count
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train import checkpointing, replay_step
-from halfstep.train.metrics.result import score_title
+from halfstep.train.metrics import score_title
 from halfstep.train.output.progress import TensorBoardWriter
 from halfstep.train.plan import Timers, TrainJob, TrainState, lr_factor
 from halfstep.train.signals import SIGNALS, Diverged, Stopped, StopRequest
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from halfstep.reporting.table import Table
     from halfstep.session.session import Session
     from halfstep.train.data.tokenized import EncodedTexts
-    from halfstep.train.metrics.result import EvalMetrics
+    from halfstep.train.metrics import EvalMetrics
     from halfstep.train.output.progress import Progress
     from halfstep.train.output.run_directory import RunFolder
     from halfstep.train.step_dataset import StepBatch

@@ -13,11 +13,10 @@ import torch
 from halfstep.distributed import ddp, process_group
 from halfstep.errors import UserError
 from halfstep.reporting.table import format_count
+from halfstep.train import metrics
 from halfstep.train.data import entity_tags
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.length_batches import ordered
-from halfstep.train.metrics import entities
-from halfstep.train.metrics import labels as metrics_labels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from halfstep.session.session import Session
     from halfstep.train.data.corpus import Split
     from halfstep.train.data.tokenized import EncodedTexts
-    from halfstep.train.metrics.result import EvalMetrics
+    from halfstep.train.metrics import EvalMetrics
 
 
 EVAL_BATCH = 128
@@ -62,7 +61,7 @@ class _Classification:
         loss: float,
     ) -> EvalMetrics:
         del split, loss  # recomputed, without the rounding of a running sum
-        return metrics_labels.compute_metrics(outputs, _targets(encoded), labels)
+        return metrics.label_metrics(outputs, _targets(encoded), labels)
 
     def worst_examples(
         self,
@@ -72,7 +71,7 @@ class _Classification:
         labels: Sequence[str],
     ) -> Table:
         targets = _targets(encoded)
-        return metrics_labels.worst_examples(split.text, outputs, targets, labels)
+        return metrics.worst_labels(split.text, outputs, targets, labels)
 
 
 class _EntityRecognition:
@@ -108,7 +107,7 @@ class _EntityRecognition:
         loss: float,
     ) -> EvalMetrics:
         pair = _true_and_predicted(outputs, encoded, split)
-        return entities.compute_metrics(*pair, labels, loss)
+        return metrics.entity_metrics(*pair, labels, loss)
 
     def worst_examples(
         self,
@@ -118,7 +117,7 @@ class _EntityRecognition:
         labels: Sequence[str],
     ) -> Table:
         pair = _true_and_predicted(outputs, encoded, split)
-        return entities.worst_examples(split.text, *pair, labels)
+        return metrics.worst_entities(split.text, *pair, labels)
 
 
 Task = _Classification | _EntityRecognition

@@ -13,7 +13,7 @@ from halfstep.machine import hardware
 from halfstep.reporting import html
 from halfstep.reporting.html import Bar, Card, Chart, ConfusionMatrix, Curve, Section
 from halfstep.reporting.table import Cell, Table
-from halfstep.train.metrics.result import EvalMetrics, score_title
+from halfstep.train.metrics import EvalMetrics, score_title
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

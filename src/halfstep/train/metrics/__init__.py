@@ -1,1 +1,0 @@
-"""Metrics of the model's outputs, per task."""
