@@ -91,7 +91,8 @@ def test_scaler(kind: str, strategy: str) -> None:
 @pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])
 def test_passes(on_overflow: str) -> None:
     """Law: nor do passes that are looked at one by one, dropping the bad ones."""
-    params = list(net(FAKE).parameters())
+    model = net(FAKE)
+    params = list(model.parameters())
     scales = LossScalers(ScaleRule(max_consecutive_skips=3))
     passes = BackwardPasses(scales, hs.Retry.of(on_overflow), None)
     names = ("", "other" if on_overflow == "skip" else "")
@@ -99,12 +100,7 @@ def test_passes(on_overflow: str) -> None:
         scales.get_or_create(name, FAKE)
     for _ in range(STEPS):
         for name in names:
-
-            def backward(_: bool) -> None:
-                for param in params:
-                    param.grad = torch.empty_like(param)
-
-            passes.run(name, backward, params)
+            passes.run(name, lambda _: fill(model), params)
         passes.restore_grads()
         passes.update(passes.unscale_(params), tuple)
 
