@@ -103,16 +103,6 @@ PAIRS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
 """Message -> what `prepare` is given."""
 
 
-@pytest.mark.parametrize("message", PAIRS)
-def test_not_a_model_and_its_optimizer(message: str) -> None:
-    """Law: what is given in place of either is named, and what to give instead."""
-    model = network()
-    with pytest.raises(UserError) as caught:
-        hs.prepare(*PAIRS[message](model, sgd(model)), "O2", dtype="bf16")
-    assert str(caught.value) == message.rstrip()
-    assert len(message.split()) <= 35
-
-
 JUNK: dict[str, Any] = {
     "empty": "",
     "word": "big",
@@ -213,13 +203,15 @@ SAID: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("message", SAID)
+@pytest.mark.parametrize("message", [*PAIRS, *SAID])
 def test_messages(message: str) -> None:
-    """Law: a value or a name that does not fit is named, with what would be right."""
+    """Law: what does not fit is named, value or argument, and what would be right."""
     model = network()
+    pair = PAIRS.get(message, lambda *both: both)(model, sgd(model))
     with pytest.raises(UserError) as caught:
-        hs.prepare(model, sgd(model), **{"level": "O1"} | SAID[message])
-    assert str(caught.value) == message
+        hs.prepare(*pair, **{"level": "O2", "dtype": "bf16"} | SAID.get(message, {}))
+    assert str(caught.value) == message.rstrip()
+    assert len(message.split()) <= 35
 
 
 RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
