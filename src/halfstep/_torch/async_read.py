@@ -43,12 +43,9 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
 class DelayedScalars:
     """Copies small device values to the host some steps late, so that no step waits.
 
-    Why a fixed delay: what a rank does with the values, such as ending the run or
-    stepping a schedule, every rank must do in the same step, and which of the newest
-    values have arrived differs from rank to rank.
-
-    On the CPU values arrive at once, as on devices other than CUDA, where reading
-    waits.
+    Why a fixed delay: every rank must end the run or step a schedule in the same step,
+    and which of the newest values have arrived differs from rank to rank. Except on
+    CUDA, values arrive at once, where reading waits.
     """
 
     def __init__(self) -> None:

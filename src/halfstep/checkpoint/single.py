@@ -85,7 +85,16 @@ def save(
         # Pass an open file: with a path, torch hides the reason of a failed write.
         with (part / STATE).open("wb") as file:
             torch.save(dict(state), file)
-        _check_loadable(part / STATE)
+        try:
+            # With mmap only the structure is read, not the tensors.
+            torch.load(part / STATE, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            message = (
+                "the state to save holds more than tensors and plain values, and could "
+                "not be loaded again; keep to dicts, lists, tuples, tensors, numbers, "
+                "strings."
+            )
+            raise CheckpointError(message) from error
         return {"aliases": aliases, "notes": dict(notes)}
 
     atomic_directory.write(directory, atomic_directory.PLAIN, fill, replace=replace)
@@ -165,19 +174,6 @@ def _untie(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             plain = tensor.detach().resolve_conj().resolve_neg()
             unique[name] = plain.cpu().contiguous()
     return unique, aliases
-
-
-def _check_loadable(path: Path) -> None:
-    """Reject a state that `load` could not read."""
-    try:
-        # With mmap only the structure is read, not the tensors.
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        message = (
-            "the state to save holds more than tensors and plain values, and could not "
-            "be loaded again; keep to dicts, lists, tuples, tensors, numbers, strings."
-        )
-        raise CheckpointError(message) from error
 
 
 def _safetensors() -> Any:  # noqa: ANN401 -- a module

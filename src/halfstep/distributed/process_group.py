@@ -146,9 +146,8 @@ def _fresh_store(store: Store, rank: int, size: int) -> Store:
     """Return an unused part of the store; all processes must call it.
 
     Why: torchrun keeps its store when it restarts failed processes, and torch would
-    wait for the dead ones that it finds there. Restart counts differ between machines.
-    So each process has a random token, and rank 0 offers it: only live processes
-    answer.
+    wait for the dead ones in it; restart counts differ between machines. So rank 0
+    offers a random token, and only live processes answer.
     """
     token_of_this = secrets.token_hex(8)
     if rank == 0:

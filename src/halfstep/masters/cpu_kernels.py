@@ -61,10 +61,9 @@ _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 def runtime() -> tuple[int, ...] | None:
     """Return addresses of `_RUNTIME` in torch's OpenMP runtime; None if it has none.
 
-    Why: a second OpenMP runtime would start its own threads, which compete with torch's
-    for the cores. The symbols are looked up as the dynamic loader does it for torch: in
-    the process first, then in torch's library. Nothing is linked, so one compiled file
-    works with any build of torch.
+    Why: a second runtime would start its own threads, which compete with torch's. The
+    symbols are looked up as for torch, in the process first, then in torch's library;
+    nothing is linked, so one compiled file works with any build of torch.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu"
     for name in (None, f"{library}.so", f"{library}.dylib"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -126,23 +125,16 @@ def cast_nested(value: Any, dtype: torch.dtype) -> Any:
 # Master weights
 
 
-@dataclass
-class _Master:
-    """A parameter's master weight, and the state of the parameter at the last sync."""
-
-    tensor: Tensor
-    version: int | None
-    """Version counter of the parameter when both last agreed; None, as after a load:
-    compare values instead."""
-
-
-_MASTERS: MutableMapping[Tensor, _Master] = WeakIdKeyDictionary()
+_MASTERS: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+_VERSIONS: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+"""Version counter of a parameter when it and its master weight last agreed; after a
+load there is none, and values are compared instead."""
 
 
 def record(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Record the master weight of each parameter; call it when both agree."""
     for param, master in pairs:
-        _MASTERS[param] = _Master(master, param._version)  # noqa: SLF001
+        _MASTERS[param], _VERSIONS[param] = master, param._version  # noqa: SLF001
 
 
 @torch.no_grad()
@@ -155,9 +147,8 @@ def sync_from_params(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     rounded like those of other ranks.
     """
     for param, master in pairs:
-        entry = _MASTERS.get(param)
-        version = None if entry is None else entry.version
-        is_written = version not in {None, param._version}  # noqa: SLF001
+        version = param._version  # noqa: SLF001
+        is_written = _VERSIONS.get(param, version) != version
         if is_written or not torch.equal(param, master.to(param.dtype)):
             master.copy_(param)
 
@@ -176,8 +167,7 @@ def _fp32_state_dict_hook(
     for name, tensor in _own_tensors(module):
         key = prefix + name
         if key in state and is_low(tensor.dtype):
-            entry = _MASTERS.get(tensor)
-            value = tensor if entry is None else entry.tensor
+            value = _MASTERS.get(tensor, tensor)
             state[key] = value.detach().to(torch.float32, copy=True)
 
 
@@ -187,11 +177,11 @@ def _load_fp32_hook(
 ) -> None:
     """Load the master weights before the values are rounded into the parameters."""
     for name, tensor in _own_tensors(module):
-        value, entry = state.get(prefix + name), _MASTERS.get(tensor)
-        if entry is not None and isinstance(value, Tensor):
-            if value.shape == entry.tensor.shape:
-                entry.tensor.copy_(value)
-            entry.version = None
+        value, master = state.get(prefix + name), _MASTERS.get(tensor)
+        if master is not None and isinstance(value, Tensor):
+            if value.shape == master.shape:
+                master.copy_(value)
+            _VERSIONS.pop(tensor, None)
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
