@@ -203,7 +203,7 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
         help="train a text model in mixed precision",
         usage="%(prog)s [--data PATH] [--out DIR] [flags]",
         description=flags.DESCRIPTION,
-        epilog=flags.epilog(),
+        epilog=flags.EPILOG,
     )
     flags.add_flags(parser)
     modes = parser.add_argument_group("mode, at most one of")

@@ -29,7 +29,7 @@ from halfstep.train.config import (
     write_resolved,
 )
 from halfstep.train.data.example_store import READERS
-from halfstep.train.flags import HELP, epilog
+from halfstep.train.flags import EPILOG, HELP
 
 TEXTS = {name: text for texts in HELP.values() for name, text in texts.items()}
 # One a setting, so that no setting is found in a file alone; --help, --config, modes.
@@ -103,7 +103,7 @@ def test_formats_and_scores_of_a_task_are_named(task: str) -> None:
 
 def test_the_file_in_the_help_is_one(tmp_path: Path) -> None:
     """Law: the example of a file of settings can be read."""
-    lines = re.findall(r"^  (\w+ = .*)$", epilog(), re.MULTILINE)
+    lines = re.findall(r"^  (\w+ = .*)$", EPILOG, re.MULTILINE)
     file = tmp_path / "run.toml"
     file.write_text("\n".join(lines))
     assert list(parse("--config", str(file))) == ["data", "batch_size", "compile"]
@@ -124,7 +124,7 @@ def test_help_can_be_read(
         assert re.search(rf"^  --{mode} ", out, re.MULTILINE)
     options = re.findall(r"^  (?:-h, )?--", out, re.MULTILINE)
     assert len(options) == 1 + len(SETTINGS) + 1 + len(MODES) <= MOST
-    assert out.split()[-len(epilog().split()) :] == epilog().split()
+    assert out.split()[-len(EPILOG.split()) :] == EPILOG.split()
     statuses = out[out.index("exit status:") :]
     assert re.findall(r"^  (\d+) ", statuses, re.MULTILINE) == [
         *("0", "1", "2", "130", "143")

@@ -109,24 +109,17 @@ def find_resume_checkpoint(
 
     def find() -> tuple[dict[str, Any], list[str]] | None:
         newest = folder.newest(checked_notes)
-        return None if newest is None else _check_best(folder, *newest)
+        notes, faults = newest or ({"best_step": 0}, [])
+        best = notes["best_step"]
+        try:
+            if best not in {0, notes.get("step")}:
+                checked_notes(folder.checkpoint_path(best))
+        except CheckpointError as error:
+            fault = f"the checkpoint of step {best}, the best, is not used: {error}"
+            return notes | {"best_step": 0, "best_score": None}, [*faults, fault]
+        return newest
 
     return process_group.broadcast_object(run_on_first_rank(world, find))
-
-
-def _check_best(
-    folder: RunFolder, notes: dict[str, Any], faults: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments, without the best checkpoint if it is damaged."""
-    best = notes["best_step"]
-    if best in {0, notes["step"]}:
-        return notes, faults
-    try:
-        checked_notes(folder.checkpoint_path(best))
-    except CheckpointError as error:
-        fault = f"the checkpoint of step {best}, the best, is not used: {error}"
-        return notes | {"best_step": 0, "best_score": None}, [*faults, fault]
-    return notes, faults
 
 
 def checked_notes(path: Path) -> dict[str, Any]:

@@ -67,10 +67,9 @@ def dry_run(ready: PreparedRun) -> RunResult:
     # A whole dev split can take minutes; the longest texts need the most memory.
     eval_texts = job.encoded["dev"].longest(_NUM_EVAL_TEXTS)
     _, dev_loss = trainer.collect_outputs(eval_texts)
-    num_params = sum(param.numel() for param in network.model.parameters())
-    num_trainable = sum(
-        p.numel() for p in network.model.parameters() if p.requires_grad
-    )
+    params = [*network.model.parameters()]
+    num_params = sum(param.numel() for param in params)
+    num_trainable = sum(param.numel() for param in params if param.requires_grad)
     # fp32 weights, and two moments of each trainable one.
     size = _WEIGHT_BYTES * (num_params + 2 * num_trainable)
     keep, free = config.keep, f"{free_bytes / 2**30:.1f} GiB are free"

@@ -138,14 +138,13 @@ _METAVARS = {
 }
 """Setting, or type of a setting -> placeholder of its value in the help."""
 
-_CONFIG_HELP = """\
+EPILOG = """\
 A --config file is TOML: one setting per line, by its name; text is in quotes. \
 Flags override it. Example:
   data = "posts.csv"
   batch_size = 16
   compile = true
-"""
-_EXIT_STATUS_HELP = """\
+
 exit status:
   0    done
   1    training failed: the loss diverged, the loss scale collapsed, or another \
@@ -179,11 +178,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="take settings from a TOML file, see below (default: none)",
         metavar="FILE",
     )
-
-
-def epilog() -> str:
-    """Return the help below the flags: config files and exit statuses."""
-    return f"{_CONFIG_HELP}\n{_EXIT_STATUS_HELP}"
 
 
 def explicit_settings(arguments: argparse.Namespace) -> dict[str, Any]:

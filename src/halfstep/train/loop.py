@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.machine.recommendation import Choice
     from halfstep.nonfinite.origin import BadOp
-    from halfstep.reporting.table import Table
     from halfstep.session.session import Session
     from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.metrics import EvalMetrics
@@ -335,12 +334,6 @@ class Trainer:
         rows, labels = getattr(job.corpus, split), job.corpus.labels
         return job.task.compute_metrics(outputs, job.encoded[split], rows, labels, loss)
 
-    def worst_examples(self, split: str, outputs: Tensor) -> Table:
-        """Return the table of the worst errors on a split."""
-        job = self.job
-        rows, labels = getattr(job.corpus, split), job.corpus.labels
-        return job.task.worst_examples(outputs, job.encoded[split], rows, labels)
-
     def collect_outputs(self, encoded: EncodedTexts) -> tuple[Tensor, float]:
         """Return the stored outputs of some examples, and the mean loss."""
         job = self.job
@@ -357,12 +350,6 @@ class Trainer:
         began = time.perf_counter()
         checkpointing.save(self.session, self.state, self.job, self.folder, self.world)
         self.seconds["save"] += time.perf_counter() - began
-
-    def load_best(self) -> None:
-        """Load the weights of the best checkpoint into the model."""
-        best = self.state.best_step
-        if best not in {0, self.state.step}:
-            checkpointing.load(self.session, self.folder.checkpoint_path(best))
 
 
 def is_profile_step(number: int, total: int, device: torch.device) -> bool:

@@ -77,11 +77,7 @@ class TrainState:
 
 @dataclass
 class Timers:
-    """Seconds spent in each part of a step.
-
-    These are host times. On a GPU, work continues after the part that launched it, and
-    the next part that synchronizes is charged for it.
-    """
+    """Seconds spent in each part of a step, on the host."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -94,7 +94,9 @@ def finish_run(
     precision = session.explain()
     summary = _summary(config, trainer, ready.tokenise_seconds)
     # After this, the session's counters are those of the best step.
-    trainer.load_best()
+    best = trainer.state.best_step
+    if best not in {0, trainer.state.step}:
+        checkpointing.load(session, trainer.folder.checkpoint_path(best))
     encoded = trainer.job.encoded
     splits = [name for name in ("dev", "test") if len(encoded[name])]
     outputs = {name: trainer.collect_outputs(encoded[name]) for name in splits}
@@ -114,15 +116,17 @@ def finish_run(
     findings: list[Finding] = []
 
     def write() -> None:
-        folder = trainer.folder
+        folder, corpus = trainer.folder, trainer.job.corpus
+        of_split = encoded[final], getattr(corpus, final), corpus.labels
+        worst = trainer.job.task.worst_examples(outputs[final][0], *of_split)
         findings.extend(examine(run_reader.read(folder.path)))
         report = html_report.ReportData(
-            title=f"halfstep run: {trainer.job.corpus.name}",
+            title=f"halfstep run: {corpus.name}",
             lead=f"Level {choice}{masters}: {choice.reason}.",
             settings=config.data_dict(),
             chosen=_chosen(config, plan.config),
             metrics=metrics,
-            worst_examples=(trainer.worst_examples(final, outputs[final][0]),),
+            worst_examples=(worst,),
             against_fp32=against_fp32,
             precision=precision,
             records=folder.records(),

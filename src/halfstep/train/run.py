@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.data.corpus import Corpus
-    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.model import Network
     from halfstep.train.plan import Plan
 
@@ -261,7 +260,12 @@ def make_job(
     }
     tokenise_seconds = time.perf_counter() - began
     plan = resolve_plan(config, corpus, world, scratch=network.from_scratch)
-    objective = _objective(config, corpus, encoded["train"])
+    weights = None
+    if config.balanced:
+        weights = tasks.balanced_weights(corpus.labels, encoded["train"])
+    elif config.weights is not None:
+        weights = tasks.check_class_weights(config.weights, corpus.labels)
+    objective = Objective(weights, config.label_smoothing)
     pad_id = network.tokenizer.pad_token_id
     multiple = model.PAD_MULTIPLE if world.device.type == "cuda" else 1
     steps = StepDataset(
@@ -277,15 +281,6 @@ def make_job(
     task = tasks.TASKS[config.task]
     own = task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest
     return TrainJob(*own), tokenise_seconds
-
-
-def _objective(config: TrainConfig, corpus: Corpus, train: EncodedTexts) -> Objective:
-    weights = None
-    if config.balanced:
-        weights = tasks.balanced_weights(corpus.labels, train)
-    elif config.weights is not None:
-        weights = tasks.check_class_weights(config.weights, corpus.labels)
-    return Objective(weights, config.label_smoothing)
 
 
 def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: ANN401
