@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.compat.apex import amp
-from halfstep.compat.apex.amp_handle import FP32_NAMES, policy_for
+from halfstep.compat.apex.amp_handle import FP32_NAMES, AmpHandle, policy_for
 from halfstep.compat.apex.state import STATE
 from halfstep.policy import rules
 
@@ -270,6 +270,15 @@ def test_everything_is_put_back() -> None:
     assert after == before
     assert set(vars(Tensor)) == own
     assert torch.rand(2).half().exp_().dtype == HALF
+
+
+def test_what_cannot_begin_is_put_back() -> None:
+    """Law: a handle whose second context does not open leaves no patch and no cast."""
+    before = Tensor.exp_, functional.local_response_norm
+    with pytest.raises(RuntimeError):
+        AmpHandle(frozenset({"cpu", "nonsense"}))
+    assert (Tensor.exp_, functional.local_response_norm) == before
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_other_threads_are_not_cast() -> None:

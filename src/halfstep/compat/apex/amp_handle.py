@@ -97,20 +97,22 @@ class AmpHandle:
         self.devices = sorted(devices)
         self.caches = {device: CastCache() for device in self.devices}
         """Weights that are cast once from one `scale_loss` to the next."""
-        self._exit_stack = contextlib.ExitStack()
-        self._patch()
-        for registered in STATE.registered:
-            self.wrap(*registered)
-        for device, cache in self.caches.items():
-            context = PolicyAutocast(
-                Autocast(device, HALF, enabled=True, cache_enabled=True),
-                policy_for(device),
-                cache,
-                cache_weights=True,
-                record=False,
-                matched_rules=set(),
-            )
-            self._exit_stack.enter_context(context)
+        with contextlib.ExitStack() as stack:  # undone if a context cannot be opened
+            self._exit_stack = stack
+            self._patch()
+            for registered in STATE.registered:
+                self.wrap(*registered)
+            for device, cache in self.caches.items():
+                context = PolicyAutocast(
+                    Autocast(device, HALF, enabled=True, cache_enabled=True),
+                    policy_for(device),
+                    cache,
+                    cache_weights=True,
+                    record=False,
+                    matched_rules=set(),
+                )
+                stack.enter_context(context)
+            self._exit_stack = stack.pop_all()
 
     def close(self) -> None:
         """Leave the contexts, and undo the patches."""
