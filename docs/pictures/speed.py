@@ -11,13 +11,16 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parents[2]
-FIGURES = ROOT / "benchmarks" / "2026-11-25-recipe-adamw.json"
+FIGURES = ROOT / "benchmarks" / "2026-11-26-recipe-adamw.json"
 NAMES = {
     "fp32": "fp32",
     "accelerate": "Accelerate bf16",
     "torch.amp": "torch.amp bf16",
+    "torch.amp-fused": "torch.amp bf16, fused AdamW",
     "torch.amp-kept": "torch.amp bf16, memory kept",
+    "torch.amp-fused-kept": "torch.amp bf16, both",
     "O1": "halfstep O1",
+    "O1-fused": "halfstep O1, fused AdamW",
     "O2": "halfstep O2",
     "O2-kept": "halfstep O2, memory kept",
     "O2-split": "halfstep O2, split",
