@@ -48,6 +48,8 @@ T = TypeVar("T")
 KEY = DispatchKey.__members__["AutocastPrivateUse1"]
 """Precedes the autocast keys of all devices, so that a policy casts before torch does;
 `torch._C._DisableAutocast` and the compiler exclude it together with them."""
+NO_BACKEND = "privateuseone"
+"""torch's name for the backend of that key while none is registered."""
 
 num_planned = 0
 """Modules that `graph.rewrite` has made in this process: they cast without a context.
@@ -130,7 +132,7 @@ def check_key() -> None:
         UserError: If an out-of-tree backend uses it.
     """
     backend = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
-    if backend != "privateuseone":  # its name while no backend is registered
+    if backend != NO_BACKEND:
         message = (
             f"policies need a dispatch key that the backend {backend!r} uses: open "
             "autocast() without policy, cache and record, or do not load that backend."

@@ -1,7 +1,7 @@
-"""Decorators that make custom functions follow autocast.
+"""Decorators that make custom functions and operators follow autocast.
 
 `custom_fwd` and `custom_bwd` are for the methods of an autograd.Function,
-`low_precision`, `full_precision` and `promote` for Python functions.
+`low_precision`, `full_precision` and `promote` for Python functions and operators.
 """
 
 from __future__ import annotations
@@ -11,15 +11,26 @@ import copy
 import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _autocast_supported_devices,
+    _dispatch_key_for_device,
+    _ExcludeDispatchKeyGuard,
+    _parse_dispatch_key,
+)
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.amp.autocast_mode import custom_bwd as torch_custom_bwd
 from torch.amp.autocast_mode import custom_fwd as torch_custom_fwd
+from torch.library import Library
 
-from halfstep.casting import recompute
+from halfstep.casting import active_context, recompute
 from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating
 from halfstep.policy import decision
@@ -28,6 +39,13 @@ from halfstep.policy.op_tables import FP32, LOW, PROMOTE
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+_Operator: TypeAlias = (
+    str | CustomOpDef | OpOverloadPacket[..., Any] | OpOverload[..., Any]
+)
+
+_REGISTERED: dict[str, Library] = {}
+"""Operator -> Library with its casting kernels; they live as long as this object."""
 
 
 # Methods of an autograd.Function
@@ -174,26 +192,35 @@ def _check_marked(ctx: object) -> None:
         raise RuntimeError(message)
 
 
-# Functions
+# Functions and operators
 
 
 def low_precision(target: T) -> T:
-    """Run a function in autocast's 16-bit dtype.
+    """Run a function, or a custom operator, in autocast's 16-bit dtype.
 
-    While autocast is on for the device of a floating tensor in the arguments, also in
-    nested containers, each such tensor is cast and the function runs with autocast off.
-    Without autocast it is called as it is. Float64, integer, bool and complex tensors
-    are not cast, nor are tensors that are not arguments: cast `self.weight` yourself. A
-    list or mapping with tensors to cast is passed as a copy.
+    A function: while autocast is on for the device of a floating tensor in the
+    arguments, also in nested containers, each such tensor is cast and the function
+    runs with autocast off. Without autocast it is called as it is. Float64, integer,
+    bool and complex tensors are not cast, nor are tensors that are not arguments: cast
+    `self.weight` yourself. A list or mapping with tensors to cast is passed as a copy.
+
+    An operator: the same, registered for all its overloads and device types, in the
+    whole process; a later call replaces it. Overloads that write into an argument or
+    return a view of one are not cast, since a copy would break both. Unlike
+    `torch.library.register_autocast`, the dtype is that of the active context, and
+    keyword arguments work.
 
     Args:
-        target: A function, method, staticmethod or classmethod.
+        target: A function, method, staticmethod or classmethod; or an operator:
+            `torch.ops.ns.name`, an overload of it, the result of
+            `@torch.library.custom_op`, or "ns::name".
 
     Returns:
-        The wrapped function.
+        The wrapped function; an operator is returned as it was given.
 
     Raises:
-        UserError: If it is no function.
+        UserError: If it is neither, or the operator is torch's own, is not registered
+            or has no overload that can be cast.
 
     Example:
         >>> @low_precision
@@ -207,7 +234,7 @@ def low_precision(target: T) -> T:
 
 
 def full_precision(target: T) -> T:
-    """Run a function in fp32 under autocast.
+    """Run a function, or a custom operator, in fp32 under autocast.
 
     Args, return value and exceptions are those of `low_precision`.
 
@@ -223,7 +250,7 @@ def full_precision(target: T) -> T:
 
 
 def promote(target: T) -> T:
-    """Run a function in the widest dtype of its operands.
+    """Run a function, or a custom operator, in the widest dtype of its operands.
 
     Most kernels reject operands of several dtypes. A mix of bf16 and fp16 runs in fp32,
     which holds both, and so does the 16-bit dtype that is not autocast's. Args, return
@@ -241,13 +268,16 @@ def promote(target: T) -> T:
 
 
 def _apply_category(target: T, category: str) -> T:
+    if isinstance(target, str | OpOverload | OpOverloadPacket | CustomOpDef):
+        _register(_overloads(target), category)
+        return target
     if isinstance(target, staticmethod | classmethod):
         return cast("T", type(target)(_wrap(target.__func__, category)))
     if not callable(target) or isinstance(target, type | nn.Module):
         target_type = target if isinstance(target, type) else type(target)
         message = (
-            f"{target_type.__name__} is no function: decorate the forward of a module, "
-            "or a function that calls the operator."
+            f"{target_type.__name__} is neither a function nor an operator: decorate "
+            "the forward of a module, or name an operator as 'namespace::name'."
         )
         raise UserError(message)
     return cast("T", _wrap(target, category))
@@ -265,6 +295,72 @@ def _wrap(function: Callable[P, R], category: str) -> Callable[P, R]:
         return wrapped(*args, **kwargs)
 
     return run
+
+
+def _overloads(target: _Operator) -> list[OpOverload[..., Any]]:
+    if isinstance(target, OpOverload):
+        return [target]
+    if isinstance(target, CustomOpDef):
+        target = target._qualname  # noqa: SLF001 -- torch has no other name for it
+    if isinstance(target, str):
+        namespace, _, name = target.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if not isinstance(packet, OpOverloadPacket):
+            message = (
+                f"op {target!r} is not registered: import what registers it, and write "
+                "its name as 'namespace::name'."
+            )
+            raise UserError(message)
+        target = packet
+    names: list[str] = target.overloads()  # type: ignore[no-untyped-call]
+    return [getattr(target, name) for name in names]
+
+
+def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
+    """Register casting kernels at the autocast keys of all device types."""
+    name = overloads[0]._schema.name  # noqa: SLF001 -- the name without overload
+    namespace, _, short = name.partition("::")
+    if namespace == "aten":
+        message = (
+            f"op '{name}' is torch's own, not a custom operator: use a policy rule: "
+            f"'op:{short}={category}'."
+        )
+        raise UserError(message)
+    castable = [  # others write into an argument, or return a view of one
+        each
+        for each in overloads
+        if all(argument.alias_info is None for argument in each._schema.arguments)  # noqa: SLF001
+    ]
+    if not castable:
+        message = (
+            f"op '{name}' writes into an argument or returns a view of one, which a "
+            "cast copy would break: register an operator that returns a new tensor."
+        )
+        raise UserError(message)
+    for operator in castable:
+        # Remove the old kernels first: torch warns if a kernel replaces another.
+        _REGISTERED.pop(str(operator), None)
+        library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        for device in _autocast_supported_devices():
+            if device == active_context.NO_BACKEND:  # policies use the key of that one
+                continue
+            key = f"Autocast{_dispatch_key_for_device(device)}"
+            kernel = _kernel(operator, category, device, key)
+            library.impl(operator, kernel, key)  # type: ignore[no-untyped-call]
+        _REGISTERED[str(operator)] = library
+
+
+def _kernel(
+    operator: OpOverload[..., Any], category: str, device: str, key: str
+) -> Callable[..., Any]:
+    keys = DispatchKeySet(cast("DispatchKey", _parse_dispatch_key(key)))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        args, kwargs = _cast(args, kwargs, category, device)
+        with _ExcludeDispatchKeyGuard(keys):
+            return operator(*args, **kwargs)
+
+    return kernel
 
 
 # Nested values
