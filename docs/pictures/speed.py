@@ -41,7 +41,7 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
     style = dict.fromkeys(["text.color", "axes.labelcolor", "ytick.color"], TEXT)
     style |= {"svg.hashsalt": "halfstep", "font.size": 11, "xtick.color": TEXT}
     with plt.rc_context(style):
-        figure, axis = plt.subplots(figsize=(8, 3.6), layout="tight")
+        figure, axis = plt.subplots(figsize=(8, 4.4), layout="tight")
         axis.barh(labels, ratios, color=colors)
         for place, (row, ratio) in enumerate(zip(rows, ratios, strict=True)):
             axis.text(
