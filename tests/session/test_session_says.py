@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,6 +119,24 @@ def test_explain() -> None:
     )
     moving = build("O1 fp16").explain()
     assert moving.notes[-1] == "loss scale: 65536, dynamic (backoff)"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (torch.optim.SGD, "SGD's own step"),
+        (
+            torch.optim.AdamW,
+            "AdamW's own step; fused=True makes it one pass over memory",
+        ),
+        (partial(torch.optim.Adam, fused=True), "Adam's own step"),
+    ],
+)
+def test_own_step(make: Any, text: str) -> None:
+    """Law: at O1 a session says whose step it is, and what would make it faster."""
+    model = nn.Linear(2, 2)
+    session = hs.prepare(model, make(model.parameters(), lr=0.1), "O1", dtype="bf16")
+    assert f"update: {text}" in session.explain().notes
 
 
 def test_printed() -> None:

@@ -447,7 +447,11 @@ class NoMasters(MasterWeights):
 
     def describe(self) -> str:
         """Return one line about how weights are updated."""
-        return f"{type(self.optimizer).__name__}'s own step"
+        name = type(self.optimizer).__name__
+        fused = (group.get("fused") for group in self.optimizer.param_groups)
+        can_fuse = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        text = "; fused=True makes it one pass over memory"
+        return f"{name}'s own step{text if can_fuse and not any(fused) else ''}"
 
     def note(self) -> str:
         """Return one line about master weights."""
