@@ -131,6 +131,7 @@ DAMAGED: list[tuple[str, str, str]] = [
     ("summary.json", "null", f"'summary.json' is None; {OBJECT}"),
     ("data.json", '{"dev": 7}', f"'a split' is 7; {OBJECT}"),
     ("resolved.toml", "level = ", "it is not valid TOML."),
+    ("resolved.toml", "", "it is not valid TOML."),
     ("resolved.toml", "loss_scale = 3", "'loss_scale' is 3; it must be text."),
 ]
 SCALE = "it must be a number that fp32 holds, above 0."

@@ -239,8 +239,11 @@ class _Reader:
 
         def load() -> T:
             content = path.read_bytes()
-            is_toml = path.suffix == ".toml"
-            return make(tomllib.loads(content.decode()) if is_toml else _loads(content))
+            if path.suffix != ".toml":
+                return make(_loads(content))
+            if settings := tomllib.loads(content.decode()):
+                return make(settings)
+            raise ValueError  # a run writes settings: the file was cut off
 
         return self.try_parse(name, load) if path.exists() else None
 
