@@ -32,6 +32,7 @@ OTHERS: dict[str, Any] = {
     "batch_size": 8,
     "accumulate": 2,
     "lr": 0.001,
+    "layer_decay": 0.9,
     "weight_decay": 0.0,
     "warmup": 0.0,
     "clip": 0.5,

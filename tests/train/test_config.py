@@ -47,6 +47,7 @@ REFUSED = [
     ("seed", -1, " must be at least 0 and below 4294967296."),
     ("seed", 2**32, " must be at least 0 and below 4294967296."),
     ("compare-fp32", 1, " must be from 2 to 2147483647."),
+    ("layer-decay", 1.1, " must be above 0 and at most 1."),
     ("master", "fp16", " must be one of fp32, split, kahan, stochastic, none."),
     ("device", "tpu", " must be one of auto, cpu, cuda."),
     ("task", "tag", " must be one of classify, ner."),
@@ -114,7 +115,7 @@ def test_what_settings_come_to() -> None:
 
 def test_edges_are_in_range() -> None:
     """Law: the least and the most that a message allows are taken."""
-    TrainConfig(label_smoothing=0.0, workers=0, keep=1, patience=1)
+    TrainConfig(layer_decay=1.0, label_smoothing=0.0, workers=0, keep=1, patience=1)
     TrainConfig(dropout=0.0, warmup=0.0, mask_tokens=0.999, weight_decay=0.0)
     TrainConfig(epochs=1, batch_size=1, accumulate=1, eval_every=1, max_length=3)
     TrainConfig(limit=2, dev_share=0.001, accumulate=8, batch_size=8)

@@ -204,6 +204,27 @@ def test_freeze(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(table, table.bfloat16().float())
 
 
+def test_layer_decay(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: each layer below the head has the share of the rate that its depth gives."""
+    rates: dict[str, float] = {}
+    step = Trainer.train_step
+
+    def noting(self: Trainer, *rest: Any) -> dict[str, Any]:
+        record = step(self, *rest)
+        named = {id(p): n for n, p in self.session.model.named_parameters()}
+        for group in self.session.optimizer.param_groups:
+            for param in group["params"]:
+                share = rates.setdefault(named[id(param)], group["lr"] / record["lr"])
+                assert group["lr"] == share * record["lr"]
+        return record
+
+    monkeypatch.setattr(Trainer, "train_step", noting)
+    run(settings | {"layer_decay": 0.5, "epochs": 1})
+    assert rates["classifier.weight"] == 1.0
+    assert rates["bert.encoder.layer.0.output.dense.weight"] == 0.5
+    assert rates["bert.embeddings.word_embeddings.weight"] == 0.25
+
+
 @pytest.mark.parametrize("kind", ["O0 auto", "O2 fp16"])
 def test_recompute(settings: dict[str, Any], kind: str) -> None:
     """Law: recomputing activations costs time and changes not a bit, dropout too."""

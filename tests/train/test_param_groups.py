@@ -1,4 +1,4 @@
-"""Groups of an optimizer: what learns, and what decays."""
+"""Groups of an optimizer: what learns, how fast, and what decays."""
 
 from typing import Any
 
@@ -8,7 +8,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from halfstep.errors import UserError
 from halfstep.train.config import TrainConfig
-from halfstep.train.param_groups import freeze, make_optimizer
+from halfstep.train.param_groups import freeze, layer_depth, make_optimizer
+
+LR = 0.125
 
 
 @pytest.fixture
@@ -19,8 +21,9 @@ def bert() -> nn.Module:
     return BertForSequenceClassification(BertConfig(max_position_embeddings=6, **shape))
 
 
-def place_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    made = make_optimizer(model, TrainConfig(weight_decay=0.25), 1e-3).param_groups
+def place_of(model: nn.Module, layer_decay: float = 1.0) -> dict[str, dict[str, Any]]:
+    config = TrainConfig(weight_decay=0.25, layer_decay=layer_decay)
+    made = make_optimizer(model, config, LR).param_groups
     names = {id(param): name for name, param in model.named_parameters()}
     found: dict[str, dict[str, Any]] = {}
     for group in made:
@@ -31,13 +34,46 @@ def place_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_weight_decay(bert: nn.Module) -> None:
-    """Law: matrices decay; biases and the scales of norms do not; each is in once."""
-    found = place_of(bert)
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_layer_decay_by_hand(bert: nn.Module, layer_decay: float) -> None:
+    """Law: each block learns at its share of the rate above, embeddings slowest.
+
+    Matrices decay; biases and the scales of norms do not; each is in once.
+    """
+    found = place_of(bert, layer_decay)
     assert found.keys() == dict(bert.named_parameters()).keys()
+    by_hand = {"bert.embeddings.": 3, "bert.encoder.layer.0.": 2, "bert.pooler.": 0}
+    by_hand |= {"bert.encoder.layer.1.": 1, "classifier.": 0}
     for name, group in found.items():
+        (below,) = (n for start, n in by_hand.items() if name.startswith(start))
+        assert group["lr"] == LR * layer_decay**below, name
         is_matrix = not name.endswith("bias") and "LayerNorm" not in name
         assert group["weight_decay"] == (0.25 if is_matrix else 0.0), name
+
+
+DEPTHS = {
+    "model.layers.3.self_attn.q_proj.weight": 4,
+    "transformer.h.0.attn.c_attn.weight": 1,
+    "transformer.wte.weight": 0,
+    "model.embed_tokens.weight": 0,
+    "roberta.embeddings.position_embeddings.weight": 0,
+    "score.weight": 7,
+    "model.norm.weight": 7,
+}
+
+
+def test_depth_of_other_models() -> None:
+    """Law: blocks and embeddings are known by the names that models have for them."""
+    assert {name: layer_depth(name, 6) for name in DEPTHS} == DEPTHS
+
+
+def test_no_blocks() -> None:
+    """Law: a decay of layers is refused where there are none; one rate is not."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    message = r"^--layer-decay 0.9: Sequential has no blocks"
+    with pytest.raises(UserError, match=message):
+        place_of(model, 0.9)
+    assert len(place_of(model)) == 4
 
 
 def test_freeze_by_hand(bert: nn.Module) -> None:
@@ -46,9 +82,10 @@ def test_freeze_by_hand(bert: nn.Module) -> None:
     for name, param in bert.named_parameters():
         frozen = name.startswith(("bert.embeddings.", "bert.encoder.layer.1."))
         assert param.requires_grad == (not frozen), name
-    # What does not learn is in no group.
-    found = place_of(bert)
+    # What does not learn is in no group, and brings those below no nearer the head.
+    found = place_of(bert, 0.5)
     assert not any(".embeddings." in name or ".layer.1." in name for name in found)
+    assert found["bert.encoder.layer.0.output.dense.weight"]["lr"] == LR * 0.5**2
 
 
 LAYER = "bert.encoder.layer.{}.output.dense"

@@ -70,6 +70,8 @@ HELP: dict[str, dict[str, str]] = {
         "memory)",
         "lr": "peak learning rate (default from scratch 5e-4, for ner 1e-3; when "
         "fine-tuning 3e-5)",
+        "layer_decay": "factor on the learning rate from each layer to the layer below "
+        "(default 1.0: all layers alike; 0.9 changes lower layers less)",
         "weight_decay": "weight decay of matrices, not of biases and norms (default "
         "0.01, as in BERT)",
         "warmup": "share of the steps in which the learning rate rises (default 0.1)",

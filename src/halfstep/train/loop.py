@@ -71,6 +71,7 @@ class Trainer:
         self._tensorboard: TensorBoardWriter | None = None
         self._probe: Probe | None = None
         self.state = TrainState()
+        self._peak_rates = [group["lr"] for group in session.optimizer.param_groups]
         self.seconds = dict.fromkeys(("train", "input", "evaluate", "save"), 0.0)
         """Seconds spent by this process since its start; "train" includes "input"."""
         self.examples = 0
@@ -209,9 +210,10 @@ class Trainer:
         session, world, plan = self.session, self.world, self.job.plan
         self._seed(batch)
         applied = session.steps_applied
-        rate = plan.lr * lr_factor(applied, plan.total_steps, plan.config.warmup)
-        for group in session.optimizer.param_groups:
-            group["lr"] = rate
+        factor = lr_factor(applied, plan.total_steps, plan.config.warmup)
+        groups = session.optimizer.param_groups
+        for group, peak in zip(groups, self._peak_rates, strict=True):
+            group["lr"] = peak * factor
         # The mean over the global batch: DDP divides by the ranks, the session by the
         # micro-batches.
         weight = world.size * session.accumulate / batch.weight
@@ -237,7 +239,7 @@ class Trainer:
             "step": batch.number,
             "epoch": batch.epoch,
             "loss": mean,
-            "lr": rate,
+            "lr": plan.lr * factor,
             "scale": report.scale,
             "skipped": report.skipped,
             "skipped_total": session.steps_skipped,
