@@ -55,9 +55,9 @@ def positive_floats(text: str) -> list[float]:
     expected = "must be a number above 0"
     parts = text.split(",")
     values = [_number(each, lambda x: 0 < x < math.inf, expected) for each in parts]
-    shown = [f"{value:g}" for value in values]
-    for part, word in zip(parts, shown, strict=True):
-        _check(shown.count(word) == 1, part, "must stand there once, to six digits")
+    words = [f"{value:g}" for value in values]
+    for part, word in zip(parts, words, strict=True):
+        _check(words.count(word) == 1, part, "must stand there once, to six digits")
     return values
 
 
