@@ -268,7 +268,7 @@ def test_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 BARE = """
 import sys
-for name in ("jinja2", "matplotlib", "tomli_w"):
+for name in ("jinja2", "matplotlib", "sklearn", "tomli_w"):
     sys.modules[name] = None
 from halfstep import cli
 cli.main()
@@ -308,7 +308,7 @@ def test_what_each_command_needs(here: Path) -> None:
     status, _, err = start(here, "train", "--out", "new", bare=True)
     assert status == 2
     assert complaint(err) == (
-        "halfstep train needs jinja2, matplotlib, tomli-w: "
+        "halfstep train needs jinja2, matplotlib, scikit-learn, tomli-w: "
         "install with pip install 'halfstep[train,report]', or in a checkout pip "
         "install -e '.[train,report]'."
     )

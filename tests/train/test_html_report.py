@@ -46,6 +46,7 @@ def told(**changes: Any) -> ReportData:
         chosen=frozenset({"lr"}),
         metrics={"dev": judged(0.125), "test": judged(0.0)},
         worst_examples=(Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),),
+        baseline=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
         against_fp32=Table("Against fp32", ("level",), (("O2",),)),
         precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
         records=[*(step(i) for i in range(1, 31)), evaluation(30)],
@@ -118,16 +119,16 @@ def test_order_of_the_sections() -> None:
 
 def test_without_a_test_split() -> None:
     """Law: the last split is the one that counts, dev where there is no other."""
-    found = sections(metrics={"dev": judged(0.0)})
+    found = sections(metrics={"dev": judged(0.0)}, baseline=None)
     assert captions(found["Quality"]) == ["Scores", "By label, on dev"]
     assert captions(found["Confusion"]) == ["On dev"]
 
 
 def test_quality() -> None:
-    """Law: scores of all splits side by side, then labels of the last."""
+    """Law: scores of all splits side by side, then labels of the last, then peers."""
     found = sections()["Quality"]
-    scores, labels = grids(found)
-    assert captions(found) == ["Scores", "By label, on test"]
+    scores, labels, beside = grids(found)
+    assert captions(found) == ["Scores", "By label, on test", "Beside"]
     assert scores == [
         ["score", "dev", "test"],
         ["accuracy", "0.3750", "0.2500"],
@@ -137,6 +138,7 @@ def test_quality() -> None:
     ]
     assert labels[1] == ["a", "0.500", "0.625", "0.750", "3"]
     assert [row[0] for row in labels[-2:]] == ["macro average", "weighted average"]
+    assert beside[1] == ["plain", "0.500"]
 
 
 def test_confusion_is_a_heat_map() -> None:

@@ -11,15 +11,17 @@ TO_PREDICT, TO_TRAIN, TENSORBOARD = "train", "train,report", "tensorboard"
 _PREDICT = ("numpy", "safetensors", "transformers")
 _PACKAGES = {
     TO_PREDICT: _PREDICT,
-    TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "tomli-w"),
+    TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "scikit-learn", "tomli-w"),
     TENSORBOARD: ("tensorboard",),
 }
+_MODULES = {"scikit-learn": "sklearn", "tomli-w": "tomli_w"}
+"""Distribution -> module, where the names differ."""
 
 
 def check(what: str, extras: str) -> None:
     """Raise UserError if a package of `extras` is missing, before `what` starts."""
     packages = _PACKAGES[extras]
-    missing = [name for name in packages if not find_spec(name.replace("-", "_"))]
+    missing = [name for name in packages if not find_spec(_MODULES.get(name, name))]
     if missing:
         raise UserError(
             f"{what} needs {', '.join(missing)}: install with pip install "

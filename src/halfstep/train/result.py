@@ -27,10 +27,17 @@ if TYPE_CHECKING:
 
     from halfstep.reporting.finding import Finding
     from halfstep.train.config import TrainConfig
+    from halfstep.train.data.corpus import Split
     from halfstep.train.loop import Trainer
     from halfstep.train.model import Network
 
 
+# Figures: benchmarks/2026-11-25-small-data.md.
+_WHEN_IT_PAYS = (
+    "Single characters decide most of these labels, so a model from scratch hardly "
+    "pays: logistic regression did better on 1,890 texts, and on 9,200 of another set "
+    "(0.47 against 0.41). Fine-tune a pretrained model with --model."
+)
 _MAX_FINDINGS = 3  # lines at the end of a run
 
 
@@ -120,6 +127,21 @@ def finish_run(
         of_split = encoded[final], getattr(corpus, final), corpus.labels
         worst = trainer.job.task.worst_examples(outputs[final][0], *of_split)
         findings.extend(examine(run_reader.read(folder.path)))
+        baseline = None
+        if config.data is None and config.task == "classify":
+            accuracy = baseline_accuracy(corpus.train, corpus.test)
+            summary["baseline_accuracy"] = accuracy
+            own = metrics[final].scores["accuracy"]
+            baseline = Table(
+                "Comparison with a baseline",
+                ("classifier", "test accuracy"),
+                (
+                    (f"this model, {choice}", own),
+                    ("logistic regression on character 1- and 2-grams", accuracy),
+                ),
+                (_WHEN_IT_PAYS,) if own < accuracy else (),
+            )
+            tables.append(baseline)
         report = html_report.ReportData(
             title=f"halfstep run: {corpus.name}",
             lead=f"Level {choice}{masters}: {choice.reason}.",
@@ -127,6 +149,7 @@ def finish_run(
             chosen=_chosen(config, plan.config),
             metrics=metrics,
             worst_examples=(worst,),
+            baseline=baseline,
             against_fp32=against_fp32,
             precision=precision,
             records=folder.records(),
@@ -193,6 +216,23 @@ def _chosen(config: TrainConfig, requested: TrainConfig) -> frozenset[str]:
         for name, value in config.data_dict().items()
         if value is not None and before[name] in {None, "auto"}
     )
+
+
+def baseline_accuracy(train: Split, test: Split) -> float:
+    """Return the accuracy of a logistic regression on character 1- and 2-grams.
+
+    A reproducible baseline: scikit-learn's defaults on counts.
+    """
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    pipeline = make_pipeline(
+        CountVectorizer(analyzer="char", ngram_range=(1, 2)),
+        LogisticRegression(max_iter=1000),
+    )
+    pipeline.fit(list(train.texts()), train.labels())
+    return float(pipeline.score(list(test.texts()), test.labels()))
 
 
 @torch.no_grad()

@@ -44,6 +44,8 @@ class ReportData:
     metrics: Mapping[str, EvalMetrics]
     """By split; the last one is the final result."""
     worst_examples: tuple[Table, ...]
+    baseline: Table | None
+    """Comparison of the model with a baseline."""
     against_fp32: Table | None
     """Time and memory of a step, in fp32 and at the level."""
     precision: Table
@@ -59,20 +61,21 @@ def page(report: ReportData) -> str:
     """Return the report, an HTML document."""
     steps = [record for record in report.records if "event" not in record]
     evals = [record for record in report.records if record.get("event") == "eval"]
-    against_fp32 = () if report.against_fp32 is None else (report.against_fp32,)
     charts, on_gpu = _charts(steps, evals), report.settings.get("device") == "cuda"
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
+    quality = (*_quality(report.metrics), report.baseline)
     memory = _memory(report.summary, on_gpu=on_gpu)
+    cost = (report.against_fp32, *_cost(report.summary), *memory)
     sections = [
         Section("Findings", points=report.findings, cards=report.cards),
-        Section("Quality", tables=tuple(_quality(report.metrics))),
+        Section("Quality", tables=tuple(filter(None, quality))),
         Section("Confusion", confusion_matrices=_confusion(report.metrics)),
         Section(
             "Worst mistakes", tables=tuple(t for t in report.worst_examples if t.rows)
         ),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
-        Section("Cost", tables=(*against_fp32, *_cost(report.summary), *memory)),
+        Section("Cost", tables=tuple(filter(None, cost))),
         skips([*map(Step.from_data, steps)]),
         Section("Precision", tables=(replace(report.precision, title=""),)),
         Section("Configuration", tables=(_settings(report.settings, report.chosen),)),
