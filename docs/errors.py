@@ -365,6 +365,8 @@ def sinks(scope: Scope, errors: set[str]) -> Iterator[tuple[str, ast.AST]]:
         kind = label(node.func)
         if kind in WARNINGS:
             yield "warning", node.args[0]
+        elif kind == "reject":
+            yield "AmpError", node.args[0]
         elif kind in FINDINGS and all(isinstance(a, TEXTS) for a in node.args):
             measured, advice = node.args
             stop = ast.BinOp(measured, ast.Add(), ast.Constant(". "))

@@ -135,8 +135,7 @@ if not TYPE_CHECKING:  # type checkers must still report misspelled names
         elif name in _MODULES:
             value = import_module(f"halfstep.{_MODULES[name]}")
         else:
-            message = f"module 'halfstep' has no attribute {name!r}"
-            raise AttributeError(message)
+            raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
         globals()[name] = value
         return value
 

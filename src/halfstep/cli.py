@@ -510,8 +510,7 @@ def _given_kinds(arguments: argparse.Namespace) -> dict[str, str]:
     for kind in _KINDS:
         for op in filter(None, getattr(arguments, kind).split(",")):
             if op in kinds:
-                message = f"{op} is given to both --{kinds[op]} and --{kind}."
-                raise UserError(message)
+                raise UserError(f"{op} is given to both --{kinds[op]} and --{kind}.")
             kinds[op] = kind
     return kinds
 
@@ -527,11 +526,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     changed = [n for n, word in defaults.items() if getattr(arguments, n) != word]
     if arguments.load and (changed or kinds):
         flag = next(iter([*changed, *kinds.values()]))
-        message = (
+        raise UserError(
             f"--{flag} has no effect on the plan in {arguments.load}: leave it out, "
             "edit runs_in in the file, or plan anew without --load."
         )
-        raise UserError(message)
     model, inputs = plan_model.load_model(
         arguments.model,
         arguments.batch,

@@ -42,8 +42,7 @@ def require(name: str, value: object, valid: bool, expected: str) -> None:
         UserError: If `valid` is false.
     """
     if not valid:
-        message = f"{name}={format_value(value)} must be {expected}."
-        raise UserError(message)
+        raise UserError(f"{name}={format_value(value)} must be {expected}.")
 
 
 def require_type(name: str, value: object, valid: bool, expected: str) -> None:
@@ -62,8 +61,7 @@ def require_type(name: str, value: object, valid: bool, expected: str) -> None:
         kind = f"of type {type(value).__name__}"
         if isinstance(value, type):
             kind = f"the class {value.__name__}"
-        message = f"{name} is {kind}; it must be {expected}."
-        raise UserError(message)
+        raise UserError(f"{name} is {kind}; it must be {expected}.")
 
 
 def warn_caller(message: str) -> None:

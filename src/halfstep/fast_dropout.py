@@ -58,11 +58,10 @@ def use_fast_dropout(model: nn.Module) -> None:
         FastDropout(p=0.1, inplace=False)
     """
     if find_spec("numpy") is None:
-        message = (
+        raise UserError(
             "hs.use_fast_dropout draws its random bits with numpy, which is not "
             "installed: pip install numpy."
         )
-        raise UserError(message)
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout
@@ -251,11 +250,10 @@ class _AttentionWithDropout(torch.autograd.Function):
             RuntimeError: If double backward is requested.
         """
         if torch.is_grad_enabled():
-            message = (
+            raise RuntimeError(
                 "attention after hs.use_fast_dropout has no double backward: set its "
                 "dropout to 0, or leave the model without use_fast_dropout."
             )
-            raise RuntimeError(message)
         query, key, value, probs, dropped_probs, dropout_mask = ctx.saved_tensors
         grad_probs = (grad @ value.transpose(-1, -2)).mul_(dropout_mask)
         scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)  # noqa: SLF001

@@ -104,8 +104,7 @@ def assert_unchanged(*objects: Any) -> Iterator[None]:  # noqa: ANN401
             names = ", ".join(differs[:_MAX_NAMES])
             more = len(differs) - _MAX_NAMES
             names += f" and {more} more" if more > 0 else ""
-            message = f"{type(each).__name__} has changed: {names}"
-            raise AssertionError(message)
+            raise AssertionError(f"{type(each).__name__} has changed: {names}")
 
 
 _MAX_NAMES = 5
@@ -166,8 +165,7 @@ def assert_dtypes(
     for pattern, pair in expected.items():
         paths = [p for p, _ in model.named_modules() if fnmatch.fnmatchcase(p, pattern)]
         if not paths:
-            message = f"{pattern!r} is no module of this {type(model).__name__}."
-            raise UserError(message)
+            raise UserError(f"{pattern!r} is no module of this {type(model).__name__}.")
         names = tuple(formats.parse(word).name for word in pair)
         wanted |= dict.fromkeys(paths, names)
 
@@ -193,11 +191,10 @@ def assert_dtypes(
                 came = (
                     f"took {actual[0]} and returned {actual[1]}" if any(actual) else ""
                 )
-                message = (
+                raise AssertionError(
                     f"{what} {came or 'was not called'}; expected were {pair[0]} and "
                     f"{pair[1]}"
                 )
-                raise AssertionError(message)
 
 
 def _words(value: Any) -> str:  # noqa: ANN401

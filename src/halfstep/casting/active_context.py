@@ -133,11 +133,10 @@ def check_key() -> None:
     """
     backend = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
     if backend != NO_BACKEND:
-        message = (
+        raise UserError(
             f"policies need a dispatch key that the backend {backend!r} uses: open "
             "autocast() without policy, cache and record, or do not load that backend."
         )
-        raise UserError(message)
     with _lock:
         if not _fallback:
             library = Library("_", "IMPL")  # type: ignore[no-untyped-call]
@@ -545,8 +544,7 @@ class PerThreadStack(Generic[T]):
             entry = self._pop_of(thread)
             if entry is not None:
                 return entry
-        message = "a context was closed more often than it was opened"
-        raise IndexError(message)
+        raise IndexError("a context was closed more often than it was opened")
 
     def _pop_of(self, thread: threading.Thread) -> T | None:
         stack = self._stacks.get(thread)

@@ -319,11 +319,10 @@ class PolicyAutocast:
         """
         target: object = function
         if not callable(target):
-            message = (
+            raise TypeError(
                 f"autocast(...)(function) needs a function, not {target!r}; as a "
                 "context manager write: with autocast(...):"
             )
-            raise TypeError(message)
         own = self._torch_context
         is_enabled, cache = own._enabled, own._cache_enabled  # noqa: SLF001
         settings = (self.device, own.fast_dtype, is_enabled, cache)

@@ -51,11 +51,10 @@ def traceable_autocast(
         UserError: If operations are recorded, or there are module or type rules.
     """
     if record or modules:
-        message = (
+        raise UserError(
             "autocast(record=True) and autocast(model=...) cannot be traced by "
             "torch.compile; enter such a context around the compiled function."
         )
-        raise UserError(message)
     if policy is None:
         return torch_autocast(*settings)
     return _policy_context(settings, str(policy))

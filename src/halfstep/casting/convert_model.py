@@ -113,12 +113,11 @@ def convert_(
         _refuse_autocast_rules(rules, level)
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
     if wrapped and level.low_weights:
-        message = (
+        raise UserError(
             f"level={level.name} changes the dtype of weights, and the model is "
             f"already in {type(model).__name__}. Prepare the bare model, then wrap "
             "session.model."
         )
-        raise UserError(message)
     low_tensors, fp32_tensors = list[Tensor](), list[Tensor]()
     if level.low_weights:
         buffers = () if level.autocast else model.buffers()
@@ -245,12 +244,11 @@ def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
     """Raise if a rule needs autocast and the level has none."""
     for rule in rules.rules if level.low else ():
         if rule.kind == "op" or rule.category != op_tables.FP32:
-            message = (
+            raise UserError(
                 f"rule '{rule}' cannot be applied at level {level.name}, which has no "
                 "autocast: there modules can only be kept in fp32, as in "
                 "'module:PATH=fp32' or 'type:NAME=fp32'."
             )
-            raise UserError(message)
 
 
 def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> None:
@@ -269,10 +267,9 @@ def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> No
             advice = "Build the model outside torch.inference_mode()"
         else:
             continue
-        message = (
+        raise UserError(
             f"level={level.name} stores {name!r} in 16 bits, but it {state}. {advice}."
         )
-        raise UserError(message)
 
 
 _overflow_allowed: ContextVar[bool] = ContextVar("_overflow_allowed", default=False)
@@ -305,12 +302,11 @@ def refuse_overflow(
         cures = ["dtype='bf16'"] if low_dtype == torch.float16 else ["level='O1'"]
         if path:
             cures.append(f"the rule 'module:{path}=fp32'")
-        message = (
+        raise UserError(
             f"parameter {name!r} reaches {peak:g}, and {word(low_dtype)} holds numbers "
             f"up to {torch.finfo(low_dtype).max:g}: it would become inf. "
             f"Use {' or '.join(cures)}."
         )
-        raise UserError(message)
 
 
 def _check_overflow(
@@ -368,12 +364,11 @@ def _refuse_shared(
         if not any(outer in fp32_modules for outer in decision.around(path)) and any(
             id(tensor) in fp32_ids for tensor in tensors
         ):
-            message = (
+            raise UserError(
                 f"module {path!r} shares a weight with one that a rule keeps in fp32, "
                 f"and level {level.name} has no autocast to mix them: add the rule "
                 f"'module:{path}=fp32', or drop the other."
             )
-            raise UserError(message)
 
 
 @torch.no_grad()

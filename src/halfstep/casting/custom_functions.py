@@ -185,11 +185,10 @@ def _check_marked(ctx: object) -> None:
     function = getattr(ctx, "_forward_cls", torch.autograd.Function)
     if function.setup_context is not torch.autograd.Function.setup_context:
         name = function.__name__
-        message = (
+        raise RuntimeError(
             f"{name}.backward does not know the autocast state of forward: decorate "
             f"{name}.setup_context with @custom_fwd, as {name}.forward is."
         )
-        raise RuntimeError(message)
 
 
 # Functions and operators
@@ -275,11 +274,10 @@ def _apply_category(target: T, category: str) -> T:
         return cast("T", type(target)(_wrap(target.__func__, category)))
     if not callable(target) or isinstance(target, type | nn.Module):
         target_type = target if isinstance(target, type) else type(target)
-        message = (
+        raise UserError(
             f"{target_type.__name__} is neither a function nor an operator: decorate "
             "the forward of a module, or name an operator as 'namespace::name'."
         )
-        raise UserError(message)
     return cast("T", _wrap(target, category))
 
 
@@ -306,11 +304,10 @@ def _overloads(target: _Operator) -> list[OpOverload[..., Any]]:
         namespace, _, name = target.partition("::")
         packet = getattr(getattr(torch.ops, namespace), name, None)
         if not isinstance(packet, OpOverloadPacket):
-            message = (
+            raise UserError(
                 f"op {target!r} is not registered: import what registers it, and write "
                 "its name as 'namespace::name'."
             )
-            raise UserError(message)
         target = packet
     names: list[str] = target.overloads()  # type: ignore[no-untyped-call]
     return [getattr(target, name) for name in names]
@@ -321,22 +318,20 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
     name = overloads[0]._schema.name  # noqa: SLF001 -- the name without overload
     namespace, _, short = name.partition("::")
     if namespace == "aten":
-        message = (
+        raise UserError(
             f"op '{name}' is torch's own, not a custom operator: use a policy rule: "
             f"'op:{short}={category}'."
         )
-        raise UserError(message)
     castable = [  # others write into an argument, or return a view of one
         each
         for each in overloads
         if all(argument.alias_info is None for argument in each._schema.arguments)  # noqa: SLF001
     ]
     if not castable:
-        message = (
+        raise UserError(
             f"op '{name}' writes into an argument or returns a view of one, which a "
             "cast copy would break: register an operator that returns a new tensor."
         )
-        raise UserError(message)
     for operator in castable:
         # Remove the old kernels first: torch warns if a kernel replaces another.
         _REGISTERED.pop(str(operator), None)

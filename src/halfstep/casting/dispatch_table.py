@@ -149,11 +149,10 @@ def check_policy(policy: Policy, device: str, model: nn.Module | None) -> None:
     check_device(policy, device)
     module_rules = [str(rule) for rule in policy.rules if rule.kind != "op"]
     if module_rules and model is None:
-        message = (
+        raise UserError(
             f"rule {module_rules[0]!r} names a module, and this context has no model: "
             "pass autocast(..., model=model), or prepare(model, ..., policy=...)."
         )
-        raise UserError(message)
 
 
 _check_ops = cache(rules.check_ops)  # it takes milliseconds per rule
@@ -166,8 +165,7 @@ def check_device(policy: Policy, device: str) -> None:
         UserError: With the devices that have one.
     """
     if device not in op_tables.TABLES:
-        message = (
+        raise UserError(
             f"policy={str(policy)!r}: device {device!r} has no table of operations; "
             f"choose one of {', '.join(op_tables.TABLES)}, or leave the policy out."
         )
-        raise UserError(message)

@@ -201,11 +201,10 @@ class ModuleRuleHook:
             return None
         if self.category == op_tables.BANNED:
             self._enter(_no_op, None)
-            message = (
+            raise RuntimeError(
                 f"module {self.path!r} is banned by the rule "
                 f"'{self.policy.rules[self.rule_index]}', and was called."
             )
-            raise RuntimeError(message)
         # Without inner rules and recorder, disabling autocast has the same effect as a
         # kernel per operation, costs less, and is visible to third-party code.
         is_all_or_nothing = self._has_no_inner_rules and self.category in {

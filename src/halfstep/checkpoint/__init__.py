@@ -23,5 +23,4 @@ if not TYPE_CHECKING:  # type checkers must still report misspelled names
             from halfstep.checkpoint import single
 
             return getattr(single, name)
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

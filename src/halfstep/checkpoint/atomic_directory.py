@@ -203,17 +203,15 @@ def verify(
             message = f"{noun} {directory} has no {name}; it is incomplete. {remedy}"
             raise CheckpointError(message)
         if actual["bytes"] != expected["bytes"]:
-            message = (
+            raise CheckpointError(
                 f"{noun} file {path} is truncated or altered: {actual['bytes']} "
                 f"bytes, its manifest says {expected['bytes']}. {remedy}"
             )
-            raise CheckpointError(message)
         if actual["sha256"] != expected["sha256"]:
-            message = (
+            raise CheckpointError(
                 f"{noun} file {path} is damaged: its SHA-256 is not the one in "
                 f"{MANIFEST}. {remedy}"
             )
-            raise CheckpointError(message)
 
 
 def os_reason(error: BaseException | None) -> str | None:

@@ -193,11 +193,10 @@ def _check_shared(temporary: Path, files: Mapping[str, object]) -> None:
     """Reject a directory in which rank 0 does not see the files of other ranks."""
     missing = files.keys() - {path.name for path in temporary.iterdir()}
     if missing:
-        message = (
+        raise CheckpointError(
             f"{temporary.parent} is not one directory for all ranks: the first does "
             f"not see {min(missing)}, which another has written. Save to a shared disk."
         )
-        raise CheckpointError(message)
 
 
 def verify(directory: Path, needed: str) -> Metadata:

@@ -89,12 +89,11 @@ def save(
             # With mmap only the structure is read, not the tensors.
             torch.load(part / STATE, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
-            message = (
+            raise CheckpointError(
                 "the state to save holds more than tensors and plain values, and could "
                 "not be loaded again; keep to dicts, lists, tuples, tensors, numbers, "
                 "strings."
-            )
-            raise CheckpointError(message) from error
+            ) from error
         return {"aliases": aliases, "notes": dict(notes)}
 
     atomic_directory.write(directory, atomic_directory.PLAIN, fill, replace=replace)
@@ -123,21 +122,19 @@ def load(directory: Path) -> Checkpoint:
         state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
         return Checkpoint(weights, state, manifest["notes"])
     except pickle.UnpicklingError as error:
-        message = (
+        raise CheckpointError(
             f"checkpoint file {directory / STATE} holds more than tensors and plain "
             "values; it was not written by halfstep and is not loaded."
-        )
-        raise CheckpointError(message) from error
+        ) from error
     except UserError:
         raise
     except Exception as error:
         # The hashes match, so another program wrote these files.
         reason = os_reason(error) or type(error).__name__
-        message = (
+        raise CheckpointError(
             f"checkpoint {directory} was not written by halfstep, and cannot be read: "
             f"{reason}."
-        )
-        raise CheckpointError(message) from error
+        ) from error
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -180,9 +177,8 @@ def _safetensors() -> Any:  # noqa: ANN401 -- a module
     try:
         import safetensors.torch
     except ImportError as error:
-        message = (
+        raise UserError(
             "checkpoints need safetensors: pip install 'halfstep[train]', or pip "
             "install safetensors."
-        )
-        raise UserError(message) from error
+        ) from error
     return safetensors.torch

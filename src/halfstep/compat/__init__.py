@@ -20,11 +20,10 @@ _OF_IMPORTS = {"__path__", "__file__", "__cached__", "__loader__", "__spec__"}
 def require(package: str, at_least: str) -> None:
     """Check that the library of an adapter is installed."""
     if importlib.util.find_spec(package) is None:
-        message = (
+        raise UserError(
             f"halfstep.compat.{package} needs {package}: "
             f"pip install '{package}>={at_least}'."
         )
-        raise UserError(message)
 
 
 def library_names(

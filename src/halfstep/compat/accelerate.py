@@ -64,11 +64,10 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
             UserError: With a closure, whose backward passes would not be scaled.
         """
         if closure is not None:
-            message = (
+            raise UserError(
                 "optimizer.step(closure) under halfstep.compat.accelerate: a closure "
                 "runs with halfstep.GradScaler.step(optimizer, closure) alone."
             )
-            raise UserError(message)
         if self.gradient_state.sync_gradients:
             self.last_step = self.session.step()
             self.session.clip_grad_norm = None
@@ -76,8 +75,7 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients if they are synchronized; `step` has already cleared them."""
         if set_to_none is False:
-            message = "zero_grad(set_to_none=False): a session frees gradients."
-            raise UserError(message)
+            raise UserError("zero_grad(set_to_none=False): a session frees gradients.")
         if self.gradient_state.sync_gradients:
             self.session.zero_grad()
 
@@ -144,12 +142,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Disable casts and scaler of Accelerate; call it before `prepare`."""
         requested = self.mixed_precision
         if requested not in _DTYPES or self.distributed_type.value not in _DISTRIBUTED:
-            message = (
+            raise UserError(
                 f"mixed_precision={requested!r} on {self.distributed_type.value}: "
                 "halfstep.compat.accelerate takes no, bf16 or fp16 on one process or "
                 "under DDP."
             )
-            raise UserError(message)
         self.native_amp, self.scaler = False, None
         self._level = level or ("O0" if requested == "no" else "O1")
         self._dtype = "auto" if requested == "no" and level else _DTYPES[requested]
@@ -172,12 +169,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             given = " and ".join(format_count(len(some), word) for some, word in counts)
             if self.session is not None:
                 given += " after a first pair"
-            message = (
+            raise UserError(
                 f"accelerator.prepare() got {given}: give it one model and its "
                 "optimizer, in one call. Several of them have a halfstep.prepare() "
                 "each."
             )
-            raise UserError(message)
         (model,), (optimizer,) = models, optimizers
         if self.device_placement:
             model.to(self.device)
@@ -245,10 +241,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Run the backward pass of the loss over `gradient_accumulation_steps`."""
         session = self._require_session("backward")
         if kwargs:
-            message = (
+            raise UserError(
                 f"accelerator.backward({', '.join(kwargs)}=): it takes the loss alone."
             )
-            raise UserError(message)
         # Gradients of passes between two steps are summed: fp32 for 16-bit weights.
         session.backward(loss / self.gradient_accumulation_steps)
 
@@ -281,12 +276,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         trained = [p for p in session.model.parameters() if p.requires_grad]
         missing = sum(id(param) not in ids for param in trained)
         if missing or norm_type != 2:  # noqa: PLR2004
-            message = (
+            raise UserError(
                 f"clip_grad_norm_() without {missing} of {len(trained)} parameters, "
                 f"norm_type={norm_type}: a session clips all of a model's gradients by "
                 "their 2-norm."
             )
-            raise UserError(message)
         session.clip_grad_norm = max_norm
         return session.grad_norm()
 
@@ -297,11 +291,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def unscale_gradients(self, optimizer: object = None) -> None:  # noqa: ARG002
         """Raise UserError: the step unscales; `session.grads()` returns gradients."""
-        message = (
+        raise UserError(
             "accelerator.unscale_gradients(): the step unscales gradients. Read them "
             "with accelerator.session.grads(), clip them with clip_grad_norm_()."
         )
-        raise UserError(message)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the fp32 weights, which are the master weights if there are any."""
@@ -320,11 +313,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _require_session(self, method: str) -> Session:
         if self.session is None:
-            message = (
+            raise UserError(
                 f"accelerator.{method}() before accelerator.prepare(model, optimizer): "
                 "a session scales, checks and clips gradients."
             )
-            raise UserError(message)
         return self.session
 
 

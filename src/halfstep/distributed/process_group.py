@@ -91,21 +91,19 @@ def _device(word: str) -> torch.device:
     local_rank = os.environ.get("LOCAL_RANK", "0")
     # str.isdigit also accepts characters that int() rejects.
     if not (local_rank.isascii() and local_rank.isdigit()):
-        message = (
+        raise UserError(
             f"LOCAL_RANK={local_rank!r} is not the number of a process: let torchrun "
             "set it, or unset it to train in one process."
         )
-        raise UserError(message)
     if word != "cuda":
         return torch.device(word)
     local, count = int(local_rank), torch.cuda.device_count()
     if local >= count:
-        message = (
+        raise UserError(
             f"LOCAL_RANK={local}: each process needs a GPU of its own, and torch sees "
             f"{count} here; start no more than that on this machine "
             "(--nproc-per-node)."
         )
-        raise UserError(message)
     gpu = torch.device("cuda", local)
     torch.cuda.set_device(gpu)
     return gpu
@@ -129,12 +127,11 @@ def _init_process_group(device: torch.device) -> tuple[Store, int, int]:
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         why = _shortened(str(error).strip().partition("\n")[0])  # then a stack trace
-        message = (
+        raise UserError(
             f"the {os.environ['WORLD_SIZE']} processes did not meet at {place} "
             f"({why}); start them all, with MASTER_ADDR and "
             "MASTER_PORT of the first."
-        )
-        raise UserError(message) from error
+        ) from error
     return store, rank, size
 
 
@@ -194,8 +191,7 @@ def _share_failure(store: Store, rank: int) -> Iterator[None]:
                 store.compare_set(_FAILURE_KEY, "", f"process {rank}: {words}")
             raise
         reason = _reason_of_peer(store)
-        message = f"stopped, because another process did: {reason}."
-        raise PeerLost(message) from error
+        raise PeerLost(f"stopped, because another process did: {reason}.") from error
 
 
 def _is_lost_peer(error: Exception) -> bool:

@@ -122,11 +122,10 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
         raise
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
-        message = (
+        raise UserError(
             f"{type(model).__name__} cannot be captured as one graph by torch.export: "
             f"{first_line.rstrip('.')}.{_advice(model, example_inputs)}"
-        )
-        raise UserError(message) from error
+        ) from error
     assert isinstance(graph_module, fx.GraphModule)  # noqa: S101
     for node in list(graph_module.graph.nodes):
         # A check of the inputs' shapes, which assumes fp32 inputs.
@@ -190,12 +189,11 @@ def _refusing_lost_backwards() -> Iterator[None]:
 
     def refuse(what: str) -> None:
         if threading.get_ident() == thread and torch.is_grad_enabled():
-            message = (
+            raise UserError(
                 f"the model uses {what}, which a captured graph would lose: train it "
                 "under halfstep.autocast, or plan the modules around it. To plan for "
                 "evaluation, call plan under torch.no_grad()."
             )
-            raise UserError(message)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         # Operators with a registered backward pass stay nodes, which keep it.
@@ -254,11 +252,10 @@ def _refuse_low_weights(model: nn.Module) -> None:
     """Reject a model with 16-bit weights; plans are made for its fp32 version."""
     for name, param in model.named_parameters():
         if formats.is_low(param.dtype):
-            message = (
+            raise UserError(
                 f"{name!r} is {formats.word(param.dtype)}: plan the model while its "
                 "weights are fp32, with level='O2' if they will be stored in 16 bits."
             )
-            raise UserError(message)
 
 
 @contextlib.contextmanager

@@ -47,8 +47,7 @@ def compile_graph(
     chosen = {"dtype": "bf16", "policy": "lean", "method": "min-cut", **(options or {})}
     unknown = sorted(set(chosen) - set(_OPTIONS))
     if unknown:
-        message = f"options hold {unknown[0]!r}; choose {', '.join(_OPTIONS)}."
-        raise UserError(message)
+        raise UserError(f"options hold {unknown[0]!r}; choose {', '.join(_OPTIONS)}.")
     format_, policy, kinds = check_options(
         chosen["dtype"], chosen["policy"], chosen["method"], chosen.get("kinds")
     )

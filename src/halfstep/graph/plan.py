@@ -198,8 +198,7 @@ class Plan:
         try:
             write_text(Path(path), "\n".join(lines) + "\n")
         except OSError as error:
-            message = f"{path} cannot be written: {error.strerror}."
-            raise UserError(message) from error
+            raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
     def _inline(self, row: PlannedNode | PlannedCast | Slowdown) -> str:
         """Return a dataclass as an inline TOML table; TOML strings are JSON strings."""

@@ -53,8 +53,7 @@ def load_plan(
         content = tomllib.loads(Path(path).read_bytes().decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        message = f"{path} cannot be read as a plan: {reason}."
-        raise UserError(message) from error
+        raise UserError(f"{path} cannot be read as a plan: {reason}.") from error
     rows, slowdown = _rows(path, content), _slowdown(path, content)
     graph_module = capture.capture(model, example_inputs)
     device = device_of(model, example_inputs)
@@ -74,17 +73,15 @@ def load_plan(
         own = {"name": node.name, "op": fact.op, "module": fact.module}
         if own != {name: row.get(name) for name in own}:
             actual = _place(row) if row else "ends there"
-            message = (
+            raise UserError(
                 f"{path} is of another model: operation {number + 1} of this "
                 f"{type(model).__name__} is {_place(own)}; the file's {actual}."
             )
-            raise UserError(message)
         if row["runs_in"] != "fp32":
             low_time = op_times.operation(node, low=True)
             if fact.fixed or low_time is None:
                 why = fact.reason if fact.fixed else f"it has no {format_} kernel"
-                message = f"{path}: {node.name} must run in fp32: {why}."
-                raise UserError(message)
+                raise UserError(f"{path}: {node.name} must run in fp32: {why}.")
             low.add(node.name)
             if not row["low_ms"]:  # "deny"
                 row["low_ms"] = low_time * slowdown.low / 1e6
@@ -92,11 +89,10 @@ def load_plan(
         times = round(row["low_ms"] * 1e6), round(row["fp32_ms"] * 1e6)
         operations[node.name] = Operation(row["kind"], *times)
     if len(rows) > len(facts):
-        message = (
+        raise UserError(
             f"{path} is of another model: this {type(model).__name__} ends before "
             f"operation {len(facts) + 1} of the file, {_place(rows[len(facts)])}."
         )
-        raise UserError(message)
     low_weights = _low_weights(path, content, graph_module)
     problem = weigh(graph_module.graph, operations, op_times, low_weights=low_weights)
     op_times.save()
@@ -128,8 +124,7 @@ def _low_weights(
     own = dict(graph_module.named_parameters(remove_duplicate=False))
     for name in names:
         if not isinstance(name, str) or name not in own:
-            message = f"{path}: low_weights has {name!r}, which is no parameter."
-            raise UserError(message)
+            raise UserError(f"{path}: low_weights has {name!r}, which is no parameter.")
     return names
 
 
@@ -151,8 +146,7 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
     """Return the node rows of a file, validated."""
     dtype, rows = content.get("dtype"), content.get("nodes")
     if dtype not in ("bf16", "fp16"):
-        message = f"{path}: dtype is {dtype!r}; it must be 'bf16' or 'fp16'."
-        raise UserError(message)
+        raise UserError(f"{path}: dtype is {dtype!r}; it must be 'bf16' or 'fp16'.")
     if not isinstance(rows, list) or content.get("method") not in METHODS:
         message = f"{path} is no plan: it needs nodes, and {' or '.join(METHODS)}."
         raise UserError(message)
@@ -164,18 +158,15 @@ def _rows(path: str | PathLike[str], content: dict[str, Any]) -> list[dict[str, 
         for name, kind in _FIELDS.items():
             if not (isinstance(row, dict) and isinstance(row.get(name), kind)):
                 what = "a text" if kind is str else "a number"
-                message = f"{path}: node {number + 1} needs {name}, {what}."
-                raise UserError(message)
+                raise UserError(f"{path}: node {number + 1} needs {name}, {what}.")
         if not all(0 <= row[name] < math.inf for name in ("low_ms", "fp32_ms")):
-            message = f"{path}: {row['name']} has times that are none."
-            raise UserError(message)
+            raise UserError(f"{path}: {row['name']} has times that are none.")
         for name, words in (("runs_in", (dtype, "fp32")), ("kind", KINDS)):
             if row[name] not in words:
-                message = (
+                raise UserError(
                     f"{path}: {row['name']} has {name} = {row[name]!r}; it must be "
                     f"{' or '.join(words)}."
                 )
-                raise UserError(message)
     return rows
 
 
@@ -185,8 +176,7 @@ def _refuse_unknown(
     """Reject unknown keys."""
     for name in given:
         if name not in allowed:
-            message = f"{path}: {name!r} must be one of {', '.join(allowed)}."
-            raise UserError(message)
+            raise UserError(f"{path}: {name!r} must be one of {', '.join(allowed)}.")
 
 
 def _place(row: dict[str, Any]) -> str:

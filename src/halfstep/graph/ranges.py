@@ -102,19 +102,17 @@ def measure(
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
     if not recorder.values:
-        message = "calibrate never called the model it was given."
-        raise UserError(message)
+        raise UserError("calibrate never called the model it was given.")
     ranges = {
         name: Range(float(value), float(recorder.gradients.get(name, 0.0)))
         for name, value in recorder.values.items()
     }
     for name, range_ in ranges.items():
         if math.isnan(range_.value + range_.gradient):
-            message = (
+            raise UserError(
                 f"in fp32 {name} is NaN; halfstep.find_nonfinite(model, step) finds "
                 "its origin."
             )
-            raise UserError(message)
     return ranges
 
 

@@ -53,12 +53,11 @@ class PlannedModule(fx.GraphModule):
         inputs = map(_facts, pytree.tree_leaves(list(bound.arguments.values())))
         for number, (given, planned) in enumerate(zip(inputs, self.meta["inputs"])):  # noqa: B905
             if given != planned:
-                message = (
+                raise UserError(
                     f"input {number} is {given}, and the graph was planned for "
                     f"{planned}: plan the model for this, too, or leave the "
                     "last, smaller batch out (drop_last=True)."
                 )
-                raise UserError(message)
 
     def train(self, mode: bool = True) -> PlannedModule:
         """Accept only the planned mode.
@@ -68,11 +67,10 @@ class PlannedModule(fx.GraphModule):
         """
         if mode != self.training:
             now, other = ("train", "eval")[:: 1 if self.training else -1]
-            message = (
+            raise UserError(
                 f"this model was planned in {now}() mode, which its graph keeps: "
                 f"plan the original in {other}() mode as well; both share parameters."
             )
-            raise UserError(message)
         return self
 
 
@@ -105,12 +103,11 @@ def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
     for path in {**planned_modules, **own_modules}:
         planned, present = planned_modules.get(path), own_modules.get(path)
         if planned != present:
-            message = (
+            raise UserError(
                 f"the plan is of another model: its module {path!r} is "
                 f"{_kind_and_mode(planned)}, and here {_kind_and_mode(present)}. Plan "
                 "the model anew: halfstep.plan."
             )
-            raise UserError(message)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, param in plan.graph_module.named_parameters(remove_duplicate=False):
         _check_same(model, name, own.get(name) is param, "parameter")
@@ -133,12 +130,11 @@ def rewrite(model: nn.Module, plan: Plan) -> PlannedModule:
 
 def _check_same(model: nn.Module, name: str, is_same: bool, what: str) -> None:
     if not is_same:
-        message = (
+        raise UserError(
             f"the plan is of another model: its {what} {name!r} is not this "
             f"{type(model).__name__}'s, or no longer. Plan the model anew: "
             "halfstep.plan."
         )
-        raise UserError(message)
 
 
 def _kind_and_mode(module: tuple[str, bool] | None) -> str:
@@ -158,11 +154,10 @@ def _check_storage(name: str, param: nn.Parameter, plan: Plan) -> None:
     """Reject a parameter that is not stored as planned."""
     stored = formats.word(param.dtype)
     if name in plan.low_weights and stored != plan.dtype:
-        message = (
+        raise UserError(
             f"the plan is for {plan.dtype} weights, and {name!r} is {stored}: call "
             f"halfstep.prepare(model, optimizer, 'O2', dtype='{plan.dtype}') first."
         )
-        raise UserError(message)
     nodes = plan.graph_module.graph.find_nodes(op="get_attr")
     captured = {node.meta["val"].dtype for node in nodes if node.target == name}
     if name not in plan.low_weights and captured - {param.dtype}:

@@ -130,12 +130,11 @@ class MasterParam:
     def check(self) -> None:
         """Reject a weight whose dtype was changed."""
         if self.weight.dtype != self.dtype:
-            message = (
+            raise UserError(
                 f"a weight of shape {tuple(self.weight.shape)} became "
                 f"{self.weight.dtype} after prepare, which stored it as {self.dtype}: "
                 "leave the model's dtype alone, and export session.weights()."
             )
-            raise UserError(message)
 
     def decode_(self, encoding: MasterEncoding, fp32: Tensor) -> None:
         """Decode the fp32 values into `fp32`."""
@@ -220,19 +219,17 @@ def parse(name: str) -> MasterEncoding | None:
     """Return the encoding called `name`; None for "none"."""
     if not isinstance(name, str) or name not in {*ENCODINGS, NONE}:
         choices = ", ".join([*ENCODINGS, NONE])
-        message = (
+        raise UserError(
             f"master={format_value(name)} is not a form of master weights; "
             f"choose {choices}."
         )
-        raise UserError(message)
     return ENCODINGS.get(name)
 
 
 def check(encoding: MasterEncoding, dtype: torch.dtype) -> None:
     """Reject an encoding that does not support the dtype of the weights."""
     if encoding.is_compact and dtype != torch.bfloat16:
-        message = (
+        raise UserError(
             f"master={encoding.name!r} needs bf16 weights, not {dtype}: only bf16 is "
             "the high half of fp32. Use dtype='bf16' or master='fp32'."
         )
-        raise UserError(message)

@@ -129,8 +129,7 @@ def checked_tensors(
     gradients = readable_gradients([item.gradient for item in items], device)
     numels = [*map(Tensor.numel, weights)]
     if [*map(Tensor.numel, gradients)] != numels:
-        message = "A gradient has another size than its weight: give it its own."
-        raise UserError(message)
+        raise UserError("A gradient has another size than its weight: give it its own.")
     moment = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
     column = [item.residual for item in items]
     columns = {"residual": (column, RESIDUAL_DTYPES.get(encoding))}
@@ -146,20 +145,18 @@ def checked_tensors(
         if dtype is None:
             continue
         if len(present) != len(items):
-            message = (
+            raise UserError(
                 f"{what}: {len(present)} of {len(items)} parameters have one; make it."
             )
-            raise UserError(message)
         check_tensors(present, f"{what} of parameter", (dtype,), device)
         actual = [*map(Tensor.numel, present)]
         sizes = [1] * len(items) if what == "step" else numels
         if actual != sizes:
             index = next(i for i, size in enumerate(actual) if size != sizes[i])
-            message = (
+            raise UserError(
                 f"{what} of parameter {index} has {actual[index]} numbers, not "
                 f"{sizes[index]}. Load or make the state again."
             )
-            raise UserError(message)
     residuals, *moments, steps = complete
     return UpdateTensors(weights, gradients, residuals, moments, steps, numels)
 
@@ -197,11 +194,10 @@ def check_tensors(
     if not (on_device and set(map(_dtype, tensors)).issubset(allowed)):
         bad = (t.device != device or t.dtype not in allowed for t in tensors)
         index = next(i for i, wrong in enumerate(bad) if wrong)
-        message = (
+        raise UserError(
             f"{what} {index} is {tensors[index].dtype} on {tensors[index].device}; "
             f"kernels take {' or '.join(map(str, allowed))} on {device}."
         )
-        raise UserError(message)
     is_plain = all(map(Tensor.is_contiguous, tensors))
     if not is_plain or any(map(Tensor.is_neg, tensors)):
         message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."

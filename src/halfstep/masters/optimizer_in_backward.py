@@ -50,23 +50,21 @@ def check(
 def check_norm(clip: float | None) -> None:
     """Reject gradient clipping."""
     if clip is not None and clip != torch.inf:
-        message = (
+        raise UserError(
             f"optimizer_in_backward=True updates in backward; it excludes "
             f"clip_grad_norm={clip}: the norm is known only after the last gradient. "
             "math.inf only measures."
         )
-        raise UserError(message)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Reject an optimizer that cannot be stepped for one parameter at a time."""
     if not optimizer_hooks.runs_only_torch_code(optimizer):
-        message = (
+        raise UserError(
             f"optimizer_in_backward=True steps over one parameter at a time, and "
             f"{type(optimizer).__name__} might count each as a step: it is not "
             "torch's own, or has step hooks. Leave optimizer_in_backward out."
         )
-        raise UserError(message)
 
 
 class OptimizerInBackward:
@@ -126,12 +124,11 @@ class OptimizerInBackward:
         if gradient is None:
             return
         if param in self.stepped_params:
-            message = (
+            raise UserError(
                 f"a weight of shape {tuple(weight.shape)} got a second gradient after "
                 "its update: a checkpoint with use_reentrant=True that shares it? Set "
                 "use_reentrant=False, or optimizer_in_backward=False."
             )
-            raise UserError(message)
         self.stepped_params.add(param)
         masters = self.masters
         kernel = self._kernel if fused_step.can_read([gradient]) else None

@@ -134,8 +134,7 @@ def check_finite(
 ) -> tuple[Tensor, Tensor | None]:
     """Check one or more gradients: see `fused_step.Kernel`."""
     if not gradients:
-        message = "gradients=[] has nothing to look at; give at least one."
-        raise UserError(message)
+        raise UserError("gradients=[] has nothing to look at; give at least one.")
     device = gradients[0].device
     gradients = readable_gradients(gradients, device)
     groups: dict[tuple[str, bool], list[Tensor]] = {}
@@ -183,11 +182,10 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda":
         return nullcontext()
     if torch.cuda.is_current_stream_capturing():
-        message = (
+        raise UserError(
             "halfstep's fused update cannot be captured in a CUDA graph: each step has "
             "its own table of numbers. Capture forward and backward alone."
         )
-        raise UserError(message)
     return torch.cuda.device(device)
 
 

@@ -102,11 +102,10 @@ def parse(word: str | torch.dtype | FloatFormat) -> FloatFormat:
         key = key.strip().lower().removeprefix("torch.")
         format_ = FORMATS.get(_LONG_NAMES.get(key, key))
     if format_ is None:
-        message = (
+        raise UserError(
             f"dtype={format_value(word)} is not a format; "
             f"choose one of {', '.join(FORMATS)}."
         )
-        raise UserError(message)
     return format_
 
 

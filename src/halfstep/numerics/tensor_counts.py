@@ -119,11 +119,10 @@ def _flat(tensor: Tensor) -> Tensor:
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if values.dtype not in DTYPES:
-        message = (
+        raise UserError(
             f"a tensor of {values.dtype} has no statistics; give one of float16, "
             "bfloat16, float32 or float64."
         )
-        raise UserError(message)
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
     return values.permute(order).reshape(-1)
 

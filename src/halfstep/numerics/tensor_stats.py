@@ -158,11 +158,10 @@ class TensorStats:
         format_ = formats.parse(to)
         if format_ not in self.casts:
             measured = ", ".join(map(str, self.casts)) or "none"
-            message = (
+            raise UserError(
                 f"a cast to {format_} was not measured, only {measured}: "
                 f"measure(tensor, casts=({format_.name.upper()},))."
             )
-            raise UserError(message)
         index = self.casts.index(format_)
         counts, sums, _ = self._read
         start = len(FACTS) + len(LOSSES) * index
@@ -216,11 +215,10 @@ class TensorStats:
             names = [
                 ", ".join(map(str, each.casts)) or "none" for each in (self, other)
             ]
-            message = (
+            raise UserError(
                 f"statistics of {self.dtype} (casts: {names[0]}) do not merge with "
                 f"those of {other.dtype} (casts: {names[1]}): measure both alike."
             )
-            raise UserError(message)
         return TensorStats(self.dtype, self.casts, self.counted.add(other.counted))
 
     def data(self) -> dict[str, Any]:

@@ -45,5 +45,4 @@ if not TYPE_CHECKING:  # a type checker must still see a misspelt name
 
             module = rules if hasattr(rules, name) else decision
             return getattr(module, name)
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -74,10 +74,9 @@ def decide(
         torch.float32
     """
     if device not in op_tables.TABLES:
-        message = (
+        raise UserError(
             f"device={device!r} has no table; choose {', '.join(op_tables.TABLES)}."
         )
-        raise UserError(message)
     op = op.removeprefix("aten::") if op else None
     index = deciding_rule(policy, module, types, op=op)
     table = op_tables.NAMED[policy.base][device]

@@ -72,25 +72,22 @@ class Rule:
             message = f"rule {str(self)!r}: kind {self.kind!r} is not one of {KINDS}."
             raise UserError(message)
         if not self.pattern or _SPLIT in self.pattern:
-            message = (
+            raise UserError(
                 f"rule {str(self)!r}: pattern {self.pattern!r} must be a glob without "
                 "' + ', which separates rules; '*' matches every name."
             )
-            raise UserError(message)
         if self.category not in CATEGORIES:
-            message = (
+            raise UserError(
                 f"rule {str(self)!r}: {self.category!r} is not a category; choose "
                 f"one of {', '.join(CATEGORIES)}."
             )
-            raise UserError(message)
         try:
             _compiled(self.pattern)
         except (re.error, OverflowError) as error:
-            message = (
+            raise UserError(
                 f"rule {str(self)!r}: {self.pattern!r} is not a regular expression: "
                 f"{error}. Fix it, or write a glob, without the slashes."
-            )
-            raise UserError(message) from None
+            ) from None
 
     @classmethod
     def parse(cls, word: str) -> Self:
@@ -102,11 +99,10 @@ class Rule:
         target, equals, category = word.rpartition("=")
         kind, colon, pattern = target.partition(":")
         if not (equals and colon and pattern):
-            message = (
+            raise UserError(
                 f"rule {word!r} is not KIND:PATTERN=CATEGORY; write for example "
                 "'module:classifier=fp32' or 'type:LayerNorm=fp32'."
             )
-            raise UserError(message)
         return cls(kind, pattern, category)
 
     def __str__(self) -> str:
@@ -198,10 +194,9 @@ class Policy:
             content = tomllib.loads(Path(path).read_bytes().decode())
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            message = (
+            raise UserError(
                 f"{file} cannot be read: {why}. Give TOML as Policy.save writes it."
-            )
-            raise UserError(message) from None
+            ) from None
         base, tables = content.get("base"), content.get("rule", [])
         unknown = sorted(content.keys() - {"base", "rule"})
         if unknown:
@@ -220,8 +215,7 @@ class Policy:
                 place = f"{file}, rule {number}"
                 policy = replace(policy, rules=(*policy.rules, _rule_of(table)))
         except UserError as error:
-            message = f"{place}: {error}"
-            raise UserError(message) from None
+            raise UserError(f"{place}: {error}") from None
         return policy
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -239,11 +233,10 @@ class Policy:
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
-            message = (
+            raise UserError(
                 f"policy file {str(path)!r} cannot hold {text[error.start]!r}, half of "
                 "a surrogate pair: write the pattern or reason without it."
-            )
-            raise UserError(message) from None
+            ) from None
         Path(path).write_bytes(data)
 
     def __str__(self) -> str:

@@ -327,9 +327,8 @@ def _refuse_mixed_loss(loss: Tensor) -> None:
         return
     predictions, target = node._saved_self.dtype, node._saved_target.dtype  # noqa: SLF001
     if predictions != target:
-        message = (
+        raise RuntimeError(
             f"Found dtype {word(target)} but expected {word(predictions)}: the Huber "
             "loss was computed outside autocast, of 16-bit predictions and an fp32 "
             "target. Compute it inside the context, or of predictions.float()."
         )
-        raise RuntimeError(message)

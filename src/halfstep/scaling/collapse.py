@@ -128,10 +128,9 @@ class StepHistory:
         require_type("'watch'", data, isinstance(data, dict), "a dict, as it was saved")
         for name in cls().data():
             if name not in data:
-                message = (
+                raise UserError(
                     f"loss-scale state's 'watch' has no {name!r}; it holds {[*data]}."
                 )
-                raise UserError(message)
         for name in ("applied", "in_a_row"):
             is_valid = type(data[name]) is int and data[name] >= 0
             require(f"watch[{name!r}]", data[name], is_valid, "a number of steps, >= 0")

@@ -512,12 +512,11 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._group is not None:
-            message = (
+            raise TypeError(
                 "a GradScaler with a process_group cannot be pickled, because the "
                 "group cannot; save scaler.state_dict(), and load it into one that is "
                 "given the group."
             )
-            raise TypeError(message)
         loss_scalers = LossScalers(self._loss_scalers.rule)
         loss_scalers.load_state_dict(self._loss_scalers.state_dict())
         return state | {

@@ -113,11 +113,10 @@ class ScaleRule:
         except ValueError:
             scale = 1.0 if word == "none" else math.nan
         if not _TINY <= scale <= FP32_MAX:
-            message = (
+            raise UserError(
                 f"loss_scale={format_value(word)} is not a scale; choose auto, "
                 "dynamic, measured, logmax, none or a positive number such as 1024."
             )
-            raise UserError(message)
         return cls(scale, 1.0, 1.0, min_scale=scale, max_scale=scale)
 
 

@@ -369,10 +369,9 @@ class LossScaler:
         """
         for field in fields(ScaleState):
             if field.name not in state:
-                message = (
+                raise UserError(
                     f"loss-scale state has no {field.name!r}; it holds {[*state]}."
                 )
-                raise UserError(message)
         _history_from(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

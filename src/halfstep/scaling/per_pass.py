@@ -222,18 +222,16 @@ class BackwardPasses:
                 for a named loss with "drop_microbatch".
         """
         if is_ddp and self.keeps_graphs:
-            message = (
+            raise UserError(
                 "halfstep.Retry runs a backward pass again, whose gradients DDP would "
                 "not average: it does so once for each forward pass. Set "
                 "on_overflow='skip' or 'drop_microbatch'."
             )
-            raise UserError(message)
         if name and self.on_overflow.drops:
-            message = (
+            raise UserError(
                 f"the loss {name!r} has a scale of its own, but 'drop_microbatch' "
                 "counts micro-batches of one loss; use one of the two."
             )
-            raise UserError(message)
 
     def run(
         self,
@@ -308,11 +306,10 @@ class BackwardPasses:
             ValueError: If gradients are fp16.
         """
         if not optimizers:
-            message = (
+            raise UserError(
                 "scaler.backward(loss) was given no optimizer: name all whose "
                 "parameters the loss reaches, as in scaler.backward(loss, optimizer)."
             )
-            raise UserError(message)
         self.check(name)
         sums = [self._sums_of(optimizer, state) for optimizer, state in optimizers]
         owned = [
@@ -350,12 +347,11 @@ class BackwardPasses:
         sums.sync_user_edits()
         for name, param in named_parameters(optimizer) if not sums.num_passes else ():
             if param.grad is not None:
-                message = (
+                raise RuntimeError(
                     f"scaler.backward() found a gradient in {name} that it did not "
                     "make: call optimizer.zero_grad() first, and use "
                     "scaler.backward() for every loss."
                 )
-                raise RuntimeError(message)
         return sums
 
     def check_not_mixed(self, loss: Tensor) -> None:
@@ -367,12 +363,11 @@ class BackwardPasses:
         unscaled_params = {param for sums in self._active for param in sums.parameters}
         for node in nodes_of(loss.grad_fn) if unscaled_params else ():
             if getattr(node, "variable", None) in unscaled_params:
-                message = (
+                raise RuntimeError(
                     "scaler.scale() was given a loss that reaches parameters whose "
                     "gradients scaler.backward() has unscaled already; use "
                     "scaler.backward() for it too."
                 )
-                raise RuntimeError(message)
 
     def sums_in_fp32(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (parameter, copy of its gradient in fp32 or wider)."""

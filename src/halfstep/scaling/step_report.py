@@ -262,11 +262,10 @@ def nonfinite_params_of(
     for part in grads:
         params = None if part is None else part.nonfinite_params()
         if params is None:
-            message = (
+            raise RuntimeError(
                 "the gradients of the skipped step are gone; read found_inf_in before "
                 "they are cleared, that is, before optimizer.zero_grad()."
             )
-            raise RuntimeError(message)
         nonfinite += params
     return tuple(nonfinite)
 

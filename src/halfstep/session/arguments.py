@@ -36,8 +36,7 @@ def check_unknown(unknown: Iterable[str], function: Callable[..., object]) -> No
         answer = f"choose from {', '.join(names)}."
         if similarity > 0.6:  # noqa: PLR2004 -- unrelated names reach 0.55
             answer = f"did you mean {nearest}?"
-        message = f"{function.__name__}() has no argument {name!r}: {answer}"
-        raise UserError(message)
+        raise UserError(f"{function.__name__}() has no argument {name!r}: {answer}")
 
 
 def _similarity(name: str, other: str) -> float:
@@ -72,10 +71,9 @@ def as_one(
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
     """Raise unless the arguments are a model and its optimizer."""
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
-        message = (
+        raise UserError(
             "prepare was given the optimizer first: write prepare(model, optimizer)."
         )
-        raise UserError(message)
     require_type("model", model, isinstance(model, nn.Module), "an nn.Module")
     assert isinstance(model, nn.Module)  # noqa: S101
     _check_optimizer(optimizer)
@@ -87,11 +85,10 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
     sharded = any(hasattr(param, "device_mesh") for param in model.parameters())
     holds = any(id(param) in own for group in groups for param in group["params"])
     if not holds and not sharded:
-        message = (
+        raise UserError(
             f"the {type(optimizer).__name__} holds none of the model's parameters: "
             "make it over model.parameters(), after the model has been built and moved."
         )
-        raise UserError(message)
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -102,18 +99,16 @@ def _check_optimizer(optimizer: object) -> None:
         optimizer, "_optimizer_step_pre_hooks"
     )
     if isinstance(optimizer, LRScheduler):
-        message = (
+        raise UserError(
             f"the optimizer given is a scheduler, {type_name}: write "
             "prepare(model, optimizer, scheduler=scheduler)."
         )
-        raise UserError(message)
     if not is_optimizer and isinstance(inner, torch.optim.Optimizer):
-        message = (
+        raise UserError(
             f"optimizer is of type {type_name}, around {type(inner).__name__}: a "
             "session scales and steps by itself, so give prepare what is inside, "
             "optimizer.optimizer."
         )
-        raise UserError(message)
     require_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         message = "LBFGS evaluates the model inside its step; use another optimizer."
@@ -130,12 +125,11 @@ def _check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
             prepared_at = _prepared[module]
             what = f"module {path!r}" if path else "the model"
     if prepared_at is not None:
-        message = (
+        raise UserError(
             f"{what} was prepared before, at {prepared_at}: go on with that session, "
             "or build model and optimizer anew and load session.weights() into the "
             "model."
         )
-        raise UserError(message)
 
 
 def mark_prepared(
@@ -159,12 +153,11 @@ def check_fp32_weights(model: nn.Module, choice: Choice) -> None:
         return
     for name, param in model.named_parameters():
         if param.requires_grad and formats.is_low(param.dtype):
-            message = (
+            raise UserError(
                 f"level={choice.level} trains fp32 weights, and {name!r} is "
                 f"{formats.word(param.dtype)}: call model.float() before you make the "
                 "optimizer, freeze it, or choose O2, which keeps fp32 master weights."
             )
-            raise UserError(message)
 
 
 def check_named_parameters(
@@ -186,10 +179,9 @@ def check_named_parameters(
             and isinstance(pair[0], str)
             and isinstance(pair[1], torch.Tensor)
         ):
-            message = (
+            raise UserError(
                 f"named_parameters holds {format_value(pair)}; it must be {expected}."
             )
-            raise UserError(message)
     return pairs
 
 

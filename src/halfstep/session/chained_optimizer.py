@@ -39,11 +39,10 @@ class ChainedOptimizer(Optimizer):
         """
         for each, groups in zip(self.optimizers, self._own_groups(), strict=True):
             if len(each.param_groups) != len(groups):
-                message = (
+                raise UserError(
                     f"the {type(each).__name__} was given a parameter group after "
                     "prepare: add groups before, or give prepare that optimizer alone."
                 )
-                raise UserError(message)
         for each in self.optimizers:
             each.step(closure)
 

@@ -55,12 +55,11 @@ class GradientSync:
             return contextlib.nullcontext()
         leaves, hooked = bool(self._masters.master_params), bool(wrapper._comm_hooks)  # noqa: SLF001
         if leaves and wrapper._join_config.enable:  # noqa: SLF001 -- no public API
-            message = (
+            raise UserError(
                 "DDP's join() does not support master weights: a rank that runs out of "
                 "data would miss updates. Give all ranks equally many batches, as "
                 "DistributedSampler does, or use level='O1'."
             )
-            raise UserError(message)
         last = num_done + 1 == self._accumulate
         is_ours = leaves and self._accumulate > 1
         # DDP records a static graph in a pass that it averages. Averaging again, with

@@ -185,11 +185,10 @@ def _master_encoding(name: str, choice: Choice) -> MasterEncoding | None:
     encoding = forms.parse(name)
     if not choice.level.masters:
         if name not in {forms.FP32.name, forms.NONE}:
-            message = (
+            raise UserError(
                 f"master={name!r} at level {choice.level.name}, which has no master "
                 "weights: use level='O2', or leave master out."
             )
-            raise UserError(message)
         return None
     if encoding is not None:
         forms.check(encoding, choice.format.dtype)

@@ -67,28 +67,25 @@ def check(
     fsdp_module = sys.modules.get("torch.distributed.fsdp")
     fsdp1_class = getattr(fsdp_module, "FullyShardedDataParallel", None)
     if fsdp1_class is not None and level.low_weights and isinstance(model, fsdp1_class):
-        message = (
+        raise UserError(
             f"level={level} cannot change weights inside FullyShardedDataParallel: "
             f"use torch.distributed.fsdp.fully_shard with {_policy_call(choice)}."
         )
-        raise UserError(message)
     if not is_sharded(model):
         return
     check_not_replaced(model, [p for g in optimizer.param_groups for p in g["params"]])
     if release:
-        message = (
+        raise UserError(
             "optimizer_in_backward=True leaves out non-finite gradients, and of "
             "one parameter FSDP2 gives each rank a part: ranks would not agree."
         )
-        raise UserError(message)
     if not level.low_weights:
         return
     if level.masters and master != "fp32":
-        message = (
+        raise UserError(
             f"master={master!r} with FSDP2, whose fp32 shards are already the master "
             "weights: leave master out."
         )
-        raise UserError(message)
     fp32_paths = [
         scope.path
         for scope in hooks_for(model, rules)
@@ -128,42 +125,37 @@ def _check_group(
     if low is None and stays_fp32:
         return
     if low is not None and has_fp32_rule:
-        message = (
+        raise UserError(
             f"a rule keeps {path!r} in fp32, and FSDP2 casts its weights to {low}: "
             "call fully_shard on it first, without mp_policy."
         )
-        raise UserError(message)
     if low != choice.format.dtype:
-        message = (
+        raise UserError(
             f"level={choice.level} with FSDP2 computes in {choice.format}, and "
             f"fully_shard got {low or 'nothing'} for {path!r}: call "
             f"fully_shard(..., {_policy_call(choice)})."
         )
-        raise UserError(message)
     if any(n.startswith("running_") for n, _ in module.named_buffers(recurse=False)):
-        message = (
+        raise UserError(
             f"{path!r} has fp32 running statistics, and its kernel rejects "
             f"{choice.format} weights with them: call fully_shard on it first, without "
             "mp_policy."
         )
-        raise UserError(message)
 
 
 def _check_shard_dtype(name: str, param: Tensor, choice: Choice) -> None:
     """Raise if a shard is not stored in the level's dtype."""
     if choice.level.masters and param.dtype != torch.float32:
-        message = (
+        raise UserError(
             f"{name!r} is sharded in {param.dtype}, and its shards must be the fp32 "
             "master weights: call fully_shard on the model while it is fp32."
         )
-        raise UserError(message)
     if not choice.level.masters and param.dtype == torch.float32:
-        message = (
+        raise UserError(
             f"level={choice.level} stores weights in 16 bits, and {name!r} is sharded "
             f"in fp32: call model.to({choice.format.dtype}) before fully_shard, or "
             "use level='O2'."
         )
-        raise UserError(message)
 
 
 def _sharded_parameters(
@@ -189,12 +181,11 @@ def check_not_replaced(model: nn.Module, params: Iterable[Tensor]) -> None:
     foreign = param_ids - {id(param) for param in named.values()}
     for name, param in named.items() if foreign else ():
         if is_dtensor(param) and param.requires_grad and id(param) not in param_ids:
-            message = (
+            raise UserError(
                 f"{name!r} was sharded after the optimizer was made, which still "
                 "holds the unsharded one: call fully_shard first, then make the "
                 "optimizer, then prepare."
             )
-            raise UserError(message)
 
 
 def conversion_level(model: nn.Module, level: Level) -> Level:

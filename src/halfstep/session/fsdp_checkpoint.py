@@ -137,12 +137,11 @@ def save(
     tensors = _flat(session.state_dict())
     quantized = next((name for name in tensors if is_quantized(tensors[name])), None)
     if quantized is not None:
-        message = (
+        raise UserError(
             f"{quantized} is a {type(tensors[quantized]).__name__}, which sharded.save "
             "does not write: save halfstep.sharded.Stateful(session) by "
             "torch.distributed.checkpoint, or session.state_dict() by torch.save."
         )
-        raise UserError(message)
     sharded.write(tensors, directory, dict(notes or {}), replace=replace)
 
 
@@ -176,11 +175,10 @@ def load(session: Session, directory: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:  # files match their manifest, but not our format
-        message = (
+        raise CheckpointError(
             f"{directory} holds more than tensors and plain values, or none; it was "
             "not written by halfstep and is not loaded."
-        )
-        raise CheckpointError(message) from error
+        ) from error
     session.load_state_dict(state)
 
 
@@ -252,8 +250,7 @@ def _empty(path: str, saved: TensorStorageMetadata, like: Tensor | None) -> Tens
             return torch.empty(saved.size, dtype=dtype)
         return torch.empty_like(like.detach(), dtype=dtype)
     except RuntimeError as error:
-        message = (
+        raise CheckpointError(
             f"the checkpoint holds {path}, a tensor of {dtype} and {list(saved.size)}, "
             "for which there is no memory here."
-        )
-        raise CheckpointError(message) from error
+        ) from error

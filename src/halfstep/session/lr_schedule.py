@@ -26,18 +26,16 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
     expected = "a torch.optim.lr_scheduler.LRScheduler, or None"
     require_type("scheduler", scheduler, is_valid, expected)
     if isinstance(scheduler, ReduceLROnPlateau):
-        message = (
+        raise UserError(
             "scheduler is a ReduceLROnPlateau, which needs a metric: leave it out, and "
             "call its step(metric) yourself after each evaluation."
         )
-        raise UserError(message)
     scheduler_optimizer = getattr(scheduler, "optimizer", optimizer)
     if not any(scheduler_optimizer is each for each in optimizers_of(optimizer)):
-        message = (
+        raise UserError(
             f"the {type(scheduler).__name__} belongs to another optimizer than the "
             "session's: make it over session.optimizer."
         )
-        raise UserError(message)
 
 
 class LRSchedule:

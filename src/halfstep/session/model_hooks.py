@@ -110,23 +110,21 @@ class ExternalStepCheck:
             return
         pairs = self._masters.pairs
         if any(w.grad is not None or m.grad is not None for w, m in pairs):
-            message = (
+            raise UserError(
                 f"{_step_call()} was called while the session holds gradients of "
                 "16-bit weights: call session.step(), which unscales and clips them, "
                 "steps, and copies back to the model weights."
             )
-            raise UserError(message)
         groups, window = self._masters.optimizer.param_groups, self._window()
         has_grads = any(p.grad is not None for group in groups for p in group["params"])
         if not has_grads or window is None:
             return
         if window.num_pending and self._rule.scales:
-            message = (
+            raise UserError(
                 f"{_step_call()} was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
-            raise UserError(message)
         if self._warned or not (self._rule.scales or window.num_pending):
             return
         self._warned = True
@@ -172,11 +170,10 @@ def check_not_scaled(loss: Tensor) -> None:
             continue
         is_product = operation[1] == "Mul"
         if is_product and _is_scale_of_grad_scaler(saved_value(node, "_saved_other")):
-            message = (
+            raise UserError(
                 "session.backward() was given scaler.scale(loss), and would scale it "
                 "again: call session.backward(loss), and delete the GradScaler."
             )
-            raise UserError(message)
         nodes.extend(following for following, _ in node.next_functions)
 
 

@@ -154,17 +154,15 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
     """Raise if a state cannot be loaded."""
     if "version" not in state:
-        message = (
+        raise UserError(
             "this is not the state of a session. Load states of a model and of an "
             "optimizer into them, before prepare()."
         )
-        raise UserError(message)
     if state["version"] != VERSION:
-        message = (
+        raise UserError(
             f"session state has version {state['version']!r}; this halfstep "
             f"reads version {VERSION}."
         )
-        raise UserError(message)
     for key in KEYS:
         _require(state, key)
     for key, inner in INNER.items():
@@ -196,17 +194,15 @@ def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
     for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
         mine, other = own.get(name), saved.get(name)
         if mine is None or other is None or mine.shape != other.shape:
-            message = (
+            raise UserError(
                 f"weight {name!r}: the state holds {_shape(other)}, the model "
                 f"{_shape(mine)}; build the model that was saved."
             )
-            raise UserError(message)
         if _kind(mine) != _kind(other):
-            message = (
+            raise UserError(
                 f"weight {name!r}: the state holds {other.dtype}, the model "
                 f"{mine.dtype}; build the model that was saved."
             )
-            raise UserError(message)
 
 
 def _shape(tensor: Tensor | None) -> str:
@@ -220,11 +216,10 @@ def _kind(tensor: Tensor) -> tuple[bool, bool]:
 def _check_extra(state: dict[str, Any], model: nn.Module) -> None:
     own, saved = _extra(model), {*state["extra"], *filter(_is_extra, state["weights"])}
     for name in sorted(own.keys() ^ saved):
-        message = (
+        raise UserError(
             f"{name!r} is in {'the model' if name in own else 'the state'} alone; "
             "build the model that was saved."
         )
-        raise UserError(message)
 
 
 def _check_optimizer(
@@ -238,36 +233,32 @@ def _check_optimizer(
         for groups in (saved_groups, own_groups)
     ]
     if sizes[0] != sizes[1]:
-        message = (
+        raise UserError(
             f"the state's optimizer has groups of {sizes[0]} parameters, this one "
             f"of {sizes[1]}; group parameters as they were."
         )
-        raise UserError(message)
     for name, other in zip_longest(_parameters(model, masters), state["parameters"]):
         if name != other:
-            message = (
+            raise UserError(
                 f"the state's optimizer holds {other!r} where this one holds {name!r}; "
                 "give parameters in the order they had."
             )
-            raise UserError(message)
     _check_optimizer_type(own, saved_groups)
     if state["moments"] != len(saved["state"]):
-        message = (
+        raise UserError(
             f"the state was saved with moments of {state['moments']} parameters, and "
             f"holds those of {len(saved['state'])}. With torch.distributed.checkpoint,"
             " save and load halfstep.sharded.Stateful(session)."
         )
-        raise UserError(message)
     for number, param in _numbered(saved, own):
         for key, value in saved["state"].get(number, {}).items():
             fits = not torch.is_tensor(value) or value.shape == param.shape
             if key in MOMENTS and not fits:
-                message = (
+                raise UserError(
                     f"optimizer state {key!r} of parameter {number} has shape "
                     f"{tuple(value.shape)}, the parameter {tuple(param.shape)}; give "
                     "parameters in the order they had."
                 )
-                raise UserError(message)
 
 
 def _check_optimizer_type(
@@ -280,12 +271,11 @@ def _check_optimizer_type(
         more = group.keys() - optimizer.defaults.keys()
         more -= {"params", "param_names", "initial_lr"}
         if lacks and more:
-            message = (
+            raise UserError(
                 f"the state is of another optimizer than "
                 f"{type(optimizer).__name__}: its groups have {sorted(more)} and no "
                 f"{lacks}. Build the optimizer that was saved."
             )
-            raise UserError(message)
 
 
 def _numbered(

@@ -169,27 +169,24 @@ def _listed(value: Any, kinds: tuple[type, ...], name: str) -> list[Any]:
         if not wrong:
             return list(value)
         value = wrong[0]
-    message = (
+    raise TypeError(
         f"{name}: {type(value).__name__} is no {kinds[0].__name__}; pass one, or a "
         "list or tuple of them."
     )
-    raise TypeError(message)
 
 
 def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, FP16_Optimizer):
-            message = (
+            raise AmpError(
                 "an optimizer is already an FP16_Optimizer: pass the bare optimizer, "
                 "amp.initialize gives it masters where opt_level has them."
             )
-            raise AmpError(message)
         if hasattr(optimizer, optimizer_state.ATTRIBUTE):
-            message = (
+            raise AmpError(
                 f"this {type(optimizer).__name__} went through amp.initialize before: "
                 "pass each optimizer once, and all of them in one call."
             )
-            raise AmpError(message)
     model_casts.check(models, fp32=not STATE.allow_incoming_model_not_fp32)
 
 
@@ -256,11 +253,10 @@ def scale_loss(
     del model
     chosen = STATE.opt_properties
     if chosen is None:
-        message = (
+        raise AmpError(
             "amp.scale_loss was called before amp.initialize: call model, optimizer = "
             "amp.initialize(model, optimizer, opt_level=...) first."
         )
-        raise AmpError(message)
     if not chosen.enabled:
         yield loss
         return
@@ -291,11 +287,10 @@ def scale_loss(
 
 def _scaler(loss_id: int) -> AmpScaler:
     if not 0 <= loss_id < len(STATE.loss_scalers):
-        message = (
+        raise AmpError(
             f"loss_id={loss_id} must be below num_losses={len(STATE.loss_scalers)}: "
             "pass num_losses to amp.initialize."
         )
-        raise AmpError(message)
     scaler: AmpScaler = STATE.loss_scalers[loss_id]
     return scaler
 

@@ -53,11 +53,10 @@ def multi_tensor_axpby(
     x, y, outputs = _lists("multi_tensor_axpby", tensor_lists, 3)
     checked = {-1: [*x, *y], 0: x, 1: y}
     if arg_to_check not in checked:
-        message = (
+        raise AmpError(
             f"multi_tensor_axpby: arg_to_check={arg_to_check!r} must be 0 (the first "
             "list), 1 (the second) or -1 (both)."
         )
-        raise AmpError(message)
     if not x:
         return
     _flag(noop_flag, checked[arg_to_check])
@@ -109,8 +108,7 @@ def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:
 
 
 def __getattr__(name: str) -> NoReturn:
-    message = (
+    raise AttributeError(
         f"amp_C.{name} is not here; there are {', '.join(__all__)}. Optimizers: use "
         "torch's, or halfstep.compat.apex.optimizers."
     )
-    raise AttributeError(message)

@@ -213,11 +213,10 @@ class FP16_Optimizer:
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         if self.dynamic_loss_scale:
-            message = (
+            raise AmpError(
                 f"{type(self.optimizer).__name__}.step was given a closure, and the "
                 "loss scale is dynamic: set static_loss_scale for one."
             )
-            raise AmpError(message)
 
         def run() -> Any:
             if not self.first_closure_call_this_step:
@@ -247,11 +246,10 @@ class FP16_Optimizer:
         saved = [m for group in state_dict["fp32_from_fp16"] for m in group]
         own = [m for group in self.fp32_from_fp16_groups for m in group]
         if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in own]:
-            message = (
+            raise AmpError(
                 f"the state holds {len(saved)} masters, of other shapes than the "
                 f"{len(own)} here: build the optimizer over the model that was saved."
             )
-            raise AmpError(message)
         self.loss_scaler.core.load_state_dict(state_dict["loss_scaler"])
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]

@@ -86,11 +86,10 @@ def prep_param_lists(
         return params, [copy.requires_grad_() for copy in copies]
     dtypes = {param.dtype for param in params}
     if len(dtypes) != 1:
-        message = (
+        raise AmpError(
             f"flat_master=True needs parameters of one dtype, not {dtypes}: use "
             "flat_master=False, or FP16_Optimizer."
         )
-        raise AmpError(message)
     flat = nn.Parameter(torch.cat([p.reshape(-1) for p in params]).float())
     flat.grad = torch.zeros_like(flat)
     return params, [flat]

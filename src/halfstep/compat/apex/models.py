@@ -27,22 +27,20 @@ def check(models: Sequence[nn.Module], *, fp32: bool) -> None:
     """Reject models in a parallel wrapper, whose buckets have the dtype at wrapping."""
     for model in models:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            message = (
+            raise AmpError(
                 f"the model is already in {type(model).__name__}: pass the bare model "
                 "to amp.initialize, and wrap what it returns."
             )
-            raise AmpError(message)
     for model in models if fp32 else ():
         parameters = [("param", *pair) for pair in model.named_parameters()]
         buffers = [("buffer", *pair) for pair in model.named_buffers()]
         for kind, name, tensor in parameters + buffers:
             if is_low(tensor.dtype):
-                message = (
+                reject(
                     f"found {kind} {name} with dtype {tensor.dtype}, expected "
                     "torch.float32: do not call .half() on a model before "
                     "amp.initialize, at any opt_level."
                 )
-                reject(message)
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:

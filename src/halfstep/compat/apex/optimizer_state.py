@@ -77,12 +77,11 @@ class AmpOptimizerState:
             self._is_synced = True
         if self._has_scaled:
             if self._pending_scale != scale:
-                message = (
+                raise AmpError(
                     f"gradients scaled by {self._pending_scale:g} wait to be unscaled, "
                     f"and this loss is scaled by {scale:g}: leave delay_unscale out "
                     "where losses have scales of their own."
                 )
-                raise AmpError(message)
             return
         self._pending_scale = None
         low = {param for param, _ in self.pairs}
@@ -146,11 +145,10 @@ class AmpOptimizerState:
         self._check_masters_have_grads()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None and (self.pairs or STATE.scales):
-            message = (
+            raise AmpError(
                 f"{type(self.optimizer).__name__}.step was given a closure, and amp "
                 "does not support one where it scales losses or keeps masters."
             )
-            raise AmpError(message)
         if self.skipped_by is not None:
             maybe_print(self.skipped_by.skip_message())
             self.skipped_by = None
@@ -168,23 +166,21 @@ class AmpOptimizerState:
     def _check_unscaled(self) -> None:
         """Reject a step whose gradients are still scaled."""
         if self._has_scaled and (self._pending_scale != 1 or self.pairs):
-            message = (
+            raise AmpError(
                 "optimizer.step() was called while its gradients are still scaled by "
                 f"{self._pending_scale:g}: the last scale_loss before a step must "
                 "leave delay_unscale=False."
             )
-            raise AmpError(message)
 
     def _check_masters_have_grads(self) -> None:
         """Reject a step without effect: no master weight has a gradient."""
         num_grads = sum(param.grad is not None for param, _ in self.pairs)
         if num_grads and all(master.grad is None for _, master in self.pairs):
-            message = (
+            raise AmpError(
                 f"gradients never went through amp.scale_loss: {num_grads} weights "
                 "have one, no master has. Call backward() in `with amp.scale_loss("
                 "loss, optimizer) as scaled_loss:`."
             )
-            raise AmpError(message)
 
     def clear_master_grads(self) -> None:
         """Free gradients of master weights, which model.zero_grad() does not clear."""
@@ -243,11 +239,10 @@ def state_of(optimizer: object) -> AmpOptimizerState:
     """Return amp's state of an optimizer."""
     state: AmpOptimizerState | None = getattr(optimizer, ATTRIBUTE, None)
     if state is None:
-        message = (
+        raise AmpError(
             f"{type(optimizer).__name__} did not come from amp.initialize: pass it "
             "there once, before training, and use what it returns."
         )
-        raise AmpError(message)
     return state
 
 

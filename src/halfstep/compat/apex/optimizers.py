@@ -105,12 +105,11 @@ def _absent(name: str) -> Callable[..., NoReturn]:
     """Return a function in place of an optimizer that torch has not."""
 
     def raise_error(*_: object, **__: object) -> NoReturn:
-        message = (
+        raise AmpError(
             f"{name} has no counterpart in torch: use FusedAdam, FusedSGD or "
             "FusedAdagrad, or another library's optimizer, which amp.initialize takes "
             "as well."
         )
-        raise AmpError(message)
 
     return raise_error
 
@@ -121,8 +120,7 @@ FusedLAMB, FusedNovoGrad = map(_absent, ("FusedLAMB", "FusedNovoGrad"))
 def _refuse(name: str, asked: dict[str, bool]) -> None:
     for option, wanted in asked.items():
         if wanted:
-            message = (
+            raise AmpError(
                 f"{name}: the given {option} asks for an update that torch's optimizer "
                 "does not do; leave it at its default."
             )
-            raise AmpError(message)

@@ -60,12 +60,11 @@ class DistributedDataParallel(_TorchDDP):
         }
         for name, (value, default) in required.items():
             if value != default:
-                message = (
+                raise AmpError(
                     f"{name}={value!r} has no counterpart in torch's "
                     f"DistributedDataParallel, which does {name}={default!r}: leave it "
                     "out, or set a communication hook."
                 )
-                raise AmpError(message)
         sizes = [param.element_size() for param in module.parameters()] or [0]
         bucket = message_size * sum(sizes) / len(sizes) / _MEGABYTE
         super().__init__(
@@ -92,12 +91,11 @@ class SyncBatchNorm(_TorchSyncBatchNorm):
     ) -> None:
         del channel_last
         if fuse_relu:
-            message = (
+            raise AmpError(
                 f"SyncBatchNorm: fuse_relu={fuse_relu!r} has no counterpart in "
                 "torch's, which applies no ReLU: leave it out, and put nn.ReLU() "
                 "behind the layer."
             )
-            raise AmpError(message)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, process_group
         )

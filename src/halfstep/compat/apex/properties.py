@@ -82,11 +82,10 @@ def _flag(value: object) -> bool:
     words: dict[object, bool] = {"True": True, "False": False}
     flag = words.get(value, value)
     if not isinstance(flag, bool):
-        message = (
+        raise AmpError(
             f"keep_batchnorm_fp32={value!r} must be a bool, the string 'True' or "
             "'False', or None."
         )
-        raise AmpError(message)
     return flag
 
 
@@ -98,21 +97,19 @@ def _scale(value: object) -> float | str:
     except (TypeError, ValueError):
         scale = math.nan
     if not 0 < scale < math.inf:
-        message = (
+        raise AmpError(
             f"loss_scale={value!r} must be 'dynamic' or a positive number, as 128.0."
         )
-        raise AmpError(message)
     return scale
 
 
 def _check_type(value: object) -> None:
     is_format = isinstance(value, torch.dtype) and value in AUTOCAST_DTYPES
     if value is not False and not is_format:
-        message = (
+        raise AmpError(
             f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, "
             "torch.float32, or False to cast nothing."
         )
-        raise AmpError(message)
 
 
 def _check_mix(level: Properties, explicit: dict[str, Any]) -> None:
@@ -120,29 +117,25 @@ def _check_mix(level: Properties, explicit: dict[str, Any]) -> None:
     name = level.opt_level
     if not level.patch_torch_functions:
         if explicit.get("patch_torch_functions"):
-            message = (
+            reject(
                 f"patch_torch_functions=True with opt_level={name!r}: functions are "
                 "only patched by opt_level='O1'; choose that."
             )
-            reject(message)
         return
     if explicit.get("cast_model_type") not in {None, False, torch.float32}:
-        message = (
+        reject(
             f"cast_model_type={explicit['cast_model_type']} with opt_level={name!r}, "
             "which inserts casts around torch functions rather than model weights: "
             "use opt_level='O2' or 'O3'."
         )
-        reject(message)
     if "keep_batchnorm_fp32" in explicit:
-        message = (
+        reject(
             f"keep_batchnorm_fp32={explicit['keep_batchnorm_fp32']} with "
             f"opt_level={name!r}, where batch norm runs in the dtype of its input with "
             "fp32 weights: it should be None."
         )
-        reject(message)
     if "master_weights" in explicit:
-        message = (
+        reject(
             f"master_weights={explicit['master_weights']} makes no sense with "
             f"opt_level={name!r}: the model's own weights are fp32. Leave it out."
         )
-        reject(message)

@@ -245,11 +245,10 @@ class LevelEngine:
                 converted.separate(model)
         was, now = (str(each.choice) for each in (converted, self))
         if was != now or converted.rules != self.policy:
-            message = (
+            raise UserError(
                 f"the model was converted before, at {was}, and this plugin is for "
                 f"{now}, or has another policy: build the model anew."
             )
-            raise UserError(message)
         converted.reconvert()
         if converted not in self._models:
             self._models.append(converted)
@@ -265,10 +264,9 @@ class LevelEngine:
     def attach(self, optimizer: Optimizer) -> OptimizerEntry:
         """Give an optimizer master weights if the level has them."""
         if isinstance(optimizer, torch.optim.LBFGS):
-            message = (
+            raise UserError(
                 "LBFGS evaluates the model inside its step; use another optimizer."
             )
-            raise UserError(message)
         has_masters = self.choice.level.masters
         form = encoding.FP32 if has_masters else None
         device = self.device.type
@@ -535,11 +533,10 @@ class LevelEngine:
             }
             state = {"dtype": "fp16", "loss_scale": loss_scale, "steps": {}}
         if not {"dtype", "loss_scale", "steps"} <= state.keys():
-            message = (
+            raise UserError(
                 f"the precision state holds {[*state]}, and was not saved by "
                 "halfstep: load the weights alone."
             )
-            raise UserError(message)
         LossScaler.check(state["loss_scale"])
         self._saved = {"steps": dict(state["steps"])}
         if state["dtype"] == self.choice.format.name:

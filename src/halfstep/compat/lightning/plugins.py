@@ -145,11 +145,10 @@ class MixedPrecision(_LevelPlugin, Precision):
         module = cast("LightningModule", ddp.unwrap(model))
         strategy = module.trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-            message = (
+            raise UserError(
                 f"strategy {type(strategy).__name__} beside halfstep's MixedPrecision: "
                 "use one device or DDP, or give halfstep.prepare the sharded model."
             )
-            raise UserError(message)
         if module.trainer.state.fn != TrainerFn.FITTING:
             # An evaluation after training keeps the optimizers.
             return model, optimizers, lr_schedulers
