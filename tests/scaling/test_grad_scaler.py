@@ -116,6 +116,7 @@ def test_disabled() -> None:
     assert scaler.scale(loss := torch.ones(())) is loss
     scaler.load_state_dict({"loss_scaler0": 3})
     scaler.update(7)
+    assert scaler.state_dict() == {}
     assert not scaler.last_step.complete
     with pytest.raises(UserError, match=r"^hysteresis=0 must be at least 1\.$"):
         hs.GradScaler("cpu", hysteresis=0)

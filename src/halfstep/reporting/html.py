@@ -481,4 +481,6 @@ def thinned(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
         finite = [i for i in places[start : start + size] if not math.isnan(y[i])]
         finite.sort(key=y.__getitem__)
         indices.update(gaps[:1], finite[:1], finite[-1:])
-    return [curve.x[i] for i in sorted(indices)], [y[i] for i in sorted(indices)]
+    points = list(zip(curve.x, y, strict=True))
+    drawn = [points[i] for i in sorted(indices)]
+    return [x for x, _ in drawn], [y for _, y in drawn]

@@ -424,6 +424,12 @@ class CollapseMonitor:
             bad_op=bad_op,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Graphs, CUDA events and pending copies cannot be pickled.
+        cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
+        pending = {"_delayed": DelayedScalars(), "_param_readers": deque()}
+        return self.__dict__ | cleared | pending
+
 
 def is_capturing() -> bool:
     """Return whether the current stream is captured in a CUDA graph."""
