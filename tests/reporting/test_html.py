@@ -195,7 +195,7 @@ def test_how_many_points_are_drawn(count: int) -> None:
     xs, ys = thinned(Curve("a", x, y), lowest=-1e100)
     assert len(xs) == len(ys)
     assert 1000 <= len(xs) <= 2000 if count > 2000 else tuple(xs) == x
-    with pytest.raises(ValueError, match="longer than"):
+    with pytest.raises(ValueError, match="shorter than"):
         thinned(Curve("a", (*x, 0.0), y), lowest=-1e100)
 
 
