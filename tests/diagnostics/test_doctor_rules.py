@@ -299,7 +299,7 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
     ),
     (
         "unfused update",
-        lambda s: profiled(ON_CPU, rows=ADDCDIV, update_s=s, optimizer="AdamW"),
+        lambda s: profiled(ON_CPU, rows=ADDCDIV, update_s=s, optimizer="Adam"),
         *(0.015, 0.016, "16 ms of a step of 100 ms, 16%; 16 bits do not make it"),
     ),
     (

@@ -97,6 +97,22 @@ def test_the_reason_is_named_first_on_a_gpu(
     assert found.findings[0].rule == program.rule, found.findings
 
 
+def test_kernels_are_used_in_timed_steps() -> None:
+    """Law: steps are timed without hooks, with which a session has no kernel."""
+    model = torch.nn.Linear(8, 8)
+    session = hs.prepare(
+        model, torch.optim.AdamW(model.parameters()), "O2", dtype="bf16"
+    )
+
+    def step() -> None:
+        with session.autocast():
+            loss = session.model(torch.ones(4, 8)).square().mean()
+        session.backward(loss)
+        session.step()
+
+    assert hs.diagnose(step, session=session).profile.optimizer is None
+
+
 def test_the_reasons_are_different() -> None:
     """Law: there are nine programs, and no two are slow for one reason."""
     assert len({program.rule for program in PROGRAMS.values()}) == 9

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from halfstep.casting import weight_cache
 from halfstep.distributed import process_group
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -391,6 +392,28 @@ def test_cast_once_a_step(name: str) -> None:
     # 4 matrices of 36 numbers, of which one is tied, and 3 biases of 6.
     assert cache.bytes == 2 * (3 * 36 + 3 * 6)
     assert cache.bytes_cast == STEPS * cache.bytes
+
+
+def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: casts and gradients lie where they lay in the step before.
+
+    Those of small weights do not: for them autograd is quicker.
+    """
+    monkeypatch.setattr(weight_cache, "SMALL", 0)
+    loop = Ours(PROGRAMS["plain"], 2)
+    layers = loop.net.once, loop.net.twice
+    params = [param for layer in layers for param in layer.parameters()]
+    places = set()
+    for step in range(3):
+        for number in range(2):
+            with loop.region():
+                loss = loss_of(loop, 10 * step + number)
+            loop.backward(loss)
+            grads = [p.grad.data_ptr() for p in params if p.grad is not None]
+            loop.step()
+        entries = loop.session._contexts.cache._entries.values()
+        places.add((*grads, *(entry.data.data_ptr() for entry in entries)))
+    assert len(places) == 1
 
 
 def test_unmatched_rules_are_told_of_once() -> None:

@@ -245,6 +245,15 @@ def test_flush_is_a_smaller_window(kind: str, options: dict[str, Any]) -> None:
     assert torch.equal(session.weights()["0.bias"], before)
 
 
+def test_flush_of_three_is_their_mean() -> None:
+    """Law: each of three micro-batches of four counts a third, up to rounding."""
+    session, twin = (build("O0 fp32", accumulate=size) for size in (4, 3))
+    micro(session, 1, 2, 3)
+    micro(twin, 1, 2, 3)
+    assert session.flush().applied
+    torch.testing.assert_close(dict(session.weights()), dict(twin.weights()))
+
+
 def test_flush_without_accumulation() -> None:
     """Law: where each backward pass is a step, flush ends the one under way."""
     for more in ({}, {"optimizer_in_backward": True}):

@@ -148,7 +148,8 @@ def test_cut(predictor: Predictor) -> None:
     """Law: a text is cut as in training, and told so; one that just fits is not."""
     fits = LONGEST - 2  # beside the marks of start and end
     one, *others = predictor.predict("a" * n for n in (fits, fits + 1, 2, 5000))
-    assert [one.cut, *(each.cut for each in others)] == [False, True, False, True]
+    cut = [one.cut, *(each.cut for each in others)]
+    assert json.dumps(cut) == "[false, true, false, true]"  # no values of NumPy
     for each in others[::2]:
         assert each.probabilities == pytest.approx(one.probabilities, abs=CLOSE)
 

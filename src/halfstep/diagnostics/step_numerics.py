@@ -241,6 +241,15 @@ class CheckedSteps:
         if self._number > self._checked:
             self._step(*batch)
             return
+        # Not around the later steps, which are timed: a session does not use its
+        # kernels for an optimizer with hooks.
+        with (
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ):
+            self._checked_step(batch)
+
+    def _checked_step(self, batch: tuple[object, ...]) -> None:
         scale_now, random = self._scale(), self._random_state()
         skips = 0 if self._session is None else self._session.steps_skipped
         try:
@@ -351,16 +360,11 @@ class CheckedSteps:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[CheckedSteps]:
-        """Check the backward passes and updates that run inside this context."""
+        """Check the backward passes that run inside this context."""
         # Calls of these nest; the loss is an argument of the outermost.
         owners: list[Any] = [] if self._session is None else [self._session]
         owners += [GradScaler, torch.autograd]
-        with (
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-            self.calls.watched(),
-            contextlib.ExitStack() as stack,
-        ):
+        with self.calls.watched(), contextlib.ExitStack() as stack:
             for owner in owners:
                 backward = self._passes(owner.backward)
                 stack.enter_context(replaced(owner, "backward", backward))

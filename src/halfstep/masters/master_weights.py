@@ -448,10 +448,13 @@ class NoMasters(MasterWeights):
     def describe(self) -> str:
         """Return one line about how weights are updated."""
         name = type(self.optimizer).__name__
-        fused = (group.get("fused") for group in self.optimizer.param_groups)
         can_fuse = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        text = "; fused=True makes it one pass over memory"
-        return f"{name}'s own step{text if can_fuse and not any(fused) else ''}"
+        for group in self.optimizer.param_groups:
+            # torch refuses fused=True beside these.
+            chosen = [group.get(key) for key in ("fused", "foreach", "differentiable")]
+            can_fuse &= not any(chosen)
+        text = "; fused=True makes it one pass over memory" if can_fuse else ""
+        return f"{name}'s own step{text}"
 
     def note(self) -> str:
         """Return one line about master weights."""

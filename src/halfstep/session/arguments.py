@@ -93,7 +93,8 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
 
 def _check_optimizer(optimizer: object) -> None:
     type_name = type(optimizer).__name__
-    inner = getattr(optimizer, "optimizer", None)
+    is_class = isinstance(optimizer, type)
+    inner = None if is_class else getattr(optimizer, "optimizer", None)
     # A wrapper may inherit from Optimizer without calling its `__init__`.
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer) and hasattr(
         optimizer, "_optimizer_step_pre_hooks"

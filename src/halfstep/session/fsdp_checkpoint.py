@@ -5,6 +5,7 @@ Any number of processes can load such a directory, sharded or not.
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from halfstep.session import fsdp, state_dict
 from halfstep.session.fsdp import fsdp_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -166,20 +167,27 @@ def load(session: Session, directory: Path) -> None:
     saved: dict[str, Any] = index.state_dict_metadata
     rest_buffer = {_REST: _empty(_REST, saved[_REST], None)}
     sharded.read(rest_buffer, directory, index)
-    tensors = _template(session, saved)
-    try:
+    with _own_format(directory):
         file = io.BytesIO(bytes(rest_buffer[_REST].tolist()))
         rest = torch.load(file, weights_only=True)
-        sharded.read(tensors, directory, index)
+    tensors = _template(session, saved)
+    # Outside: a process that is lost while reading is no fault of the files.
+    sharded.read(tensors, directory, index)
+    with _own_format(directory):
         state = _nested(tensors, rest)
-    except CheckpointError:
-        raise
-    except Exception as error:  # files match their manifest, but not our format
+    session.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _own_format(directory: Path) -> Iterator[None]:
+    """Report files that match their manifest, but not our format."""
+    try:
+        yield
+    except Exception as error:
         raise CheckpointError(
             f"{directory} holds more than tensors and plain values, or none; it was "
             "not written by halfstep and is not loaded."
         ) from error
-    session.load_state_dict(state)
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -157,7 +157,7 @@ class Predictor:
             verbose=False,  # would warn about the length
         )
         for index, ids in zip(reached, encoding["input_ids"], strict=True):
-            cut[index] = len(ids) > encoded.lengths[index]
+            cut[index] = len(ids) > int(encoded.lengths[index])
         return cut
 
     def _entities(

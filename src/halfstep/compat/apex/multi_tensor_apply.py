@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
@@ -25,9 +27,15 @@ class MultiTensorApply:
     def check_avail(self) -> None:
         """Do nothing: `amp_C` is always available."""
 
-    def __call__(self, op: Callable[..., Any], *args: Any) -> Any:
+    def __call__(
+        self,
+        op: Callable[..., Any],
+        noop_flag_buffer: Tensor,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        *args: Any,
+    ) -> Any:
         """Call an operation on lists of tensors."""
-        return op(self.chunk_size, *args)
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

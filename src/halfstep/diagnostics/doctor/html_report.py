@@ -11,6 +11,7 @@ from halfstep.numerics.tensor_summary import max_exponent, merged, underflow_exp
 from halfstep.reporting import html
 from halfstep.reporting.html import Bar, Card, Drawing, Heatmap, Section
 from halfstep.reporting.table import Table, single_line
+from halfstep.scaling.step_report import first_names
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _MOST_ROWS = 40  # tensors in one picture
 _MOST_OPERATIONS = 15
 _MOST_SKIPS = 20
-_MOST_NAMES = 3
 _OTHERS = "other operations"
 _ABOUT_PARTS = (
     "Other operations are all the rest of the table, such as norms, activations, "
@@ -130,7 +130,7 @@ def skips(steps: Sequence[Step]) -> Section:
         (
             str(step.step),
             f"{step.scale:g}" if step.scale else "-",
-            ", ".join(step.found_inf_in[:_MOST_NAMES]) or "-",
+            first_names(step.found_inf_in) or "-",
         )
         for step in skipped[:_MOST_SKIPS]
     )

@@ -127,7 +127,7 @@ class Profile:
     dtype: str | None = None
     """The run's format, or else that of most of the matmul time."""
     optimizer: str | None = None
-    """Class of the optimizer, if its own `step` was called."""
+    """Class of the only optimizer whose own `step` was called; None: none, several."""
 
     def share(self, seconds: float) -> float:
         """Return the share of the step time that some seconds are, 0 to 1."""

@@ -177,7 +177,9 @@ def summary(
         device="cuda" if seen.busy else "cpu",
         level=level,
         dtype=dtype,
-        optimizer=seen.optimizer,
+        optimizer=next(iter(seen.optimizers), None)
+        if len(seen.optimizers) == 1
+        else None,
     )
 
 

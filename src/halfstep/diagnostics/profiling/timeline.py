@@ -91,8 +91,8 @@ class Timeline:
     """Time of fetching; on a GPU, only while it was idle."""
     length: float = 0.0
     """Total time, without that of the profiler itself."""
-    optimizer: str | None = None
-    """Class of the optimizer that stepped last."""
+    optimizers: set[str] = field(default_factory=set)
+    """Classes of the optimizers whose `step` was called."""
 
     def inside(self, spans: Iterable[Span]) -> int:
         """Return how many nanoseconds of the step are in the union of `spans`."""
@@ -211,8 +211,7 @@ class _Thread:
             step.fetching.append((begin, end))
         elif name.startswith(_UPDATES):
             entry.part = UPDATE
-            optimizer = _OPTIMIZER.fullmatch(name)
-            step.optimizer = optimizer[1] if optimizer else step.optimizer
+            step.optimizers.update(_OPTIMIZER.findall(name))
         step.between += self._cost * (entry.part != FETCH and not entry.in_op)
         self._charge(self._cost)
         called = "::" in name and not name.startswith(_ENGINE)
