@@ -4,9 +4,11 @@ In: a file, its arguments and environment. Out: what it said, once it has ended.
 """
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,7 +66,16 @@ def run_forked(
         waiting = list(running)
         while waiting and not (kill and any(process.exitcode for process in running)):
             sentinels = [process.sentinel for process in waiting]
-            assert connection.wait(sentinels, timeout), f"{file} {arguments} is stuck"
+            if not connection.wait(sentinels, timeout):
+                for process in waiting:
+                    os.kill(process.pid, signal.SIGABRT)  # faulthandler says where
+                    process.join()
+                said = [
+                    Path(f"{folder}/{n}.2").read_text() for n in range(len(running))
+                ]
+                raise AssertionError(
+                    f"{file} {arguments} is stuck:\n" + "\n".join(said)
+                )
             waiting = [process for process in running if process.is_alive()]
         for process in waiting:
             process.kill()
@@ -116,6 +127,7 @@ def _become(
 ) -> None:
     for fd in (1, 2):
         os.dup2(os.open(f"{output}.{fd}", os.O_WRONLY | os.O_CREAT), fd)
+    faulthandler.enable(2)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [file, *arguments]
