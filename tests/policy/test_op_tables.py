@@ -74,11 +74,13 @@ def test_names_are_those_registered(
 
 @pytest.mark.parametrize("base", NAMED)
 @DEVICES
-def test_rows_say_why(device: str, base: str) -> None:
-    """Law: a reason is a phrase that fits a line."""
+def test_rows_say_why_and_where(device: str, base: str) -> None:
+    """Law: a reason is a phrase that fits a line, the source a file or lean itself."""
+    files = {f"aten/src/ATen/autocast_mode.{suffix}" for suffix in ("h", "cpp")}
     for operation, row in NAMED[base][device].items():
         assert 20 < len(row.reason) <= 80, operation
         assert not row.reason.endswith("."), operation
+        assert row.source in (files if base == "torch" else {"halfstep lean"})
 
 
 # Lean

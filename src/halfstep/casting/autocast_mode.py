@@ -233,6 +233,7 @@ class PolicyAutocast:
         Args:
             torch_context: Sets torch's autocast state.
             policy: Already checked, and attached to the model if it has module rules.
+                None: that of the enclosing context, else torch's.
             cache: None: a new one for each entry.
             cache_weights: Whether the cache serves all casts of weights.
             record: Record each operation.

@@ -203,7 +203,7 @@ def _plan(
         for module in stored_in_fp32
         for tensor in (*module.parameters(), *module.buffers())
     }
-    for module in modules if level.autocast else ():
+    for module in modules if level.autocast and level.low_weights else ():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001 -- no other way
             if isinstance(hook, SpectralNorm):
                 # Its power iteration writes to fp32 buffers and rejects mixed dtypes.

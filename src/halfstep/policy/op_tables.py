@@ -10,7 +10,7 @@ for a few rows. An operation that the installed torch lacks has no row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,8 @@ class Row:
     category: str
     """One of the categories above."""
     reason: str
+    source: str
+    """File of torch's source that registers it, or "halfstep lean"."""
 
 
 Groups = dict[tuple[str, str], str]
@@ -50,9 +52,9 @@ def _exists(operation: str) -> bool:
     return packet is not None and (overload or "default") in packet.overloads()
 
 
-def _rows(groups: Groups) -> dict[str, Row]:
+def _rows(source: str, groups: Groups) -> dict[str, Row]:
     return {
-        operation: Row(*key)
+        operation: Row(*key, source)
         for key, operations in groups.items()
         for operation in operations.split()
         if _exists(operation)
@@ -152,8 +154,8 @@ _CUDA_AND_XPU: Groups = {
     (FP32, _RESAMPLING): _UPSAMPLING + _UPSAMPLING_SMOOTH,
     (FP32_RESULT, _REDUCTION): _REDUCTIONS + "norm.Scalar norm.ScalarOpt_dim",
     (PROMOTE, _MIXED): "vdot",
-    (BANNED, _PROBABILITY): "binary_cross_entropy",
 }
+_BAN: Groups = {(BANNED, _PROBABILITY): "binary_cross_entropy"}
 
 # CUDA only
 
@@ -228,12 +230,15 @@ _CPU: Groups = {
     (PROMOTE, _MIXED): "stack cat index_copy",
 }
 
-# aten/src/ATen/autocast_mode.h and autocast_mode.cpp register them.
-_on_both = _rows(_ACCELERATORS) | _rows(_CUDA_AND_XPU)
+_MACROS = "aten/src/ATen/autocast_mode.h"
+_REGISTRATIONS = "aten/src/ATen/autocast_mode.cpp"
+_on_both = _rows(_MACROS, _ACCELERATORS) | _rows(_MACROS, _CUDA_AND_XPU)
+_on_both |= _rows(_REGISTRATIONS, _BAN)
+_on_mps = _rows(_REGISTRATIONS, _ACCELERATORS) | _rows(_REGISTRATIONS, _MPS)
 _WRITTEN = {
-    "cpu": _rows(_CPU),
-    "cuda": _on_both | _rows(_CUDA),
-    "mps": _rows(_ACCELERATORS) | _rows(_MPS) | _rows(_NOT_ON_MPS),
+    "cpu": _rows(_REGISTRATIONS, _CPU),
+    "cuda": _on_both | _rows(_REGISTRATIONS, _CUDA),
+    "mps": _on_mps | _rows(_REGISTRATIONS, _NOT_ON_MPS),
     "xpu": _on_both,
 }
 
@@ -273,13 +278,17 @@ _LEAN_CPU: Groups = {
 }
 """CPU only: on CUDA, cuDNN packs the weights of whole layers and casts them itself."""
 
-_lean = _WRITTEN["cpu"] | _WRITTEN["cuda"]
-_lean = {n: row for n, row in _lean.items() if n not in _LEAN_AS_CALLED.split()}
-_lean |= _rows(_LEAN)
+_SOURCE = "halfstep lean"
+_lean = {
+    name: replace(row, source=_SOURCE)
+    for name, row in (_WRITTEN["cpu"] | _WRITTEN["cuda"]).items()
+    if name not in _LEAN_AS_CALLED.split()
+}
+_lean |= _rows(_SOURCE, _LEAN)
 LEAN = {
-    "cpu": _lean | _rows(_LEAN_CPU),
+    "cpu": _lean | _rows(_SOURCE, _LEAN_CPU),
     "cuda": _lean,
-    "mps": _lean | _rows(_NOT_ON_MPS),
+    "mps": _lean | _rows(_SOURCE, _NOT_ON_MPS),
     "xpu": _lean,
 }
 
