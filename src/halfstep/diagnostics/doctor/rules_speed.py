@@ -296,7 +296,7 @@ _UNFUSED = {"addcdiv_", "_foreach_addcdiv_"}
 
 
 @RULES.add(
-    OURS + ": one pass over the memory in place of ten then saves 10 % of the step",
+    OURS + ": one pass over the memory in place of eight then saves 10 % of the step",
     needs=("profile",),
     limit=Limit(0.15, "{:.0%} of the step"),
     concerns=lambda f: f.profile is None or f.profile.optimizer in _CAN_FUSE,

@@ -177,9 +177,7 @@ def summary(
         device="cuda" if seen.busy else "cpu",
         level=level,
         dtype=dtype,
-        optimizer=next(iter(seen.optimizers), None)
-        if len(seen.optimizers) == 1
-        else None,
+        optimizer=next(iter(seen.optimizers)) if len(seen.optimizers) == 1 else None,
     )
 
 
