@@ -1,5 +1,6 @@
 """What most programs begin with, and the loop that most of them are."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -114,6 +115,28 @@ def training(
         return not updates or not bool(losses[-1].isfinite())
 
     return loop(amp, model, loss, optimizer, scaler, dtype=dtype, is_sick=is_sick)
+
+
+def trained(
+    make: Callable[[Callable[[Tensor], Tensor]], nn.Module] | None = None, **more: Any
+) -> Callable[[Callable[..., Tensor]], Callable[..., Program]]:
+    """Make a function `f(tensor, *, cured)` the program that trains with it.
+
+    It is a part of the model that `make` builds, or else the loss of a linear layer;
+    `more` goes to `training`.
+    """
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Program]:
+        @functools.wraps(function)
+        def build(amp: Amp, *, cured: bool) -> Program:
+            own = functools.partial(function, cured=cured)
+            if make is None:
+                return training(amp, loss_of=own, **more)
+            return training(amp, make(own), **more)
+
+        return build
+
+    return decorate
 
 
 def inference(model: nn.Module, *inputs: object) -> Program:

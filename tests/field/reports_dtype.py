@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.field.nets import WIDTH, loop, mean_square, training
+from tests.field.nets import WIDTH, loop, mean_square, trained, training
 from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -108,25 +108,19 @@ def extension_with_two_dtypes(amp: Amp, *, cured: bool) -> Program:
     says=r"index_put_ .*\(Net\) got float32 \(rows\), float16.*float32 by hand",
     truth="index_put|Index put",
 )
-def rows_of_a_buffer(amp: Amp, *, cured: bool) -> Program:
-
-    def function(y: Tensor) -> Tensor:
-        rows, kept = torch.zeros(2 * len(y), WIDTH), 2 * torch.arange(len(y))
-        rows[kept] = y.to(rows.dtype) if cured else y
-        return rows
-
-    return training(amp, Net(function))
+@trained(Net)
+def rows_of_a_buffer(y: Tensor, *, cured: bool) -> Tensor:
+    rows, kept = torch.zeros(2 * len(y), WIDTH), 2 * torch.arange(len(y))
+    rows[kept] = y.to(rows.dtype) if cured else y
+    return rows
 
 
 @report(says=r"index_add .*float32 \(pooled\), float16 \(rows\)", truth="index_add")
-def index_add(amp: Amp, *, cured: bool) -> Program:
-
-    def function(rows: Tensor) -> Tensor:
-        pooled, index = torch.zeros(2, WIDTH), torch.arange(4) % 2
-        rows = rows.to(pooled.dtype) if cured else rows
-        return pooled.index_add(0, index, rows)
-
-    return training(amp, Net(function))
+@trained(Net)
+def index_add(rows: Tensor, *, cured: bool) -> Tensor:
+    pooled, index = torch.zeros(2, WIDTH), torch.arange(4) % 2
+    rows = rows.to(pooled.dtype) if cured else rows
+    return pooled.index_add(0, index, rows)
 
 
 @report(says=r"lerp_? .*float32 \(center\), bfloat16 \(now\)", truth="lerp")
@@ -177,38 +171,29 @@ def weighted_bag(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(says=r"logdet.*(op:logdet=fp32|\.float\(\)|float32)", truth="logdet|linalg")
-def linear_algebra_in_bf16(amp: Amp, *, cured: bool) -> Program:
-
-    def function(y: Tensor) -> Tensor:
-        gram = y @ y.T
-        gram = gram + 10 * torch.eye(len(gram), dtype=gram.dtype)
-        return torch.logdet(gram.float() if cured else gram)
-
-    return training(amp, Net(function), dtype=BF16)
+@trained(Net, dtype=BF16)
+def linear_algebra_in_bf16(y: Tensor, *, cured: bool) -> Tensor:
+    gram = y @ y.T
+    gram = gram + 10 * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.logdet(gram.float() if cured else gram)
 
 
 @report(
     says=r"(sparse|addmm|\bmm\b|matmul).*(=fp32|\.float\(\)|enabled=False)",
     truth="sparse",
 )
-def sparse_product(amp: Amp, *, cured: bool) -> Program:
+@trained(Net, dtype=BF16)
+def sparse_product(y: Tensor, *, cured: bool) -> Tensor:
     graph = torch.eye(4).to_sparse_csr()
-
-    def function(y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=BF16, enabled=not cured):
-            return torch.sparse.mm(graph, y.float() if cured else y)
-
-    return training(amp, Net(function), dtype=BF16)
+    with torch.autocast("cpu", dtype=BF16, enabled=not cured):
+        return torch.sparse.mm(graph, y.float() if cured else y)
 
 
 @report(says=r"complex .*bfloat16.*(float\(\)|float32)", truth="(?i)bfloat16")
-def complex_of_bf16(amp: Amp, *, cured: bool) -> Program:
-
-    def function(y: Tensor) -> Tensor:
-        y = y.float() if cured else y
-        return torch.complex(y, y).abs()
-
-    return training(amp, Net(function), dtype=BF16)
+@trained(Net, dtype=BF16)
+def complex_of_bf16(y: Tensor, *, cured: bool) -> Tensor:
+    y = y.float() if cured else y
+    return torch.complex(y, y).abs()
 
 
 # Constants, numpy, tracing
@@ -218,25 +203,19 @@ def complex_of_bf16(amp: Amp, *, cured: bool) -> Program:
     says=r"masked_fill.*-1e\+?0?9.*torch\.finfo\(.*\.min",
     truth="masked_fill|without overflow",
 )
-def mask_constant(amp: Amp, *, cured: bool) -> Program:
-
-    def function(y: Tensor) -> Tensor:
-        scores = y @ y.T
-        constant = torch.finfo(scores.dtype).min if cured else -1e9
-        return scores.masked_fill(torch.ones(4, 4).triu(1) > 0, constant).softmax(-1)
-
-    return training(amp, Net(function))
+@trained(Net)
+def mask_constant(y: Tensor, *, cured: bool) -> Tensor:
+    scores = y @ y.T
+    constant = torch.finfo(scores.dtype).min if cured else -1e9
+    return scores.masked_fill(torch.ones(4, 4).triu(1) > 0, constant).softmax(-1)
 
 
 @report(says=r"numpy.*bfloat16.*\.float\(\)", truth="(?i)bfloat16")
-def numpy_of_bf16(amp: Amp, *, cured: bool) -> Program:
-
-    def function(logits: Tensor) -> Tensor:
-        kept = logits.detach()
-        (kept.float() if cured else kept).numpy().argmax(-1)
-        return logits
-
-    return training(amp, Net(function), dtype=BF16)
+@trained(Net, dtype=BF16)
+def numpy_of_bf16(logits: Tensor, *, cured: bool) -> Tensor:
+    kept = logits.detach()
+    (kept.float() if cured else kept).numpy().argmax(-1)
+    return logits
 
 
 @report(says=r"cache_enabled=False", truth="cache")

@@ -1,6 +1,7 @@
 """Finite numbers that are wrong: too coarse, or an overflow that nobody sees."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,100 +20,90 @@ class Middle(nn.Module):
 
 
 def checked(
-    amp: Amp,
-    function: Callable[[Tensor], Tensor],
-    dtype: torch.dtype,
-    *,
-    length: int,
-    factor: float = 1.0,
-) -> Program:
-    middle = Middle(function)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH))
-    nn.init.eye_(model[0].weight)
-    x, outputs = factor * torch.randn(2, length, WIDTH), []
+    dtype: torch.dtype, *, length: int, factor: float = 1.0
+) -> Callable[[Callable[..., Tensor]], Callable[..., Program]]:
+    """Make a function `f(x, *, cured)` the middle of a model that is checked."""
 
-    def step() -> None:
-        with torch.no_grad(), amp.autocast(dtype):
-            inputs = model[0](x)
-            low = middle(inputs).float()
-        outputs[:] = [low, middle(inputs.float())]
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Program]:
+        @functools.wraps(function)
+        def build(amp: Amp, *, cured: bool) -> Program:
+            middle = Middle(functools.partial(function, cured=cured))
+            layers = nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH)
+            model = nn.Sequential(*layers)
+            nn.init.eye_(model[0].weight)
+            x, outputs = factor * torch.randn(2, length, WIDTH), []
 
-    def is_sick() -> bool:
-        low, right = outputs
-        return bool((low - right).norm() > 0.1 * right.norm())
+            def step() -> None:
+                with torch.no_grad(), amp.autocast(dtype):
+                    inputs = model[0](x)
+                    low = middle(inputs).float()
+                outputs[:] = [low, middle(inputs.float())]
 
-    check = {"level": "O1", "dtype": dtype, "steps": 0, "batch": x}
-    check["loss_fn"] = lambda model, batch: mean_square(model(batch))
-    return Program(model, step, is_sick, check=check)
+            def is_sick() -> bool:
+                low, right = outputs
+                return bool((low - right).norm() > 0.1 * right.norm())
+
+            check = {"level": "O1", "dtype": dtype, "steps": 0, "batch": x}
+            check["loss_fn"] = lambda model, batch: mean_square(model(batch))
+            return Program(model, step, is_sick, check=check)
+
+        return build
+
+    return decorate
 
 
 @report(
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth=r"Middle|positions|angles",
 )
-def rotary_angles(amp: Amp, *, cured: bool) -> Program:
-
-    def turn(x: Tensor) -> Tensor:
-        dtype = torch.float32 if cured else x.dtype
-        positions = torch.arange(x.shape[1], dtype=dtype)
-        rates = 10 ** -torch.linspace(0, 3, WIDTH // 2).to(dtype)
-        angles = positions[:, None] * rates
-        return x * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
-
-    return checked(amp, turn, torch.bfloat16, length=2000)
+@checked(torch.bfloat16, length=2000)
+def rotary_angles(x: Tensor, *, cured: bool) -> Tensor:
+    dtype = torch.float32 if cured else x.dtype
+    positions = torch.arange(x.shape[1], dtype=dtype)
+    rates = 10 ** -torch.linspace(0, 3, WIDTH // 2).to(dtype)
+    angles = positions[:, None] * rates
+    return x * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
 
 
 @report(says=r"1 \(mul\): .*65504.*module:1=fp32", truth="mul")
-def squares_of_a_norm(amp: Amp, *, cured: bool) -> Program:
-
-    def normalise(x: Tensor) -> Tensor:
-        wide = x.float() if cured else x
-        return (x * (wide * wide).mean(-1, keepdim=True).rsqrt()).to(x.dtype)
-
-    return checked(amp, normalise, torch.float16, length=16, factor=1000.0)
+@checked(torch.float16, length=16, factor=1000.0)
+def squares_of_a_norm(x: Tensor, *, cured: bool) -> Tensor:
+    wide = x.float() if cured else x
+    return (x * (wide * wide).mean(-1, keepdim=True).rsqrt()).to(x.dtype)
 
 
 @report(
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth="Middle|positions",
 )
-def positions_in_a_matmul(amp: Amp, *, cured: bool) -> Program:
-
-    def turn(x: Tensor) -> Tensor:
-        positions = 65536.0 + torch.arange(x.shape[1])
-        off = torch.autocast("cpu", enabled=False)
-        with off if cured else contextlib.nullcontext():
-            angles = positions[:, None] @ torch.ones(1, WIDTH)
-        return x * angles.float().cos().to(x.dtype)
-
-    return checked(amp, turn, torch.bfloat16, length=64)
+@checked(torch.bfloat16, length=64)
+def positions_in_a_matmul(x: Tensor, *, cured: bool) -> Tensor:
+    positions = 65536.0 + torch.arange(x.shape[1])
+    off = torch.autocast("cpu", enabled=False)
+    with off if cured else contextlib.nullcontext():
+        angles = positions[:, None] @ torch.ones(1, WIDTH)
+    return x * angles.float().cos().to(x.dtype)
 
 
 @report(
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32",
     truth="Middle|index|order",
 )
-def indices_as_floats(amp: Amp, *, cured: bool) -> Program:
-
-    def pick(x: Tensor) -> Tensor:
-        order = torch.arange(x.shape[1] - 10)
-        order = order if cured else order.to(x.dtype).long()
-        return x[:, order]
-
-    return checked(amp, pick, torch.float16, length=8192)
+@checked(torch.float16, length=8192)
+def indices_as_floats(x: Tensor, *, cured: bool) -> Tensor:
+    order = torch.arange(x.shape[1] - 10)
+    order = order if cured else order.to(x.dtype).long()
+    return x[:, order]
 
 
 @report(
     says=r"1 \(Middle\): its output is .* away .*module:1=fp32", truth="Middle|cumsum"
 )
-def window_of_cumulative_sums(amp: Amp, *, cured: bool) -> Program:
-
-    def average(x: Tensor) -> Tensor:
-        dtype = torch.float32 if cured else x.dtype
-        sums = (x + 5).cumsum(1, dtype=torch.float32).to(dtype)
-        return ((sums[:, 4:] - sums[:, :-4]) / 4 - 5).to(x.dtype)
-
-    return checked(amp, average, torch.bfloat16, length=1024)
+@checked(torch.bfloat16, length=1024)
+def window_of_cumulative_sums(x: Tensor, *, cured: bool) -> Tensor:
+    dtype = torch.float32 if cured else x.dtype
+    sums = (x + 5).cumsum(1, dtype=torch.float32).to(dtype)
+    return ((sums[:, 4:] - sums[:, :-4]) / 4 - 5).to(x.dtype)
 
 
 @report(says=r"log_softmax: ran in bf16, .*a ratio .* is not 1", truth="log_softmax")

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from tests.field.nets import WIDTH, Between, inference, training
+from tests.field.nets import WIDTH, Between, inference, trained, training
 from tests.field.report import Amp, Program, report
 from torch import Tensor, nn
 from torch.nn import (  # noqa: N812
@@ -35,56 +35,44 @@ def feed_forward_of_t5(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(says=r"matmul\): forward range: .*65504", truth=r"matmul|q @ k")
-def scores_before_division(amp: Amp, *, cured: bool) -> Program:
-
-    def attend(x: Tensor) -> Tensor:
-        q = k = x * 400
-        if cured:
-            scores = (q / (100 * math.sqrt(WIDTH))) @ k.T
-        else:
-            scores = q @ k.T / (100 * math.sqrt(WIDTH))
-        return scores.softmax(-1).to(x.dtype) @ x
-
-    return training(amp, Between(attend), x=3 * torch.ones(4, WIDTH))
+@trained(Between, x=3 * torch.ones(4, WIDTH))
+def scores_before_division(x: Tensor, *, cured: bool) -> Tensor:
+    q = k = x * 400
+    if cured:
+        scores = (q / (100 * math.sqrt(WIDTH))) @ k.T
+    else:
+        scores = q @ k.T / (100 * math.sqrt(WIDTH))
+    return scores.softmax(-1).to(x.dtype) @ x
 
 
 @report(says=r"softmax\): .*mask", truth="softmax")
-def row_without_keys(amp: Amp, *, cured: bool) -> Program:
-
-    def attend(x: Tensor) -> Tensor:
-        mask = torch.zeros(4, 4, dtype=torch.bool)
-        mask[0, int(cured) :] = True
-        scores = (x @ x.T).masked_fill(mask, -math.inf)
-        return scores.softmax(-1).to(x.dtype) @ x
-
-    return training(amp, Between(attend))
+@trained(Between)
+def row_without_keys(x: Tensor, *, cured: bool) -> Tensor:
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    mask[0, int(cured) :] = True
+    scores = (x @ x.T).masked_fill(mask, -math.inf)
+    return scores.softmax(-1).to(x.dtype) @ x
 
 
 @report(says=r"(square|pow)\): forward range: .*65504", truth=r"square|pow")
-def norm_by_hand(amp: Amp, *, cured: bool) -> Program:
-
-    def normalise(x: Tensor) -> Tensor:
-        wide = (x.float() if cured else x.half()) * 1000
-        centred = wide - wide.mean(-1, keepdim=True)
-        deviation = centred.square().mean(-1, keepdim=True).sqrt()
-        return (wide - deviation) / 1e4
-
-    return training(amp, Between(normalise))
+@trained(Between)
+def norm_by_hand(x: Tensor, *, cured: bool) -> Tensor:
+    wide = (x.float() if cured else x.half()) * 1000
+    centred = wide - wide.mean(-1, keepdim=True)
+    deviation = centred.square().mean(-1, keepdim=True).sqrt()
+    return (wide - deviation) / 1e4
 
 
 @report(
     says=r"\(exp\): forward range: .*clamp its argument",
     truth=r"\bexp\b|Exp|where|Where",
 )
-def branch_left_out(amp: Amp, *, cured: bool) -> Program:
-
-    def choose(x: Tensor) -> Tensor:
-        wide = x.float() * 1000
-        low = wide <= 0
-        inside = torch.where(low, wide, 0.0) if cured else wide
-        return torch.where(low, inside.exp(), wide * 1e-3 + 1)
-
-    return training(amp, Between(choose))
+@trained(Between)
+def branch_left_out(x: Tensor, *, cured: bool) -> Tensor:
+    wide = x.float() * 1000
+    low = wide <= 0
+    inside = torch.where(low, wide, 0.0) if cured else wide
+    return torch.where(low, inside.exp(), wide * 1e-3 + 1)
 
 
 @report(
@@ -104,63 +92,47 @@ def mask_after_loss(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(says=r"sqrt.*0", truth="sqrt|Sqrt")
-def root_at_zero(amp: Amp, *, cured: bool) -> Program:
-
-    def loss_of(y: Tensor) -> Tensor:
-        squares = (y[:, None] - y[None]).float().square().sum(-1)
-        return (squares + 1e-6 * cured).sqrt().mean()
-
-    return training(amp, loss_of=loss_of)
+@trained()
+def root_at_zero(y: Tensor, *, cured: bool) -> Tensor:
+    squares = (y[:, None] - y[None]).float().square().sum(-1)
+    return (squares + 1e-6 * cured).sqrt().mean()
 
 
 @report(says=r"(div|normalize).*(0|zero)", truth="div|Div|normalize")
-def eps_of_a_norm(amp: Amp, *, cured: bool) -> Program:
-
-    def normalise(x: Tensor) -> Tensor:
-        rows = torch.cat([x[:3], torch.zeros_like(x[:1])]).half()
-        with torch.autocast("cpu", enabled=False):
-            norms = rows.abs().amax(-1, keepdim=True)
-            return rows / (norms + (1e-4 if cured else 1e-8))
-
-    return training(amp, Between(normalise))
+@trained(Between)
+def eps_of_a_norm(x: Tensor, *, cured: bool) -> Tensor:
+    rows = torch.cat([x[:3], torch.zeros_like(x[:1])]).half()
+    with torch.autocast("cpu", enabled=False):
+        norms = rows.abs().amax(-1, keepdim=True)
+        return rows / (norms + (1e-4 if cured else 1e-8))
 
 
 @report(says=r"log.*(0 at|zero|argument is 0)", truth=r"\blog\b|Log")
-def log_of_softmax(amp: Amp, *, cured: bool) -> Program:
-
-    def loss_of(y: Tensor) -> Tensor:
-        logits = y * torch.tensor([60.0] + [-60.0] * (WIDTH - 1))
-        if cured:
-            return -F.log_softmax(logits.float(), -1).mean()
-        return -logits.softmax(-1).half().log().float().mean()
-
-    return training(amp, loss_of=loss_of)
+@trained()
+def log_of_softmax(y: Tensor, *, cured: bool) -> Tensor:
+    logits = y * torch.tensor([60.0] + [-60.0] * (WIDTH - 1))
+    if cured:
+        return -F.log_softmax(logits.float(), -1).mean()
+    return -logits.softmax(-1).half().log().float().mean()
 
 
 @report(says=r"\(sum\): loss function: .*65504", truth=r"\bsum\b|Sum")
-def sum_over_an_image(amp: Amp, *, cured: bool) -> Program:
-
-    def loss_of(y: Tensor) -> Tensor:
-        p = y.sigmoid().expand(8192, *y.shape)
-        p = p.float() if cured else p.half()
-        target = torch.ones_like(p)
-        return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())
-
-    return training(amp, loss_of=loss_of)
+@trained()
+def sum_over_an_image(y: Tensor, *, cured: bool) -> Tensor:
+    p = y.sigmoid().expand(8192, *y.shape)
+    p = p.float() if cured else p.half()
+    target = torch.ones_like(p)
+    return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())
 
 
 @report(says=r"\(add\): forward range: .*65504", truth=r"\badd\b|Add")
-def sum_of_two_scores(amp: Amp, *, cured: bool) -> Program:
-
-    def attend(x: Tensor) -> Tensor:
-        contents = positions = x.sigmoid() * 3e4 + 2e4
-        if cured:
-            scores = contents / 100 + positions / 100
-        else:
-            scores = (contents + positions) / 100
-        return scores.softmax(-1).to(x.dtype)
-
-    return training(amp, Between(attend))
+@trained(Between)
+def sum_of_two_scores(x: Tensor, *, cured: bool) -> Tensor:
+    contents = positions = x.sigmoid() * 3e4 + 2e4
+    scores = (contents + positions) / 100
+    if cured:
+        scores = contents / 100 + positions / 100
+    return scores.softmax(-1).to(x.dtype)
 
 
 @report(says=r"conv_out \(conv\w*\) produced inf.*65504", truth="conv_out")
@@ -189,16 +161,13 @@ def softplus_by_hand(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(says=r"\(exp\): .*(maximum|clamp)", truth=r"\bexp\b|Exp")
-def exp_of_scores(amp: Amp, *, cured: bool) -> Program:
-
-    def loss_of(y: Tensor) -> Tensor:
-        scores = 10 * y.float() / 0.04
-        if cured:
-            scores = scores - scores.amax(-1, keepdim=True)
-        shares = scores.exp()
-        return (shares / shares.sum(-1, keepdim=True)).square().mean()
-
-    return training(amp, loss_of=loss_of)
+@trained()
+def exp_of_scores(y: Tensor, *, cured: bool) -> Tensor:
+    scores = 10 * y.float() / 0.04
+    if cured:
+        scores = scores - scores.amax(-1, keepdim=True)
+    shares = scores.exp()
+    return (shares / shares.sum(-1, keepdim=True)).square().mean()
 
 
 @report(
@@ -229,49 +198,37 @@ def distances_by_expansion(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(says=r"acos.*(-1|inside)", truth="acos|Acos")
-def angle_of_equal_vectors(amp: Amp, *, cured: bool) -> Program:
-
-    def loss_of(y: Tensor) -> Tensor:
-        unit = F.normalize(y.float(), dim=-1)
-        cosine = (unit * unit.detach()).sum(-1)
-        if cured:
-            cosine = cosine.clamp(-1 + 1e-4, 1 - 1e-4)
-        return cosine.acos().mean()
-
-    return training(amp, loss_of=loss_of)
+@trained()
+def angle_of_equal_vectors(y: Tensor, *, cured: bool) -> Tensor:
+    unit = F.normalize(y.float(), dim=-1)
+    cosine = (unit * unit.detach()).sum(-1)
+    if cured:
+        cosine = cosine.clamp(-1 + 1e-4, 1 - 1e-4)
+    return cosine.acos().mean()
 
 
 @report(says=r"label: .*-100", truth=r"nll|Nll|cross_entropy|-100")
-def no_label_left(amp: Amp, *, cured: bool) -> Program:
+@trained()
+def no_label_left(y: Tensor, *, cured: bool) -> Tensor:
     labels = torch.full((4,), -100)
     labels[0] = 1 if cured else -100
-
-    def loss_of(y: Tensor) -> Tensor:
-        return F.cross_entropy(y.float(), labels)
-
-    return training(amp, loss_of=loss_of)
+    return F.cross_entropy(y.float(), labels)
 
 
 @report(says=r"div\): zero: its divisor is 0", truth="div|Div")
-def mean_over_an_empty_mask(amp: Amp, *, cured: bool) -> Program:
+@trained()
+def mean_over_an_empty_mask(y: Tensor, *, cured: bool) -> Tensor:
     mask = torch.zeros(4)
-
-    def loss_of(y: Tensor) -> Tensor:
-        count = mask.sum().clamp(min=1) if cured else mask.sum()
-        return (y.float().square().mean(-1) * mask).sum() / count
-
-    return training(amp, loss_of=loss_of)
+    count = mask.sum().clamp(min=1) if cured else mask.sum()
+    return (y.float().square().mean(-1) * mask).sum() / count
 
 
 @report(says=r"pow.*slope is infinite", truth=r"\bpow\b|Pow")
-def focal_loss(amp: Amp, *, cured: bool) -> Program:
-
-    def loss_of(y: Tensor) -> Tensor:
-        p = (y.float() * 1e3).sigmoid()
-        wrong = 1 - p + 1e-3 * cured
-        return (wrong.pow(0.5) * (p + 1e-3)).mean()
-
-    return training(amp, loss_of=loss_of)
+@trained()
+def focal_loss(y: Tensor, *, cured: bool) -> Tensor:
+    p = (y.float() * 1e3).sigmoid()
+    wrong = 1 - p + 1e-3 * cured
+    return (wrong.pow(0.5) * (p + 1e-3)).mean()
 
 
 @report(
@@ -292,16 +249,13 @@ def reverse_kl(amp: Amp, *, cured: bool) -> Program:
 
 
 @report(says=r"log1p\): .*-1.*float16", truth="log1p|Log1P")
-def clamp_next_to_one(amp: Amp, *, cured: bool) -> Program:
-
-    def loss_of(y: Tensor) -> Tensor:
-        p = (y * 100).sigmoid()
-        p = p.float() if cured else p.half()
-        most = torch.tensor(1 - 1e-6, dtype=p.dtype)  # torch 2.15 masks by a number
-        survival = (-torch.minimum(p, most)).log1p()
-        return (1 - survival.float().sum(-1).exp()).mean()
-
-    return training(amp, loss_of=loss_of)
+@trained()
+def clamp_next_to_one(y: Tensor, *, cured: bool) -> Tensor:
+    p = (y * 100).sigmoid()
+    p = p.float() if cured else p.half()
+    most = torch.tensor(1 - 1e-6, dtype=p.dtype)  # torch 2.15 masks by a number
+    survival = (-torch.minimum(p, most)).log1p()
+    return (1 - survival.float().sum(-1).exp()).mean()
 
 
 @report(says=r"(div|mul)\): .*infinity", truth="div|Div|mul|Mul")
@@ -326,24 +280,18 @@ def mask_before_temperature(amp: Amp, *, cured: bool) -> Program:
     says=r"masked_fill\): loss function: .*non-finite constant.*finite one",
     truth="(?i)masked|smoothing",
 )
-def smoothing_of_masked_classes(amp: Amp, *, cured: bool) -> Program:
+@trained()
+def smoothing_of_masked_classes(y: Tensor, *, cured: bool) -> Tensor:
     mask = torch.zeros(4, WIDTH, dtype=torch.bool)
     mask[:, -1] = True
-
-    def loss_of(y: Tensor) -> Tensor:
-        logits = y.float().masked_fill(mask, -1e4 if cured else -math.inf)
-        return F.cross_entropy(logits, torch.arange(4), label_smoothing=0.1)
-
-    return training(amp, loss_of=loss_of)
+    logits = y.float().masked_fill(mask, -1e4 if cured else -math.inf)
+    return F.cross_entropy(logits, torch.arange(4), label_smoothing=0.1)
 
 
 @report(says=r"ctc_loss\): label: an input is too short", truth="ctc|Ctc")
-def recording_too_short(amp: Amp, *, cured: bool) -> Program:
+@trained()
+def recording_too_short(y: Tensor, *, cured: bool) -> Tensor:
     text, frames, letters = torch.tensor([[1, 2, 3, 1, 2, 3]]), [4], [6]
-
-    def loss_of(y: Tensor) -> Tensor:
-        logp = y.float().log_softmax(-1)[:, None]
-        lengths = torch.tensor(frames), torch.tensor(letters)
-        return F.ctc_loss(logp, text, *lengths, zero_infinity=cured)
-
-    return training(amp, loss_of=loss_of)
+    logp = y.float().log_softmax(-1)[:, None]
+    lengths = torch.tensor(frames), torch.tensor(letters)
+    return F.ctc_loss(logp, text, *lengths, zero_infinity=cured)
