@@ -7,9 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 from bench_runs import Candidate, rejected, rows, tables
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy import stats
 from small_corpora import marked
 from small_training import (
     one_thread,
@@ -22,9 +19,9 @@ from halfstep.bench import jobs
 from halfstep.bench.jobs import NER, QUALITY, TRAIN
 from halfstep.machine import fp16_emulation, hardware
 from halfstep.masters import encoding
+from halfstep.parity.train_workload import TrainRuns
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train.config import TrainConfig
-from halfstep.train.run import load_corpus
 from halfstep.train.signals import Diverged
 
 MIB = 2**20
@@ -43,26 +40,6 @@ def test_candidates() -> None:
     assert jobs.BASELINE in NER
     masters = {each.get("master") for each in QUALITY.values()}
     assert masters == {None, *encoding.ENCODINGS, encoding.NONE}
-
-
-# Intervals
-
-
-@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=9))
-def test_interval_is_scipys(values: list[float]) -> None:
-    """Law: the ends of an interval are scipy's, of its own mean and standard error.
-
-    One value has no spread, and none has no mean.
-    """
-    assert jobs.interval([0.5]) == (0.5, None)
-    assert jobs.interval([]) == (None, None)
-    mean, half = jobs.interval(values)
-    error = float(stats.sem(values))
-    assert mean == pytest.approx(math.fsum(values) / len(values), abs=1e-9)
-    # The spread of nearly equal values is what rounding leaves of the largest.
-    few = max(map(abs, values)) * 2.0**-40
-    expected = stats.t.interval(0.95, len(values) - 1, 0.0, 1.0)[1] * error
-    assert half == pytest.approx(expected, rel=2.0**-40, abs=few)
 
 
 # The tables
@@ -141,7 +118,7 @@ def test_train_table() -> None:
     runs = {"plain-amp": [result(0.5, s, 2) for s in (8.0, 16.0, 4.0)]}
     runs["O2-bf16"] = [result(0.5, 2.0, 1), DIVERGED]
     plain, ours = jobs.run_rows(runs)
-    assert (plain["seconds"], plain["examples/s"], plain["x plain-amp"]) == (8, 8, 1)
+    assert (plain["seconds"], plain["texts/s"], plain["x plain-amp"]) == (8, 8, 1)
     assert (ours["x plain-amp"], ours["x plain-fp32"]) == (4.0, None)
     assert (ours["floor s"], ours["of floor"]) == (2.5, 1.25)
     assert (ours["seconds"], ours["diverged"]) == (2, 1)
@@ -162,11 +139,11 @@ def test_flops(texts: str) -> None:
     and products of all tokens with all in attention: 2 x 32 FLOPs each, three times.
     """
     config = TrainConfig(data=texts, model="mini", epochs=2, dev_share=0.1)
-    data = load_corpus(config)
+    runs = TrainRuns(config)
     length, layer = 8, 4 * 32 * 32 + 2 * 32 * 64
     first = 32 * 32 + 2 * 32
     by_hand = 6 * (length * layer + first) + 3 * 2 * (2 * 32 * length**2)
-    assert jobs.matmul_flops(config, data) == by_hand * 2 * len(data.train)
+    assert jobs.matmul_flops(runs) == by_hand * 2 * len(runs.corpus.train)
 
 
 def write_splits(folder: Path) -> str:
@@ -250,12 +227,11 @@ def test_a_test_split_is_evaluated(
     (table,) = tables("quality", f"--data {data} --seeds 1 --device cpu")
     (evaluated,) = [note for note in table.notes if note.startswith("accuracy:")]
     assert " of 6 test texts" in evaluated
-    of_texts = lambda _net, texts, _collate: (len(texts), len(texts))  # noqa: E731
-    monkeypatch.setattr(jobs, "evaluate", of_texts)
+    monkeypatch.setattr(TrainRuns, "scores", lambda *of: {"loss": of[2]})
     task = {"data": data, "model": "mini", "epochs": 1, "mask_tokens": 0.0}
     with one_thread():
         plain = jobs.run_once(task | {"amp": False})
-    assert (plain["dev_loss"], plain["scores"]) == (8, {"accuracy": 6})
+    assert (plain["dev_loss"], plain["scores"]) == ("dev", {"loss": "test"})
 
 
 @pytest.mark.parametrize(
@@ -359,7 +335,7 @@ def test_for_real(texts: str, entities: str, monkeypatch: pytest.MonkeyPatch) ->
     for row in rows(times):
         assert 0 < row["dev loss"] < 2  # type: ignore[operator] # about log 2
         assert 0 < row["train loss"] < 2  # type: ignore[operator]
-        assert row["examples/s"] > 0  # type: ignore[operator]
+        assert row["texts/s"] > 0  # type: ignore[operator]
 
 
 REJECTED = {

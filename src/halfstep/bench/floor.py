@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench import measure
 from halfstep.machine import hardware
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _COPY_BYTES = 2**28
 _COPIES = 5
@@ -60,3 +67,12 @@ class Floor:
                 f"copy: {self.copy_gbytes:.3g} GB/s"
             ),
         ]
+
+
+@contextlib.contextmanager
+def counting_flops() -> Iterator[FlopCounterMode]:
+    """Count the FLOPs of matmuls and convolutions, those of attention included."""
+    counter = FlopCounterMode(display=False)
+    # It knows no FLOPs of the CPU's flash attention.
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        yield counter

@@ -8,41 +8,37 @@ process of its own, for its own peak memory; candidates take turns.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scipy import stats
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench import commands, journal, measure, results
-from halfstep.bench.floor import Floor
+from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
-from halfstep.distributed.process_group import World
 from halfstep.machine import fp16_emulation, hardware
 from halfstep.numerics import formats
+from halfstep.parity.equivalence import mean_interval
+from halfstep.parity.train_workload import TrainRuns
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train.config import TrainConfig
-from halfstep.train.data import tokenized
-from halfstep.train.plan import lr_factor, resolve_plan
-from halfstep.train.run import build_network, load_corpus, run
+from halfstep.train.plan import lr_factor
+from halfstep.train.run import build_network, run
 from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from halfstep.reporting.table import Cell, Table
-    from halfstep.train.data.corpus import Corpus
 
 Run = Mapping[str, Any]
 """The result of a run; one that diverged has only "seed" and "diverged"."""
@@ -116,33 +112,39 @@ def train(arguments: Namespace) -> list[Table]:
 
 def run_rows(runs: Runs) -> list[dict[str, Cell]]:
     """Return a row of medians for each candidate, over the runs that ended well."""
-    ended = {name: _ended(own) for name, own in runs.items()}
 
     def middle(name: str, key: str) -> float | None:
-        return median([each[key] for each in ended.get(name, ())])
+        return median([each[key] for each in _ended(runs.get(name, ()))])
 
-    def ratio(name: str, key: str, base: str, of: str) -> float | None:
-        own, other = middle(name, key), middle(base, of)
-        return own / other if own is not None and other else None
+    def speedup(name: str, base: str) -> float | None:
+        own, other = (middle(each, "examples_per_s") for each in (name, base))
+        return own / other if own and other else None
 
-    speed = "examples_per_s"
     return [
         {
             "candidate": name,
             "seconds": middle(name, "seconds"),
             "floor s": middle(name, "floor_seconds"),
-            "of floor": ratio(name, "floor_seconds", name, "seconds"),
-            "examples/s": middle(name, speed),
-            **{f"x {base}": ratio(name, speed, base, speed) for base in PLAIN},
-            "peak MiB": median([each["peak_bytes"] / MIB for each in own]),
+            **{f"x {base}": speedup(name, base) for base in PLAIN},
             "train loss": middle(name, "train_loss"),
             "dev loss": middle(name, "dev_loss"),
-            "accuracy": median([each["scores"]["accuracy"] for each in own]),
-            "skipped": sum(each["skipped"] for each in own) if own else None,
-            "diverged": len(runs[name]) - len(own),
+            "accuracy": median([each["scores"]["accuracy"] for each in _ended(own)]),
+            **_last_cells(own),
         }
-        for name, own in ended.items()
+        for name, own in runs.items()
     ]
+
+
+def _last_cells(runs: Sequence[Run]) -> dict[str, Cell]:
+    """Return the cells with which the rows of all tables end."""
+    own = _ended(runs)
+    return {
+        "texts/s": median([each["examples_per_s"] for each in own]),
+        "of floor": median([each["floor_seconds"] / each["seconds"] for each in own]),
+        "peak MiB": median([each["peak_bytes"] / MIB for each in own]),
+        "skipped": sum(each["skipped"] for each in own) if own else None,
+        "diverged": len(runs) - len(own),
+    }
 
 
 def _ended(runs: Sequence[Run]) -> list[Run]:
@@ -192,16 +194,15 @@ def _run_all(
 ) -> tuple[Runs, list[str]]:
     """Run each candidate with each seed; return the results, and notes on the data."""
     common = {k: v for k, v in next(iter(tasks.values())).items() if k != "amp"}
-    config = TrainConfig(**common)
-    data = load_corpus(config)  # fails early if the data are invalid
-    split, texts = ("test", data.test) if data.test else ("dev", data.dev)
+    plan = TrainRuns(TrainConfig(**common))  # fails early if the data are invalid
+    texts = getattr(plan.corpus, plan.split)
     evaluated = (
-        f"{score}: of {len(texts)} {split} texts, by which nothing was chosen: the "
-        f"last weights are evaluated; trained on {len(data.train)}"
+        f"{score}: of {len(texts)} {plan.split} texts, by which nothing was chosen: "
+        f"the last weights are evaluated; trained on {len(plan.corpus.train)}"
     )
     # Rates are measured once here rather than in a candidate's time.
-    floor = Floor.measure(hardware.pick_device(getattr(arguments, "device", None)))
-    flops = matmul_flops(config, data)
+    floor = Floor.measure(plan.world.device.type)
+    flops = matmul_flops(plan)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for number, seed in enumerate(seeds):
         for name in measure.order(tasks, number):
@@ -227,23 +228,20 @@ def _run_all(
     return runs, [evaluated, *notes, *results.conditions(arguments)]
 
 
-def matmul_flops(config: TrainConfig, data: Corpus) -> float:
+def matmul_flops(runs: TrainRuns) -> float:
     """Return the FLOPs of a run's matmuls, without those of padding.
 
     One text of mean length, forward and backward, times the texts of all epochs. So
     attention, which grows with the square of the length, is slightly underestimated.
     """
-    network = build_network(config, data)
-    encoded = tokenized.encode_split(data.train, network.tokenizer, config.task)
-    plan = resolve_plan(config, data, _alone("cpu"), scratch=network.from_scratch)
+    job = runs.job(runs.config.seed)
+    encoded, epochs = job.encoded["train"], job.plan.order.epochs
+    model: Any = build_network(runs.config, runs.corpus).model.train()
     length = round(encoded.lengths.mean())
-    network.model.train()
-    # FlopCounterMode knows no FLOPs of the CPU's flash attention.
-    counter = FlopCounterMode(display=False)
-    with counter, sdpa_kernel(SDPBackend.MATH):
-        output: Any = network.model(input_ids=torch.zeros(1, length, dtype=torch.long))
+    with counting_flops() as counter:
+        output = model(input_ids=torch.zeros(1, length, dtype=torch.long))
         output.logits.sum().backward()
-    return float(counter.get_total_flops() * len(encoded) * plan.order.epochs)
+    return float(counter.get_total_flops() * len(encoded) * epochs)
 
 
 def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Table:
@@ -262,11 +260,11 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
         points = {
             part: [100 * each["scores"][part] for each in own] for part in (key, *parts)
         }
-        value, half = interval(points[key])
-        difference, its_half = interval(
+        value, half = _interval(points[key])
+        difference, its_half = _interval(
             [100 * (a["scores"][key] - b["scores"][key]) for a, b in pairs]
         )
-        loss_difference, loss_half = interval(
+        loss_difference, loss_half = _interval(
             [a["dev_loss"] - b["dev_loss"] for a, b in pairs]
         )
         rows.append(
@@ -276,21 +274,15 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
                 "+-": half,
                 f"to {BASELINE}": difference,
                 f"+- to {BASELINE}": its_half,
-                "result": _result(difference, its_half),
-                **{f"{part} %": interval(points[part])[0] for part in parts},
-                "dev loss": interval([each["dev_loss"] for each in own])[0],
+                "result": measure.verdict(difference, its_half, "worse", "better"),
+                **{f"{part} %": _interval(points[part])[0] for part in parts},
+                "dev loss": _interval([each["dev_loss"] for each in own])[0],
                 f"loss to {BASELINE}": loss_difference,
                 "+- of loss": loss_half,
                 f"time x {BASELINE}": median(
                     [a["train_seconds"] / b["train_seconds"] for a, b in pairs]
                 ),
-                "texts/s": median([each["examples_per_s"] for each in own]),
-                "of floor": median(
-                    [each["floor_seconds"] / each["seconds"] for each in own]
-                ),
-                "peak MiB": median([each["peak_bytes"] / MIB for each in own]),
-                "skipped": sum(each["skipped"] for each in own) if own else None,
-                "diverged": len(all_runs) - len(own),
+                **_last_cells(all_runs),
             }
         )
     seeds = len(next(iter(runs.values())))
@@ -313,27 +305,8 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
     return measure.table(title, rows, notes)
 
 
-def _result(difference: float | None, half: float | None) -> str | None:
-    if difference is None or half is None:
-        return None
-    if abs(difference) <= half:
-        return measure.NO_DIFFERENCE
-    return "better" if difference > 0 else "worse"
-
-
-def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean of independent values, and half of its 95 % interval.
-
-    The interval is None for fewer than two values, the mean for none.
-    """
-    if len(values) <= 1:
-        return (values[0] if values else None), None
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), stats.t.ppf(0.975, len(values) - 1).item() * error
-
-
-def _alone(device: str) -> World:
-    return World(0, 1, torch.device(device))
+_interval = partial(mean_interval, probability=0.975)
+"""Mean and half of Student's 95 % interval."""
 
 
 # One run, in its own process
@@ -394,11 +367,11 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """
     amp = settings["amp"]
     config = TrainConfig(**{k: v for k, v in settings.items() if k != "amp"})
-    data = load_corpus(config)
+    runs = TrainRuns(config)
+    data, plan = runs.corpus, runs.job(config.seed).plan
+    device = runs.world.device.type
     torch.manual_seed(config.seed)
     network = build_network(replace(config, max_length=PADDED), data)
-    device = hardware.capabilities().device
-    plan = resolve_plan(config, data, _alone(device), scratch=network.from_scratch)
 
     def collate(examples: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
         batch = network.tokenizer(
@@ -411,12 +384,9 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         batch["labels"] = torch.tensor([label for _, label in examples])
         return {name: tensor.to(device) for name, tensor in batch.items()}
 
-    train_examples, dev_examples, scored_examples = (
-        list(zip(split.texts(), split.labels().tolist(), strict=True))
-        for split in (data.train, data.dev, data.test or data.dev)
-    )
+    examples = [*zip(data.train.texts(), data.train.labels().tolist(), strict=True)]
     loader: DataLoader[Any] = DataLoader(
-        train_examples,  # type: ignore[arg-type]
+        examples,  # type: ignore[arg-type]
         config.batch_size,
         shuffle=True,
         collate_fn=collate,
@@ -447,35 +417,16 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
             optimizer.zero_grad()
             losses.append(loss.item())
     seconds = time.perf_counter() - start
-    dev_loss, _ = evaluate(net, dev_examples, collate)
-    _, accuracy = evaluate(net, scored_examples, collate)
     return losses, {
-        "scores": {"accuracy": accuracy},
-        "dev_loss": dev_loss,
+        "scores": runs.scores(net, runs.split),
+        "dev_loss": runs.scores(net, "dev")["loss"],
         "skipped": skipped,
         "steps": len(losses),
         "state_bytes": 3 * 4 * sum(param.numel() for param in net.parameters()),
         "dtype": formats.parse(low_dtype).name if amp else "fp32",
         "seconds": seconds,
-        "examples_per_s": settings["epochs"] * len(train_examples) / seconds,
+        "examples_per_s": settings["epochs"] * len(examples) / seconds,
     }
-
-
-@torch.no_grad()
-def evaluate(
-    net: Any,  # noqa: ANN401
-    examples: Sequence[Any],
-    collate: Callable[[Any], dict[str, torch.Tensor]],
-) -> tuple[float, float]:
-    """Return a plain loop's loss and accuracy, in fp32."""
-    net.eval()
-    loss, correct = 0.0, 0
-    for start in range(0, len(examples), 128):
-        batch = collate(examples[start : start + 128])
-        out = net(**batch)
-        loss += out.loss.item() * len(batch["labels"])
-        correct += int((out.logits.argmax(-1) == batch["labels"]).sum())
-    return loss / len(examples), correct / len(examples)
 
 
 _RUNS = "runs of each candidate"

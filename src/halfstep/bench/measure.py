@@ -59,7 +59,7 @@ class Times:
         ratios = self._ratios(name, baseline)
         if name == baseline or len(ratios) < MIN_ROUNDS:
             return None
-        return verdict(statistics.median(ratios), half_quartile_range(ratios))
+        return verdict(statistics.median(ratios) - 1, half_quartile_range(ratios))
 
     def excess(self, name: str, baseline: str, unit: float = 1.0) -> float | None:
         """Return the median difference to a baseline; `unit` as in `median`."""
@@ -83,11 +83,18 @@ class Times:
         return list(zip(self.rounds[name], self.rounds[baseline], strict=True))
 
 
-def verdict(ratio: float, spread: float) -> str:
-    """Return "faster" or "slower"; `NO_DIFFERENCE` if 1 is within the spread."""
-    if abs(ratio - 1) <= spread:
+def verdict(
+    difference: float | None,
+    spread: float | None,
+    less: str = "faster",
+    more: str = "slower",
+) -> str | None:
+    """Return a word for the sign; `NO_DIFFERENCE` if 0 is within the spread."""
+    if difference is None or spread is None:
+        return None
+    if abs(difference) <= spread:
         return NO_DIFFERENCE
-    return "faster" if ratio < 1 else "slower"
+    return less if difference < 0 else more
 
 
 def median(values: Sequence[float]) -> float | None:

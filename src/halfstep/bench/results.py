@@ -155,7 +155,7 @@ def against(
                 for each in (before, now)
             )
             if min(len(before), len(now)) >= measure.MIN_ROUNDS:
-                result = measure.verdict(ratio, spread)
+                result = measure.verdict(ratio - 1, spread)
         rows.append(
             {
                 "what": name,

@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench import commands, journal, measure, results
-from halfstep.bench.floor import Floor
+from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.loops import CANDIDATES, Loop, Task
 from halfstep.bench.worker_process import (
     PASSIVE_WAIT,
@@ -371,8 +369,8 @@ class StepServer:
 
 def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
     """Run `_COUNTED` steps; count FLOPs, casts, and the bytes that one works on."""
-    counter = FlopCounterMode(display=False)
     saved = casts = None
+    flops = 0
     if loop.forward is None:
         for _ in range(_COUNTED):
             loop.step(batches)
@@ -381,14 +379,14 @@ def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
         with saved_bytes.counting():
             loop.forward(batches[0])
         saved = saved_bytes.bytes
-        # FlopCounterMode knows no FLOPs of the CPU's flash attention.
-        with counter, sdpa_kernel(SDPBackend.MATH):
+        with counting_flops() as counter:
             loop.passes(batches)
+        flops = counter.get_total_flops()
         loop.update()
         casts = count_casts(lambda: loop.passes(batches))
         loop.update()
     return {
-        "flops": counter.get_total_flops(),
+        "flops": flops,
         "saved_bytes": saved,
         "casts": casts,
         "state_bytes": loop.state_bytes(),

@@ -86,13 +86,10 @@ def equivalence_test(
         >>> print(equivalence_test([0.02, -0.02, 0.01], margin=0.01))
         cannot tell (90 % CI -0.0318 to 0.0384): needs about 108 seeds
     """
-    pairs = len(differences)
-    mean = statistics.fmean(differences) if pairs else None
-    if mean is None or pairs < FEWEST_PAIRS:
+    mean, half = mean_interval(differences, CONFIDENCE)
+    if mean is None or half is None:
         kind = "worse" if num_diverged else "unknown"
         return Verdict(kind, margin, mean, num_diverged=num_diverged)
-    spread = statistics.stdev(differences)
-    half = t_quantile(CONFIDENCE, pairs - 1) * spread / math.sqrt(pairs)
     needed = None
     if num_diverged:
         kind = "worse"
@@ -101,8 +98,26 @@ def equivalence_test(
     elif abs(mean) > half:
         kind = "better" if (mean < 0) == lower_is_better else "worse"
     else:
+        spread = statistics.stdev(differences)
         kind, needed = "unknown", seeds_needed(mean, spread, margin)
     return Verdict(kind, margin, mean, half, needed, num_diverged)
+
+
+def mean_interval(
+    values: Sequence[float], probability: float
+) -> tuple[float | None, float | None]:
+    """Return the mean of independent values, and half of its interval by Student's t.
+
+    `probability` is that of either side: 0.975 for an interval of 95 %. The interval is
+    None for fewer than two values, the mean for none.
+    """
+    if not values:
+        return None, None
+    mean, pairs = statistics.fmean(values), len(values)
+    if pairs < FEWEST_PAIRS:
+        return mean, None
+    spread = statistics.stdev(values)
+    return mean, t_quantile(probability, pairs - 1) * spread / math.sqrt(pairs)
 
 
 def seeds_needed(mean: float, spread: float, margin: float) -> int | None:

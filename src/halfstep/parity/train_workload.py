@@ -51,7 +51,7 @@ class _Evaluated:
         return contextlib.nullcontext()
 
 
-class _TrainRuns:
+class TrainRuns:
     """What runs of `halfstep train` with these settings train, by seed.
 
     Like a run of one process, but all steps are trained, the weights of the last one
@@ -116,13 +116,18 @@ class _TrainRuns:
 
     def metric(self, model: nn.Module) -> float:
         """Return the score of a model that selects checkpoints in a run."""
+        return self.scores(model, self.split)[self.config.best_score]
+
+    @torch.no_grad()
+    def scores(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Return the loss and all scores of a model, in the dtypes that it runs in."""
         job, session = self.job(self.config.seed), cast("Session", _Evaluated(model))
-        encoded, rows = job.encoded[self.split], getattr(self.corpus, self.split)
+        encoded, rows = job.encoded[split], getattr(self.corpus, split)
         sizes: Any = {"pad_id": job.pad_id, "multiple": job.multiple}
         own = collect_outputs(session, job.task, encoded, self.world, **sizes)
         labels = self.corpus.labels
         metrics = job.task.compute_metrics(own[0], encoded, rows, labels, own[1])
-        return {"loss": metrics.loss, **metrics.scores}[self.config.best_score]
+        return {"loss": metrics.loss, **metrics.scores}
 
 
 def train_workload(file: Path | None) -> Workload:
@@ -133,7 +138,7 @@ def train_workload(file: Path | None) -> Workload:
     """
     given = {} if file is None else read_file(file, "--train")
     config = TrainConfig(**{k: v for k, v in given.items() if k not in _OF_LEVELS})
-    runs, score = _TrainRuns(config), config.best_score
+    runs, score = TrainRuns(config), config.best_score
     corpus = runs.corpus
     notes = [f"{corpus.name}: {corpus.sizes}; {score} of {runs.split}"]
     left_out = [name for name in given if name in (*_OF_LEVELS, *_UNUSED)]
