@@ -48,8 +48,10 @@ class Reader(nn.Module):
 def ask(model: nn.Module, task: str, encoded: EncodedTexts) -> Any:
     """Return what is noted of each example, and the mean loss."""
     session: Any = SimpleNamespace(model=model, autocast=nullcontext)
+    steps = SimpleNamespace(pad_id=PAD, multiple=4)
+    job: Any = SimpleNamespace(task=TASKS[task], steps=steps)
     alone = World(0, 1, torch.device("cpu"))
-    return collect_outputs(session, TASKS[task], encoded, alone, pad_id=PAD, multiple=4)
+    return collect_outputs(session, job, encoded, alone)
 
 
 def texts_of(count: int) -> list[list[int]]:

@@ -45,7 +45,7 @@ def told(**changes: Any) -> ReportData:
         settings={"lr": 5e-05, "compile": False, "freeze": None},
         chosen=frozenset({"lr"}),
         metrics={"dev": judged(0.125), "test": judged(0.0)},
-        worst_examples=(Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),),
+        worst_examples=Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),
         baseline=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
         against_fp32=Table("Against fp32", ("level",), (("O2",),)),
         precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
@@ -113,7 +113,7 @@ def test_order_of_the_sections() -> None:
     assert list(sections()) == [*first, *last, "Configuration", "Machine"]
     empty = Table("Wrong", ("text",), (), ("0 of 4 predictions are wrong.",))
     bare = {"dev": replace(judged(0.0), confusion=None)}
-    found = sections(findings=(), worst_examples=(empty,), metrics=bare)
+    found = sections(findings=(), worst_examples=empty, metrics=bare)
     assert not {"Findings", "Worst mistakes", "Confusion"} & set(found)
 
 

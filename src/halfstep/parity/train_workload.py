@@ -122,11 +122,8 @@ class TrainRuns:
     def scores(self, model: nn.Module, split: str) -> dict[str, float]:
         """Return the loss and all scores of a model, in the dtypes that it runs in."""
         job, session = self.job(self.config.seed), cast("Session", _Evaluated(model))
-        encoded, rows = job.encoded[split], getattr(self.corpus, split)
-        sizes: Any = {"pad_id": job.pad_id, "multiple": job.multiple}
-        own = collect_outputs(session, job.task, encoded, self.world, **sizes)
-        labels = self.corpus.labels
-        metrics = job.task.compute_metrics(own[0], encoded, rows, labels, own[1])
+        own = collect_outputs(session, job, job.encoded[split], self.world)
+        metrics = job.task.compute_metrics(job, split, *own)
         return {"loss": metrics.loss, **metrics.scores}
 
 

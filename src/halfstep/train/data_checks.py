@@ -62,16 +62,11 @@ def corpus_findings(corpus: Corpus) -> list[str]:
         listed = " ".join(faults[:_MAX_LISTED])
         rest = len(faults) - _MAX_LISTED
         more = f" And {rest} more." if rest > 0 else ""
-        are = "sentence is" if len(faults) == 1 else "sentences are"
-        findings.append(
-            f"{len(faults)} {are} left out for invalid tags: {listed}{more}"
-        )
+        sentences = format_count(len(faults), "sentence is", "sentences are")
+        findings.append(f"{sentences} left out for invalid tags: {listed}{more}")
     if corpus.repeats:
-        equal = "text equals" if corpus.repeats == 1 else "texts equal"
-        findings.append(
-            f"{corpus.repeats} {equal} an earlier one: equal texts are in the same "
-            "split."
-        )
+        equal = format_count(corpus.repeats, "text equals", "texts equal")
+        findings.append(f"{equal} an earlier one: equal texts are in the same split.")
     return [*findings, *_small_dev_findings(corpus)]
 
 

@@ -111,7 +111,10 @@ def dry_run(ready: PreparedRun) -> RunResult:
         )
     table = Table("Estimate of this run", ("what", "value"), rows, tuple(notes))
     summary: dict[str, Any] = {"step_seconds": step, "steps": total, "skipped": skipped}
-    report = check_first_batch(ready)
+    weights = ready.full_weights()  # a collective call
+    report = checkpointing.run_on_first_rank(
+        trainer.world, lambda: check_first_batch(ready, weights)
+    )
     tables = (table,) if report is None else (table, *report.tables())
     if report is not None:
         summary["verdict"] = report.verdict
@@ -139,19 +142,12 @@ def _duration(seconds: float) -> str:
     return f"about {minutes} min {rest} s" if minutes else f"about {rest} s"
 
 
-def check_first_batch(ready: PreparedRun) -> CheckReport | None:
-    """Run `halfstep.check` on the first batch; a collective call.
+def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> CheckReport:
+    """Run `halfstep.check` on the first batch.
 
-    The first rank checks the run's model in fp32, not compiled or sharded, with its
-    frozen parameters and activation checkpointing. The other ranks get None.
+    The model is the run's in fp32, not compiled or sharded, with its frozen parameters
+    and activation checkpointing.
     """
-    weights = ready.full_weights()
-    return checkpointing.run_on_first_rank(
-        ready.trainer.world, lambda: _check(ready, weights)
-    )
-
-
-def _check(ready: PreparedRun, weights: Mapping[str, Tensor]) -> CheckReport:
     trainer = ready.trainer
     job, world, session = trainer.job, trainer.world, trainer.session
     config = job.plan.config

@@ -332,21 +332,11 @@ class Trainer:
 
     def compute_metrics(self, split: str, outputs: Tensor, loss: float) -> EvalMetrics:
         """Compute the metrics of a split from its stored outputs."""
-        job = self.job
-        rows, labels = getattr(job.corpus, split), job.corpus.labels
-        return job.task.compute_metrics(outputs, job.encoded[split], rows, labels, loss)
+        return self.job.task.compute_metrics(self.job, split, outputs, loss)
 
     def collect_outputs(self, encoded: EncodedTexts) -> tuple[Tensor, float]:
         """Return the stored outputs of some examples, and the mean loss."""
-        job = self.job
-        return collect_outputs(
-            self.session,
-            job.task,
-            encoded,
-            self.world,
-            pad_id=job.pad_id,
-            multiple=job.multiple,
-        )
+        return collect_outputs(self.session, self.job, encoded, self.world)
 
     def _save(self) -> None:
         began = time.perf_counter()

@@ -58,8 +58,6 @@ class TrainJob:
     objective: Objective
     steps: StepDataset
     plan: Plan
-    pad_id: int
-    multiple: int
     longest: int
 
 

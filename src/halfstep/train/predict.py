@@ -229,7 +229,7 @@ def tables(
 
 def _cut_note(count: int) -> tuple[str, ...]:
     """Return a note on the number of truncated texts, if any."""
-    texts = "1 text was" if count == 1 else f"{count} texts were"
+    texts = format_count(count, "text was", "texts were")
     note = f"{texts} cut at --max-length of the run; what follows was not read."
     return (note,) if count else ()
 

@@ -123,9 +123,8 @@ def finish_run(
     findings: list[Finding] = []
 
     def write() -> None:
-        folder, corpus = trainer.folder, trainer.job.corpus
-        of_split = encoded[final], getattr(corpus, final), corpus.labels
-        worst = trainer.job.task.worst_examples(outputs[final][0], *of_split)
+        folder, job = trainer.folder, trainer.job
+        corpus = job.corpus
         findings.extend(examine(run_reader.read(folder.path)))
         baseline = None
         if config.data is None and config.task == "classify":
@@ -148,7 +147,7 @@ def finish_run(
             settings=config.data_dict(),
             chosen=_chosen(config, plan.config),
             metrics=metrics,
-            worst_examples=(worst,),
+            worst_examples=job.task.worst_examples(job, final, outputs[final][0]),
             baseline=baseline,
             against_fp32=against_fp32,
             precision=precision,

@@ -266,21 +266,18 @@ def make_job(
     elif config.weights is not None:
         weights = tasks.check_class_weights(config.weights, corpus.labels)
     objective = Objective(weights, config.label_smoothing)
-    pad_id = network.tokenizer.pad_token_id
-    multiple = model.PAD_MULTIPLE if world.device.type == "cuda" else 1
     steps = StepDataset(
         encoded["train"],
         plan.order,
         objective,
         world,
-        pad_id=pad_id,
-        multiple=multiple,
+        pad_id=network.tokenizer.pad_token_id,
+        multiple=model.PAD_MULTIPLE if world.device.type == "cuda" else 1,
         masking=_token_masking(plan, network.tokenizer),
     )
-    longest = network.tokenizer.model_max_length
-    task = tasks.TASKS[config.task]
-    own = task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest
-    return TrainJob(*own), tokenise_seconds
+    task, longest = tasks.TASKS[config.task], network.tokenizer.model_max_length
+    job = TrainJob(task, corpus, encoded, objective, steps, plan, longest)
+    return job, tokenise_seconds
 
 
 def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: ANN401

@@ -7,7 +7,7 @@ without iterating over what came before, and the number of workers changes nothi
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,70 +76,65 @@ class Order:
     seed: int
 
 
+@dataclass(eq=False)
 class StepDataset(Dataset[StepBatch]):
     """The StepBatch of each step, by its number."""
 
-    def __init__(
-        self,
-        encoded: EncodedTexts,
-        order: Order,
-        objective: Objective,
-        world: World,
-        *,
-        pad_id: int,
-        multiple: int,
-        masking: TokenMasking | None,
-    ) -> None:
-        self._encoded = encoded
-        self._order = order
-        self._objective = objective
-        self._rank, self._size = world.rank, world.size
-        self._pad_id = pad_id
-        self._multiple = multiple
-        self._masking = masking
-        self._epoch: tuple[int, list[Indices]] | None = None
-        self.per_epoch = -(-len(encoded) // order.batch_size)
+    encoded: EncodedTexts
+    order: Order
+    objective: Objective
+    world: World
+    _: KW_ONLY
+    pad_id: int
+    multiple: int
+    """Batches are padded to a multiple of this many tokens."""
+    masking: TokenMasking | None
+    _epoch: tuple[int, list[Indices]] | None = field(default=None, init=False)
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch."""
+        return -(-len(self.encoded) // self.order.batch_size)
 
     def __getitem__(self, number: int) -> StepBatch:
         """Return the batch of a step, counted from 1."""
         at, place = divmod(number - 1, self.per_epoch)
         batch = self._batches(at)[place]
-        mine = share(batch, self._encoded.lengths, self._rank, self._size)
-        micro = self._order.accumulate
+        mine = share(batch, self.encoded.lengths, self.world.rank, self.world.size)
+        micro = self.order.accumulate
         pieces = [mine[start::micro] for start in range(micro)]
         is_real = [len(piece) > 0 for piece in pieces]
         # A rank without examples still runs: the others wait for its collectives.
         pieces = [piece if len(piece) else batch[:1] for piece in pieces]
         parts = [
-            self._encoded.collate(piece, self._pad_id, self._multiple)
-            for piece in pieces
+            self.encoded.collate(piece, self.pad_id, self.multiple) for piece in pieces
         ]
         padded_tokens = sum(part["input_ids"].numel() for part in parts)
-        if self._masking is not None:
+        if self.masking is not None:
             draw = torch.Generator().manual_seed(self.seed_of(number) ^ _MASKING_SEED)
             for part in parts:
-                part["input_ids"] = self._masking.mask(part["input_ids"], draw)
+                part["input_ids"] = self.masking.mask(part["input_ids"], draw)
         return StepBatch(
             number,
             at,
             parts,
             is_real,
             len(batch),
-            self._objective.weight(self._encoded, batch),
-            int(self._encoded.lengths[mine].sum()),
+            self.objective.weight(self.encoded, batch),
+            int(self.encoded.lengths[mine].sum()),
             padded_tokens,
         )
 
     def seed_of(self, number: int) -> int:
         """Return the seed of a step's random numbers on this rank."""
-        total = self.per_epoch * self._order.epochs
-        return (self._order.seed * total + number) * self._size + self._rank
+        total = self.per_epoch * self.order.epochs
+        return (self.order.seed * total + number) * self.world.size + self.world.rank
 
     def _batches(self, number: int) -> list[Indices]:
         """Return the batches of an epoch; the last epoch's are cached."""
         if self._epoch is None or self._epoch[0] != number:
-            order = self._order
-            lengths = self._encoded.lengths
+            order = self.order
+            lengths = self.encoded.lengths
             batches = epoch(lengths, order.batch_size, seed=order.seed, number=number)
             self._epoch = number, batches
         return self._epoch[1]

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.reporting.table import Table
     from halfstep.session.session import Session
-    from halfstep.train.data.corpus import Split
     from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.metrics import EvalMetrics
+    from halfstep.train.plan import TrainJob
 
 
 EVAL_BATCH = 128
@@ -53,25 +53,15 @@ class _Classification:
         outputs[torch.from_numpy(indices)] = logits.to(outputs)
 
     def compute_metrics(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-        loss: float,
+        self, job: TrainJob, split: str, outputs: Tensor, loss: float
     ) -> EvalMetrics:
-        del split, loss  # recomputed, without the rounding of a running sum
-        return metrics.label_metrics(outputs, _targets(encoded), labels)
+        del loss  # recomputed, without the rounding of a running sum
+        targets = _targets(job.encoded[split])
+        return metrics.label_metrics(outputs, targets, job.corpus.labels)
 
-    def worst_examples(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-    ) -> Table:
-        targets = _targets(encoded)
-        return metrics.worst_labels(split.text, outputs, targets, labels)
+    def worst_examples(self, job: TrainJob, split: str, outputs: Tensor) -> Table:
+        texts, targets = getattr(job.corpus, split).text, _targets(job.encoded[split])
+        return metrics.worst_labels(texts, outputs, targets, job.corpus.labels)
 
 
 class _EntityRecognition:
@@ -99,25 +89,15 @@ class _EntityRecognition:
             outputs[begin : begin + length] = torch.from_numpy(row[:length])
 
     def compute_metrics(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-        loss: float,
+        self, job: TrainJob, split: str, outputs: Tensor, loss: float
     ) -> EvalMetrics:
-        pair = _true_and_predicted(outputs, encoded, split)
-        return metrics.entity_metrics(*pair, labels, loss)
+        pair = _true_and_predicted(job, split, outputs)
+        return metrics.entity_metrics(*pair, job.corpus.labels, loss)
 
-    def worst_examples(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-    ) -> Table:
-        pair = _true_and_predicted(outputs, encoded, split)
-        return metrics.worst_entities(split.text, *pair, labels)
+    def worst_examples(self, job: TrainJob, split: str, outputs: Tensor) -> Table:
+        pair = _true_and_predicted(job, split, outputs)
+        texts = getattr(job.corpus, split).text
+        return metrics.worst_entities(texts, *pair, job.corpus.labels)
 
 
 Task = _Classification | _EntityRecognition
@@ -152,14 +132,15 @@ _Spans = list[list[tuple[int, int, int]]]
 
 
 def _true_and_predicted(
-    outputs: Tensor, encoded: EncodedTexts, split: Split
+    job: TrainJob, split: str, outputs: Tensor
 ) -> tuple[_Spans, _Spans]:
-    begins, tags = encoded.begins, outputs.numpy()
+    encoded, tags = job.encoded[split], outputs.numpy()
+    texts, begins = getattr(job.corpus, split), encoded.begins
     predicted = [
         entity_tags.spans_of(tags[begins[i] : begins[i + 1]], encoded.token_offsets(i))
         for i in range(len(encoded))
     ]
-    return [split.spans(i) for i in range(len(encoded))], predicted
+    return [texts.spans(i) for i in range(len(encoded))], predicted
 
 
 @dataclass(frozen=True)
@@ -222,22 +203,16 @@ def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tens
 
 @torch.no_grad()
 def collect_outputs(
-    session: Session,
-    task: Task,
-    encoded: EncodedTexts,
-    world: World,
-    *,
-    pad_id: int,
-    multiple: int,
+    session: Session, job: TrainJob, encoded: EncodedTexts, world: World
 ) -> tuple[torch.Tensor, float]:
     """Return the outputs of every example, and the mean loss, on each rank.
 
-    Ranks take batches in turn and fill their rows of `task.empty_outputs`, which are
+    Ranks take batches in turn and fill their rows of `Task.empty_outputs`, which are
     summed. The loss is the mean cross-entropy of all targets, without class weights
     and label smoothing.
     """
     model: Any = ddp.unwrap(session.model)
-    outputs = task.empty_outputs(encoded, model.config.num_labels)
+    outputs = job.task.empty_outputs(encoded, model.config.num_labels)
     unweighted = Objective(None, 0.0)
     sums = torch.zeros(2, dtype=torch.float64)
     batches = ordered(encoded.lengths, EVAL_BATCH)
@@ -247,7 +222,7 @@ def collect_outputs(
         own_batch = start + world.rank
         counts = own_batch < len(batches)
         indices = batches[own_batch if counts else 0]
-        inputs = encoded.collate(indices, pad_id, multiple)
+        inputs = encoded.collate(indices, job.steps.pad_id, job.steps.multiple)
         moved = {name: tensor.to(world.device) for name, tensor in inputs.items()}
         targets = moved.pop("labels")
         with session.autocast():
@@ -256,7 +231,7 @@ def collect_outputs(
             loss = unweighted.loss_sum(logits, targets)
             num_targets = float(encoded.counts[indices].sum())
             sums += torch.tensor([float(loss), num_targets], dtype=torch.float64)
-            task.write_outputs(outputs, encoded, indices, logits)
+            job.task.write_outputs(outputs, encoded, indices, logits)
     model.train()
     all_outputs = process_group.all_reduce_sum(outputs.to(world.device)).cpu()
     summed, count = process_group.all_reduce_sum(sums.to(world.device)).tolist()

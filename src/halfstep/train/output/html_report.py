@@ -43,7 +43,7 @@ class ReportData:
     chosen: frozenset[str]
     metrics: Mapping[str, EvalMetrics]
     """By split; the last one is the final result."""
-    worst_examples: tuple[Table, ...]
+    worst_examples: Table
     baseline: Table | None
     """Comparison of the model with a baseline."""
     against_fp32: Table | None
@@ -56,6 +56,11 @@ class ReportData:
     findings: tuple[str, ...]
     cards: tuple[Card, ...] = ()
 
+    @property
+    def final(self) -> tuple[str, EvalMetrics]:
+        """The last split and its metrics: the final result."""
+        return list(self.metrics.items())[-1]
+
 
 def page(report: ReportData) -> str:
     """Return the report, an HTML document."""
@@ -63,16 +68,15 @@ def page(report: ReportData) -> str:
     evals = [record for record in report.records if record.get("event") == "eval"]
     charts, on_gpu = _charts(steps, evals), report.settings.get("device") == "cuda"
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
-    quality = (*_quality(report.metrics), report.baseline)
+    quality = (*_quality(report), report.baseline)
+    worst = report.worst_examples
     memory = _memory(report.summary, on_gpu=on_gpu)
     cost = (report.against_fp32, *_cost(report.summary), *memory)
     sections = [
         Section("Findings", points=report.findings, cards=report.cards),
         Section("Quality", tables=tuple(filter(None, quality))),
-        Section("Confusion", confusion_matrices=_confusion(report.metrics)),
-        Section(
-            "Worst mistakes", tables=tuple(t for t in report.worst_examples if t.rows)
-        ),
+        Section("Confusion", confusion_matrices=_confusion(report)),
+        Section("Worst mistakes", tables=(worst,) if worst.rows else ()),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
         Section("Cost", tables=tuple(filter(None, cost))),
@@ -90,7 +94,7 @@ def _headline(report: ReportData) -> list[tuple[str, str, str]]:
     summary, score = report.summary, report.summary.get("best_by")
     tiles: list[tuple[str, str, str]] = []
     if score is not None:
-        split, final = list(report.metrics.items())[-1]
+        split, final = report.final
         scores = {**final.scores, "loss": final.loss}
         note = f"loss {final.loss:.4f}" if score != "loss" else ""
         tiles.append((f"{score_title(score)} on {split}", f"{scores[score]:.4f}", note))
@@ -112,17 +116,15 @@ def _headline(report: ReportData) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _quality(metrics: Mapping[str, EvalMetrics]) -> list[Table]:
+def _quality(report: ReportData) -> list[Table]:
     """Return the scores of every split, then the per-label metrics of the last one."""
-    if not metrics:
-        return []
-    split, final = list(metrics.items())[-1]
-    columns = [_scores(one) for one in metrics.values()]
+    split, final = report.final
+    columns = [_scores(one) for one in report.metrics.values()]
     rows: list[tuple[Cell, ...]] = [
         (score_title(name), *(column.get(name) for column in columns))
         for name in columns[-1]
     ]
-    scores = Table("Scores", ("score", *metrics), tuple(rows), digits=4)
+    scores = Table("Scores", ("score", *report.metrics), tuple(rows), digits=4)
     return [scores, replace(final.table(f"By label, on {split}"), notes=())]
 
 
@@ -136,13 +138,12 @@ def _scores(metrics: EvalMetrics) -> dict[str, float]:
     return {**scores, "loss": metrics.loss}
 
 
-def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[ConfusionMatrix, ...]:
-    split, final = list(metrics.items())[-1] if metrics else ("", None)
-    if final is None or final.confusion is None:
+def _confusion(report: ReportData) -> tuple[ConfusionMatrix, ...]:
+    split, final = report.final
+    if final.confusion is None:
         return ()
-    return (
-        ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "predicted"),
-    )
+    table = replace(final.confusion, title=f"On {split}")
+    return (ConfusionMatrix(table, "predicted"),)
 
 
 def _charts(
