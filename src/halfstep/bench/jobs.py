@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,25 +20,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from halfstep.bench import commands, journal, measure, results
+from halfstep.bench import commands, journal, loops, measure, models, results
 from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
 from halfstep.machine import fp16_emulation, hardware
-from halfstep.numerics import formats
 from halfstep.parity.equivalence import mean_interval
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.scaling import LossScaleCollapse
-from halfstep.train.config import TrainConfig
+from halfstep.train.config import SETTINGS, TrainConfig
 from halfstep.train.plan import lr_factor
 from halfstep.train.run import build_network, run
 from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from halfstep.reporting.table import Cell, Table
 
 Run = Mapping[str, Any]
@@ -93,11 +92,8 @@ _EMULATED = (
 
 def train(arguments: Namespace) -> list[Table]:
     """Run the candidates in turn; return medians."""
-    keys = ("data", "limit", "epochs", "model")
-    settings = {key: getattr(arguments, key) for key in keys} | {"mask_tokens": 0.0}
-    tasks = {name: settings | TRAIN[name] for name in arguments.candidates}
     seeds = [arguments.seed] * arguments.repeats
-    runs, more = _run_all(tasks, seeds, "accuracy", arguments)
+    runs, more = _run_all(_tasks(arguments, TRAIN, mask_tokens=0.0), seeds, arguments)
     notes = (
         f"median of {arguments.repeats} runs, candidates in turn",
         "seconds: tokenising and training steps; no evaluation, no checkpoint",
@@ -108,6 +104,16 @@ def train(arguments: Namespace) -> list[Table]:
         *more,
     )
     return [measure.table("Training a text classifier", run_rows(runs), notes)]
+
+
+def _tasks(
+    arguments: Namespace,
+    candidates: Mapping[str, dict[str, Any]],
+    **more: str | float,
+) -> dict[str, dict[str, Any]]:
+    """Return the settings of each candidate's run, also those that are flags here."""
+    flags = {name: value for name, value in vars(arguments).items() if name in SETTINGS}
+    return {name: flags | more | candidates[name] for name in arguments.candidates}
 
 
 def run_rows(runs: Runs) -> list[dict[str, Cell]]:
@@ -153,25 +159,19 @@ def _ended(runs: Sequence[Run]) -> list[Run]:
 
 def quality(arguments: Namespace) -> list[Table]:
     """Train every candidate of `bench quality` with every seed."""
-    keys = ("data", "limit", "model", "epochs", "device")
-    settings = {key: getattr(arguments, key) for key in keys}
-    settings |= {"dev_share": arguments.share}
-    tasks = {name: settings | QUALITY[name] for name in arguments.candidates}
-    runs, notes = _run_all(tasks, range(arguments.seeds), "accuracy", arguments)
+    tasks = _tasks(arguments, QUALITY, dev_share=arguments.share)
+    runs, notes = _run_all(tasks, range(arguments.seeds), arguments)
     return [score_table("Quality over seeds", "accuracy", runs, notes)]
 
 
 def ner(arguments: Namespace) -> list[Table]:
     """Train every candidate of `bench ner` with every learning rate and seed."""
-    keys = ("data", "limit", "model", "epochs", "batch_size", "max_length", "device")
-    settings = {key: getattr(arguments, key) for key in (*keys, "mask_tokens")}
-    settings |= {"task": "ner"}
     tasks = {
-        f"{name}, lr {lr:g}": settings | NER[name] | {"lr": lr}
+        f"{name}, lr {lr:g}": task
         for lr in arguments.lr
-        for name in arguments.candidates
+        for name, task in _tasks(arguments, NER, task="ner", lr=lr).items()
     }
-    runs, notes = _run_all(tasks, range(arguments.seeds), "F1", arguments)
+    runs, notes = _run_all(tasks, range(arguments.seeds), arguments)
     is_fp16 = any(task.get("dtype") == "fp16" for task in tasks.values())
     if is_fp16 and fp16_emulation.is_needed(arguments.device):
         notes = [*notes, _EMULATED]
@@ -189,12 +189,12 @@ def ner(arguments: Namespace) -> list[Table]:
 def _run_all(
     tasks: Mapping[str, dict[str, Any]],
     seeds: Sequence[int],
-    score: str,
     arguments: Namespace,
 ) -> tuple[Runs, list[str]]:
     """Run each candidate with each seed; return the results, and notes on the data."""
     common = {k: v for k, v in next(iter(tasks.values())).items() if k != "amp"}
     plan = TrainRuns(TrainConfig(**common))  # fails early if the data are invalid
+    score = "F1" if plan.config.task == "ner" else "accuracy"
     texts = getattr(plan.corpus, plan.split)
     evaluated = (
         f"{score}: of {len(texts)} {plan.split} texts, by which nothing was chosen: "
@@ -357,13 +357,13 @@ def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
 
 
 def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """Train and evaluate as in tutorials; return losses and measurements.
+    """Train as in tutorials; return losses and measurements.
 
     The loop is neither tuned nor slowed: every text is padded to 128 and tokenized in
     the collate function, the optimizer is AdamW with torch's defaults (not fused,
-    weight decay for all), mixed precision is torch.autocast with torch.amp.GradScaler,
-    on a GPU in fp16. Model, vocabulary, split, schedule and clipping are those of
-    `halfstep train`.
+    weight decay for all), mixed precision is that of `torch.amp` in the other
+    workloads, on a GPU in fp16. Model, vocabulary, split, schedule and clipping are
+    those of `halfstep train`.
     """
     amp = settings["amp"]
     config = TrainConfig(**{k: v for k, v in settings.items() if k != "amp"})
@@ -396,34 +396,28 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, plan.total_steps, config.warmup)
     )
-    scaler = torch.amp.GradScaler(device, enabled=amp)
-    low_dtype = torch.float16 if device == "cuda" else torch.bfloat16
-    losses, skipped = [], 0
+
+    def clip(*_: object) -> None:
+        clip_grad_norm_(net.parameters(), config.clip)
+
+    # Of unscaled gradients; neither runs in a step that the scaler skips.
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    dtype = "fp16" if device == "cuda" else "bf16"
+    work = Namespace(device=device, dtype=dtype)
+    loop = loops.plain(loops.Task(net, optimizer, models.loss_of, work), low=amp)
+    losses = []
     start = time.perf_counter()
     for _ in range(settings["epochs"]):
-        for batch in loader:
-            with torch.autocast(device, low_dtype, enabled=amp):
-                loss = net(**batch).loss
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip)
-            scaler.step(optimizer)
-            scale = scaler.get_scale()
-            scaler.update()
-            if scaler.get_scale() >= scale:
-                schedule.step()
-            else:
-                skipped += 1
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses += [loop.step([batch]).item() for batch in loader]
     seconds = time.perf_counter() - start
     return losses, {
         "scores": runs.scores(net, runs.split),
         "dev_loss": runs.scores(net, "dev")["loss"],
-        "skipped": skipped,
+        "skipped": len(losses) - schedule.last_epoch,
         "steps": len(losses),
-        "state_bytes": 3 * 4 * sum(param.numel() for param in net.parameters()),
-        "dtype": formats.parse(low_dtype).name if amp else "fp32",
+        "state_bytes": loop.state_bytes(),
+        "dtype": dtype if amp else "fp32",
         "seconds": seconds,
         "examples_per_s": settings["epochs"] * len(examples) / seconds,
     }
