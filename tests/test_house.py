@@ -74,50 +74,35 @@ print(*(name for name in {heavy} if name in sys.modules))
 """
 
 
+LIBRARIES = [
+    *("torch", "numpy", "transformers", "sklearn"),
+    *("matplotlib", "lightning", "accelerate", "torchao"),
+]
+KINDS = ("profiling", "probe", "replay", "doctor", "preflight")
+DIAGNOSIS = [f"halfstep.diagnostics.{kind}" for kind in KINDS]
+
+
 @pytest.mark.parametrize(
-    ("module", "loaded"),
+    ("modules", "heavy", "loaded"),
     [
-        ("halfstep", []),
-        ("halfstep.cli", []),
-        ("halfstep.compat", []),
-        ("halfstep.numerics.formats", ["torch", "numpy"]),
+        ("halfstep, halfstep.cli, halfstep.compat", LIBRARIES, []),
+        ("halfstep.numerics.formats", LIBRARIES, ["torch", "numpy"]),
+        ("halfstep.session.factory, halfstep.scaling.grad_scaler", DIAGNOSIS, []),
+        ("halfstep.casting.autocast_mode", DIAGNOSIS, []),
+        ("halfstep.diagnostics.profiling", DIAGNOSIS, DIAGNOSIS[:1]),
     ],
 )
-def test_import_is_light(module: str, loaded: list[str]) -> None:
+def test_import_is_light(modules: str, heavy: list[str], loaded: list[str]) -> None:
     """Law: `import halfstep`, and the command line's, load no torch; a room does.
 
-    The last is the twin that shows that torch would be seen.
+    Who trains does not wait for what looks for faults. Two cases are twins that
+    show that it would be seen.
     """
-    heavy = ["torch", "numpy", "transformers", "sklearn", "matplotlib", "lightning"]
-    program = PROGRAM.format(module=module, heavy=heavy)
+    program = PROGRAM.format(module=modules, heavy=heavy)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == loaded
-
-
-def test_training_loads_no_diagnosis() -> None:
-    """Law: who trains does not wait for what looks for faults to be loaded.
-
-    The last is the twin that shows that it would be seen.
-    """
-    kinds = ("profiling", "probe", "replay", "doctor", "preflight")
-    heavy = [f"halfstep.diagnostics.{kind}" for kind in kinds]
-    for module, loaded in (
-        (
-            (
-                "halfstep.session.factory, halfstep.casting.autocast_mode, "
-                "halfstep.scaling.grad_scaler"
-            ),
-            [],
-        ),
-        ("halfstep.diagnostics.profiling", ["halfstep.diagnostics.profiling"]),
-    ):
-        program = PROGRAM.format(module=module, heavy=heavy)
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == loaded
 
 
 def test_picture_is_current() -> None:

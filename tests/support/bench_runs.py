@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Self
 
 import pytest
+from data_files import refused_command
 
 from halfstep import cli
 from halfstep.bench import commands
@@ -38,11 +39,7 @@ def run(bench: str, words: str) -> int:
 
 
 def rejected(bench: str, words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert run(bench, words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    return line.removeprefix("halfstep: error: ")
+    return refused_command(capsys, "bench", bench, *shlex.split(words), most=200)
 
 
 def rows(table: Table) -> list[dict[str, Cell]]:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from halfstep import cli
 from halfstep.errors import UserError
 
 LONGEST_MESSAGE = 35
+LIBRARY = 20
+"""Words of transformers that a message may hold besides, at most."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,27 @@ class Trap:
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return os.mkdir, (str(self.path),)
+
+
+def refused_command(
+    capsys: pytest.CaptureFixture[str], *words: str, most: int = LONGEST_MESSAGE
+) -> str:
+    """Return the one line that a command prints which ends with status 2."""
+    capsys.readouterr()
+    try:
+        status = cli.run(words)
+    except SystemExit as left:
+        status = int(str(left.code))
+    assert status == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    start = "halfstep: error: "
+    assert err.startswith(start)
+    line = err.removeprefix(start)
+    assert line.count("\n") == 1
+    assert "Traceback" not in line
+    assert len(line.split()) <= most + LIBRARY * ("transformers" in line)
+    return line[:-1]
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_files import Trap
+from data_files import Trap, refused_command
 from small_training import seal_again, write_letters
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -97,17 +97,6 @@ def plant(folder: Path, name: str, trace: Path) -> None:
     (folder / "stranger.py").write_text(program, encoding="utf-8")
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    capsys.readouterr()
-    assert cli.run(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("halfstep: error: ")
-    assert err.count("\n") == 1
-    assert len(err.split()) <= 35 + 2
-    return err.removeprefix("halfstep: error: ")[:-1]
-
-
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("use", ["train", "predict", "resume"])
 def test_code_of_a_model_is_not_run(
@@ -123,7 +112,7 @@ def test_code_of_a_model_is_not_run(
     plant(here / model, name, trace)
     if use == "predict":
         seal_again(here / model)
-    line = refusal(capsys, *words[use])
+    line = refused_command(capsys, *words[use])
     flag = "" if use == "predict" else "--model "
     assert line.startswith(f"{flag}{model}: its {name} {REASON}")
     assert not trace.exists()
@@ -136,7 +125,7 @@ def test_pickled_weights_are_not_run(
     trace = here / "trace"
     (here / "bert" / "model.safetensors").unlink()
     torch.save({"weight": Trap(trace)}, here / "bert" / "pytorch_model.bin")
-    assert refusal(capsys, "train", "--model", "bert", *NEW).startswith(
+    assert refused_command(capsys, "train", "--model", "bert", *NEW).startswith(
         "--model bert: transformers cannot load that folder: its weights are a pickle "
         "of more than tensors; use safetensors."
     )
@@ -151,7 +140,7 @@ def test_a_damaged_model_is_written_again(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1  # in a weight: it loads without complaint
     weights.write_bytes(content)
-    assert refusal(capsys, "predict", "run", "abc") == (
+    assert refused_command(capsys, "predict", "run", "abc") == (
         "model file run/model/model.safetensors is damaged: its SHA-256 is not the one "
         "in manifest.json. Write it again with halfstep train --resume."
     )
@@ -172,6 +161,6 @@ def test_data_that_is_no_file(
     (here / "splits").mkdir()
     write_letters(here / "splits" / "dev.json", 4)
     put(here / "splits" / "train.jsonl")
-    line = refusal(capsys, "train", "--data", "splits", "--out", "new")
+    line = refused_command(capsys, "train", "--data", "splits", "--out", "new")
     start = "splits/train.jsonl is a pipe or a device, not a file; save its rows as "
     assert line.startswith(start)
