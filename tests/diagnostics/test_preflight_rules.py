@@ -12,11 +12,13 @@ from torch import Tensor
 
 from halfstep.diagnostics.doctor import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
-from halfstep.diagnostics.preflight.comparison import (
+from halfstep.diagnostics.preflight.measurements import (
+    Cost,
+    Facts,
     GradientSimilarity,
+    ScalePoint,
     compare_gradients,
 )
-from halfstep.diagnostics.preflight.measurements import Cost, Facts, ScalePoint
 from halfstep.diagnostics.preflight.model_check import rounds
 from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.preflight.comparison import worst_first
+from halfstep.diagnostics.preflight.measurements import worst_first
 from halfstep.parity.candidate import PERTURBED, REFERENCE
 from halfstep.parity.equivalence import Verdict, equivalence_test
 from halfstep.reporting import html, json_fields

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from halfstep.diagnostics.preflight.comparison import (
+from halfstep.diagnostics.preflight.measurements import (
     GradientSimilarity,
     compare_gradients,
 )
@@ -53,10 +53,6 @@ _NONFINITE_STEPS = 20
 """Consecutive non-finite losses that end a run: a loss scale of 65536 needs 16 steps
 to reach 1."""
 _BACKOFFS = 40  # fp16 has as many powers of two
-_INTEGERS = (
-    *("seed", "skipped", "peak_bytes"),
-    *("weights_crc", "first_batches_crc", "batches_crc"),
-)
 
 
 @dataclass(frozen=True)
@@ -122,33 +118,26 @@ class Run:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Run:
-        """Return the run that `data` describes; raise a built-in error if it cannot."""
-        values: dict[str, Any] = {k: json_fields.integer(data, k) for k in _INTEGERS}
-        for name in ("losses", "seconds"):
-            numbers = json_fields.items(data.get(name), name)
-            values[name] = tuple(json_fields.real(each, name) for each in numbers)
+        """Return the run whose `data` these are."""
         gradients = (
             Gradients(
-                json_fields.integer(each, "step"),
+                each["step"],
                 _similarity(each["overall"]),
                 tuple(map(_similarity, each["modules"])),
             )
             for each in data["gradients"]
         )
+        floats = {name: tuple(map(float, data[name])) for name in ("losses", "seconds")}
+        metric = float(data["metric"])
         return cls(
-            **values,
-            level=json_fields.text(data, "level"),
-            metric=json_fields.real(data["metric"], "metric"),
-            diverged=json_fields.text(data, "diverged"),
-            gradients=tuple(gradients),
+            **{**data, **floats, "metric": metric, "gradients": tuple(gradients)}
         )
 
 
 def _similarity(data: Mapping[str, Any]) -> GradientSimilarity:
-    where, count = json_fields.text(data, "where"), json_fields.integer(data, "numbers")
-    names = ("cosine", "sqnr", "flushed", "norm")
-    reals = (json_fields.real(data[name], name) for name in names)
-    return GradientSimilarity(where, count, *reals)
+    # What is not finite was stored as text.
+    reals = {name: float(data[name]) for name in ("cosine", "sqnr", "flushed", "norm")}
+    return GradientSimilarity(**{**data, **reals})
 
 
 def train(

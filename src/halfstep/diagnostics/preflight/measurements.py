@@ -1,20 +1,58 @@
-"""Holds the measurements of a check before training as plain values."""
+"""Defines what a check measures; compares gradients and outputs with those in fp32.
+
+The first module with a wrong output for correct inputs may, for example, compute
+positions, angles or counts in 16 bits.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.preflight.comparison import (
-        GradientSimilarity,
-        OutputError,
-    )
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from halfstep.diagnostics.preflight.model_copy import ModuleCall
     from halfstep.nonfinite.origin import BadOp
+
+
+@dataclass(frozen=True)
+class GradientSimilarity:
+    """The similarity of gradients q to their reference x, both unscaled."""
+
+    where: str
+    """The module that owns the parameters."""
+    numbers: int
+    cosine: float
+    """<x, q> / (|x| |q|), -1 to 1; 1 if both are zero, 0 if one is; NaN if q has inf or
+    NaN."""
+    sqnr: float
+    """10 log10(sum x**2 / sum (x - q)**2), in dB; inf if they are equal."""
+    flushed: float
+    """Share of the non-zero values of x that are zero in q, 0 to 1."""
+    norm: float
+    """|x|."""
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """A module whose output at the level differs from that in fp32."""
+
+    path: str
+    kind: str
+    error: float
+    """Norm of the output's difference over the norm of fp32's output."""
+    inputs: float
+    rule: str = ""
+    """Rule that fixes it; "" if none does."""
 
 
 @dataclass(frozen=True)
@@ -153,3 +191,99 @@ class Facts:
         if self.cost_fp32 is None or self.cost is None or not self.cost_fp32.bytes:
             return None
         return 1 - self.cost.bytes / self.cost_fp32.bytes
+
+
+def compare_gradients(
+    reference: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    owner: Callable[[str], str],
+) -> tuple[GradientSimilarity, tuple[GradientSimilarity, ...]]:
+    """Compare gradients, all together and by the module that owns them.
+
+    Sums are computed in fp64 on the device.
+
+    Args:
+        reference: Parameter name -> gradient x.
+        other: Parameter name -> gradient q; a missing one on either side is zeros.
+        owner: Returns the group of a name.
+
+    Returns:
+        Similarity of all ("all"), and of each group in the order of its first name.
+    """
+    sums: dict[str, list[Tensor]] = defaultdict(list)
+    sizes: dict[str, int] = defaultdict(int)
+    for name in dict.fromkeys([*reference, *other]):
+        like = reference[name] if name in reference else other[name]
+        pair = (each.get(name, torch.zeros_like(like)) for each in (reference, other))
+        x, q = (each.double() for each in pair)
+        sums[owner(name)].append(_sums(x, q).cpu())
+        sizes[owner(name)] += like.numel()
+    groups = {name: torch.stack(rows).sum(0) for name, rows in sums.items()}
+    layers = tuple(_similarity(name, sizes[name], row) for name, row in groups.items())
+    rows = [*groups.values()] or [torch.zeros(6, dtype=torch.float64)]
+    return _similarity("all", sum(sizes.values()), torch.stack(rows).sum(0)), layers
+
+
+def worst_first(rows: Iterable[GradientSimilarity]) -> list[GradientSimilarity]:
+    """Return the rows in the order of their cosines, NaN first."""
+    return sorted(rows, key=lambda row: (not math.isnan(row.cosine), row.cosine))
+
+
+def _sums(x: Tensor, q: Tensor) -> Tensor:
+    """Return <x, q>, |x|**2, |q|**2, |x - q|**2, numbers of flushed and non-zero x."""
+    seen = x != 0
+    return torch.stack(
+        [
+            (x * q).sum(),
+            (x * x).sum(),
+            (q * q).sum(),
+            (x - q).square().sum(),
+            (seen & (q == 0)).sum().double(),
+            seen.sum().double(),
+        ]
+    )
+
+
+def _similarity(where: str, numbers: int, sums: Tensor) -> GradientSimilarity:
+    product, xx, qq, error, lost, seen = sums.tolist()
+    cosine = sqnr = math.nan
+    if math.isfinite(xx) and math.isfinite(qq):
+        cosine = float(xx == qq)
+        if xx and qq:
+            cosine = product / math.sqrt(xx) / math.sqrt(qq)
+        sqnr = -math.inf if error else math.inf
+        if xx and error:
+            sqnr = 10 * math.log10(xx / error)
+    flushed = lost / seen if seen else 0.0
+    return GradientSimilarity(where, numbers, cosine, sqnr, flushed, math.sqrt(xx))
+
+
+FAR = 0.2
+"""Relative error above which an output is wrong. Our choice: 50 roundings to bf16 in
+one direction."""
+CLOSE = 0.05
+"""Relative error up to which inputs are correct."""
+
+
+def output_errors(
+    right: Sequence[ModuleCall], low: Sequence[ModuleCall]
+) -> Iterator[OutputError]:
+    """Yield the errors of each call, in the order in which modules return.
+
+    None if the two passes ran different modules.
+    """
+    if [call.path for call in right] == [call.path for call in low]:
+        for one, other in zip(right, low, strict=True):
+            error = _error(one.outputs, other.outputs)
+            inputs = _error(one.inputs, other.inputs)
+            yield OutputError(one.path, one.kind, error, inputs)
+
+
+def _error(right: list[Tensor], low: list[Tensor]) -> float:
+    """Return the largest relative error; 0 if no tensors can be compared."""
+    errors = [0.0]
+    for one, other in zip(right, low, strict=False):
+        if one.shape == other.shape and bool(one.isfinite().all()):
+            difference, size = float((other - one).norm()), float(one.norm())
+            errors.append(difference / size if size else 0.0)
+    return max(errors)

@@ -8,13 +8,18 @@ import statistics
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
 
 from halfstep._torch.rng_state import RandomState
-from halfstep.diagnostics.preflight.comparison import compare_gradients
-from halfstep.diagnostics.preflight.measurements import Cost, Facts, ScalePoint
+from halfstep.diagnostics.preflight.measurements import (
+    Cost,
+    Facts,
+    ScalePoint,
+    compare_gradients,
+)
 from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
 from halfstep.diagnostics.preflight.rules import (
@@ -24,35 +29,37 @@ from halfstep.diagnostics.preflight.rules import (
     is_loss_far,
     verdict,
 )
-from halfstep.diagnostics.preflight.scale_search import NOT_TIMED, ScaleSearch, line_of
-from halfstep.diagnostics.preflight.validation import (
-    check_arguments,
-    check_fp32,
-    check_words,
-    empty,
-    raised,
+from halfstep.diagnostics.preflight.scale_search import (
+    NOT_TIMED,
+    ScaleSearch,
+    fp32_error,
+    line_of,
 )
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
-from halfstep.errors import UserError
+from halfstep.diagnostics.replay.search import check_model
+from halfstep.errors import UserError, require, require_int
 from halfstep.machine.recommendation import Choice, resolve
+from halfstep.masters import encoding as masters
 from halfstep.numerics.exponents import (
     flushed_share,
     largest_safe_scale,
     subnormal_share,
 )
-from halfstep.numerics.formats import FP16
+from halfstep.numerics.formats import FP16, is_low, tensors_in
 from halfstep.policy.rules import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from halfstep.diagnostics.preflight.model_copy import LossFn, Pass
     from halfstep.diagnostics.preflight.scale_search import ScaleTrial
 
+_MAX_MARGIN = 40
 _CURVE = tuple(2.0**power for power in range(0, 28, 4))
 _MAX_SECONDS = 15.0  # approximate limit; slow steps are timed fewer times
+T = TypeVar("T")
 _MORE = 4  # factor for the number of rounds if the result is undecided
 
 
@@ -123,14 +130,19 @@ def check(
         'good with a loss scale of 2048'
     """
     began = time.perf_counter()
-    check_words(level, dtype, policy, master, margin=margin, steps=steps)
     unwrapped = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    check_arguments(unwrapped, loss_fn, optimizer, more)
-    check_fp32(unwrapped)
+    _check_arguments(unwrapped, loss_fn, optimizer, more)
+    _check_fp32(unwrapped)
+    masters.parse(master)
+    require_int("steps", steps, 0)
+    fits = require_int("margin", margin, 0) <= _MAX_MARGIN
+    require("margin", margin, fits, "40 powers of two at most: fp16 has no more")
     device = next(unwrapped.parameters()).device
     choice = level if isinstance(level, Choice) else resolve(level, dtype, device.type)
-    words = "lean" if policy is None else policy
-    rules = Policy.parse(words) if isinstance(words, str) else words
+    rules = "lean" if policy is None else policy
+    rules = Policy.parse(rules) if isinstance(rules, str) else rules
+    expected = "'lean', 'torch', either with rules, or a Policy"
+    require("policy", policy, isinstance(rules, Policy), expected)
     state = RandomState([device])
     snapshot = ModelSnapshot(unwrapped)  # a rejected loss_fn may have changed it
     try:
@@ -144,9 +156,10 @@ def check(
         state.restore()
         snapshot.restore()
     notes = (*facts.notes, *search.notes)
-    none = [empty(one) for one in search.batches]
-    if not (facts.finite_fp32 and facts.learns) and any(none):
-        notes += (next(filter(None, none)),)
+    tensors = tensors_in(search.batches)
+    shapes = (tuple(one.shape) for one in tensors if one.ndim and not len(one))
+    if not (facts.finite_fp32 and facts.learns):
+        notes += tuple(f"the batch holds a tensor of shape {s}" for s in shapes)[:1]
     if unwrapped is not model:
         notes += ("torch.compile was left out: passes and times are eager",)
     if not unwrapped.training:
@@ -161,6 +174,58 @@ def check(
     )
     results = findings(facts)
     return CheckReport(verdict(facts, results), results, facts)
+
+
+def _check_arguments(
+    model: nn.Module,
+    loss_fn: object,
+    optimizer: torch.optim.Optimizer | None,
+    more: object,
+) -> None:
+    """Check the types of model and `loss_fn`, and the optimizer's parameters."""
+    check_model(model)
+    if isinstance(loss_fn, nn.modules.loss._Loss):  # noqa: SLF001
+        kind = type(loss_fn).__name__
+        raise UserError(
+            f"loss_fn={kind}() takes no model: give a function loss_fn(model, batch) "
+            f"that calls the model on the batch and returns the loss {kind}() gives."
+        )
+    takes = callable(loss_fn) and not isinstance(loss_fn, type)
+    require("loss_fn", loss_fn, takes, "a function loss_fn(model, batch) of the loss")
+    require("more", more, isinstance(more, list | tuple), "a list of batches")
+    if optimizer is not None:
+        theirs = isinstance(optimizer, torch.optim.Optimizer)
+        right = "a torch.optim.Optimizer over the model's parameters, or None"
+        require("optimizer", optimizer, theirs, right)
+        own = {id(param) for param in model.parameters()}
+        groups = optimizer.param_groups
+        if not any(id(param) in own for group in groups for param in group["params"]):
+            raise UserError(
+                f"optimizer={type(optimizer).__name__} holds no parameter of the model "
+                "that is checked: make it over model.parameters()."
+            )
+
+
+def _check_fp32(model: nn.Module) -> None:
+    """Check that an fp32 reference can be computed from the model."""
+    kind = type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UserError(
+            f"check(model=...) got a {kind}: give the bare model, model.module."
+        )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError(
+            f"{kind} has no parameter that learns: there is nothing to check."
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, nn.Parameter) and is_low(tensor.dtype):
+            raise UserError(
+                f"parameter {name!r} is stored in {tensor.dtype}: check compares with "
+                "fp32, and needs the fp32 weights; load the model in fp32."
+            )
+        if tensor.is_meta or hasattr(tensor, "to_local"):
+            state = "on the meta device" if tensor.is_meta else "sharded"
+            raise UserError(f"{name!r} is {state}: check needs a whole model.")
 
 
 @contextlib.contextmanager
@@ -221,7 +286,8 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     if used is None:
         return facts
     facts = _compared(replace(facts, scale=used.scale), search, used)
-    facts = replace(facts, output_error=search.output_error(trial))
+    wrong = search.output_error(trial.model_copy, trial.policy)
+    facts = replace(facts, output_error=wrong)
     if scaled and (facts.output_error is not None or is_loss_far(facts)):
         overflow = trial.model_copy.find_overflow(search.loss_fn, search.batches[0])
         facts = replace(facts, hidden_overflow=overflow)
@@ -296,29 +362,50 @@ class StepError(Exception):
 
 
 def time_steps(
-    search: ScaleSearch, model_copy: ModelCopy, used: Pass, steps: int
+    search: ScaleSearch, low_copy: ModelCopy, used: Pass, steps: int
 ) -> tuple[Cost, Cost, tuple[float, ...]]:
     """Run steps of both in turn; return costs in fp32, at the level, and speed-ups."""
-    copies = (search.fp32_copy, model_copy)
+    copies = (search.fp32_copy, low_copy)
     search.fp32_copy.begin(1.0)
-    model_copy.begin(used.scale)
-    warm_up = sum(_round(search, model_copy))  # allocates the optimizer's state
+    low_copy.begin(used.scale)
+
+    def make_round() -> tuple[float, float]:
+        fp32, low = (_run_step(search, one, ModelCopy.step) for one in copies)
+        return fp32, low
+
+    warm_up = sum(make_round())  # allocates the optimizer's state
     fit = int(max(1, min(steps, _MAX_SECONDS / warm_up)))
     if fit < steps:
         search.notes.append(
             f"{fit} of {steps} steps were timed: a step of each kind takes some "
             f"{warm_up:.1f} s"
         )
-    times = rounds(lambda: _round(search, model_copy), fit)
-    saved = search.fp32_passes[0].saved_bytes, used.saved_bytes
+    times = rounds(make_round, fit)
+    passes = search.fp32_passes[0], used
     costs = []
-    for one, seconds, saved_bytes in zip(
-        copies, zip(*times, strict=True), saved, strict=True
-    ):
-        with _reporting_errors(search, one):
-            memory = one.last_step(search.loss_fn, search.batches[0])
-        costs.append(Cost(statistics.median(seconds), {**memory, "saved": saved_bytes}))
+    for one, seconds, run in zip(copies, zip(*times, strict=True), passes, strict=True):
+        memory = _run_step(search, one, ModelCopy.last_step)
+        memory |= {"saved": run.saved_bytes}
+        costs.append(Cost(statistics.median(seconds), memory))
     return costs[0], costs[1], tuple(plain / low for plain, low in times)
+
+
+def _run_step(
+    search: ScaleSearch,
+    model_copy: ModelCopy,
+    step: Callable[[ModelCopy, LossFn, object], T],
+) -> T:
+    """Return what a step returns; raise `UserError` for fp32's, else `StepError`."""
+    try:
+        return step(model_copy, search.loss_fn, search.batches[0])
+    except UserError:
+        raise
+    except Exception as error:
+        if model_copy is search.fp32_copy:
+            advice = "Give check the optimizer that will train."
+            what = f"a step of {model_copy.optimizer},"
+            raise fp32_error(what, error, advice) from error
+        raise StepError(line_of(error)) from error
 
 
 def rounds(
@@ -339,28 +426,3 @@ def rounds(
         times.append(make_round())
         extra_seconds += sum(times[-1])
     return times
-
-
-def _round(search: ScaleSearch, model_copy: ModelCopy) -> tuple[float, float]:
-    """Run a step in fp32 and one at the level; return the seconds of each."""
-    batch = search.batches[0]
-    with _reporting_errors(search, search.fp32_copy):
-        plain = search.fp32_copy.step(search.loss_fn, batch)
-    with _reporting_errors(search, model_copy):
-        low = model_copy.step(search.loss_fn, batch)
-    return plain, low
-
-
-@contextlib.contextmanager
-def _reporting_errors(search: ScaleSearch, model_copy: ModelCopy) -> Iterator[None]:
-    """Convert an error of a step to a `UserError` in fp32, else to a `StepError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if model_copy is search.fp32_copy:
-            advice = "Give check the optimizer that will train."
-            what = f"a step of {model_copy.optimizer},"
-            raise raised(what, error, advice) from error
-        raise StepError(line_of(error)) from error

@@ -9,17 +9,13 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from halfstep.casting.convert_model import allow_overflow
-from halfstep.diagnostics.preflight.validation import (
-    check_gradients,
-    check_own_model,
-    is_leaf,
-)
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
 from halfstep.diagnostics.replay.search import check_loss, find_nonfinite, find_overflow
 from halfstep.errors import UserError
@@ -35,6 +31,8 @@ from halfstep.session.factory import prepare
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.autograd.graph import Node
+
     from halfstep._torch.rng_state import RandomState
     from halfstep.machine.recommendation import Choice
     from halfstep.nonfinite.origin import BadOp
@@ -44,6 +42,19 @@ LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
 _ANY = 2.0**-126, 2.0**127
 """Smallest and largest scale: normal powers of two in fp32."""
+_SAMPLE = 65_536
+"""Values of a tensor that are compared."""
+
+
+class ModuleCall(NamedTuple):
+    """One call of a module in a forward pass."""
+
+    path: str
+    kind: str
+    """Class name of the module."""
+    inputs: list[Tensor]
+    """Samples of its floating arguments, in fp32."""
+    outputs: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -156,11 +167,15 @@ class ModelCopy:
             with session.autocast(), saved.counting():
                 loss = loss_fn(session.model, batch)
                 check_loss("loss_fn", loss)
-                check_own_model(loss, others)
+                _check_own_model(loss, others)
             with exponents.over(loss):
                 session.backward(loss)
         gradients = self._gradients(scale, exponents)
-        check_gradients(gradients)
+        if not gradients:
+            raise UserError(
+                "no gradient reaches any parameter of the model: loss_fn(model, batch) "
+                "must make its loss from what the model it is given returns."
+            )
         session.zero_grad()
         power = torch.tensor(scale, dtype=torch.float32)
         return Pass(
@@ -173,17 +188,25 @@ class ModelCopy:
         )
 
     @torch.no_grad()
-    def forward(
-        self, loss_fn: LossFn, batch: object, after: Callable[..., None]
-    ) -> None:
-        """Run a forward pass with `after` as forward hook of every module."""
+    def module_calls(self, loss_fn: LossFn, batch: object) -> list[ModuleCall]:
+        """Run a forward pass; return the calls in the order in which they return."""
+        calls: list[ModuleCall] = []
+
+        def after(path: str, module: nn.Module, *call: Any) -> None:  # noqa: ANN401
+            *inputs, output = call
+            samples = _sample(inputs), _sample(output)
+            calls.append(ModuleCall(path, type(module).__name__, *samples))
+
         self.begin(1.0)
         with contextlib.ExitStack() as stack:
-            for module in self.model.modules():
-                hook = module.register_forward_hook(after, with_kwargs=True)
-                stack.enter_context(hook)
+            for path, module in self.model.named_modules():
+                hook = partial(after, path)
+                stack.enter_context(
+                    module.register_forward_hook(hook, with_kwargs=True)
+                )
             stack.enter_context(self._products())
             self._loss(loss_fn, batch)
+        return calls
 
     def find_overflow(self, loss_fn: LossFn, batch: object) -> BadOp | None:
         """Return the first operation that overflows its dtype, even if hidden."""
@@ -307,6 +330,33 @@ def _copied(
     return model_copy, stepper
 
 
+def _check_own_model(loss: Tensor, others: frozenset[int]) -> None:
+    """Check that a loss depends on the copy of a model, and on no parameter of it."""
+    nodes: set[Any] = nodes_of(loss.grad_fn)
+    if {id(node.variable) for node in nodes if _is_leaf(node)} & others:
+        raise UserError(
+            "loss_fn uses the model that was given to check, not the copy it is called "
+            "with: write loss_fn(model, batch) with its own argument."
+        )
+
+
+def _is_leaf(node: Node) -> bool:
+    """Return whether a node accumulates a gradient into a leaf, such as a weight."""
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _sample(value: object) -> list[Tensor]:
+    """Return evenly spaced values, in fp32, of each floating tensor in `value`."""
+    samples = []
+    for each in _pytree.tree_leaves(value):
+        strided = isinstance(each, Tensor) and each.layout == torch.strided
+        if strided and each.is_floating_point() and each.numel():
+            flat = each.detach().reshape(-1)
+            some = flat[:: -(-len(flat) // _SAMPLE)]
+            samples.append(some.to(torch.float32, copy=True))  # before in-place writes
+    return samples
+
+
 def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001
@@ -370,7 +420,7 @@ class _GradientExponents:
 
         with contextlib.ExitStack() as stack:
             for node in nodes_of(loss.grad_fn):
-                if not is_leaf(node):
+                if not _is_leaf(node):
                     stack.enter_context(node.register_prehook(look))
             yield
 

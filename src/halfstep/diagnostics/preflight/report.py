@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.preflight.comparison import worst_first
+from halfstep.diagnostics.preflight.measurements import worst_first
 from halfstep.diagnostics.preflight.rules import NOTHING, power, spread
 from halfstep.reporting import json_fields
 from halfstep.reporting.finding import findings_table

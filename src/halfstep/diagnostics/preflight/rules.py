@@ -6,15 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules
-from halfstep.diagnostics.preflight.comparison import FAR
+from halfstep.diagnostics.preflight.measurements import FAR
 from halfstep.numerics.formats import FP32
 from halfstep.reporting.finding import Finding, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from halfstep.diagnostics.preflight.comparison import GradientSimilarity
-    from halfstep.diagnostics.preflight.measurements import Facts
+    from halfstep.diagnostics.preflight.measurements import Facts, GradientSimilarity
 
 FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
 """Shares of gradients flushed to zero. Our choice: in the mixed-precision paper, master

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.diagnostics.preflight.comparison import (
+from halfstep.diagnostics.preflight.measurements import (
     CLOSE,
     FAR,
     compare_gradients,
     output_errors,
 )
 from halfstep.diagnostics.preflight.rules import COSINE_WARN
-from halfstep.diagnostics.preflight.validation import misplaced, raised
 from halfstep.errors import UserError
 from halfstep.machine.recommendation import Choice
 from halfstep.numerics.exponents import largest_safe_scale
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from halfstep.diagnostics.preflight.comparison import OutputError
+    from halfstep.diagnostics.preflight.measurements import OutputError
     from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy, Pass
     from halfstep.nonfinite.origin import BadOp
 
@@ -49,7 +48,8 @@ _WIDENED = (
     "this CPU has none, and fp16 matmuls on it are many times slower"
 )
 NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 matmuls"
-_MAX_ERROR_CHARS = 200  # of an error message
+_MAX_ERROR_CHARS = 200  # of an error message of the level
+_MAX_ERROR_WORDS = 15  # of one in fp32
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class ScaleSearch:
         except UserError:
             raise
         except Exception as error:
-            message = misplaced(self.fp32_copy.model, batch)
+            message = _misplaced(self.fp32_copy.model, batch)
             if message:
                 raise UserError(message) from error
             called = f"loss_fn(model, {self.name_of(number)})"
-            raise raised(called, error, _FIX_ADVICE) from error
+            raise fp32_error(called, error, _FIX_ADVICE) from error
 
     def name_of(self, number: int) -> str:
         """Return the argument of `check` that a batch is."""
@@ -201,28 +201,25 @@ class ScaleSearch:
                 break
         return first, begun, ()
 
-    def output_error(self, trial: ScaleTrial) -> OutputError | None:
+    def output_error(self, low_copy: ModelCopy, policy: Policy) -> OutputError | None:
         """Return the first module with a wrong output, and the rule that fixes it."""
-        if trial.model_copy is None:
-            return None
-        errors = self._output_errors(trial.model_copy)
-        wrong = (e for e in errors if e.error > FAR and e.inputs <= CLOSE)
+        right = self.fp32_copy.module_calls(self.loss_fn, self.batches[0])
+
+        def errors(model_copy: ModelCopy) -> Iterator[OutputError]:
+            calls = model_copy.module_calls(self.loss_fn, self.batches[0])
+            return output_errors(right, calls)
+
+        wrong = (e for e in errors(low_copy) if e.error > FAR and e.inputs <= CLOSE)
         worst = next(wrong, None)
         if worst is None or not worst.path:
             return worst
         rule = f"module:{worst.path}=fp32"
         try:
-            policy = trial.policy + Rule.parse(rule)
-            cured = self._make(choice=self.choice, policy=policy)
+            cured = self._make(choice=self.choice, policy=policy + Rule.parse(rule))
         except UserError:  # the level rejects the rule
             return worst
-        errors = self._output_errors(cured)
-        own = (each.error for each in errors if each.path == worst.path)
+        own = (each.error for each in errors(cured) if each.path == worst.path)
         return replace(worst, rule=rule) if max(own, default=0.0) <= FAR else worst
-
-    def _output_errors(self, low_copy: ModelCopy) -> Iterator[OutputError]:
-        batch = self.batches[0]
-        return output_errors(self.fp32_copy, low_copy, self.loss_fn, batch)
 
     def _trial(self, policy: Policy) -> ScaleTrial:
         try:
@@ -321,6 +318,25 @@ def line_of(error: Exception) -> str:
     return words if len(words) <= _MAX_ERROR_CHARS else f"{words[:_MAX_ERROR_CHARS]}..."
 
 
+def fp32_error(what: str, error: Exception, advice: str) -> UserError:
+    """Return a `UserError` for an error that a call raised in fp32."""
+    words = " ".join(str(error).split()[:_MAX_ERROR_WORDS]) or "without a word"
+    message = f"{what} raised {type(error).__name__} in fp32: {words}. {advice}"
+    return UserError(message)
+
+
+def _misplaced(model: nn.Module, batch: object) -> str:
+    """Return an error message if batch and model are on different devices, or ""."""
+    home = next(model.parameters()).device
+    for tensor in tensors_in(batch):
+        if tensor.device != home:
+            return (
+                f"the batch holds a tensor on {tensor.device}, the model is on {home}: "
+                f"move it, as in batch.to({str(home)!r})."
+            )
+    return ""
+
+
 def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
     """Return the first half of a batch's examples, and equally many of the rest.
 
@@ -328,18 +344,14 @@ def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
     all tensors; other tensors and objects go into both halves. None if none is split.
     """
     sizes = Counter(item.shape[0] for item in tensors_in(batch) if item.ndim)
-    if not sizes:
-        return None
-    examples = sizes.most_common(1)[0][0]
+    examples = sizes.most_common(1)[0][0] if sizes else 0
     half = examples // 2
-    if not half:
-        return None
 
-    def first(item: Tensor) -> Tensor:
-        return item[:half] if item.ndim and item.shape[0] == examples else item
+    def rows(begin: int) -> Any:  # noqa: ANN401
+        def cut(item: Tensor) -> Tensor:
+            is_batched = item.ndim and item.shape[0] == examples
+            return item[begin : begin + half] if is_batched else item
 
-    def second(item: Tensor) -> Tensor:
-        is_batched = item.ndim and item.shape[0] == examples
-        return item[half : 2 * half] if is_batched else item
+        return map_tensors(batch, cut)
 
-    return map_tensors(batch, first), map_tensors(batch, second)
+    return (rows(0), rows(half)) if half else None
