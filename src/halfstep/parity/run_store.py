@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SETTINGS = "settings.json"
+_CHECKSUM = "crc32"
 
 
 class RunStore:
@@ -36,7 +37,6 @@ class RunStore:
         self, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any]
     ) -> None:
         self._folder = None if folder is None else Path(folder)
-        self._steps = settings["steps"]
         stored = self._read(_SETTINGS, dict, "choose another folder")
         if stored is None and self._num_runs():
             raise UserError(
@@ -55,37 +55,32 @@ class RunStore:
     def load(self, candidate: Candidate, seed: int) -> Run | None:
         """Return a stored run, or None."""
 
-        def convert(data: Mapping[str, Any]) -> Run:
+        def convert(data: dict[str, Any]) -> Run:
+            checksum = data.pop(_CHECKSUM)
+            if checksum != _checksum(data):
+                raise ValueError(f"its {_CHECKSUM} is {checksum}")
             run = Run.from_data(data)
-            count, total = len(run.losses), sum(run.seconds)
-            counts = range(0 if run.diverged else self._steps, self._steps + 1)
-            for name, value, is_valid in (
-                ("level", run.level, run.level == candidate.name),
-                ("seed", run.seed, run.seed == seed),
-                ("number of losses", count, count in counts),
-                ("number of seconds", len(run.seconds), len(run.seconds) == count),
-                ("total of seconds", total, math.isfinite(total)),
-                ("metric", run.metric, run.diverged or math.isfinite(run.metric)),
-            ):
-                if not is_valid:
-                    raise ValueError(f"its {name} is {value}")
+            if (run.level, run.seed) != (candidate.name, seed):
+                raise ValueError(f"it is of {run.level}, seed {run.seed}")
             return run
 
         return self._read(_name(candidate, seed), convert, "delete it to train again")
 
     def save(self, candidate: Candidate, run: Run) -> None:
         """Store a finished run."""
-        self._write(_name(candidate, run.seed), run.data())
+        data = run.data()
+        data[_CHECKSUM] = _checksum(data)
+        self._write(_name(candidate, run.seed), data)
 
     def _read(
-        self, name: str, convert: Callable[[Mapping[str, Any]], T], remedy: str
+        self, name: str, convert: Callable[[dict[str, Any]], T], remedy: str
     ) -> T | None:
         if self._folder is None:
             return None
         path = self._folder / name
         try:
             text = path.read_text(encoding="utf-8")
-            return convert(json_fields.mapping(json.loads(text), name))
+            return convert(dict(json_fields.mapping(json.loads(text), name)))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -118,3 +113,8 @@ class RunStore:
 def _name(candidate: Candidate, seed: int) -> str:
     # A colon is not allowed in names of files on Windows.
     return f"runs/{candidate.name.replace(':', '+')}-seed-{seed}.json"
+
+
+def _checksum(data: Mapping[str, Any]) -> int:
+    """Return a CRC-32 of JSON values, the same after they were written and read."""
+    return zlib.crc32(json.dumps(data).encode())
