@@ -186,11 +186,9 @@ def test_old_rates_are_measured_again(later: float, count: int, here: Machine) -
 
 
 BROKEN = {
-    "empty": b"",
     "not UTF-8": b"\xff\xfe",
     "cut": b"{",
     "a list": b"[]",
-    "null": b"null",
     "deep": b"[" * 100_000,
 }
 ALTERED: dict[str, Any] = {

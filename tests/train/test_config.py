@@ -13,7 +13,6 @@ from halfstep.checkpoint import single
 from halfstep.errors import UserError
 from halfstep.train.config import BEST_BY, SETTINGS, TrainConfig, flag_of, resume_config
 from halfstep.train.output import html_report
-from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
 COUNTS = (*("epochs", "batch-size", "accumulate", "eval-every", "patience", "keep"),)
@@ -192,53 +191,37 @@ def test_damaged_settings(name: str, value: object, message: str) -> None:
         resume_config(TrainConfig().data_dict() | {name: value}, {})
 
 
-def newest(folder: RunFolder) -> single.Checkpoint:
-    return single.load(folder.checkpoint_path(folder.steps()[0]))
-
-
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return settings of a run of a few steps, whose report is its lead alone."""
     small_and_measured(monkeypatch)
     monkeypatch.setattr(html_report, "page", lambda told: told.lead)
     source = write_letters(tmp_path, 20, "de", "ab", lengths=(3, 9))
-    more = {"level": "O2", "dtype": "bf16", "epochs": 1, "batch_size": 9}
+    more = {"dtype": "bf16", "epochs": 1, "batch_size": 9}
     return small_settings(tmp_path, source, **more)
 
 
-@pytest.mark.parametrize("master", ["split", "none"])
+@pytest.mark.parametrize(
+    ("level", "master", "kept"),
+    [("O2", "split", "split"), ("O2", "none", "none"), ("O1", "fp32", "none")],
+)
 def test_masters(
-    short: dict[str, Any], capsys: pytest.CaptureFixture[str], master: str
+    short: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    master: str,
+    kept: str,
 ) -> None:
-    """Law: masters are of the form asked for, and all that is written says so."""
-    done = run(short | {"master": master})
-    assert newest(done.folder).state["masters"]["form"] == master
-    assert done.summary["master"] == done.folder.settings()["master"] == master
-    said = f"evel O2 bf16, master weights {master}: level O2 was asked for"
+    """Law: masters are of the form asked for, and all that is written says so.
+
+    A level without master weights is said to keep none, whatever is set.
+    """
+    done = run(short | {"level": level, "master": master})
+    newest = done.folder.checkpoint_path(done.folder.steps()[0])
+    assert single.load(newest).state["masters"]["form"] == kept
+    assert (done.summary["master"], done.folder.settings()["master"]) == (kept, master)
+    form = f", master weights {master}" if level == "O2" else ""
+    said = f"evel {level} bf16{form}: level {level} was asked for"
     out, err = capsys.readouterr()
     assert f"l{said}" in out + err
     assert (done.folder.path / "report.html").read_text().startswith(f"L{said}.")
-
-
-def test_no_masters_to_speak_of(short: dict[str, Any]) -> None:
-    """Law: a level without master weights is said to keep none, whatever is set."""
-    done = run(short | {"level": "O1"})
-    assert done.summary["master"] == "none"
-    assert newest(done.folder).state["masters"]["form"] == "none"
-    lead = (done.folder.path / "report.html").read_text()
-    assert lead.startswith("Level O1 bf16: level O1 was asked for.")
-
-
-NO_FIT = {
-    "O1 bf16 split": "master='split' at level O1, which has no master weights: use ",
-    "O2 fp16 kahan": "master='kahan' needs bf16 weights, not torch.float16: only bf16",
-}
-
-
-@pytest.mark.parametrize("words", NO_FIT)
-def test_masters_that_do_not_fit(short: dict[str, Any], words: str) -> None:
-    """Law: a form that level or dtype rule out is refused, and nothing written."""
-    given = dict(zip(("level", "dtype", "master"), words.split(), strict=True))
-    with pytest.raises(UserError, match=f"^{NO_FIT[words]}"):
-        run(short | given)
-    assert not (Path(short["out"]) / "config.json").exists()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import group_of_one
 from small_corpora import classified
 from torch import nn
 
@@ -130,16 +129,6 @@ def test_no_targets() -> None:
     """Law: texts that have no token to tag have no loss, and no nan."""
     _, loss = ask(Reader("ner"), "ner", tags(1))
     assert loss == 0.0
-
-
-def test_the_bare_model_is_asked() -> None:
-    """Law: a wrapper for data parallelism, which would wait for others, is left out."""
-    model, encoded = Reader("classify"), classes(2)
-    right, _ = ask(model, "classify", encoded)
-    with group_of_one():
-        wrapper = nn.parallel.DistributedDataParallel(model)
-        found, _ = ask(wrapper, "classify", encoded)
-    assert torch.equal(found, right)
 
 
 def test_baseline(tmp_path: Path) -> None:

@@ -37,8 +37,11 @@ def evaluation(number: int, **scores: object) -> dict[str, Any]:
     return record | scores
 
 
+ALL = [*(step(i) for i in range(1, 31)), evaluation(30)]
+
+
 def told(**changes: Any) -> ReportData:
-    """Return what a small run has to tell."""
+    """Return what a small run has to tell, without the records that become curves."""
     whole = ReportData(
         title="halfstep run: posts",
         lead="It went well.",
@@ -49,7 +52,7 @@ def told(**changes: Any) -> ReportData:
         baseline=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
         against_fp32=Table("Against fp32", ("level",), (("O2",),)),
         precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
-        records=[*(step(i) for i in range(1, 31)), evaluation(30)],
+        records=(),
         summary={"train_seconds": 12.25, "peak_memory_bytes": 3 << 20},
         findings=("Texts were cut.",),
     )
@@ -110,11 +113,12 @@ def test_order_of_the_sections() -> None:
     """
     first = ["Findings", "Quality", "Confusion", "Worst mistakes", "Curves"]
     last = ["Where the time of a step went", "Cost", "Skipped steps", "Precision"]
-    assert list(sections()) == [*first, *last, "Configuration", "Machine"]
+    found = list(sections(records=[*ALL, step(31, skipped=True)]))
+    assert found == [*first, *last, "Configuration", "Machine"]
     empty = Table("Wrong", ("text",), (), ("0 of 4 predictions are wrong.",))
     bare = {"dev": replace(judged(0.0), confusion=None)}
-    found = sections(findings=(), worst_examples=empty, metrics=bare)
-    assert not {"Findings", "Worst mistakes", "Confusion"} & set(found)
+    some = sections(findings=(), worst_examples=empty, metrics=bare)
+    assert not {"Findings", "Worst mistakes", "Confusion"} & set(some)
 
 
 def test_without_a_test_split() -> None:
@@ -174,9 +178,9 @@ def test_curves() -> None:
 
 def test_where_the_time_went() -> None:
     """Law: medians, 95th percentiles and shares; the first steps are left out."""
-    slow = PARTS | {"input": 99.0}
-    records = [step(i, seconds=slow if i <= 10 else PARTS) for i in range(1, 31)]
-    records[-1]["seconds"] = PARTS | {"input": 0.041}
+    slow, last = PARTS | {"input": 99.0}, PARTS | {"input": 0.041}
+    seconds = [*[slow] * 10, *[PARTS] * 19, last]
+    records = [{"step": n, "seconds": each} for n, each in enumerate(seconds, 1)]
     found = sections(records=records)["Where the time of a step went"]
     (grid,) = grids(found)
     # 20 steps of 40 ms, one of them 40 ms longer: 840 ms, of which 60 for input.
@@ -198,7 +202,8 @@ def test_where_the_time_went() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_times_and_memory_on_a_gpu(device: str) -> None:
     """Law: on a GPU times are the host's, memory is what torch allocated there."""
-    found = sections(settings={"device": device})
+    records = [{"step": 1, "seconds": PARTS}]
+    found = sections(settings={"device": device}, records=records)
     notes = notes_of(found["Where the time of a step went"])
     hosts = [note for note in notes if note.startswith("Times are taken on the host")]
     assert len(hosts) == (device == "cuda")
@@ -223,10 +228,8 @@ def test_cost_and_memory() -> None:
 
 def test_skipped_steps() -> None:
     """Law: step, scale and parameter of the first twenty, then a count."""
-    records = [
-        step(i, skipped=i % 2 == 0, found_inf_in=["head.weight", "b"])
-        for i in range(1, 2051)
-    ]
+    told = {"scale": 1024.0, "found_inf_in": ["head.weight", "b"]}
+    records = [{"step": i, "skipped": i % 2 == 0, **told} for i in range(1, 2051)]
     found = sections(records=records)["Skipped steps"]
     (grid,) = grids(found)
     assert (grid[1], grid[-1][0]) == (["2", "1024", "head.weight, b"], "40")

@@ -218,13 +218,3 @@ def test_the_share_of_padding() -> None:
         # One division and one subtraction from 1, each rounded once.
         close = pytest.approx(padding / places, rel=0, abs=2 * np.finfo(float).eps)
         assert padding_fraction(encoded.lengths, order) == close
-
-
-def test_feeding_draws_from_nobody() -> None:
-    """Law: what is hidden comes of the step's own seed, whatever was drawn before."""
-    made = steps(held(18), Order(4, 1, 1, 0), hiding=HIDING)
-    before = torch.get_rng_state()
-    first = made[2]
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(99)
-    assert same([made[2]], [first])
