@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from halfstep.numerics.local_tensor import dense_values
+from halfstep.numerics.norms import absmax_of
 from halfstep.scaling.step_report import (
+    GradAbsmax,
     NonFiniteParam,
     StepReport,
-    deferred_nonfinite,
     find_nonfinite_params,
     nonfinite_params_of,
 )
@@ -103,15 +104,14 @@ def test_non_finite_names_every_culprit() -> None:
 def test_culprits_seen_later() -> None:
     """Law: what is taken down of gradients tells inf from NaN once they are gone."""
     held = {"fine": 1.0, "inf": -math.inf, "nan": math.nan}
-    pairs = [(name, torch.tensor([0.0, value])) for name, value in held.items()]
-    culprits = deferred_nonfinite(pairs)
-    for _, gradient in pairs:
+    grads = [torch.tensor([0.0, value]) for value in held.values()]
+    culprits = GradAbsmax([*held, "empty"], absmax_of([*grads, torch.empty(0)]))
+    for gradient in grads:
         gradient.zero_()
     assert culprits() == (
         NonFiniteParam("inf", inf=True, nan=False),
         NonFiniteParam("nan", inf=False, nan=True),
     )
-    assert deferred_nonfinite([])() == ()
 
 
 MANY = [

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from forks import run_ranks
+from late_scalars import slow_device  # noqa: F401
 from session_cases import any_machine  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.casting import weight_cache
 from halfstep.distributed import process_group
+from halfstep.session import autocast_regions
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -316,11 +318,35 @@ def exact(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("size", "device", "accumulate", "keeps"),
+    [
+        *((8, "cpu", 1, False), (8, "cpu", 2, True), (8, "cuda", 2, True)),
+        *((2**23, "cpu", 1, True), (2**23, "cuda", 1, False)),
+    ],
+)
+def test_which_casts_are_kept(
+    size: int, device: str, accumulate: int, *, keeps: bool
+) -> None:
+    """Law: those of several micro-batches; on a CPU also those of a large weight."""
+    weights = [torch.empty(8), torch.empty(size, device="meta")]
+    assert autocast_regions.pays_to_keep_casts(weights, device, accumulate) == keeps
+
+
 @pytest.mark.filterwarnings("ignore:evaluation with")  # between micro-batches
-@pytest.mark.parametrize("accumulate", [1, MICRO])
+@pytest.mark.parametrize(
+    ("accumulate", "where"),
+    [(MICRO, ""), (1, ""), (1, "large weights"), (1, "on a device")],
+)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_torchs_bits(name: str, accumulate: int) -> None:
+def test_torchs_bits(
+    name: str, accumulate: int, where: str, request: pytest.FixtureRequest
+) -> None:
     """Law: losses, norms, scales, weights and states are torch's, to the bit."""
+    if where == "large weights":
+        request.getfixturevalue("monkeypatch").setattr(autocast_regions, "LARGE", 1)
+    elif where == "on a device":
+        request.getfixturevalue("slow")
     if name == "evaluation" and forgets_gradients():
         pytest.skip(f"torch.autocast of {torch.__version__} loses gradients there")
     program = PROGRAMS[name]

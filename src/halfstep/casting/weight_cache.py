@@ -243,7 +243,7 @@ class CastCache:
 
     def invalidate(self, weights: Iterable[Tensor]) -> None:
         """Cast these weights again on next use, whatever their version counters."""
-        for key in product(map(id, weights), _LOW):
+        for key in product(map(id, weights), _LOW) if self._entries else ():
             entry = self._entries.get(key)
             if entry is not None:
                 entry.version = _NO_VERSION

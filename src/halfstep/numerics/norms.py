@@ -1,11 +1,13 @@
-"""Computes the total norm of many tensors, the same on every rank."""
+"""Computes norms of many tensors without synchronization."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from halfstep._torch.async_read import to_device_async
 from halfstep.numerics.formats import is_low
 from halfstep.numerics.local_tensor import dense_values
 
@@ -27,6 +29,24 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(values)]
     full = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
     return full[0] if len(full) == 1 else nn.utils.get_total_norm(full)
+
+
+def absmax_of(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the largest magnitude of each gradient, without synchronization.
+
+    Args:
+        gradients: At least one, of any kind and on any devices.
+
+    Returns:
+        Shape (n,), on the device of the first. NaN if there is one; 0 if it is empty.
+    """
+    stored = [
+        values if values.numel() else values.new_zeros(1)
+        for values in map(dense_values, gradients)
+    ]
+    norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
+    device = norms[0].device
+    return torch.stack([to_device_async(norm, device) for norm in norms])
 
 
 def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

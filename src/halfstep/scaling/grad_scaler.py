@@ -17,6 +17,7 @@ from halfstep._torch.optimizer_params import (
     gradients_of,
     name_of,
 )
+from halfstep.numerics.norms import absmax_of
 from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
 from halfstep.scaling.collapse import is_capturing
@@ -24,9 +25,9 @@ from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry
 from halfstep.scaling.step_report import (
+    GradAbsmax,
     OptimizerGrads,
     StepReport,
-    deferred_nonfinite,
     nonfinite_params_of,
     norm_of,
     optimizers_of,
@@ -475,7 +476,9 @@ class GradScaler(TorchGradScaler):
         culprits = partial(remaining_nonfinite, self._last_grads)
         if main.monitor.needs_names(found_inf.device):
             pairs = [p for part in self._last_grads for p in part.gradients() or ()]
-            culprits = deferred_nonfinite(pairs)
+            if pairs:
+                names, grads = zip(*pairs, strict=True)
+                culprits = GradAbsmax(names, absmax_of(grads))
         try:
             self._loss_scalers.update(found_inf, culprits)
         finally:

@@ -123,21 +123,23 @@ def _advance_by_kernel(
     state: ScaleState, found_inf: Tensor, rule: ScaleRule
 ) -> ScaleState:
     """Do the same with torch's kernel: a third of the launches."""
-    scale, interval = state.scale.clone(), _int32(rule.growth_interval)
+    is_fixed = rule.growth_factor == rule.backoff_factor == 1
+    scale = state.scale if is_fixed else state.scale.clone()
+    interval = _int32(rule.growth_interval)
     clean = state.clean_steps.clamp(max=interval - 1)
     flag = found_inf.to(scale)
     torch._amp_update_scale_(
         scale, clean, flag, rule.growth_factor, rule.backoff_factor, interval
     )
-    # A loaded scale may be below the minimum or above the maximum.
-    lowest = state.scale.clamp(max=rule.min_scale)
-    highest = None
-    if rule.max_scale < FP32_MAX:
-        highest = state.scale.clamp(min=rule.max_scale)
+    if not is_fixed:
+        # A loaded scale may be below the minimum or above the maximum.
+        lowest = state.scale.clamp(max=rule.min_scale)
+        highest = None
+        if rule.max_scale < FP32_MAX:
+            highest = state.scale.clamp(min=rule.max_scale)
+        scale.clamp_(lowest, highest)
     skips = (state.skips_in_a_row + 1).mul_(flag != 0)
-    return ScaleState(
-        scale.clamp_(lowest, highest), clean, state.hysteresis_left, skips
-    )
+    return ScaleState(scale, clean, state.hysteresis_left, skips)
 
 
 def _advance_on_host(
@@ -215,6 +217,8 @@ class LossScaler:
         self.state = ScaleState.first(rule, device)
         self.strategy = make_strategy(rule.strategy, group)
         self.monitor = CollapseMonitor(rule.init_scale)
+        self.scales = rule.scales
+        """Whether the scale can differ from 1."""
         self.proposal: Tensor | None = None
         """Lowest scale proposed by the strategy since the last update, shape ()."""
 
@@ -248,6 +252,8 @@ class LossScaler:
     def scale(self, loss: Tensor, factor: Tensor | None = None) -> Tensor:
         """Return the loss times the scale, or another factor, in fp32 or wider."""
         wide = torch.promote_types(loss.dtype, torch.float32)
+        if factor is None and not self.scales:
+            return loss.to(wide)
         scale = self.state.scale if factor is None else factor
         if scale.device != loss.device:
             scale = to_device_async(scale, loss.device)
@@ -309,6 +315,7 @@ class LossScaler:
         """Set the scale and the count of steps without overflow."""
         old = self.state
         if scale is not old.scale or clean_steps is not old.clean_steps:
+            self.scales = True
             left, skips = old.hysteresis_left, old.skips_in_a_row
             self.state = ScaleState(scale, clean_steps, left, skips)
 

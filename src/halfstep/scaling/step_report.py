@@ -290,21 +290,13 @@ def find_nonfinite_params(
     return tuple(params)
 
 
+@dataclass(frozen=True, eq=False)
 class GradAbsmax:
-    """Names the non-finite gradients when called, after they may have been cleared.
+    """Names the non-finite gradients when called, after they may have been cleared."""
 
-    The constructor computes the largest magnitude of each, without synchronization.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
-        self.names = [name for name, _ in pairs]
-        stored = [dense_values(gradient) for _, gradient in pairs]
-        norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
-        device = norms[0].device
-        self.absmax = torch.stack(
-            [async_read.to_device_async(norm, device) for norm in norms]
-        )
-        """Largest magnitude of each gradient, on the device."""
+    names: Sequence[str]
+    absmax: Tensor
+    """Largest magnitude of each gradient, on the device."""
 
     def __call__(self) -> tuple[NonFiniteParam, ...]:
         """Return the parameters with non-finite gradients. Synchronizes."""
@@ -317,10 +309,3 @@ class GradAbsmax:
             for name, peak in zip(self.names, absmax, strict=True)
             if not math.isfinite(peak)
         )
-
-
-def deferred_nonfinite(
-    pairs: Sequence[tuple[str, Tensor]],
-) -> Callable[[], tuple[NonFiniteParam, ...]]:
-    """Return a function that returns the non-finite ones among some gradients."""
-    return GradAbsmax(pairs) if pairs else tuple

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfstep._torch.async_read import to_device_async
 from halfstep.numerics.local_tensor import local_values
+from halfstep.numerics.norms import absmax_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,6 +45,8 @@ def unscale_(
         (tensor(0.), [tensor([1., 2.])])
     """
     flags = unscale_by_device_(list(gradients), inverse, recheck=recheck)
+    if [*flags] == [inverse.device]:
+        return flags[inverse.device]
     return max_flag([torch.zeros_like(inverse), *flags.values()], inverse.device)
 
 
@@ -90,9 +93,9 @@ def unscale_by_device_(
         flag = flags.setdefault(device, torch.zeros_like(factor))
         if device.type == "cuda" and dtype == torch.bfloat16:
             # torch's kernel does not support bf16 on CUDA.
-            peaks = torch.stack(torch._foreach_norm(group, torch.inf))  # noqa: SLF001
+            is_finite = torch.isfinite(absmax_of(group)).all()
             torch._foreach_mul_(group, factor)
-            flag.copy_(torch.maximum(flag, (~torch.isfinite(peaks).all()).float()))
+            flag.copy_(torch.maximum(flag, (~is_finite).float()))
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
     return flags

@@ -12,29 +12,60 @@ from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
     from halfstep.machine.recommendation import Choice
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
 
 
+LARGE = 2**23
+"""Weight size in elements from which an fp32 gradient takes 32 MiB: glibc gets that
+memory from the system anew in each step, which costs more than to fill it."""
+
+
+def pays_to_keep_casts(weights: Iterable[Tensor], device: str, accumulate: int) -> bool:
+    """Return whether keeping casts saves more than the Python code for it costs.
+
+    With several micro-batches it saves a cast in each. With one it saves new memory: a
+    caching allocator costs nothing, and small memory stays with the process.
+    """
+    is_cpu = device == "cpu"
+    return accumulate > 1 or (is_cpu and any(w.numel() >= LARGE for w in weights))
+
+
 class AutocastContexts:
     """The contexts that a Session opens for forward pass and loss.
 
-    Each fp32 weight is cast once per optimizer step, however many micro-batches it has,
-    and its 16-bit gradients are accumulated in fp32.
+    Where it pays (see `pays_to_keep_casts`), each fp32 weight is cast once per
+    optimizer step, however many micro-batches it has, and its 16-bit gradients are
+    accumulated in fp32. Elsewhere torch casts weights, without Python in between.
 
     Attributes:
-        cache: The casts of the weights.
-        grad_accumulator: For 16-bit gradients of fp32 weights; None at other levels.
+        cache: The casts of weights that are not left to torch.
+        grad_accumulator: For 16-bit gradients of fp32 weights; None if torch casts.
     """
 
     _opened = 0
     """Contexts that all sessions have opened."""
 
-    def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
-        """Prepare the contexts; without autocast at this level they do nothing."""
+    def __init__(
+        self, choice: Choice, policy: Policy, device: str, *, keeps_casts: bool
+    ) -> None:
+        """Prepare the contexts; without autocast at this level they do nothing.
+
+        Args:
+            choice: Level and dtype.
+            policy: Of all contexts.
+            device: Device type.
+            keeps_casts: Keep the casts of fp32 weights until the optimizer steps, in
+                memory that the next step uses again.
+        """
         fp32 = choice.level.autocast and not choice.level.low_weights
-        self.grad_accumulator = Fp32GradAccumulator() if fp32 else None
+        keeps_casts &= fp32
+        self.grad_accumulator = Fp32GradAccumulator() if keeps_casts else None
         self.cache = CastCache(self.grad_accumulator, for_training=True)
         self._policy = policy
         self._matched: set[int] = set()
@@ -57,7 +88,7 @@ class AutocastContexts:
                 context,
                 policy,
                 self.cache,
-                cache_weights=fp32,
+                cache_weights=keeps_casts,
                 record=record,
                 matched_rules=self._matched,
             )

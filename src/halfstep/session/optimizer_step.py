@@ -20,15 +20,18 @@ from halfstep._torch import async_read, fused_optimizers
 from halfstep.errors import require_positive, warn_caller
 from halfstep.masters import cpu_kernels, fused_step
 from halfstep.numerics.local_tensor import dense_values
-from halfstep.numerics.norms import group_by_mesh, total_norm
+from halfstep.numerics.norms import absmax_of, group_by_mesh, total_norm
 from halfstep.scaling import misuse
 from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
+from halfstep.scaling.step_report import Constant, GradAbsmax, find_nonfinite_params
+from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from halfstep.masters import MasterWeights
     from halfstep.scaling.per_pass import BackwardPasses
+    from halfstep.scaling.step_report import NonFiniteParam
 
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +66,9 @@ class OptimizerStep:
         self.norm: Tensor | None = None
         """Norm of the unscaled gradients of the current step, shape ()."""
         self._device = device
-        self._inverse = torch.ones((), device=device)
+        self._one = self._inverse = torch.ones((), device=device)
+        self._absmax: Tensor | None = None
+        """Largest magnitude of each gradient of the current step, once computed."""
         self._is_fused = self._only_found_inf = False
 
     @torch.no_grad()
@@ -114,6 +119,7 @@ class OptimizerStep:
         `in_place`: `unscale` must unscale them in place, for the caller to edit.
         """
         masters = self.masters
+        self._absmax = None
         masters.add_new_params()
         pairs = masters.grads()
         self._is_fused = (
@@ -138,13 +144,19 @@ class OptimizerStep:
         kernel, needs_norm = self.masters.kernel, self.clip is not None
         if self._is_fused and self._only_found_inf and kernel is not None:
             self._inverse = inverse_scale(scaler.state.scale)
+            if kernel.on_device and not needs_norm:
+                return self._check_absmax(grads)
             found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
             if squares is not None:
                 self.norm = (squares.sqrt() * self._inverse).float()
             return found_inf
-        self._inverse = torch.ones((), device=self._device)
-        if self._only_found_inf and self._needs_no_unscaling(grads, scaler):
-            # torch's kernel writes to the gradients even if the scale is 1.
+        self._inverse = self._one
+        # torch's kernel writes to the gradients even if the scale is 1.
+        only_reads = isinstance(scaler, LossScaler) and not scaler.scales
+        only_reads = only_reads and self._only_found_inf
+        if only_reads and grads and not self._is_readable:
+            found_inf = self._check_absmax(grads)
+        elif only_reads and {*map(type, grads)} <= {Tensor, nn.Parameter}:
             found_inf = _check_finite(grads)
         else:
             found_inf = scaler.unscale_(grads)
@@ -155,16 +167,35 @@ class OptimizerStep:
                 found_inf = torch.maximum(found_inf, self.norm.isinf().float())
         return found_inf
 
-    def _needs_no_unscaling(
-        self, grads: list[Tensor], scaler: LossScaler | BackwardPasses
-    ) -> bool:
-        """Return whether gradients are not scaled and can be checked in place."""
-        return (
-            self._device.type == "cpu"
-            and isinstance(scaler, LossScaler)
-            and not scaler.rule.scales
-            and {*map(type, grads)} <= {Tensor, nn.Parameter}
-        )
+    @property
+    def _is_readable(self) -> bool:
+        """Whether the host reads numbers of the device without synchronization."""
+        return self._device.type in async_read.READABLE_DEVICES
+
+    def _check_absmax(self, grads: list[Tensor]) -> Tensor:
+        """Return 1.0 if any gradient holds inf or NaN, else 0.0; only read them."""
+        return unscale_([self._absmax_of(grads).float()], self._one)
+
+    def _absmax_of(self, grads: list[Tensor]) -> Tensor:
+        if self._absmax is None:
+            self._absmax = absmax_of(grads)
+        return self._absmax
+
+    def nonfinite_params(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        name_of: Callable[[Tensor], str],
+    ) -> Callable[[], tuple[NonFiniteParam, ...]]:
+        """Return a function that returns the parameters with non-finite gradients.
+
+        It reads the gradients now, before clipping and clearing destroy them, without
+        synchronization if the update kernel skips by itself.
+        """
+        names = [*map(name_of, params)]
+        if self.skips_on_device and grads:
+            return GradAbsmax(names, self._absmax_of(grads))
+        return Constant(find_nonfinite_params(zip(names, grads, strict=True)))
 
     @property
     def skips_on_device(self) -> bool:
@@ -172,11 +203,7 @@ class OptimizerStep:
         if self._is_fused and self.masters.kernel is not None:
             return self.masters.kernel.on_device
         inside = fused_optimizers.handles_found_inf(self.masters.optimizer)
-        return (
-            inside
-            and not self.masters.encoding.is_compact
-            and self._device.type not in async_read.READABLE_DEVICES
-        )
+        return inside and not self.masters.encoding.is_compact and not self._is_readable
 
     @torch.no_grad()
     def update(self, found_inf: Tensor, *, on_device: bool) -> None:

@@ -30,13 +30,11 @@ from halfstep.scaling.step_report import (
     Constant,
     NonFiniteParam,
     StepReport,
-    deferred_nonfinite,
-    find_nonfinite_params,
 )
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
-from halfstep.session.autocast_regions import AutocastContexts
+from halfstep.session.autocast_regions import AutocastContexts, pays_to_keep_casts
 from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import precision_table
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
@@ -132,7 +130,10 @@ class Session:
         optimizer.zero_grad()  # gradients from before are not scaled
         self._user_policy, self.policy = policy, conversion.policy
         self._num_implied_rules = len(self.policy.rules) - len(policy.rules)
-        self._contexts = AutocastContexts(choice, self.policy, self._device.type)
+        keeps_casts = pays_to_keep_casts(model.parameters(), device.type, accumulate)
+        self._contexts = AutocastContexts(
+            choice, self.policy, device.type, keeps_casts=keeps_casts
+        )
         self._masters = fsdp.make_masters(
             model, optimizer, choice, master, conversion.originals
         )
@@ -611,15 +612,9 @@ class Session:
         """Update the weights unless `found_inf` is 1; return the report."""
         step = self._optimizer_step
         on_device, norm = step.skips_on_device, step.norm
-        # Read now: clipping and clearing destroy the gradients.
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
         if on_device or found_inf:
-            named_grads = list(zip(map(self._name, params), grads, strict=True))
-            culprits = (
-                deferred_nonfinite(named_grads)
-                if on_device
-                else Constant(find_nonfinite_params(named_grads))
-            )
+            culprits = step.nonfinite_params(params, grads, self._name)
         report = StepReport(
             self._num_attempted + 1,
             complete=True,

@@ -29,11 +29,9 @@ from halfstep.scaling.step_report import (
     Constant,
     NonFiniteParam,
     StepReport,
-    deferred_nonfinite,
-    find_nonfinite_params,
 )
 from halfstep.session import arguments, fsdp
-from halfstep.session.autocast_regions import AutocastContexts
+from halfstep.session.autocast_regions import AutocastContexts, pays_to_keep_casts
 from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
@@ -341,7 +339,11 @@ class LevelEngine:
         """Return the autocast context for a forward pass and its loss."""
         if self._contexts is None:
             rules = self._models[-1].policy if self._models else self.policy
-            self._contexts = AutocastContexts(self.choice, rules, self.device.type)
+            device = self.device.type
+            keeps_casts = pays_to_keep_casts(self._params, device, accumulate=1)
+            self._contexts = AutocastContexts(
+                self.choice, rules, device, keeps_casts=keeps_casts
+            )
         return self._contexts.select(record=False)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
@@ -419,12 +421,7 @@ class LevelEngine:
         found_inf = reduce_found_inf(found_inf, grads, None)
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
         if step.skips_on_device or found_inf:
-            named = list(zip(map(self._name, params), grads, strict=True))
-            culprits = (
-                deferred_nonfinite(named)
-                if step.skips_on_device
-                else Constant(find_nonfinite_params(named))
-            )
+            culprits = step.nonfinite_params(params, grads, self._name)
         entry.checked = found_inf, culprits
         return entry
 
