@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep import UserError
 from halfstep.machine import fp16_emulation
+from halfstep.parity.training_run import checksum
 
 Make = Callable[[int], Any]
 
@@ -215,6 +216,16 @@ def test_one_ulp() -> None:
     for trained, other in zip(base[2:], perturbed[2:], strict=True):
         torch.testing.assert_close(other, trained, rtol=2**-23, atol=0)
         assert not torch.equal(other, trained)
+
+
+def test_checksum() -> None:
+    """Law: a checksum sees every bit of every tensor, of any dtype and layout."""
+    zero, turned = torch.zeros(3), torch.ones(2, 3).t()
+    assert checksum([zero]) == checksum({"a": torch.zeros(3)})
+    assert checksum([zero]) != checksum([-zero])
+    assert checksum([zero.bfloat16(), turned]) == checksum(
+        [zero.bfloat16(), turned.clone(memory_format=torch.contiguous_format)]
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the note is on CPUs")

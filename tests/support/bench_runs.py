@@ -10,7 +10,7 @@ import pytest
 from data_files import refused_command
 
 from halfstep import cli
-from halfstep.bench import commands
+from halfstep.bench import commands, results
 from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table
 
@@ -28,7 +28,7 @@ def tables(bench: str, words: str) -> list[Table]:
     arguments = flags(bench, words)
     chosen = commands.load(bench)
     chosen.check(arguments)
-    return chosen.run(arguments)
+    return results.with_conditions(chosen.run(arguments), arguments)
 
 
 def run(bench: str, words: str) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
-from halfstep.bench import commands, measure, results
+from halfstep.bench import commands, measure
 from halfstep.casting import dispatch_table
 from halfstep.casting.autocast_mode import autocast
 from halfstep.numerics import formats
@@ -50,12 +50,7 @@ def tables(arguments: Namespace) -> list[Table]:
     threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
-        notes = results.conditions(arguments)
-        return [
-            _stock_table(arguments, notes),
-            _context_table(arguments, notes),
-            _rule_table(arguments, notes),
-        ]
+        return [make(arguments) for make in (_stock_table, _context_table, _rule_table)]
     finally:
         torch.set_num_threads(threads)
 
@@ -96,7 +91,7 @@ def _take_turns(
     return measure.take_turns(turns, arguments.rounds, what)
 
 
-def _stock_table(arguments: Namespace, notes: list[str]) -> Table:
+def _stock_table(arguments: Namespace) -> Table:
     """Compare operations for which both contexts use torch's kernels."""
     rows: list[dict[str, Cell]] = []
     for size in arguments.sizes:
@@ -118,15 +113,15 @@ def _stock_table(arguments: Namespace, notes: list[str]) -> Table:
                 }
             )
         measure.progress(f"stock operations, size {size}: done")
-    more = (
+    notes = (
         "us: microseconds of a forward call in an open context",
         measure.in_turn(arguments.rounds),
         "linear, conv2d and layer_norm have weights that learn, cast once a context",
     )
-    return measure.table("Stock operations", rows, (*more, *notes))
+    return measure.table("Stock operations", rows, notes)
 
 
-def _context_table(arguments: Namespace, notes: list[str]) -> Table:
+def _context_table(arguments: Namespace) -> Table:
     """Compare the time to enter and exit an empty autocast context."""
     with_rule = partial(_open, arguments, _POLICY)
     with with_rule():
@@ -164,14 +159,14 @@ def _context_table(arguments: Namespace, notes: list[str]) -> Table:
         }
         for name in calls
     ]
-    more = (
+    notes = (
         f"us: to enter and leave, with nothing inside; the rule: {_POLICY!r}",
         measure.in_turn(arguments.rounds),
     )
-    return measure.table("Autocast contexts", rows, (*more, *notes))
+    return measure.table("Autocast contexts", rows, notes)
 
 
-def _rule_table(arguments: Namespace, notes: list[str]) -> Table:
+def _rule_table(arguments: Namespace) -> Table:
     """Compare operations under a rule, and those that a kernel passes on.
 
     Small operands show the minimum overhead. Large ones evict the interpreter's code
@@ -206,14 +201,13 @@ def _rule_table(arguments: Namespace, notes: list[str]) -> Table:
             )
         measure.progress(f"operations under rules, size {size}: done")
     how = ".to() or .float(); where torch would cast again, with enabled=False"
-    more = (
+    notes = (
         "torch: as called, by torch's table; over: what ours costs",
         f"by hand: made to run as the rule says, by {how}",
         "passed on: under a policy that leaves the operation to torch",
         measure.in_turn(arguments.rounds),
-        *notes,
     )
-    return measure.table("Operations under a rule", rows, more)
+    return measure.table("Operations under a rule", rows, notes)
 
 
 # The operations, on preallocated operands

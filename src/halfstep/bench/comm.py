@@ -7,7 +7,6 @@ torch.amp. Counts the size of the tensors passed to collectives, DDP's own inclu
 from __future__ import annotations
 
 import atexit
-import hashlib
 import socket
 import tempfile
 import time
@@ -29,11 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.bench import commands, journal, loops, measure, recipe, results
 from halfstep.bench.worker_process import PASSIVE_WAIT, WorkerProcess
 from halfstep.errors import UserError
+from halfstep.parity.training_run import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
     from halfstep.reporting.table import Cell, Table
 
@@ -84,7 +82,6 @@ def tables(arguments: Namespace) -> list[Table]:
             for name, first in firsts.items()
             if "rejected" in first
         ),
-        *results.conditions(arguments),
     )
     return [measure.table("Bytes on the wire", rows, notes, digits=4)]
 
@@ -114,14 +111,14 @@ def table_row(
     """Return a row; its cells are empty if the candidate was rejected."""
     own, base = ranks[0], baseline[0] if baseline else {}
     ran = "bytes" in own
-    digests = {rank.get("digest") for rank in ranks}
+    checksums = {rank.get("checksum") for rank in ranks}
     return {
         "candidate": name,
         "micro-batches": micro_batches,
         "bytes": round(own["bytes"]) if ran else None,
         f"x {BASELINE}": own["bytes"] / base["bytes"] if ran and base else None,
         "calls": round(own["calls"]) if ran else None,
-        "ranks equal": len(digests) == 1 if ran else None,
+        "ranks equal": len(checksums) == 1 if ran else None,
     }
 
 
@@ -164,7 +161,7 @@ def _answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     return {
         "bytes": collectives.bytes / work.steps,
         "calls": collectives.calls / work.steps,
-        "digest": digest(_replicated_tensors(loop)),
+        "checksum": checksum(_replicated(loop)),
     }
 
 
@@ -187,13 +184,10 @@ def make_loop(settings: dict[str, Any], work: Namespace, rank: int) -> loops.Loo
     return loops.plain(loops.Task(wrapper, optimizer, recipe.loss_of, work))
 
 
-def _replicated_tensors(loop: loops.Loop) -> Iterator[Tensor]:
-    """Yield all tensors that must be equal on every rank."""
-    yield from loop.model.parameters()
-    if loop.session:
-        yield from loop.session.weights().values()
-    for state in loop.optimizer.state_dict()["state"].values():
-        yield from (value for value in state.values() if torch.is_tensor(value))
+def _replicated(loop: loops.Loop) -> list[object]:
+    """Return the nested tensors that must be equal on every rank."""
+    weights = loop.session.weights() if loop.session else None
+    return [loop.model.state_dict(), weights, loop.optimizer.state_dict()["state"]]
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -216,15 +210,6 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.calls += 1
             self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         return func(*args, **(kwargs or {}))
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a hash of all bits."""
-    sha256 = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1).contiguous()
-        sha256.update(flat.view(torch.uint8).numpy().tobytes())
-    return sha256.hexdigest()
 
 
 BENCHES = {

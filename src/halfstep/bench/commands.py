@@ -282,7 +282,7 @@ def run_workload(
     path = arguments.against
     earlier = results.load_earlier(path, arguments) if path else None
     with journal.open_journal(arguments.json) as log:
-        tables = bench.run(arguments)
+        tables = results.with_conditions(bench.run(arguments), arguments)
         seconds = log.seconds()
         if earlier:
             tables.append(results.against(path, earlier, seconds))

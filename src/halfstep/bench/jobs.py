@@ -23,7 +23,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from halfstep.bench import commands, journal, loops, measure, models, results
+from halfstep.bench import commands, journal, loops, measure, models
 from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
@@ -93,7 +93,7 @@ _EMULATED = (
 def train(arguments: Namespace) -> list[Table]:
     """Run the candidates in turn; return medians."""
     seeds = [arguments.seed] * arguments.repeats
-    runs, more = _run_all(_tasks(arguments, TRAIN, mask_tokens=0.0), seeds, arguments)
+    runs, more = _run_all(_tasks(arguments, TRAIN, mask_tokens=0.0), seeds)
     notes = (
         f"median of {arguments.repeats} runs, candidates in turn",
         "seconds: tokenising and training steps; no evaluation, no checkpoint",
@@ -160,7 +160,7 @@ def _ended(runs: Sequence[Run]) -> list[Run]:
 def quality(arguments: Namespace) -> list[Table]:
     """Train every candidate of `bench quality` with every seed."""
     tasks = _tasks(arguments, QUALITY, dev_share=arguments.share)
-    runs, notes = _run_all(tasks, range(arguments.seeds), arguments)
+    runs, notes = _run_all(tasks, range(arguments.seeds))
     return [score_table("Quality over seeds", "accuracy", runs, notes)]
 
 
@@ -171,7 +171,7 @@ def ner(arguments: Namespace) -> list[Table]:
         for lr in arguments.lr
         for name, task in _tasks(arguments, NER, task="ner", lr=lr).items()
     }
-    runs, notes = _run_all(tasks, range(arguments.seeds), arguments)
+    runs, notes = _run_all(tasks, range(arguments.seeds))
     is_fp16 = any(task.get("dtype") == "fp16" for task in tasks.values())
     if is_fp16 and fp16_emulation.is_needed(arguments.device):
         notes = [*notes, _EMULATED]
@@ -187,9 +187,7 @@ def ner(arguments: Namespace) -> list[Table]:
 
 
 def _run_all(
-    tasks: Mapping[str, dict[str, Any]],
-    seeds: Sequence[int],
-    arguments: Namespace,
+    tasks: Mapping[str, dict[str, Any]], seeds: Sequence[int]
 ) -> tuple[Runs, list[str]]:
     """Run each candidate with each seed; return the results, and notes on the data."""
     common = {k: v for k, v in next(iter(tasks.values())).items() if k != "amp"}
@@ -225,7 +223,7 @@ def _run_all(
         *floor.notes(f"{flops / 1e9:.4g}", "run"),
         "GFLOP: without padding, whose cost is a part of what a run loses",
     )
-    return runs, [evaluated, *notes, *results.conditions(arguments)]
+    return runs, [evaluated, *notes]
 
 
 def matmul_flops(runs: TrainRuns) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench import commands, loops, measure, results, training
+from halfstep.bench import commands, loops, measure, training
 from halfstep.diagnostics.probe import Probe
 from halfstep.errors import UserError
 
@@ -232,7 +232,6 @@ def probe_tables(arguments: Namespace) -> list[Table]:
         f"{measure.in_turn(len(next(iter(seconds.values()))))} to {NONE}",
         f"{SAMPLED}: computed; 1 of {every} steps {STATISTICS!r}, others {BETWEEN!r}",
         f"trained: {arguments.loop}",
-        *results.conditions(arguments),
     )
     return [measure.table("A probe on an encoder", rows, notes)]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from halfstep.bench import commands, measure, results
+from halfstep.bench import commands, measure
 from halfstep.errors import UserError
 from halfstep.numerics import formats
 from halfstep.session.factory import prepare
@@ -113,7 +113,6 @@ def optimizer(arguments: Namespace) -> list[Table]:
         measure.in_turn(arguments.rounds),
         f"{count} parameters in {arguments.layers} tensors",
         *rejected,
-        *results.conditions(arguments),
     )
     return [measure.table("Optimizer", rows, notes)]
 

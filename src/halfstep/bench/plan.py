@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from halfstep.bench import commands, loops, measure, models, results
+from halfstep.bench import commands, loops, measure, models
 from halfstep.bench.floor import Floor
 from halfstep.bench.training import Training, count_casts, measure_steps, row
 from halfstep.graph.planner import METHODS, device_of
@@ -164,7 +164,6 @@ def tables(arguments: Namespace) -> list[Table]:
         *floor.notes(", ".join(gflop)),
         "casts: copies to another dtype in a step, by torch's profiler",
         "ms of passes: forward and backward, no update; predicted: by the plan",
-        *results.conditions(arguments),
     )
     return [measure.table("Planned models", rows, notes)]
 

@@ -13,6 +13,7 @@ import platform
 import shlex
 import statistics
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,16 @@ def machine(arguments: Namespace) -> dict[str, Any]:
         "processor": facts.gpus[0].name if device == "cuda" else facts.cpu,
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
         "cores": facts.cores,
-        "threads": torch.get_num_threads(),  # now, as a flag may have changed it
+        "threads": getattr(arguments, "threads", None) or torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES"),
     }
+
+
+def with_conditions(tables: Sequence[Table], arguments: Namespace) -> list[Table]:
+    """Add the notes that every table ends with."""
+    notes = conditions(arguments)
+    return [replace(table, notes=(*table.notes, *notes)) for table in tables]
 
 
 def conditions(arguments: Namespace) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from halfstep.bench import commands, measure, results
+from halfstep.bench import commands, measure
 from halfstep.bench.optimizer import LR
 from halfstep.scaling.grad_scaler import GradScaler
 
@@ -106,7 +106,6 @@ def tables(arguments: Namespace) -> list[Table]:
         "gradients: number x rows and columns, fp32, finite, reset before each step",
         f"{measure.in_turn(arguments.rounds)}; x torch: of what they add, by medians",
         "step x torch, +-, result: of whole steps, the optimizer's own part included",
-        *results.conditions(arguments),
     )
     return [measure.table("GradScaler", rows, notes)]
 

@@ -142,7 +142,6 @@ def tables(arguments: Namespace) -> list[Table]:
         *(f"{each} {why}" for each, why in got.absent.items() if ": " in why),
         *(f"x {n}: empty, since {n} did not run: {why}" for n, why in missing.items()),
         *(f"{each} {metadata.version(each)}" for each in sorted(packages)),
-        *results.conditions(arguments),
     )
     return [measure.table(bench.title, rows, notes)]
 

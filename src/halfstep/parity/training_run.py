@@ -24,7 +24,7 @@ from halfstep.diagnostics.preflight.measurements import (
 )
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
-from halfstep.machine import fp16_emulation
+from halfstep.machine import fp16_emulation, gemm
 from halfstep.numerics.formats import FloatFormat, tensors_in
 from halfstep.parity.candidate import PERTURBED, REFERENCE
 from halfstep.policy.levels import LEVELS
@@ -150,7 +150,7 @@ def train(
     number, from 1, the session and the micro-batches.
     """
     model, optimizer, loss_fn, arguments = make(workload, seed)
-    weights_crc, first_crc, batches_crc = _checksum(model.state_dict()), 0, 0
+    weights_crc, first_crc, batches_crc = checksum(model.state_dict()), 0, 0
     if candidate == PERTURBED:
         _perturb(model, seed)
     device = _device(model)
@@ -160,7 +160,7 @@ def train(
     losses, seconds = list[float](), list[float]()
     peak_bytes, nonfinite, diverged = 0, 0, ""
     for step, micro_batches in _iterate_steps(workload, seed, session.accumulate):
-        batches_crc = _checksum(micro_batches, batches_crc)
+        batches_crc = checksum(micro_batches, batches_crc)
         first_crc = batches_crc if step == 1 else first_crc
         if on_step is not None:
             on_step(step, session, micro_batches)
@@ -200,7 +200,7 @@ def _train_step(
     counts_bytes &= device.type == "cpu"
     total, used = torch.zeros((), device=device), 0
     with _emulation(session):
-        _synchronize(device)
+        gemm.synchronize(device.type)
         began = time.perf_counter()
         for batch in micro_batches:
             counting = saved.counting() if counts_bytes else contextlib.nullcontext()
@@ -211,7 +211,7 @@ def _train_step(
                 used = sum(session.memory().values()) + saved.bytes
             session.step()
             total += loss.detach()
-        _synchronize(device)
+        gemm.synchronize(device.type)
     seconds = time.perf_counter() - began
     return total.item() / len(micro_batches), seconds, used
 
@@ -244,7 +244,7 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
     states = [model.state_dict() for model, *_ in pair]
     names = dict.fromkeys(name for state in states for name in state)
     for name in names:
-        first, second = (_checksum(state.get(name)) for state in states)
+        first, second = (checksum(state.get(name)) for state in states)
         if first != second:
             raise UserError(
                 f"make({seed}) gave other initial weights in a second call, first in "
@@ -278,8 +278,8 @@ def check_stored(workload: Workload, run: Run) -> None:
     model, _, _, arguments = make(workload, run.seed)
     steps = _iterate_steps(workload, run.seed, arguments.get("accumulate", 1))
     for what, ours, stored in (
-        ("initial weights", _checksum(model.state_dict()), run.weights_crc),
-        ("batches", _checksum(next(steps)[1]), run.first_batches_crc),
+        ("initial weights", checksum(model.state_dict()), run.weights_crc),
+        ("batches", checksum(next(steps)[1]), run.first_batches_crc),
     ):
         if ours != stored:
             raise UserError(
@@ -347,11 +347,6 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _iterate_steps(
     workload: Workload, seed: int, accumulate: int
 ) -> Iterator[tuple[int, list[Any]]]:
@@ -413,7 +408,7 @@ def _perturb(model: nn.Module, seed: int) -> None:
             param.copy_(torch.nextafter(param, target))
 
 
-def _checksum(value: object, start: int = 0) -> int:
+def checksum(value: object, start: int = 0) -> int:
     """Return a CRC-32 of the bytes of all tensors in a nested value, without numpy."""
     crc = start
     for tensor in tensors_in(value):
