@@ -9,7 +9,7 @@ import torch
 from bench_runs import flags, tables
 from torch import nn
 
-from halfstep.bench import measure, optimizer
+from halfstep.bench import loops, measure, optimizer
 from halfstep.bench.optimizer import (
     FORMS,
     UPDATE_RULES,
@@ -173,10 +173,10 @@ def test_settings_reach_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(settings)
         return prepare(model, its, "O2", dtype="bf16")
 
-    monkeypatch.setattr(optimizer, "prepare", asking)
+    monkeypatch.setattr(loops, "prepare", asking)
     for form in FORMS.values():
         Update(UPDATE_RULES["adamw"], form, WORK, draw_gradients(WORK))
     masters = ("fp32", "split", "kahan", "stochastic", "none")
-    common = {"level": "O2", "dtype": "bf16"}
+    common = {"level": "O2", "dtype": "bf16", "accumulate": 1}
     expected: list[dict[str, Any]] = [common | {"master": each} for each in masters]
     assert asked == expected

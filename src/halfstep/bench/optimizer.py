@@ -7,6 +7,7 @@ Encodings of master weights and torch's own optimizers take turns.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,17 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from halfstep.bench import commands, measure
+from halfstep.bench import commands, loops, measure
 from halfstep.errors import UserError
 from halfstep.numerics import formats
-from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable, Mapping, Sequence
 
     from halfstep.reporting.table import Cell, Table
-    from halfstep.session.session import Session
 
 LR = 1e-3
 
@@ -174,41 +172,33 @@ class Update:
         torch.manual_seed(1)
         sizes = work.width, work.width
         layers = (nn.Linear(*sizes, bias=False) for _ in range(work.layers))
-        self.model: nn.Module = nn.Sequential(*layers).to(work.device)
+        model = nn.Sequential(*layers).to(work.device)
+        options = form.settings if form.is_torch else {}
+        optimizer = rule.make(model.parameters(), **options)
+        self._unrelated = torch.zeros((), device=work.device, requires_grad=True)
+        loss_of = lambda *_: self._unrelated * 1  # noqa: E731
+        step = Namespace(device=work.device, dtype=work.dtype, accumulate=1)
+        task = loops.Task(model, optimizer, loss_of, step)
+        if form.is_torch:
+            self._loop = loops.plain(task, low=False)
+        else:
+            self._loop = loops.session(task, **form.settings)
+        self.model, self.step = self._loop.model, self._loop.update
         self.bytes_moved = form.bytes_moved(rule.moments)
-        settings = form.settings if form.is_torch else {}
-        self._optimizer = rule.make(self.model.parameters(), **settings)
-        self._session: Session | None = None
-        if not form.is_torch:
-            settings = {"dtype": work.dtype} | form.settings
-            self._session = prepare(self.model, self._optimizer, **settings)
-            self.model = self._session.model
         self._sources = sources
         self._buffers = [torch.empty_like(p) for p in self.model.parameters()]
-        self._unrelated = torch.zeros((), device=work.device, requires_grad=True)
 
     def write_gradients(self) -> None:
         """Set the gradients, so that only `step` remains to be timed.
 
-        A Session gets its backward pass on an unrelated tensor, so that no part of the
-        update, such as a cast of gradients, escapes the timing.
+        The backward pass is that of an unrelated tensor, so that no part of the update,
+        such as a cast of gradients, escapes the timing.
         """
-        if self._session is not None:
-            with self._session.autocast():
-                loss = self._unrelated * 1
-            self._session.backward(loss)
-            self._unrelated.grad = None
+        self._loop.passes([None])
+        self._unrelated.grad = None
         torch._foreach_copy_(self._buffers, list(self._sources))
         for weight, buffer in zip(self.model.parameters(), self._buffers, strict=True):
             weight.grad = buffer
-
-    def step(self) -> object:
-        """Update the weights; clear the gradients."""
-        if self._session is not None:
-            return self._session.step()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return None
 
 
 def draw_gradients(work: Namespace) -> list[Tensor]:
