@@ -24,10 +24,9 @@ from torch.utils import _pytree
 
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.casting import dtype_mismatch
-from halfstep.diagnostics import low_precision_sums, rounded_state, scaled_losses
+from halfstep.diagnostics import step_checks
 from halfstep.nonfinite.graph import nodes_of, saved_numbers
 from halfstep.numerics import formats
-from halfstep.reporting.finding import Finding
 from halfstep.scaling import call_order
 
 if TYPE_CHECKING:
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from halfstep.casting.dtype_mismatch import DtypeMismatch
-    from halfstep.reporting.finding import Severity
+    from halfstep.reporting.finding import Finding
 
 CHECKED = {
     call_order.RULE: "calls of the loss scaler",
-    scaled_losses.RULE: "losses that it scales",
+    step_checks.SCALED_LOSS: "losses that it scales",
     "autocast": "autocast in forward and backward pass",
     "log-probabilities": "dtype of log-probabilities",
     "schedule": "the learning rate after skipped steps",
     "gradients not cleared": "gradients after skipped steps",
-    rounded_state.RULE: "weights and moments rounded to 16 bits",
-    low_precision_sums.RULE: "averages and sums in 16 bits",
+    step_checks.ROUNDED_STATE: "weights and moments rounded to 16 bits",
+    step_checks.LOW_SUM: "averages and sums in 16 bits",
 }
 """Rule of a finding -> what it checks."""
 
@@ -82,7 +81,7 @@ class StepCalls:
         self._num_meetings = 0
         """Steps that used a scaler for the first time."""
         self._thread, self._depth = threading.get_ident(), 0
-        self._findings: dict[str, Finding] = {}
+        self._findings = step_checks.Findings()
         self._watches: dict[Any, call_order.CallOrderWatch] = {}
         self._own_watches: dict[Any, object] = {}
         """The `call_order_watch` of halfstep's scalers, switched off meanwhile."""
@@ -99,16 +98,17 @@ class StepCalls:
         """Whether any forward pass ran in autocast; whether the last did not."""
         self._stepped: set[Optimizer] = set()
         """Optimizers stepped by a scaler since the last backward pass."""
-        self._losses = scaled_losses.ScaledLosses(self._add)
-        self._rounded = rounded_state.RoundedState(self._add)
-        self._sums = low_precision_sums.LowPrecisionSums()
-        self._grads = low_precision_sums.LowPrecisionGrads()
+        self._losses = step_checks.ScaledLosses(self._findings)
+        self._rounded = step_checks.RoundedState(self._findings)
+        self._sums = step_checks.LowPrecisionSums()
+        self._grads = step_checks.LowPrecisionGrads()
         self._before_pass: RemovableHandle | None = None
 
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings, those of calls first, in the order of the calls."""
-        sums = *self._sums.findings(), *self._grads.findings()
-        return (*self._findings.values(), *sums)
+        for each in (self._sums, self._grads):
+            each.report(self._findings)
+        return tuple(self._findings.values())
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ class StepCalls:
             self._is_watching = False
             self._num_meetings += self._meets
             if self._num_meetings > 1:
-                self._add(call_order.call_order_finding(*_SCALER_PER_STEP))
+                self._findings.add(call_order.call_order_finding(*_SCALER_PER_STEP))
 
     @contextlib.contextmanager
     def backward_pass(
@@ -185,7 +185,7 @@ class StepCalls:
         """Report why autocast had no effect, given that no matmul ran in 16 bits."""
         if not self._has_run_inside:
             for why in sorted(self._why_no_effect):
-                self._find(
+                self._findings.find(
                     *("autocast", "forward pass"),
                     f"autocast was entered, and has no effect: {why}",
                     "Open the context inside of it, around each forward pass.",
@@ -195,7 +195,7 @@ class StepCalls:
         self._stepped.clear()
         device = loss.device.type if isinstance(loss, Tensor) else "cpu"
         if torch.is_autocast_enabled(device):
-            self._add(call_order.backward_inside())
+            self._findings.add(call_order.backward_inside())
         if isinstance(loss, Tensor):
             self._check_log_softmax(loss)
         if self.scalers:
@@ -220,7 +220,7 @@ class StepCalls:
                     (result,) = argument._input_metadata  # noqa: SLF001
                     if formats.is_low(result.dtype):
                         step = f"{1 / (8 * torch.finfo(result.dtype).eps):g}"
-                        self._find(
+                        self._findings.find(
                             *("log-probabilities", "log_softmax"),
                             f"ran in {formats.word(result.dtype)}, where "
                             f"log-probabilities near -8 are multiples of 1/{step}: a "
@@ -280,24 +280,10 @@ class StepCalls:
             self._new.add(id(scaler))
         self.scalers[scaler] = float(scaler.get_scale())
         self._meets = True
-        self._watches[scaler] = call_order.CallOrderWatch(self._add)
+        self._watches[scaler] = call_order.CallOrderWatch(self._findings.add)
         if hasattr(scaler, "call_order_watch"):
             self._own_watches[scaler] = scaler.call_order_watch
             scaler.call_order_watch = None
-
-    def _add(self, finding: Finding) -> None:
-        self._findings.setdefault(finding.advice, finding)
-
-    def _find(
-        self,
-        rule: str,
-        where: str,
-        measured: str,
-        advice: str,
-        severity: Severity = "error",
-    ) -> None:
-        source = "its calls"
-        self._add(Finding(severity, rule, where, measured, "", source, advice, 0.8))
 
     # Calls of a scaler's methods
 
@@ -327,7 +313,7 @@ class StepCalls:
         for watch in self._watches.values():  # another scaler may have scaled some
             watch.on_step(scaler, optimizer, unscaled=unscaled, is_new=False)
         if self._stale.pop(optimizer, False):
-            self._find(
+            self._findings.find(
                 *("gradients not cleared", "the step"),
                 "gradients of a skipped step were still there when the next backward "
                 "pass began: inf and NaN stay, however low the scale falls",
@@ -341,7 +327,7 @@ class StepCalls:
                 "its state_dict() was not loaded",
                 "Save and load scaler.state_dict() beside the optimizer's.",
             )
-            self._add(replace(finding, severity="warning"))
+            self._findings.add(replace(finding, severity="warning"))
         self._losses.on_step(optimizer)
 
     def _after_step(self, scaler: Any, optimizer: Optimizer) -> None:  # noqa: ANN401
@@ -365,7 +351,7 @@ class StepCalls:
         for optimizer, rates in self._skipped.items():
             now = _rates(optimizer)
             if now != rates:
-                self._find(
+                self._findings.find(
                     *("schedule", "learning rate"),
                     "it moved after a step that was skipped, from "
                     f"{rates[0]:.3g} to {now[0]:.3g}",
@@ -392,7 +378,7 @@ class StepCalls:
         if not self._depth:
             self._losses.on_step(optimizer)
             if optimizer in self._stepped:
-                self._add(call_order.call_order_finding(*_BESIDES))
+                self._findings.add(call_order.call_order_finding(*_BESIDES))
 
     def after_update(self) -> None:
         """Observe what is computed after an update."""

@@ -25,12 +25,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree
 
+from halfstep._torch.optimizer_params import gradients_of
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.replay import find_nonfinite
 from halfstep.diagnostics.replay.gradients import exchanges
+from halfstep.diagnostics.replay.tensor_facts import floats
 from halfstep.diagnostics.step_calls import StepCalls, replaced
 from halfstep.errors import UserError
-from halfstep.nonfinite.domains import local_data
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import LossScaleCollapse
@@ -431,8 +432,7 @@ class CheckedSteps:
             raise UserError("step() of diagnose updates weights before a backward pass")
         if self._number > self._checked or not self._changes_weights(optimizer):
             return
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        if not _finite(grads):
+        if not _finite(gradients_of(optimizer)):
             self._nonfinite_grad_steps.add(self._number)
         failed = closure or self._has_failed()
         if failed and not self._weights and self._bad_op is None:
@@ -587,14 +587,9 @@ def _why_finite(model: nn.Module) -> str:
 
 def _holds_inf(buffer: Tensor) -> bool:
     """Return whether a buffer has NaN or +inf; -inf is usual in masks."""
-    if buffer.is_meta or not buffer.is_floating_point():
-        return False
-    return not bool((local_data(buffer) < torch.inf).all())
+    return not all(bool((part < torch.inf).all()) for part in floats(buffer))
 
 
-@torch.no_grad()
 def _finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether all tensors are finite. Synchronizes with the device."""
-    real = [each for each in tensors if each is not None and not each.is_meta]
-    flags = [local_data(each.detach()).isfinite().all() for each in real]
-    return all(map(bool, flags))
+    return all(bool(part.isfinite().all()) for part in floats([*tensors]))
