@@ -7,6 +7,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
+from halfstep.scaling.step_report import first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ _TRUE = 5  # texts of a class needed for a finding that it is never predicted
 _STRONG = 10.0  # times the limit: from there clipping is a warning
 _LEAKED, _LEAKED_MOST = 0.02, 0.1  # shares from which a leak is a warning, an error
 _REPEATED, _CONTRADICTING = 0.1, 0.01  # shares from which they are warnings
-_NAMED = 3
 
 _NOTE: Severity = "note"
 _ERROR: Severity = "error"
@@ -206,9 +206,8 @@ def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
     never.sort(key=lambda c: -c.true)
     share = sum(c.true for c in never) / total
     only = [c for c in last.classes if c.predicted]
-    names = ", ".join(f"{c.label} ({c.true})" for c in never[:_NAMED])
-    more = f" and {len(never) - _NAMED} more" if len(never) > _NAMED else ""
-    measured = f"never predicted on dev, with how often each is there: {names}{more}"
+    names = first_names([f"{c.label} ({c.true})" for c in never])
+    measured = f"never predicted on dev, with how often each is there: {names}"
     measured += f"; {percent(share)} of {total:,} in all, up to step {last.step}"
     advice = "Give rare classes more weight (--class-weights balanced), or more texts; "
     advice += "train longer (--epochs)."

@@ -19,6 +19,7 @@ from halfstep.numerics.tensor_summary import (
     underflow_exponent,
 )
 from halfstep.policy.levels import Level, parse
+from halfstep.scaling.step_report import first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +96,6 @@ def _fixed(facts: RunFacts) -> bool:
 
 
 _LOW = ("bf16", "fp16")
-_NAMED = 3  # parameters
 
 
 def _level(facts: RunFacts) -> Level | None:
@@ -261,11 +261,10 @@ def weights_already_low(facts: RunFacts) -> Iterator[Observation]:
     low = [name for name, word in facts.weights.items() if word in _LOW]
     level = _level(facts)
     if low and level is not None and not level.low_weights:
-        names = ", ".join(low[:_NAMED])
-        more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
         word = facts.weights[low[0]]
         measured = f"{len(low)} of {len(facts.weights)} parameters came in {word}, "
-        measured += f"which level {level} updates without master weights: {names}{more}"
+        measured += f"which level {level} updates without master weights: "
+        measured += first_names(low)
         advice = "Call model.float() before prepare; or store them low on purpose, "
         advice += "with master weights: --level O2."
         share = len(low) / len(facts.weights)

@@ -38,6 +38,14 @@ def _of_step(facts: RunFacts, seconds: float) -> str:
     return f"{_ms(seconds)} of a step of {_ms(wall)}, {percent(seconds / wall)}"
 
 
+def _share_of_step(
+    facts: RunFacts, where: str, seconds: float, advice: str, more: str = ""
+) -> Iterator[Observation]:
+    """Yield an observation of a share of the step; `more` ends what was measured."""
+    share = _profile(facts).share(seconds)
+    yield Observation(where, _of_step(facts, seconds) + more, advice, share, share)
+
+
 def _on(facts: RunFacts, device: str) -> bool:
     return facts.device in {None, device}
 
@@ -172,21 +180,19 @@ def emulated(facts: RunFacts) -> Iterator[Observation]:
 )
 def casts(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in casts from one format to another."""
-    profile = _profile(facts)
-    share = profile.share(profile.casts_s)
-    measured = _of_step(facts, profile.casts_s)
+    profile, more = _profile(facts), ""
     rates = facts.machine.rates if facts.machine else {}
     dtype = facts.dtype
     if dtype is not None and rates.get("fp32") and rates.get(dtype):
         gain = rates[dtype] / rates["fp32"]
-        measured += f"; matrix products take {_ms(profile.gemm_s)}, and large ones run "
-        measured += f"{gain:.2g} times as fast in {dtype} as in fp32 here"
+        more = f"; matrix products take {_ms(profile.gemm_s)}, and large ones run "
+        more += f"{gain:.2g} times as fast in {dtype} as in fp32 here"
     advice = "Store the weights low (--level O2), so that they are not cast each step;"
     level = levels.LEVELS.get(facts.config.level or profile.level or "")
     if level is not None and level.low_weights:
         advice = "Put fewer operations into fp32 (--policy lean);"
     advice += " larger batches cast less for each product, --compile fuses casts."
-    yield Observation("a step", measured, advice, share, share)
+    return _share_of_step(facts, "a step", profile.casts_s, advice, more)
 
 
 @RULES.add(
@@ -195,15 +201,13 @@ def casts(facts: RunFacts) -> Iterator[Observation]:
 def fp32_operations(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in operations that run in fp32."""
     profile = _profile(facts)
-    share = profile.share(profile.fp32_only_s)
     rows = [r for r in profile.rows if is_fp32_only(r.name, r.dtypes)]
     most = max(rows, key=lambda row: row.self_s, default=None)
     where = "operations in fp32" if most is None else most.name
-    measured = _of_step(facts, profile.fp32_only_s)
-    measured += "" if most is None else f"; most of it in {most.name}"
+    more = "" if most is None else f"; most of it in {most.name}"
     advice = "Policy lean leaves norms and softmax in 16 bits where the kernel sums in "
     advice += "fp32 (--policy lean); let the rest be compiled into few (--compile)."
-    yield Observation(where, measured, advice, share, share)
+    return _share_of_step(facts, where, profile.fp32_only_s, advice, more)
 
 
 @RULES.add(
@@ -219,19 +223,16 @@ def fp32_matmuls(facts: RunFacts) -> Iterator[Observation]:
     15 % of the step take 10 % in 16 bits: a speed-up of 1.05, from which a change is
     worth it (`preflight.rules.WORTH_TIME`). Most machines gain more.
     """
-    profile = _profile(facts)
-    products = [row for row in profile.rows if GEMM.fullmatch(row.name)]
+    products = [row for row in _profile(facts).rows if GEMM.fullmatch(row.name)]
     wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
     if wide:
         most = max(wide, key=lambda row: row.self_s)
         spent = sum(row.self_s for row in wide)
-        share = profile.share(spent)
-        measured = f"{_of_step(facts, spent)}, in fp32 matmuls, in a run in "
-        measured += f"{facts.dtype}"
+        more = f", in fp32 matmuls, in a run in {facts.dtype}"
         advice = "Compute forward pass and loss inside the autocast context, opened "
         advice += "for their device and in their thread (a decorated generator leaves "
         advice += "it at once); session.explain() tells which rule keeps one in fp32."
-        yield Observation(most.name, measured, advice, share, share)
+        yield from _share_of_step(facts, most.name, spent, advice, more)
 
 
 @RULES.add(
@@ -305,26 +306,25 @@ def unfused_update(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in the update of an Adam or AdamW without `fused=True`."""
     profile = _profile(facts)
     if _UNFUSED & {row.name for row in profile.rows}:
-        share = profile.share(profile.update_s)
-        measured = f"{_of_step(facts, profile.update_s)}; 16 bits do not make it faster"
+        more = "; 16 bits do not make it faster"
         where = f"torch.optim.{profile.optimizer}"
         advice = (
             f"{where}(..., fused=True), without foreach: one kernel for all, which "
         )
         advice += "on a GPU also skips a step without a wait."
-        yield Observation(where, measured, advice, share, share)
+        yield from _share_of_step(facts, where, profile.update_s, advice, more)
 
 
 @RULES.add(OURS, needs=("profile",), limit=Limit(0.3, "{:.0%} of the step"))
 def overhead(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step between operations: Python, launches."""
     profile = _profile(facts)
-    share = profile.share(profile.python_s)
     calls = sum(row.calls for row in profile.rows)
-    measured = _of_step(facts, profile.python_s) + f", between {calls:,.0f} operations"
+    more = f", between {calls:,.0f} operations"
     advice = "Larger batches; fewer and larger operations (--compile); on a GPU CUDA "
     advice += "graphs (torch.compile(mode='reduce-overhead'))."
-    yield Observation("Python and launches", measured, advice, share, share)
+    where = "Python and launches"
+    return _share_of_step(facts, where, profile.python_s, advice, more)
 
 
 @RULES.add(
@@ -348,15 +348,12 @@ def waits(facts: RunFacts) -> Iterator[Observation]:
 def data_loading(facts: RunFacts) -> Iterator[Observation]:
     """Share of the time spent waiting for batches."""
     timed = [s for s in facts.steps if s.input_s is not None and s.total_s]
-    if timed:
-        spent = sum(step.input_s or 0.0 for step in timed)
-        total_seconds = sum(step.total_s or 0.0 for step in timed)
-        share = spent / total_seconds
-        measured = f"{percent(share)} of the time in training steps went into waiting "
-        measured += "for batches"
-    else:
-        profile = _profile(facts)
-        share = profile.share(profile.input_s)
-        measured = _of_step(facts, profile.input_s) + ", went into waiting for batches"
     advice = "Give more --workers; prepare what can be prepared before training."
-    yield Observation("batches", measured, advice, share, share)
+    if not timed:
+        spent, more = _profile(facts).input_s, ", went into waiting for batches"
+        yield from _share_of_step(facts, "batches", spent, advice, more)
+        return
+    total_seconds = sum(step.total_s or 0.0 for step in timed)
+    share = sum(step.input_s or 0.0 for step in timed) / total_seconds
+    measured = f"{percent(share)} of the time in training steps went into waiting for "
+    yield Observation("batches", measured + "batches", advice, share, share)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from halfstep.diagnostics.probe.step_records import Key
+    from halfstep.diagnostics.probe.hooks import Key
     from halfstep.numerics.formats import FloatFormat
 
 Mode = Literal["flags", "sampled", "full"]
