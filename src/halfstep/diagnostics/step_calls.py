@@ -185,7 +185,7 @@ class StepCalls:
         """Report why autocast had no effect, given that no matmul ran in 16 bits."""
         if not self._has_run_inside:
             for why in sorted(self._why_no_effect):
-                self._findings.find(
+                self._findings.record(
                     *("autocast", "forward pass"),
                     f"autocast was entered, and has no effect: {why}",
                     "Open the context inside of it, around each forward pass.",
@@ -220,7 +220,7 @@ class StepCalls:
                     (result,) = argument._input_metadata  # noqa: SLF001
                     if formats.is_low(result.dtype):
                         step = f"{1 / (8 * torch.finfo(result.dtype).eps):g}"
-                        self._findings.find(
+                        self._findings.record(
                             *("log-probabilities", "log_softmax"),
                             f"ran in {formats.word(result.dtype)}, where "
                             f"log-probabilities near -8 are multiples of 1/{step}: a "
@@ -313,7 +313,7 @@ class StepCalls:
         for watch in self._watches.values():  # another scaler may have scaled some
             watch.on_step(scaler, optimizer, unscaled=unscaled, is_new=False)
         if self._stale.pop(optimizer, False):
-            self._findings.find(
+            self._findings.record(
                 *("gradients not cleared", "the step"),
                 "gradients of a skipped step were still there when the next backward "
                 "pass began: inf and NaN stay, however low the scale falls",
@@ -351,7 +351,7 @@ class StepCalls:
         for optimizer, rates in self._skipped.items():
             now = _rates(optimizer)
             if now != rates:
-                self._findings.find(
+                self._findings.record(
                     *("schedule", "learning rate"),
                     "it moved after a step that was skipped, from "
                     f"{rates[0]:.3g} to {now[0]:.3g}",

@@ -43,7 +43,7 @@ class Findings(dict[str, Finding]):
         """Add a finding."""
         self.setdefault(finding.advice, finding)
 
-    def find(
+    def record(
         self,
         rule: str,
         where: str,
@@ -53,7 +53,7 @@ class Findings(dict[str, Finding]):
         source: str = "its calls",
         weight: float = 0.8,
     ) -> None:
-        """Add a finding with these values."""
+        """Make a finding of these values, and add it."""
         self.add(Finding(severity, rule, where, measured, "", source, advice, weight))
 
 
@@ -70,8 +70,8 @@ class ScaledLosses:
     """
 
     def __init__(self, findings: Findings) -> None:
-        self._find = partial(
-            findings.find, SCALED_LOSS, "the step", source="its graphs", weight=0.9
+        self._record = partial(
+            findings.record, SCALED_LOSS, "the step", source="its graphs", weight=0.9
         )
         self._scaled: dict[Any, int] = {}
         """Graph node of a scaled loss -> id() of its scaler."""
@@ -125,14 +125,14 @@ class ScaledLosses:
         if others == {scaler}:
             return
         if 0 in {scaler, *others}:
-            self._find(
+            self._record(
                 "a loss that no scaler scaled adds to gradients of a scaled one "
                 f"({name}): its share vanishes when they are unscaled",
                 "Scale each loss: scaler.scale(loss).backward(); or add the losses "
                 "first.",
             )
         else:
-            self._find(
+            self._record(
                 "two GradScalers scale losses of one model: their gradients "
                 f"({name}) are summed at different scales",
                 "Scale all losses of a model by one scaler, and update it once.",
@@ -165,7 +165,7 @@ class ScaledLosses:
         # Not so of norms that are not finite.
         if both and abs(norms[0] - norms[1]) > _PROPORTIONAL * max(norms):
             names = ", ".join(sorted(each.__name__ for each in theirs))
-            self._find(
+            self._record(
                 f"{names}: gradients behind it do not follow the loss scale: at "
                 "half of it they are not half",
                 f"backward() of {names} must multiply by the gradient that it is "
@@ -188,8 +188,8 @@ class RoundedState:
     """Checks before updates whether fp32 weights or moments were rounded to 16 bits."""
 
     def __init__(self, findings: Findings) -> None:
-        self._find = partial(
-            findings.find, ROUNDED_STATE, source="its numbers", weight=0.7
+        self._record = partial(
+            findings.record, ROUNDED_STATE, source="its numbers", weight=0.7
         )
         self._before: dict[Optimizer, list[Tensor]] = {}
         """Copies of each optimizer's weights before its first observed update."""
@@ -204,7 +204,7 @@ class RoundedState:
         if dtype is not None:
             word, name = formats.word(dtype), named[0][0]
             if before is now:
-                self._find(
+                self._record(
                     name,
                     f"{word} represents all weights exactly: they were rounded to "
                     f"{word} in a checkpoint, or by a cast and back",
@@ -213,7 +213,7 @@ class RoundedState:
                     "note",
                 )
             elif not all(map(torch.equal, before, now)):
-                self._find(
+                self._record(
                     name,
                     f"weights were cast to {word} and back in the step: what an "
                     "update adds below its precision is lost",
@@ -222,7 +222,7 @@ class RoundedState:
                 )
         self._check_moments(optimizer)
         for each in eps_underflows(optimizer):
-            self._find(each.optimizer, str(each), f"Use {CURE}.")
+            self._record(each.optimizer, str(each), f"Use {CURE}.")
         self._check_decay(optimizer)
 
     def _check_decay(self, optimizer: Optimizer) -> None:
@@ -234,7 +234,7 @@ class RoundedState:
                 continue
             for dtype in filter(formats.is_low, {p.dtype for p in group["params"]}):
                 if 0 < decay < torch.finfo(dtype).eps / 4:
-                    self._find(
+                    self._record(
                         f"parameter group {number}",
                         f"weight decay has no effect in {formats.word(dtype)}: "
                         f"1 - lr * weight_decay = 1 - {decay:.1g} is rounded to 1",
@@ -253,7 +253,7 @@ class RoundedState:
                 num_lost, count = num_lost + lost, count + mean.numel()
                 first = first or (name if lost else "")
         if num_lost > _LOST_MOMENTS * max(1, count):
-            self._find(
+            self._record(
                 first,
                 f"exp_avg_sq is 0 where exp_avg is not, at {num_lost} of {count} "
                 "places: it was kept or saved in float16, and the next update is "
@@ -376,7 +376,7 @@ class LowPrecisionSums(TorchFunctionMode):
         """Add a finding of an overflow, or of values that stopped changing."""
         still = [each for each in self._sums.values() if each.stands_still]
         if self._overflow:
-            findings.find(
+            findings.record(
                 *(LOW_SUM, f"{self._overflow} of gradients"),
                 "makes inf of finite numbers in float16, which holds 65504, between "
                 "the backward pass and the update: 1 / inf is 0",
@@ -385,7 +385,7 @@ class LowPrecisionSums(TorchFunctionMode):
         elif still:
             first = still[0].target
             others = f" and {len(still) - 1} more" if len(still) > 1 else ""
-            findings.find(
+            findings.record(
                 *(LOW_SUM, f"a tensor of shape {tuple(first.shape)}{others}"),
                 f"averaged or summed in place in {formats.word(first.dtype)}, and at "
                 f"least {_STILL:.0%} of its values did not change in "
@@ -488,7 +488,7 @@ class LowPrecisionGrads:
         """Add a finding if accumulation in 16 bits lost too much."""
         error, num_passes, dtype = self._worst
         if _LOST_GRADS < error < float("inf"):
-            findings.find(
+            findings.record(
                 *(LOW_SUM, "gradients"),
                 f"those of {num_passes} backward passes are added up in "
                 f"{formats.word(dtype)}, and {error:.0%} of the sum is lost to "
