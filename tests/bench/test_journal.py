@@ -2,13 +2,12 @@
 
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from halfstep.bench import journal, measure
+from halfstep.bench import journal
 from halfstep.errors import UserError
 
 TAKEN = (1.0, 2.0, 3.0, 4.0)
@@ -89,17 +88,3 @@ def test_bad_file_is_rejected_before_it_measures(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"--json {file} cannot be written: No such file or directory."
     )
-
-
-def test_turns_are_recorded(tmp_path: Path) -> None:
-    """Law: whatever takes turns is recorded turn by turn, with what it was."""
-    seconds = iter(TAKEN)
-    turn = partial(next, seconds)
-    with journal.open_journal(tmp_path / "f"):
-        measure.take_turns({"a": turn, "b": turn}, 2, "matmul 8")
-        assert lines(tmp_path / "f.part") == [
-            {"name": f"matmul 8: {name}", "round": number, "seconds": taken}
-            for name, number, taken in zip(
-                "abba", (1, 1, 2, 2), (1, 2, 3, 4), strict=True
-            )
-        ]

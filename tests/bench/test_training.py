@@ -288,22 +288,6 @@ def batches_of(settings: Namespace) -> list[tuple[Tensor, Tensor]]:
     return next(recipe.draw_batches(settings, 0))
 
 
-def test_candidates_begin_alike() -> None:
-    """Law: all candidates begin with the same weights, and read the same batches."""
-    first, *others = (
-        make_loop(each, work()) for each in ("torch.amp", "O1 torch", "O1 lean", "O2")
-    )
-    for other in others:
-        own, its = first.model.parameters(), other.model.parameters()
-        assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(own, its, strict=True))
-    one, same = batches_of(work()), batches_of(work())
-    assert len(one) == 3
-    for (a, b), (c, d) in zip(one, same, strict=True):
-        assert a.shape == b.shape == (4, 8)
-        assert torch.equal(a, c)
-        assert torch.equal(b, d)
-
-
 @pytest.mark.parametrize("optimizer", recipe.MOMENTUM)
 def test_the_loss_falls(optimizer: str) -> None:
     """Law: each optimizer, as it is set, learns at any size.
@@ -357,35 +341,6 @@ def test_fused(name: str) -> None:
     assert {k: v for k, v in plain.items() if k not in changed} == {
         k: v for k, v in fused.items() if k not in changed
     }
-
-
-def test_masters_by_hand() -> None:
-    """Law: masters move by the rate times the gradient of the 16-bit weights.
-
-    Those follow, rounded, and none of the gradients is left.
-    """
-    settings = work(accumulate=1)
-    loop, twin = make_loop("naive-O2", settings), make_loop("fp32", settings)
-    masters = loop.optimizer.param_groups[0]["params"]
-    before = [master.clone() for master in masters]
-    for param, master in zip(twin.model.parameters(), before, strict=True):
-        assert torch.equal(param, master)
-        param.data = master.bfloat16().double()
-    ((inputs, targets),) = batches_of(settings)
-    recipe.loss_of(twin.model, (inputs.double(), targets.double())).backward()
-    loop.step([(inputs, targets)])
-    rate = loop.optimizer.param_groups[0]["lr"]
-    low = torch.finfo(torch.bfloat16).eps / 2
-    for weight, master, old, param in zip(
-        loop.model.parameters(), masters, before, twin.model.parameters(), strict=True
-    ):
-        assert torch.equal(weight, master.bfloat16())
-        assert param.grad is not None
-        moved, expected = (master - old).double(), -rate * param.grad
-        # Inputs, two weights, two outputs, the error: each is rounded once, and the
-        # backward pass rounds as often.
-        assert (moved - expected).norm() < 12 * low * expected.norm()
-        assert weight.grad is master.grad is None
 
 
 @pytest.mark.parametrize(
