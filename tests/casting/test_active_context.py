@@ -180,32 +180,6 @@ def test_closed_in_another_thread(context: CastContext | None) -> None:
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
 
-def test_casts_keep_their_history_while_a_context_is_open() -> None:
-    """Law: the outermost context with a cache opens and closes it, nested ones do not.
-
-    So does a part that is computed again.
-    """
-    cache = CastCache()
-    outer, scope = frame("softmax", cache), frame("gelu", cache)
-    NAMES.update({id(outer): "outer", id(scope): "scope"})
-    opened = [cache.is_open]
-
-    def note(x: Tensor) -> Tensor:
-        opened.append(cache.is_open)
-        return x.sin()
-
-    with region(outer):
-        opened.append(cache.is_open)
-        with region(scope), region(None):
-            opened.append(cache.is_open)
-        x = checkpoint(note, start(), use_reentrant=False)
-    opened.append(cache.is_open)
-    assert opened == [False, True, True, True, False]
-    backward(x)
-    opened.append(cache.is_open)
-    assert opened[5:] == [True, False]
-
-
 @KINDS
 def test_a_recurrent_net_computed_again(reentrant: bool) -> None:
     """Law: gradients are those without checkpointing, to the bit, as with torch.

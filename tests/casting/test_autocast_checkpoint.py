@@ -50,6 +50,7 @@ AROUND: dict[str, tuple[Policies, tuple[torch.dtype, ...]]] = {
     "lean fp16": ({"policy": "lean", "dtype": FP16}, (FP16, FP16, FP16)),
     "operation": ({"policy": "torch + op:linear=fp32 + op:mv=low"}, (FP32, BF16, FP32)),
     "module": ({"policy": "lean + module:second=fp32"}, (BF16, BF16, FP32)),
+    "promote": ({"policy": "torch + module:second=promote"}, (BF16, FP32, FP32)),
     "type": ({"policy": "torch + type:Linear=fp32"}, (FP32, FP32, FP32)),
     # A rule on modules speaks of operations that have a row: of mv only lean has one.
     "all": ({"policy": "torch + module:*=low"}, (BF16, FP32, BF16)),

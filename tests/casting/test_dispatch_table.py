@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 from torch.library import Library
 
-from halfstep.casting.active_context import OpCast
 from halfstep.casting.dispatch_table import (
     check_policy,
     op_casts_for,
-    unmatched_rule_warning,
 )
 from halfstep.errors import UserError
 from halfstep.policy import CATEGORIES, KEEP, TORCH, Policy, decide, op_tables
 from halfstep.policy import LEAN as LEAN_ONLY
-from halfstep.policy.op_tables import FOLLOW, FP32, LEAN, LOW, NAMED, PROMOTE, TABLES
+from halfstep.policy.op_tables import LEAN, LOW, NAMED, PROMOTE, TABLES
 
 DEVICES = pytest.mark.parametrize("device", TABLES)
 
@@ -48,25 +46,6 @@ def test_lean_steers_what_differs(device: str) -> None:
     )
 
 
-def test_by_hand() -> None:
-    """Law: a few rows, as a pencil says."""
-    policy = parse("lean", "op:mm=fp32", "op:einsum=keep", "op:softmax=promote")
-    rows = op_casts_for(policy, "cpu")
-    assert rows["mm"] == OpCast(FP32, 0, is_torch_default=False)
-    assert rows["einsum"] == OpCast(KEEP, 1, is_torch_default=False)
-    assert rows["softmax.int"] == OpCast(PROMOTE, 2, is_torch_default=False)
-    assert rows["layer_norm"] == OpCast(FOLLOW, None, is_torch_default=False)
-    assert "linear" not in rows
-    # As torch has them: its own kernel will do.
-    rows = op_casts_for(parse("torch", "op:linear=low", "op:mse_loss=fp32"), "cpu")
-    assert rows["linear"] == OpCast(LOW, 0, is_torch_default=True)
-    assert rows["mse_loss"] == OpCast(FP32, 1, is_torch_default=True)
-    # But torch's promotion refuses, and torch casts inside what it keeps.
-    rows = op_casts_for(parse("torch", "op:cat=promote", "op:einsum=keep"), "cpu")
-    assert rows["cat"] == OpCast(PROMOTE, 0, is_torch_default=False)
-    assert rows["einsum"] == OpCast(KEEP, 1, is_torch_default=False)
-
-
 @pytest.mark.parametrize(
     ("device", "base", "category", "module"),
     [
@@ -89,19 +68,6 @@ def test_rows_are_decisions(device: str, base: str, category: str, module: str) 
     assert rows.keys() >= TABLES[device].keys() | NAMED[base][device].keys()
 
 
-def test_a_module_takes_in_all_rows() -> None:
-    """Law: inside a module that a rule speaks of, every operation with a row is its."""
-    policy = parse("torch", "op:mm=low", "module:head=fp32", "op:bmm=low")
-    inside = op_casts_for(policy, "cpu", module="head.0")
-    # A rule on mm speaks of its overload for another result, too.
-    first, second = {"mm": 0, "mm.dtype": 0}, {"bmm": 2, "bmm.dtype": 2}
-    everything = {*TABLES["cpu"], *first, *second}
-    rules = {op: row.rule_index for op, row in inside.items()}
-    assert rules == dict.fromkeys(everything, 1) | first
-    outside = op_casts_for(policy, "cpu", module="body")
-    assert {op: row.rule_index for op, row in outside.items()} == first | second
-
-
 @DEVICES
 def test_weights_take_in_products(device: str) -> None:
     """Law: a cache of casts sees every product with weights, and no attention."""
@@ -122,21 +88,6 @@ def test_everything_takes_in_all_rows(device: str) -> None:
     assert op_casts_for(LEAN_ONLY, device, record_all=True).keys() == (
         TABLES[device].keys() | LEAN[device].keys()
     )
-
-
-def test_what_matched_nothing() -> None:
-    """Law: rules that decided nothing are named, all of them, in order."""
-    policy = parse("torch", "op:mm=fp32", "module:head=low", "op:exp=low")
-    assert unmatched_rule_warning(policy, {0, 1, 2}) == ""
-    assert unmatched_rule_warning(policy, {0, 2}) == (
-        "policy rule 'module:head=low' matched nothing: no such operation or module "
-        "ran in the context. An operation inside another, as addmm in linear, follows "
-        "the outer."
-    )
-    assert "rule 'op:mm=fp32', 'op:exp=low' matched" in unmatched_rule_warning(
-        policy, {1}
-    )
-    assert unmatched_rule_warning(TORCH, set()) == ""
 
 
 def test_operators_that_come_later() -> None:

@@ -1,7 +1,6 @@
 """Rules on modules, however modules are called: again, in threads, copied, compiled."""
 
 import copy
-import functools
 import pickle
 import threading
 import warnings
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from twins import patched
 from units import Seen, Unit
 
@@ -128,42 +126,6 @@ def test_threads_share_a_module() -> None:
 
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(work, (own, plain))) == [inside, FP16]
-
-
-@KINDS
-@pytest.mark.parametrize(
-    ("rules", "dtypes", "around"),
-    [
-        ("module:e=fp32", (FP32, FP32), None),
-        ("module:e=promote", (FP32, FP32), "lean"),
-        ("module:e=low", (BF16, BF16), None),
-        ("op:mse_loss=low + module:e=keep", (FP32, BF16), "lean"),
-    ],
-)
-def test_recomputation_of_a_module(
-    rules: str, dtypes: tuple[torch.dtype, ...], around: str | None, reentrant: bool
-) -> None:
-    """Law: a module computed again, or in part, runs as it did; gradients are those."""
-    grads, words = [], f"torch + {rules}"
-    for again in ("not", "module", "inside"):
-        model, seen = build()
-        x, unit = X.clone().requires_grad_(), model.e
-        if again == "inside":
-            unit.forward = functools.partial(
-                checkpoint, unit.forward, use_reentrant=reentrant
-            )
-        whole = set_checkpoint_early_stop(enable=False)
-        with whole, autocast("cpu", policy=words, model=model):
-            if again == "module":
-                out: Any = checkpoint(unit, x, use_reentrant=reentrant)
-            else:
-                out = unit(x)
-        with autocast("cpu", enabled=around is not None, policy=around):
-            out.float().square().sum().backward()
-        grads.append([x.grad, unit.weight.grad])
-        assert seen == [("e", *dtypes)] * (1 if again == "not" else 2)
-    if around is None:  # a region around the backward pass casts what that multiplies
-        torch.testing.assert_close(grads[1:], [grads[0]] * 2, rtol=0, atol=0)
 
 
 def test_a_given_cache_serves_modules() -> None:

@@ -344,20 +344,6 @@ def test_gradients_are_torchs(gradients: Any, program: Callable[..., Any]) -> No
     assert [grad is None for grad in found[1][-6:]] == [False] * 4 + [True] * 2
 
 
-def test_recomputation_casts_nothing() -> None:
-    """Law: a cache outlives regions, and serves the recomputation too.
-
-    Each weight and bias is cast once for all.
-    """
-    cache, net = CastCache(), Net()
-    for number in range(2):
-        with region(cache):
-            out: Any = checkpoint(net, torch.ones(2, 4), use_reentrant=False)
-        assert (cache.hits, cache.misses) == (2 + 16 * number, 6)
-        out.sum().backward()
-        assert (cache.hits, cache.misses) == (10 + 16 * number, 6)
-
-
 def test_fake_tensors_are_not_cached() -> None:
     """Law: tracing leaves no fake cast behind, and is given fake ones."""
     cache, layer = CastCache(), nn.Linear(4, 4)

@@ -5,7 +5,6 @@ ordinary training; runs that go on to the bit.
 """
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -189,40 +188,6 @@ def test_masters_that_are_shared_follow_an_edit() -> None:
     masters.broadcast_(lambda _: None)
     assert bool((session.weights()["linear.weight"] == 7.0).all())
     assert torch.equal(session.weights()["conv.weight"], exact)
-
-
-@cases.every_form
-@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.NADAM])
-@cases.both_ways
-def test_resumed_is_uninterrupted(form: str, make: Any, *, kernel: bool) -> None:
-    """Law: a fresh session goes on to the bit, random rounding included.
-
-    Through a file, after a skipped step, with other random numbers drawn in between.
-    From a state without a file, too: two sessions in one process train apart.
-    """
-    whole, other = (
-        cases.start(make, form, kernel=kernel, clip_grad_norm=2.0) for _ in range(2)
-    )
-    for number in range(3):
-        cases.go(whole, cases.slopes_of(whole.model, number))
-    spoilt = cases.slopes_of(whole.model, 9)
-    spoilt["conv.bias"].fill_(torch.inf)
-    assert cases.go(whole, spoilt).skipped
-    cases.go(other, cases.slopes_of(other.model, 7))
-    file = io.BytesIO()
-    torch.save(whole.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file))
-    torch.manual_seed(99)
-    assert same(cases.everything(whole), cases.everything(other))
-    for number in range(4, 8):
-        before = cases.everything(whole)
-        cases.go(other, cases.slopes_of(other.model, number))
-        assert same(cases.everything(whole), before)
-        cases.go(whole, cases.slopes_of(whole.model, number))
-        assert same(cases.everything(whole), cases.everything(other))
-        if number == 5:
-            other.load_state_dict(whole.state_dict())
 
 
 @cases.both_ways

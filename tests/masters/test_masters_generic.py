@@ -286,19 +286,3 @@ def test_sparse_and_dense_add_up(form: str, order: tuple[int, int]) -> None:
     right = 1 - 0.5 * sum(row[kind] for kind in order)
     (held,) = cases.adopted(optimizer)
     assert torch.equal(masters.fp32_value(held)[:, 0], right)
-
-
-def test_a_patched_step() -> None:
-    """Law: a step that somebody has replaced is called, once a step, not a kernel."""
-    session = cases.start(cases.ADAMW, "split")
-    whole, calls = session.optimizer.step, []
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return whole(*args, **kwargs)
-
-    session.optimizer.step = step
-    for number in range(3):
-        cases.go(session, cases.slopes_of(session.model, number))
-    assert len(calls) == 3
-    assert "its step was replaced" in cases.masters_of(session).describe()

@@ -51,39 +51,6 @@ def ours(**numbers: Any) -> Any:
 TRACE = [INF, INF, INF, 1.0, 1.0, INF, INF]
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_every_counter(used: bool) -> None:
-    """Law: a fresh scaler goes on with each counter, before its first use or after."""
-    loop, twin = Loop(ours()), Loop(ours())
-    for value in TRACE:
-        loop.step(value)
-    loop.step(1.0, "aux")
-    loop.step(INF, "aux")
-    state = loop.scaler.state_dict()
-    assert (state["scale"], state["_growth_tracker"]) == (1.0, 0)
-    main, aux = state["_halfstep"][""], state["_halfstep"]["aux"]
-    assert [main[field] for field in FIELDS] == [1.0, 0, 1, 2]
-    assert [aux[field] for field in FIELDS] == [64.0, 0, 2, 1]
-    if used:
-        twin.step(1.0)
-        twin.step(1.0, "other")
-    twin.scaler.load_state_dict(through_file(state))
-    if not used:
-        twin.scaler = pickle.loads(pickle.dumps(twin.scaler))  # noqa: S301
-    assert twin.scaler.state_dict() == state
-    assert twin.scaler.get_scale() == 1.0
-    twin.weight.data.copy_(loop.weight.data)
-    twin.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
-    for value, name in [(1.0, None), (INF, "aux"), (INF, "aux"), *[(1.0, None)] * 5]:
-        for each in (loop, twin):
-            each.step(value, name)
-        assert twin.scaler.state_dict() == loop.scaler.state_dict()
-    same(twin.weight, loop.weight)
-    # The growth after five clean steps has brought back what can be borne.
-    assert loop.scaler.state_dict()["_halfstep"][""]["hysteresis_left"] == 3
-    assert loop.scaler.state_dict()["_halfstep"]["aux"]["scale"] == 16.0
-
-
 @pytest.mark.parametrize("strategy", ["backoff", "measured", "logmax"])
 @pytest.mark.parametrize("way", ["state", "file", "pickle", "deepcopy"])
 def test_resumed_is_uninterrupted(strategy: str, way: str) -> None:

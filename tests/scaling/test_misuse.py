@@ -175,13 +175,6 @@ def test_called_twice(call: str, make: Make) -> None:
     assert ours == f"{theirs} The first call was at {place}; {cure}"
 
 
-def test_neither_tensors_nor_numbers() -> None:
-    """Law: other objects are refused in torch's words."""
-    for scaler in (torch.amp.GradScaler("cpu"), hs.GradScaler("cpu")):
-        with pytest.raises(ValueError, match="outputs must be a Tensor"):
-            scaler.scale(3)
-
-
 def test_a_neighbour_of_the_package_is_named() -> None:
     """Law: a package whose path merely begins as this one's is the user's own."""
     loop = Loop(hs.GradScaler("cpu"))

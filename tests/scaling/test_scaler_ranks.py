@@ -218,38 +218,6 @@ def collapse(group: Group, ddp: bool) -> dict[str, Any]:
     return {}
 
 
-def dropped(group: Group, ddp: bool) -> dict[str, Any]:
-    """Drop passes by `backward`, four in a step; one is spoilt on one rank."""
-    scaler = scaler_of(
-        on_overflow="drop_microbatch", process_group=None if ddp else group
-    )
-    plan = plants(17)
-
-    def run(scaler: hs.GradScaler | None) -> dict[str, Any]:
-        bare, box = net(), list[Plant]()
-        watch(bare.parameters(), box, None if ddp else group)
-        model = DistributedDataParallel(bare, process_group=group) if ddp else bare
-        optimizer = SGD(bare.parameters())
-        for step in range(STEPS):
-            model.zero_grad()
-            for micro in range(4):
-                bad = step in plan and micro == step % 4
-                box[:] = [plan[step]] if bad else []
-                loss = model(batch(4 * step + micro)).square().mean() / 4
-                if scaler is not None:
-                    scaler.backward(loss, optimizer)
-                elif not bad:
-                    (loss * 4 / 3 if step in plan else loss).backward()
-            if scaler is None:
-                optimizer.step()
-            else:
-                finish(scaler, [optimizer], None)
-        return held(bare, optimizer)
-
-    seen = run(scaler) | {"plain": run(None), "bad": list(plan)}
-    return seen | {"scale": scaler.get_scale()}
-
-
 ASKED = list(itertools.product(("measured", "logmax"), ("ddp", "root", "nested")))
 
 
@@ -290,7 +258,6 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **cases(idle, *IDLE, ("sgd", "measured"), ("sgd", "logmax")),
     **cases(collapse, *DDP),
     **cases(asked, *ASKED),
-    **cases(dropped, *DDP),
 }
 
 
@@ -357,14 +324,6 @@ def test_collapse(ranks: list[dict[str, Any]], ddp: bool) -> None:
     assert seen["step"] == 4
     blamed = [rank["blamed"] for rank in saw(ranks, f"collapse {ddp}")]
     assert blamed == [ddp] * (len(ranks) - 1) + [True]
-
-
-@pytest.mark.parametrize("ddp", DDP)
-def test_dropped_passes(ranks: list[dict[str, Any]], ddp: bool) -> None:
-    """Law: a pass that overflowed on one rank is left out on all."""
-    seen = agreed(ranks, f"dropped {ddp}", "weights", "state", "scale", "bad")
-    torch.testing.assert_close(seen["weights"], seen["plain"]["weights"])
-    assert seen["scale"] == scales(seen["bad"])[-1]
 
 
 @pytest.mark.parametrize(("word", "kind"), ASKED)

@@ -21,7 +21,6 @@ from session_cases import (  # noqa: F401
 from small_training import one_thread
 from torch import Tensor, nn
 
-import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.masters import fused_step
 from halfstep.scaling.step_report import StepReport
@@ -205,27 +204,6 @@ def test_a_norm_that_overflows(clip: float) -> None:
     session = build(clip_grad_norm=clip)
     session.backward(sum(p.sum() for p in session.model.parameters()) * 1e30)
     assert session.step().skipped == (clip == 1.0)
-
-
-def test_tied_weights_stay_tied() -> None:
-    """Law: at O2 a weight used twice has one exact master, saved and loaded as one."""
-    sessions = []
-    for _ in range(2):
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
-        model[1].weight = model[0].weight
-        exact = copy.deepcopy(dict(model.state_dict()))
-        made = ADAMW(model.parameters())
-        sessions.append(hs.prepare(model, made, "O2", dtype="bf16"))
-    first, second = sessions
-    same(second.weights(), exact)
-    go(first)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    same(everything(second), everything(first))
-    for session in sessions:
-        assert go(session, 1).applied
-        parameters = dict(session.model.named_parameters(remove_duplicate=False))
-        assert parameters["0.weight"] is parameters["1.weight"]
-    same(everything(second), everything(first))
 
 
 @pytest.mark.gpu

@@ -22,7 +22,6 @@ from ranks import (
     held,
     net,
     plants,
-    saw,
     scales,
     spoil,
     start,
@@ -39,7 +38,7 @@ Group = dist.ProcessGroup
 
 RULE = ScaleRule(init_scale=FIRST, growth_interval=INTERVAL)
 HOWS = ("ddp", "late")
-KINDS = ("O1 fp16", "O2 bf16")
+KINDS = ("O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
 RUNS = list(itertools.product(KINDS, HOWS, (None, 0.1)))
 APART = ("ddp", "hooks")
 NAMED = list(itertools.product(APART, (1, 2), (0, 4)))
@@ -124,24 +123,6 @@ def train(group: Group, kind: str, how: str, clip: float | None) -> dict[str, An
     return spoilt.seen() | more | {"bad": list(plan)}
 
 
-def idle(group: Group) -> dict[str, Any]:
-    trainer = Trainer(group, "O0 fp32", "own", clip_grad_norm=1.0)
-    kept, rested, skipped, calls = [], [], [], []
-    for step in range(STEPS):
-        rested.append(dist.get_rank() == step % dist.get_world_size())
-        before = held(trainer.session.model)["weights"]
-        bad = step == 3 and dist.get_rank() == 0
-        inputs = batch(step).requires_grad_()
-        loss = inputs.sum() if rested[-1] else trainer.loss(step)
-        trainer.session.backward(loss * float("inf") if bad else loss)
-        report, count = trainer.step()
-        kept.append(same(held(trainer.session.model)["weights"], before))
-        skipped.append(report.skipped)
-        calls.append(count)
-    more = {"kept": kept, "rested": rested, "skipped": skipped, "calls": calls}
-    return {"scales": trainer.seen()["scales"]} | more
-
-
 def dropped(group: Group, how: str) -> dict[str, Any]:
     plan = plants(23)
     trainer = Trainer(
@@ -204,7 +185,6 @@ def flushed(group: Group, kind: str) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **cases(train, *RUNS),
-    **cases(idle, ()),
     **cases(dropped, *APART),
     **cases(named, *NAMED),
     **cases(flushed, *FLUSHED),
@@ -230,15 +210,6 @@ def test_sessions(ranks: list[dict[str, Any]], run: tuple[str, str, float]) -> N
     assert seen["counts"] == [STEPS - 3, 3]
     assert seen["scales"][""]["scale"] == scales(seen["bad"])[-1]
     assert seen["calls"] == [0 if run[1] == "ddp" else 1] * STEPS
-
-
-def test_a_rank_without_gradients(ranks: list[dict[str, Any]]) -> None:
-    """Law: who has no gradient comes along; the others step or skip by the flag."""
-    agreed(ranks, "idle ()", "scales", "skipped", "calls")
-    for seen in saw(ranks, "idle ()"):
-        assert places(seen["skipped"]) == [3]
-        assert places(seen["kept"]) == sorted({*places(seen["rested"]), 3})
-        assert seen["calls"] == [1] * STEPS
 
 
 @pytest.mark.parametrize("how", APART)

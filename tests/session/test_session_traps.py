@@ -176,6 +176,7 @@ def test_a_step_that_was_replaced(
     for number in range(3):
         assert cases.go(session, cases.slopes_of(model, number)).applied
         assert len(calls) == number + 1
+    assert "its step was replaced" in cases.masters_of(session).describe()
     bad = cases.slopes_of(model, 1, scale=math.inf)
     assert cases.go(session, bad).skipped
     assert len(calls) == 3

@@ -1,13 +1,10 @@
 """Sessions of every level and form over one small model with all kinds of weights.
 
-In: a kind, an optimizer. Out: a session, trained or not, and its state as a file
-returns it.
+In: a kind, an optimizer. Out: a session, trained or not, and all that it holds.
 """
 
 import functools
-import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import halfstep as hs
-from halfstep.checkpoint import single
 from halfstep.session.session import Session
 
 # An epsilon that 16 bits can hold, for some forms keep the optimizer's state in them.
@@ -85,22 +81,6 @@ def train(session: Session, *steps: int) -> list[float]:
         session.step()
         losses.append(loss.item())
     return losses
-
-
-def through_torch(state: dict[str, Any], _folder: Path) -> dict[str, Any]:
-    """Return a state that torch.save has written, loaded without running anything."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
-def through_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    rest = {key: value for key, value in state.items() if key != "weights"}
-    single.save(folder / "at", state["weights"], rest, {})
-    found = single.load(folder / "at")
-    return found.state | {"weights": found.weights}
 
 
 def bits(session: Session) -> dict[str, Any]:
