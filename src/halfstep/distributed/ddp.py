@@ -27,10 +27,16 @@ def data_parallel(model: nn.Module, world: World) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
 
+def _uncompiled(model: nn.Module) -> object:
+    """Return what torch.compile's wrapper holds; None for other modules."""
+    # Not `getattr`: wrappers may forward it. A scripted model's modules are no dict.
+    return dict(vars(model).get("_modules", {}).items()).get("_orig_mod")
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, DataParallel or torch.compile's wrapper."""
     while True:
-        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        inner = _uncompiled(model)
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = model.module
         if not isinstance(inner, nn.Module) or inner is model:
@@ -90,7 +96,7 @@ def _forward_module(
 def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     """Return the DDP module that a model is, or that torch.compile wraps; else None."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
-        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        inner = _uncompiled(model)
         if not isinstance(inner, nn.Module) or inner is model:
             return None
         model = inner
