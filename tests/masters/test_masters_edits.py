@@ -70,6 +70,11 @@ def test_masters_follow(
         with pytest.warns(UserWarning, match=TOLD):
             cases.go(session, slopes)
     assert same(dict(session.model.state_dict()), dict(found))
+    edit(session)
+    found = copy.deepcopy(session.model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cases.go(session, slopes)  # followed again, and told once
     changed = session.weights()
     for name, value in found.items():
         assert torch.equal(changed[name].to(value.dtype), value), name

@@ -7,7 +7,6 @@ gradients are accumulated in fp32, and updates are copied back to the model weig
 from __future__ import annotations
 
 import contextlib
-import warnings
 from functools import partial, wraps
 from itertools import chain
 from operator import itemgetter
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._torch import optimizer_hooks
-from halfstep.errors import UserError
+from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
     eager_kernels,
@@ -107,6 +106,7 @@ class MasterWeights:
         self.stepping = False
         """Whether this class is calling `optimizer.step`."""
         self._versions: list[int] = []
+        self._warned_of_writes = False
         self._consume: Callable[[Tensor], None] | None = None
         self._hooked: set[Tensor] = set()
         self.add_new_params(originals)
@@ -412,13 +412,15 @@ class MasterWeights:
             return
         changed = sum(p.reset_from_weight(self.encoding, self.rng) for p in written)
         self.mark_synced()
-        if changed:
-            message = (
+        if changed and not self._warned_of_writes:
+            # Once: programs that clamp their weights do so in each step.
+            self._warned_of_writes = True
+            warn_caller(
                 f"weights were changed outside the optimizer ({changed} numbers): "
-                "their master weights were reset to the 16-bit values. To load a "
-                "checkpoint in fp32, load it before, or into the session."
+                "their master weights were reset to the 16-bit values, as after each "
+                "later change. To load a checkpoint in fp32, load it before, or into "
+                "the session."
             )
-            warnings.warn(message, stacklevel=3)
 
     def _externally_written(self) -> list[MasterParam]:
         """Return the parameters whose weights were written since `mark_synced`."""
