@@ -110,36 +110,6 @@ def test_a_backward_pass(around: CastContext | None) -> None:
         seen.clear()
 
 
-@KINDS
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_recomputation_in_a_recomputation(reentrant: bool) -> None:
-    """Law: nested checkpoints find the frames of their forward, in every round."""
-    seen: list[tuple[int, str]] = []
-
-    def note(x: Tensor, place: int) -> Tensor:
-        seen.append((place, name(active_context.active("cpu"))))
-        return x.sin()
-
-    def inner(x: Tensor, place: int) -> Tensor:
-        return note(note(x, place), place + 1)
-
-    def outer(x: Tensor) -> Tensor:
-        x = note(x, 0)
-        with region(B):
-            x = checkpoint(inner, x, 1, use_reentrant=reentrant)
-        return checkpoint(inner, x, 3, use_reentrant=reentrant)
-
-    with region(A):
-        x = checkpoint(outer, start(), use_reentrant=reentrant)
-    once = list(enumerate(["A", "B", "B", "A", "A"]))
-    assert seen == once
-    with region(C):
-        backward(x)
-    assert set(seen) == set(once)
-    # Inner checkpoints run in the outer's recomputation, and in one of their own.
-    assert len(seen) > 2 * len(once)
-
-
 def test_a_failed_recomputation() -> None:
     """Law: after one that raises, nothing is in force that was not before."""
     fails = [False]

@@ -1,8 +1,6 @@
 """Eager regions: torch's own state, entered and left in any way."""
 
-import copy
 import inspect
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -169,25 +167,6 @@ def test_a_decorated_function_keeps_its_name(kind: str) -> None:
     assert (inside.__name__, inside.__doc__) == ("named", "Say so.")
     assert inside(2, right=3) == (5, (True, torch.float16))
     assert autocast_state() == OFF
-
-
-@pytest.mark.parametrize("kind", ["default", "torch", "lean", "rule"])
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))],  # noqa: S301
-)
-def test_copies_are_not_entered(kind: str, copied: Callable[[Any], Any]) -> None:
-    """Law: an instance can be copied and pickled, as torch's can, entered too.
-
-    Models hold regions, and are copied.
-    """
-    region = autocast("cpu", torch.float16, cache_enabled=False, **KINDS[kind])
-    with region:
-        twin = copied(region)
-    with twin, twin:
-        assert autocast_state() == (True, torch.float16, False, 2)
-    assert autocast_state() == OFF
-    assert twin.policy == region.policy
 
 
 @pytest.mark.parametrize("kind", ["lean", "record", "cache"])

@@ -158,15 +158,6 @@ def test_identity_and_copies(level: str) -> None:
         assert torch.equal(model(inputs), cached)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_levels_without_low_weights(level: str) -> None:
-    """Law: where weights are fp32 no rule is added and the weight stays fp32."""
-    model = network(NEW["cayley"])
-    converted = convert_(model, levels.parse(level), BF16, Policy(base="lean"))
-    assert converted.policy == Policy(base="lean")
-    assert model[0].weight.dtype == FP32
-
-
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @in_turn(OLD)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import UserError
-from halfstep.masters import MasterWeights, NoMasters
+from halfstep.masters import MasterWeights
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -136,20 +136,6 @@ def test_masters_are_asked_for() -> None:
     for word, text in (("none", "keeps no master weights"), ("fp64", "is not a form")):
         with pytest.raises(UserError, match=text):
             MasterWeights(torch.optim.SGD(weights(torch.bfloat16), 0.1), master=word)
-
-
-def test_none_at_all() -> None:
-    """Law: without masters the optimizer keeps parameters and gradients."""
-    (weight, _) = weights(torch.bfloat16)
-    weight.grad = torch.ones_like(weight)
-    before = weight.detach().clone()
-    none = NoMasters(torch.optim.SGD([weight], lr=0.1))
-    none.accumulate_grads()
-    none.publish()
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-    assert torch.equal(weight, before)
-    assert none.model_param(weight) is weight
-    assert none.pairs == []
 
 
 @pytest.mark.parametrize("low", LOW)

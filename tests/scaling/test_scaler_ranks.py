@@ -27,7 +27,6 @@ from ranks import (
     scales,
     spoil,
     start,
-    watch,
 )
 from small_training import same
 from torch import nn
@@ -133,35 +132,6 @@ def spoil_one_of(params: list[Any], plan: dict[int, Plant], step: int) -> None:
         spoil([plan[step]] if step in plan else [], index, param.grad)
 
 
-def wrapped(group: Group, kind: str) -> dict[str, Any]:
-    """Train under DDP; one rank's own gradient is spoilt before it is averaged."""
-    plan = plants(11)
-
-    def run(scaler: hs.GradScaler | None) -> dict[str, Any]:
-        bare = net()
-        box: list[Plant] = []
-        watch(bare.parameters(), box)
-        model = DistributedDataParallel(bare, process_group=group)
-        optimizer = OPTIMIZERS[kind][0](model.parameters())
-        calls, skipped = [], []
-        for step in range(STEPS):
-            box[:] = [plan[step]] if step in plan and scaler is not None else []
-            model.zero_grad()
-            loss = model(batch(step)).square().mean()
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            if scaler is not None:
-                calls.append(finish(scaler, [optimizer], None))
-                skipped.append(scaler.last_step.skipped)
-            elif step not in plan:
-                optimizer.step()
-        return held(model, optimizer) | {"calls": calls, "skipped": skipped}
-
-    scaler = scaler_of()
-    more = {"scale": scaler.get_scale, "scaler": scaler.state_dict}
-    seen = run(scaler) | {"plain": run(None), "bad": list(plan)}
-    return seen | {key: value() for key, value in more.items()}
-
-
 def idle(group: Group, kind: str, strategy: str = "backoff") -> dict[str, Any]:
     """Train parameters of each rank's own; in turn one rank has no gradient."""
     plan = plants(13)
@@ -254,7 +224,6 @@ def asked(group: Group, word: str, kind: str) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **cases(replicas, *REPLICAS),
-    **cases(wrapped, *IDLE),
     **cases(idle, *IDLE, ("sgd", "measured"), ("sgd", "logmax")),
     **cases(collapse, *DDP),
     **cases(asked, *ASKED),
@@ -280,18 +249,6 @@ def test_replicas(
     assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
     assert seen["scale"] == scales(seen["bad"], first)[-1]
     assert seen["calls"] == [len(OPTIMIZERS[kind])] * STEPS
-
-
-@pytest.mark.parametrize("kind", IDLE)
-def test_under_ddp(ranks: list[dict[str, Any]], kind: str) -> None:
-    """Law: under DDP averages carry an inf everywhere; the scaler asks nobody."""
-    seen = agreed(ranks, f"wrapped {kind}")
-    plain = seen["plain"]
-    assert same(seen["weights"], plain["weights"])
-    assert same(seen["state"], plain["state"])
-    assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
-    assert seen["scale"] == scales(seen["bad"])[-1]
-    assert seen["calls"] == [0] * STEPS
 
 
 @pytest.mark.parametrize("kind", IDLE)

@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -255,16 +254,6 @@ def test_wrong_retries() -> None:
             hs.Retry(value)
         with pytest.raises(UserError, match=r"^then=.* must be 'skip' or 'drop_microb"):
             hs.Retry(1, value)
-
-
-def test_a_policy_file(tmp_path: Path) -> None:
-    """Law: a path is read as the file that it names."""
-    path = tmp_path / "rules.toml"
-    policy = LEAN + "module:2=fp32"
-    policy.save(path)
-    model = network()
-    session = hs.prepare(model, sgd(model), "O1", dtype="bf16", policy=path)
-    assert session.policy == policy
 
 
 def test_schedulers_that_do_not_fit() -> None:

@@ -1,0 +1,348 @@
+"""States of every level and form of masters, loaded into every other."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from portable import (
+    KINDS,
+    OPTIMIZERS,
+    bits,
+    build,
+    net,
+    train,
+)
+from small_training import one_thread, same
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep import UserError
+from halfstep.checkpoint import single
+from halfstep.machine import hardware
+from halfstep.session.session import Session
+
+LEAN = ("split", "kahan", "stochastic")
+LOW = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
+    with one_thread():
+        yield
+
+
+@functools.cache
+def saved(kind: str, name: str) -> dict[str, Any]:
+    session = build(kind, name)
+    train(session, 0, 1, 2)
+    return copy.deepcopy(session.state_dict())
+
+
+def held_in(session: Session, weight: Tensor) -> torch.dtype:
+    """Return what the moments of one of the model's weights are to be kept in.
+
+    By hand: 16-bit weights without masters, and those whose form has bf16 moments.
+    """
+    form, low = session.state_dict()["masters"]["form"], weight.dtype in LOW
+    if low and form in ("kahan", "stochastic", "none"):
+        return weight.dtype
+    return torch.float32
+
+
+def expected(truth: Tensor, stored: Tensor, form: str) -> Tensor:
+    exact = form in ("fp32", "split") or stored.dtype not in LOW
+    if exact or not truth.is_floating_point():
+        return truth
+    high = truth.to(stored.dtype)
+    if form == "kahan":
+        # Rounded twice, by torch: the weight, and what it lacks.
+        return high.float() + (truth - high.float()).to(torch.bfloat16).float()
+    return high.float()
+
+
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("source", KINDS)
+def test_any_to_any(source: str, target: str) -> None:
+    """Law: weights, moments and counters arrive as exactly as the target can hold."""
+    name = [*OPTIMIZERS][(KINDS.index(source) + KINDS.index(target)) % 2]
+    state = copy.deepcopy(saved(source, name))
+    session = build(target, name, seed=1)
+    train(session, 7)
+    session.load_state_dict(copy.deepcopy(state))
+    form = session.state_dict()["masters"]["form"]
+    stored = dict(session.model.state_dict(keep_vars=True))
+    weights = session.weights()
+    assert weights.keys() == state["weights"].keys()
+    for key, truth in state["weights"].items():
+        assert truth.dtype not in LOW
+        resumes = source == target == "O2 bf16 kahan"
+        right = truth if resumes else expected(truth, stored[key], form)
+        assert same(weights[key], right), key
+        if stored[key].dtype in LOW and not resumes and form != "split":
+            assert torch.equal(stored[key], truth.to(stored[key].dtype)), key
+    params = dict(session.model.named_parameters())
+    moments = session.optimizer.state_dict()["state"]
+    assert moments.keys() == state["optimizer"]["state"].keys()
+    for number, key in enumerate(state["parameters"]):
+        kept = held_in(session, params[key])
+        for word, value in state["optimizer"]["state"][number].items():
+            arrived = moments[number][word]
+            if word == "step":
+                assert same(arrived, torch.tensor(3.0))
+            else:
+                assert same(arrived, value.to(kept)), (key, word)
+    assert session.steps_applied == 3
+    clock = [session.state_dict()["masters"][key] for key in ("seed", "step")]
+    assert clock == [state["masters"][key] for key in ("seed", "step")] == [0, 3]
+    same_dtype = source.split()[1] == target.split()[1]
+    assert not same_dtype or session.state_dict()["scales"] == state["scales"]
+    assert all(loss < 10 for loss in train(session, 3))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_split_and_back(name: str) -> None:
+    """Law: fp32 to split to fp32 goes on as if it had never been away."""
+    straight, there = build("O2 bf16 fp32", name), build("O2 bf16 split", name, seed=1)
+    train(straight, 0, 1, 2)
+    there.load_state_dict(straight.state_dict())
+    back = build("O2 bf16 fp32", name, seed=2)
+    back.load_state_dict(there.state_dict())
+    first, last = straight.state_dict(), back.state_dict()
+    assert same(last, first)
+    assert train(back, 3, 4) == train(straight, 3, 4)
+    assert same(bits(back), bits(straight))
+
+
+def test_loading_ends_an_unfinished_window() -> None:
+    """Law: a loaded session holds no half-accumulated gradient of before."""
+    used, fresh = (build("O2 bf16 fp32", "sgd", accumulate=2) for _ in range(2))
+    state = copy.deepcopy(fresh.state_dict())
+    train(used, 0)
+    used.load_state_dict(state)
+    for session in (used, fresh):
+        train(session, 1, 2)
+    assert same(used.weights(), fresh.weights())
+
+
+@pytest.mark.parametrize("form", LEAN)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizers_own_state(form: str, name: str) -> None:
+    """Law: moments loaded into the optimizer itself end in the form's dtype.
+
+    torch casts them to fp32, the dtype of masters.
+    """
+    other, session = build("O2 bf16 fp32", name), build(f"O2 bf16 {form}", name)
+    train(other, 0, 1)
+    state = copy.deepcopy(other.optimizer.state_dict())
+    session.optimizer.load_state_dict(copy.deepcopy(state))
+    params = dict(session.model.named_parameters())
+    for number, key in enumerate(session.state_dict()["parameters"]):
+        kept = held_in(session, params[key])
+        for word, value in session.optimizer.state_dict()["state"][number].items():
+            right = state["state"][number][word]
+            assert same(value, right if word == "step" else right.to(kept))
+    train(session, 2)
+    for number, key in enumerate(session.state_dict()["parameters"]):
+        moments = session.optimizer.state_dict()["state"][number]
+        words = [word for word in moments if word != "step"]
+        assert {moments[w].dtype for w in words} == {held_in(session, params[key])}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_export_loads_anywhere(kind: str, tmp_path: Path) -> None:
+    """Law: weights are fp32, fit a plain model strictly, and pass by safetensors."""
+    from safetensors.torch import load_model
+
+    session = build(kind, "adamw")
+    train(session, 0, 1)
+    weights = session.weights()
+    assert not any(tensor.dtype in LOW for tensor in weights.values())
+    assert weights["again.weight"] is weights["tied.weight"]
+    plain = net(seed=1)
+    plain.load_state_dict(weights, strict=True)
+    assert same(dict(plain.state_dict()), weights)
+    single.save(tmp_path / "at", weights, {}, {})
+    other = net(seed=2)
+    missing, unexpected = load_model(other, tmp_path / "at" / single.WEIGHTS)
+    assert (missing, unexpected) == (set(), [])
+    assert same(dict(other.state_dict()), weights)
+    again = single.load(tmp_path / "at").weights
+    assert same({key: again[key] for key in weights}, weights)
+
+
+# States that do not fit, refused by name before anything of them is taken in
+
+TARGETS = (
+    "O0 fp32 fp32",
+    "O2 bf16 fp32",
+    "O2 bf16 split",
+    "O2 bf16 kahan",
+    "O3 bf16 fp32",
+)
+
+
+def _two_groups(state: dict[str, Any]) -> None:
+    (group,) = state["optimizer"]["param_groups"]
+    first, rest = group["params"][:1], group["params"][1:]
+    halves = [group | {"params": first}, group | {"params": rest}]
+    state["optimizer"]["param_groups"] = halves
+
+
+def _of_sgd(state: dict[str, Any]) -> None:
+    other = OPTIMIZERS["sgd"](net().parameters()).state_dict()
+    state["optimizer"]["param_groups"] = other["param_groups"]
+
+
+COUNTER, FIRST = "batch.num_batches_tracked", "first.weight"
+HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "version": (
+        lambda s: s.update(version=4),
+        "session state has version 4; this halfstep reads version 3.",
+    ),
+    "no version": (
+        lambda s: s.pop("version"),
+        "this is not the state of a session. Load ",
+    ),
+    "no scales": (lambda s: s.pop("scales"), "session state has no 'scales'; "),
+    "no masters": (lambda s: s.pop("masters"), "session state has no 'masters'; "),
+    "no clock": (
+        lambda s: s["masters"].pop("step"),
+        "session state has no 'masters.step'; it holds ['form', 'seed', 'low'].",
+    ),
+    "no counts": (
+        lambda s: s["steps"].pop("skipped"),
+        "session state has no 'steps.skipped'; it holds ['attempted'].",
+    ),
+    "half a schedule": (
+        lambda s: s.update(schedule={"followed": 3}),
+        "session state has no 'schedule.state'; it holds ['followed'].",
+    ),
+    "half a scale": (lambda s: s["scales"][""].pop("scale"), "has no 'scale'"),
+    "half a named scale": (lambda s: s["scales"].update(b={}), "has no 'scale'"),
+    "no watch": (
+        lambda s: s["scales"][""].update(watch=None),
+        "'watch' is of type NoneType",
+    ),
+    "a weight less": (
+        lambda s: s["weights"].pop("last.bias"),
+        "weight 'last.bias': the state holds nothing, the model shape (3,); ",
+    ),
+    "a weight more": (
+        lambda s: s["weights"].update(more=torch.ones(2)),
+        "weight 'more': the state holds shape (2,), the model nothing; ",
+    ),
+    "another shape": (
+        lambda s: s["weights"].update({"last.bias": torch.ones(4)}),
+        "weight 'last.bias': the state holds shape (4,), the model shape (3,); ",
+    ),
+    "another kind": (
+        lambda s: s["weights"].update({COUNTER: torch.tensor(1.5)}),
+        "weight 'batch.num_batches_tracked': the state holds torch.float32, the model ",
+    ),
+    "other groups": (
+        _two_groups,
+        "the state's optimizer has groups of [1, 12] parameters, this one of [13]; ",
+    ),
+    "another order": (
+        lambda s: s["parameters"].update({FIRST: s["parameters"].pop(FIRST)}),
+        "the state's optimizer holds 'first.bias' where this one holds 'first.weight'",
+    ),
+    "a name less": (
+        lambda s: s["parameters"].popitem(),
+        "the state's optimizer holds None where this one holds 'last.bias'; ",
+    ),
+    "another optimizer": (
+        _of_sgd,
+        "'momentum', 'nesterov'] and no ['amsgrad', 'betas', ",
+    ),
+    "moments of another shape": (
+        lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.ones(5)),
+        "'exp_avg' of parameter 0 has shape (5,), the parameter (16, 6); ",
+    ),
+    "moments gone": (
+        lambda s: s["optimizer"].update(state={}),
+        "the state was saved with moments of 13 parameters, and holds those of 0. ",
+    ),
+}
+
+
+@pytest.mark.parametrize("turn", [0, 2])
+@pytest.mark.parametrize("harm", HARMS)
+def test_refused_whole(harm: str, turn: int) -> None:
+    """Law: what cannot be loaded is named, and leaves everything as it was."""
+    change, words = HARMS[harm]
+    kind = TARGETS[([*HARMS].index(harm) + turn) % len(TARGETS)]
+    other, session = build("O2 bf16 fp32", "adamw"), build(kind, "adamw", seed=1)
+    train(other, 0, 1, 2)
+    train(session, 3)
+    state = copy.deepcopy(other.state_dict())
+    session.load_state_dict(copy.deepcopy(state))  # the unharmed twin
+    before = copy.deepcopy(bits(session))
+    train(other, 4)
+    state = copy.deepcopy(other.state_dict())
+    change(state)
+    with pytest.raises(UserError) as caught:
+        session.load_state_dict(state)
+    assert words in str(caught.value)
+    assert same(bits(session), before)
+
+
+class Fussy(torch.optim.SGD):
+    """Refuses what it is given."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        del state_dict
+        message = "not today"
+        raise ValueError(message)
+
+
+@pytest.mark.parametrize("form", ["fp32", "split", "kahan", "stochastic"])
+def test_an_optimizer_that_refuses(form: str) -> None:
+    """Law: where the optimizer itself refuses, no weight has been loaded yet."""
+    state = copy.deepcopy(build("O2 bf16 fp32", "sgd").state_dict())
+    model = net(1)
+    optimizer = Fussy(model.parameters(), lr=0.05, momentum=0.9)
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16", master=form)
+    train(session, 0)
+    before = copy.deepcopy(bits(session))
+    with pytest.raises(ValueError, match="not today"):
+        session.load_state_dict(state)
+    assert same(bits(session), before)
+
+
+class Remembers(nn.Linear):
+    """Has state of its own, a word or a tensor."""
+
+    kept: Any = "nothing yet"
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("kept", ["a word", torch.arange(3)], ids=["word", "tensor"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_modules_remember(level: str, kept: Any) -> None:
+    """Law: what a module gives by `get_extra_state` is saved, and given back."""
+    sessions = []
+    for value in (kept, copy.deepcopy(kept) * 2):
+        model = nn.Sequential(Remembers(2, 2))
+        model[0].kept = value
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sessions.append(hs.prepare(model, optimizer, level))
+    first, second = sessions
+    second.load_state_dict(first.state_dict())
+    assert same(second.model[0].kept, kept)
+    plain = nn.Sequential(nn.Linear(2, 2))
+    bare = hs.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), "O0")
+    with pytest.raises(UserError, match=r"'0\._extra_state' is in the state alone"):
+        bare.load_state_dict(first.state_dict())
+    with pytest.raises(UserError, match=r"'0\._extra_state' is in the model alone"):
+        first.load_state_dict(bare.state_dict())
