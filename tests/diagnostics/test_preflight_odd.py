@@ -1,14 +1,12 @@
 """A check of odd arguments, models, losses and batches: told, or done right."""
 
-import copy
 import math
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checked_nets import LOUD, Net, batch, loss
+from tests.diagnostics.test_replay_model_snapshot import state
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +14,7 @@ import halfstep as hs
 from halfstep.diagnostics.preflight import CheckReport, model_check
 from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
+from halfstep.numerics.formats import tensors_in
 
 
 def checked(model: nn.Module, loss_fn: Any = loss, **more: Any) -> CheckReport:
@@ -354,37 +353,9 @@ def test_no_steps_without_fp16_products(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return all that a check might change, as plain values and copies."""
-    tensors = {
-        name: (id(one), one.data_ptr(), one.clone(), one.grad, one.dtype)
-        for name, one in [*model.named_parameters(), *model.named_buffers()]
-    }
-    grads = {
-        name: None if p.grad is None else p.grad.clone()
-        for name, p in model.named_parameters()
-    }
-    hooks = [
-        (len(m._forward_hooks), len(m._forward_pre_hooks), m.training, type(m))
-        for m in model.modules()
-    ]
-    leaves = [p._backward_hooks for p in model.parameters()]
-    legacy = np.random.get_state()[1]  # noqa: NPY002 -- what users still draw from
-    generators = torch.get_rng_state(), random.getstate(), legacy
-    held = copy.deepcopy(optimizer.state_dict())
-    return [tensors, grads, hooks, leaves, generators, held]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Say whether two nested values are equal to the bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    """Return all that a check might change, as plain values."""
+    held = [one.tolist() for one in tensors_in(optimizer.state_dict())]
+    return [state(model), held, [p._backward_hooks for p in model.parameters()]]
 
 
 def test_arguments_are_refused() -> None:
@@ -412,7 +383,7 @@ def test_nothing_changes(level: str, gain: float) -> None:
         hs.check(
             model, loss, batch(), level=level, dtype=dtype, optimizer=optimizer, steps=1
         )
-    assert same(before, state_of(model, optimizer))
+    assert state_of(model, optimizer) == before
 
 
 def refusal(model: nn.Module, loss_fn: Any = loss, given: Any = None) -> str:
@@ -441,12 +412,12 @@ def test_losses_that_are_none() -> None:
         "loss_fn returned a float: return the loss, one floating-point number, such as "
         "loss_fn(model(x), y).mean()."
     )
-    before = state_of(model, torch.optim.SGD(model.parameters()))
+    before = state(model)
     assert refusal(model, lambda _, b: loss(model, b)) == (
         "loss_fn uses the model that was given to check, not the copy it is called "
         "with: write loss_fn(model, batch) with its own argument."
     )
-    assert same(before, state_of(model, torch.optim.SGD(model.parameters())))
+    assert state(model) == before
     constant = torch.ones((), requires_grad=True)
     assert "no gradient reaches" in refusal(model, lambda _m, _b: constant * 2)
 
@@ -495,34 +466,25 @@ def test_models_that_cannot_be_checked() -> None:
     )
 
 
-def test_evaluation_mode_is_noted() -> None:
-    """Law: a model that is not in training mode is checked as it is, and said to be."""
-    model = Net().eval()
-    report = checked(model)
-    assert "evaluation mode" in str(report.findings[0])
+@pytest.mark.parametrize(
+    ("make", "size", "words"),
+    [
+        (lambda: Net().eval(), 32, "evaluation mode"),
+        (lambda: nn.Linear(16, 8), 1, "cannot be halved"),
+        (Net, 2, "half the batch does not run"),
+        (lambda: torch.compile(Net(), backend="eager"), 32, "torch.compile"),
+    ],
+)
+def test_what_is_noted(make: Any, size: int, words: str) -> None:
+    """Law: what a check leaves out, and an odd model, are told in a note."""
+    model = make()
+    training = model.training
+    report = checked(model, batch=batch(size))
+    assert words in str(report.findings[0])
     assert report.findings[0].severity == "note"
     assert report.verdict == "good"
-    assert not model.training
-
-
-def test_a_batch_that_cannot_be_halved() -> None:
-    """Law: without a yardstick the check goes on, and says so."""
-    model = nn.Linear(16, 8)
-    one = batch(1)
-    report = checked(model, batch=one)
-    assert report.facts.noise is None
-    assert "cannot be halved" in str(report.findings[0])
-    two = checked(Net(), batch=batch(2))
-    assert two.facts.noise is None
-    assert "half the batch does not run" in str(two.findings[0])
-
-
-def test_compiled_models_are_checked_eager() -> None:
-    """Law: what torch.compile has wrapped is checked without it, and said to be."""
-    model = torch.compile(Net(), backend="eager")
-    report = checked(model)
-    assert report.verdict == "good"
-    assert "torch.compile" in str(report.findings[0])
+    assert model.training == training
+    assert (report.facts.noise is None) == (size < 32)
 
 
 @pytest.mark.gpu

@@ -210,6 +210,25 @@ def test_a_healthy_model_raises_no_alarm(name: str) -> None:
     assert told(name) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "level", "dtype"),
+    [
+        *(("bert", "O2", "fp16"), ("gru", "O2", "fp16"), ("gpt2", "O1", "bf16")),
+        *(("t5", "O1", "bf16"), ("t5 recomputed", "O1", "bf16")),
+    ],
+)
+def test_check_accuses_no_healthy_model(name: str, level: str, dtype: str) -> None:
+    """Law: nor is there anything to find before training, in training mode."""
+    torch.manual_seed(0)
+
+    def loss_fn(model: nn.Module, _: object) -> Tensor:
+        return loss_of(name, model)
+
+    report = hs.check(MODELS[name](), loss_fn, (), level=level, dtype=dtype, steps=0)
+    assert report.verdict == "good"
+    assert {one.rule for one in report.findings} <= {"note"}  # no batch to halve
+
+
 def plain(function: Callable[[nn.Linear], Tensor]) -> BadOp | None:
     torch.manual_seed(0)
     model = nn.Linear(16, 4)

@@ -85,7 +85,7 @@ class Cost:
         return sum(self.memory.values())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Facts:
     """All measurements; None or empty where a failed pass has none."""
 

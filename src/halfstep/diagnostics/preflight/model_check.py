@@ -6,7 +6,6 @@ import contextlib
 import math
 import statistics
 import time
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -155,23 +154,18 @@ def check(
     finally:
         state.restore()
         snapshot.restore()
-    notes = (*facts.notes, *search.notes)
+    notes, cautions = search.notes, search.cautions
     tensors = tensors_in(search.batches)
     shapes = (tuple(one.shape) for one in tensors if one.ndim and not len(one))
     if not (facts.finite_fp32 and facts.learns):
-        notes += tuple(f"the batch holds a tensor of shape {s}" for s in shapes)[:1]
+        notes += [f"the batch holds a tensor of shape {s}" for s in shapes][:1]
     if unwrapped is not model:
-        notes += ("torch.compile was left out: passes and times are eager",)
+        notes.append("torch.compile was left out: passes and times are eager")
     if not unwrapped.training:
-        notes += ("the model is in evaluation mode, and was checked so",)
-    facts = replace(
-        facts,
-        cautions=tuple(
-            one for one in search.cautions if one != facts.weight_nan_warning
-        ),
-        notes=notes,
-        seconds=time.perf_counter() - began,
-    )
+        notes.append("the model is in evaluation mode, and was checked so")
+    facts.notes = tuple(notes)
+    facts.cautions = tuple(c for c in cautions if c != facts.weight_nan_warning)
+    facts.seconds = time.perf_counter() - began
     results = findings(facts)
     return CheckReport(verdict(facts, results), results, facts)
 
@@ -267,47 +261,34 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     )
     if not (facts.finite_fp32 and facts.learns and choice.level.low):
         return facts
-    trial, fault, rules = search.with_fp32_rules(policy)
-    facts = replace(facts, fault=fault, rules=rules)
-    if trial.failed or trial.model_copy is None:
-        return replace(facts, failed=trial.failed)
+    trial, facts.fault, facts.rules = search.with_fp32_rules(policy)
+    facts.failed, low_copy = trial.failed, trial.model_copy
+    if low_copy is None:
+        return facts
     if scaled and trial.safe is not None:
         top = trial.safe * 2.0**search.margin
-        curve = _curve(seen, [search.default, *_CURVE, trial.safe], top)
-        facts = replace(facts, safe_scale=trial.safe, curve=curve)
+        facts.curve = _curve(seen, [search.default, *_CURVE, trial.safe], top)
+        facts.safe_scale = trial.safe
+    facts.policy, facts.loss = str(trial.policy), trial.passes[0].loss
+    facts.default_finite = trial.finite
+    facts.weight_nan_warning = low_copy.weight_nan_warning
     used = _used(facts, trial)
-    facts = replace(
-        facts,
-        policy=str(trial.policy),
-        loss=trial.passes[0].loss,
-        default_finite=trial.finite,
-        weight_nan_warning=trial.model_copy.weight_nan_warning,
-    )
     if used is None:
         return facts
-    facts = _compared(replace(facts, scale=used.scale), search, used)
-    wrong = search.output_error(trial.model_copy, trial.policy)
-    facts = replace(facts, output_error=wrong)
+    facts.scale = used.scale
+    _compare(facts, search, used)
+    facts.output_error = search.output_error(low_copy, trial.policy)
     if scaled and (facts.output_error is not None or is_loss_far(facts)):
-        overflow = trial.model_copy.find_overflow(search.loss_fn, search.batches[0])
-        facts = replace(facts, hidden_overflow=overflow)
-    if steps and trial.model_copy.emulates_fp16:
+        batch = search.batches[0]
+        facts.hidden_overflow = low_copy.find_overflow(search.loss_fn, batch)
+    if steps and low_copy.emulates_fp16:
         search.notes.append(NOT_TIMED)
-    if not steps or trial.model_copy.emulates_fp16:
-        return facts
-    try:
-        fp32, low, ratios = time_steps(search, trial.model_copy, used, steps)
-    except StepError as error:
-        return replace(facts, failed=str(error))
-    return replace(
-        facts,
-        cost_fp32=fp32,
-        cost=low,
-        ratios=ratios,
-        weights_finite=search.fp32_copy.weights_finite()
-        <= trial.model_copy.weights_finite(),
-        lost=trial.model_copy.lost_share(),
-    )
+    elif steps:
+        try:
+            _time(facts, search, low_copy, used, steps)
+        except StepError as error:
+            facts.failed = str(error)
+    return facts
 
 
 def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
@@ -320,7 +301,7 @@ def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
     return trial.at_safe
 
 
-def _compared(facts: Facts, search: ScaleSearch, used: Pass) -> Facts:
+def _compare(facts: Facts, search: ScaleSearch, used: Pass) -> None:
     """Compare gradients with fp32's, and fp32's of two batches or halves."""
     right = search.fp32_passes[0]
 
@@ -328,14 +309,13 @@ def _compared(facts: Facts, search: ScaleSearch, used: Pass) -> Facts:
         path = name.rpartition(".")[0]
         return path if path and path in search.kinds else name
 
-    overall, layers = compare_gradients(right.gradients, used.gradients, owner)
-    facts = replace(facts, gradients=overall, layers=layers)
+    similarity = compare_gradients(right.gradients, used.gradients, owner)
+    facts.gradients, facts.layers = similarity
     pair = search.pair()
-    if pair is None:
-        return facts
-    noise, by_layer = compare_gradients(*pair, owner)
-    of = "two batches" if len(search.batches) > 1 else facts.noise_of
-    return replace(facts, noise=noise, noise_layers=by_layer, noise_of=of)
+    if pair is not None:
+        facts.noise, facts.noise_layers = compare_gradients(*pair, owner)
+        if len(search.batches) > 1:
+            facts.noise_of = "two batches"
 
 
 def _curve(
@@ -361,10 +341,10 @@ class StepError(Exception):
     """A training step failed at the level but not in fp32."""
 
 
-def time_steps(
-    search: ScaleSearch, low_copy: ModelCopy, used: Pass, steps: int
-) -> tuple[Cost, Cost, tuple[float, ...]]:
-    """Run steps of both in turn; return costs in fp32, at the level, and speed-ups."""
+def _time(
+    facts: Facts, search: ScaleSearch, low_copy: ModelCopy, used: Pass, steps: int
+) -> None:
+    """Run steps of both in turn: speed-ups, costs, and what the steps do to weights."""
     copies = (search.fp32_copy, low_copy)
     search.fp32_copy.begin(1.0)
     low_copy.begin(used.scale)
@@ -385,9 +365,13 @@ def time_steps(
     costs = []
     for one, seconds, run in zip(copies, zip(*times, strict=True), passes, strict=True):
         memory = _run_step(search, one, ModelCopy.last_step)
-        memory |= {"saved": run.saved_bytes}
+        memory = {**memory, "saved": run.saved_bytes}
         costs.append(Cost(statistics.median(seconds), memory))
-    return costs[0], costs[1], tuple(plain / low for plain, low in times)
+    facts.cost_fp32, facts.cost = costs
+    facts.ratios = tuple(plain / low for plain, low in times)
+    fp32, low = (one.weights_finite() for one in copies)
+    facts.weights_finite = low or not fp32
+    facts.lost = low_copy.lost_share()
 
 
 def _run_step(

@@ -7,7 +7,7 @@ import copy
 import math
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -257,9 +257,10 @@ class ModelCopy:
         """Restore random state and buffers, and set the loss scale."""
         self._random.restore()
         self._snapshot.restore()
-        scaler = self.session.scaler
-        power = torch.full_like(scaler.state.scale, min(max(scale, _ANY[0]), _ANY[1]))
-        scaler.state = replace(scaler.state, scale=power)
+        scaler, scale = self.session.scaler, min(max(scale, _ANY[0]), _ANY[1])
+        if scale != scaler.state.scale.item():  # a scale of 1 that is set is unscaled
+            power = torch.full_like(scaler.state.scale, scale)
+            scaler.set_state(power, scaler.state.clean_steps)
 
     def step(self, loss_fn: LossFn, batch: object) -> float:
         """Run a training step, which changes the copy; return its seconds."""
