@@ -222,16 +222,22 @@ def test_quality_turns(
 def test_a_test_split_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: where the data has a test split, accuracy is of that, and losses of dev."""
+    """Law: where the data has a test split, accuracy is of that, and losses of dev.
+
+    The plain loop clips the gradients of each step, and counts those it skips.
+    """
     data = write_splits(tmp_path)
     (table,) = tables("quality", f"--data {data} --seeds 1 --device cpu")
     (evaluated,) = [note for note in table.notes if note.startswith("accuracy:")]
     assert " of 6 test texts" in evaluated
     monkeypatch.setattr(TrainRuns, "scores", lambda *of: {"loss": of[2]})
     task = {"data": data, "model": "mini", "epochs": 1, "mask_tokens": 0.0}
+    clip = Mock(wraps=jobs.clip_grad_norm_)
+    monkeypatch.setattr(jobs, "clip_grad_norm_", clip)
     with one_thread():
         plain = jobs.run_once(task | {"amp": False})
     assert (plain["dev_loss"], plain["scores"]) == ("dev", {"loss": "test"})
+    assert (clip.call_count, plain["skipped"]) == (plain["steps"], 0)
 
 
 @pytest.mark.parametrize(
