@@ -116,52 +116,6 @@ def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:
             assert torch.equal(optimizer.state[held][key], value), key
 
 
-# Steps that must change nothing: inf and NaN, by kernel and without
-
-BAD = {"-inf": -torch.inf, "nan": torch.nan}
-
-
-def poisoned(session: Session, seed: int, value: float, *names: str) -> dict:  # type: ignore[type-arg]
-    slopes = cases.slopes_of(session.model, seed)
-    for name in names:
-        slopes[name].view(-1)[-1] = value
-    return slopes
-
-
-STEPPED = {"momentum": cases.MOMENTUM, "adam": cases.ADAM} | {
-    name: cases.OPTIMIZERS[name] for name in ("nadam", "asgd", "rmsprop", "adagrad")
-}
-SKIPPED = [
-    (name, kernel, list(BAD)[(i + kernel) % 2], 1 + (i + kernel // 2) % 2)
-    for i, name in enumerate(STEPPED)
-    for kernel in ((True, False) if i < 2 else (False,))
-]
-"""Optimizer, by a kernel, bad value, micro-batches."""
-
-
-@cases.every_form
-@pytest.mark.parametrize(("name", "kernel", "value", "accumulate"), SKIPPED)
-def test_nothing_moves(
-    form: str, name: str, value: str, accumulate: int, *, kernel: bool
-) -> None:
-    """Law: weights, what is beside them, moments, counters, clock: not one bit."""
-    more = {"kernel": kernel, "accumulate": accumulate, "clip_grad_norm": 1.0}
-    session, calm = (cases.start(STEPPED[name], form, **more) for _ in range(2))
-    for number in range(3):
-        before = cases.everything(session)
-        bad = poisoned(session, 9, BAD[value], "linear.weight", "norm.bias")
-        good = [cases.slopes_of(session.model, 2 * number + i) for i in range(2)]
-        report = cases.go(session, *[bad, good[0]][:accumulate])
-        assert report.skipped
-        named = report.nan_in if value == "nan" else report.inf_in
-        assert set(named) == set(report.found_inf_in) == {"linear.weight", "norm.bias"}
-        assert same(cases.everything(session), before)
-        for each in (session, calm):
-            assert cases.go(each, *good[:accumulate]).applied
-    assert same(cases.everything(session), cases.everything(calm))
-    assert (session.steps_skipped, session.steps_applied) == (3, 3)
-
-
 @cases.every_form
 @cases.both_ways
 def test_an_overflow_of_the_sum(form: str, *, kernel: bool) -> None:

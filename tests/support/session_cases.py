@@ -37,8 +37,9 @@ def network(seed: int = 0, device: str = "cpu") -> nn.Sequential:
 def build(
     kind: str = "O0 fp32", make: Make = SGD, seed: int = 0, **more: Any
 ) -> Session:
-    """Return a session; `kind` holds level and dtype."""
-    level, dtype = kind.split()
+    """Return a session; `kind` holds level and dtype, and maybe a form of masters."""
+    level, dtype, *form = kind.split()
+    more |= {"master": form[0]} if form else {}
     model = network(seed, more.pop("device", "cpu"))
     return hs.prepare(model, make(model.parameters()), level, dtype=dtype, **more)
 
