@@ -394,7 +394,10 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_part_is_there(html: str) -> None:
-    """Law: findings, exponents, skips and profile each have one."""
+    """Law: findings, exponents, skips and profile each have one.
+
+    No share of a step is left over as a rest that nobody explains.
+    """
     assert headings(html) == [
         "Findings",
         "Exponents by layer",
@@ -404,10 +407,6 @@ def test_every_part_is_there(html: str) -> None:
     captions = ["".join(c.itertext()) for c in shown(html).iter("figcaption")]
     assert "Outputs" in captions
     assert any(c.startswith("Gradients, at loss scale") for c in captions)
-
-
-def test_every_part_of_a_step_has_a_name(html: str) -> None:
-    """Law: no share of a step is left over as a rest that nobody explains."""
     words = " ".join("".join(shown(html).itertext()).split())
     assert "Other operations are all the rest of the table" in words
     parts = ("matrix products", "optimizer", "other operations", "outside operations")
@@ -416,18 +415,17 @@ def test_every_part_of_a_step_has_a_name(html: str) -> None:
     assert "rest" not in labels
 
 
-def test_a_healthy_run_says_so(tmp_path: Path) -> None:
-    """Law: a page without findings says so, and lists what was not looked at."""
+def test_pages_of_little(tmp_path: Path) -> None:
+    """Law: a page says that nothing was found, and lists what was not looked at.
+
+    So it does of a run of which nothing is known.
+    """
     records = [step(n, scale=1.0) for n in range(1, 30)]
     facts = run_reader.read(write(tmp_path / "run", records))
     told = page(facts, examination(facts))
     assert "No problem found." in told
     assert "Not checked" in headings(told)
     assert "Exponents by layer" not in headings(told)
-
-
-def test_nothing_known_is_a_page() -> None:
-    """Law: a run of which nothing is known has a page, with what could not be read."""
     told = page(RunFacts(name="x", problems=("a < b",)), examination(RunFacts()))
     assert headings(told) == ["Findings", "Not checked", "Could not be read"]
     assert "a &lt; b" in told

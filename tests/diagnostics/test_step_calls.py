@@ -176,22 +176,31 @@ def test_masks_are_no_fault() -> None:
 def test_nothing_stays_behind() -> None:
     """Law: classes, hooks, modes and the scaler's own watch are as they were."""
     loop = Loop("halfstep")
-    own, classes = loop.scaler.call_order_watch, [*SCALERS.values()]
+    scaler, optimizer = loop.scaler, loop.optimizer
+    owners = [*SCALERS.values(), torch.autograd]
     gc.collect()  # the last session of earlier tests takes its patches with it
-    before = [dict(vars(each)) for each in classes]
-    modes = torch._C._len_torch_function_stack()
+
+    def state() -> list[object]:
+        gc.collect()
+        hooks = (vars(each) for each in (scaler, optimizer))
+        own = [{k: repr(v) for k, v in each.items() if "hook" in k} for each in hooks]
+        modes = torch._C._len_torch_function_stack()
+        modes += len(torch.nn.modules.module._global_forward_hooks)
+        patched = [dict(vars(each)) for each in owners]
+        return [own, vars(scaler).keys(), scaler.call_order_watch, modes, *patched]
+
+    before = state()
 
     def fail() -> None:
         loop.step()
         raise ArithmeticError
 
+    given = {"model": loop.model, "optimizer": optimizer, "scaler": scaler}
     for step in (loop.step, fail):
-        with contextlib.suppress(ArithmeticError):
-            hs.diagnose(step)
-        gc.collect()
-        assert loop.scaler.call_order_watch is own
-        assert [dict(vars(each)) for each in classes] == before
-        assert torch._C._len_torch_function_stack() == modes
+        for parts in ({}, given):
+            with contextlib.suppress(ArithmeticError):
+                hs.diagnose(step, **parts)
+            assert state() == before
 
 
 def test_arguments_by_name() -> None:
@@ -274,16 +283,6 @@ def by_hand(
     return parts, step
 
 
-@pytest.mark.parametrize(("lr", "swamped"), [(1e-6, True), (1.0, False)])
-def test_lost_updates_of_low_weights(lr: float, swamped: bool) -> None:
-    """Law: updates too small for bf16 weights are counted, and told of."""
-    parts, step = by_hand(torch.bfloat16, lr=lr)
-    found = hs.diagnose(step, **parts)
-    assert ("swamped updates" in rules(found)) == swamped
-    (lost,) = found.facts.lost
-    assert (lost.share > 0.9) if swamped else (lost.share < 0.05)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_updates_that_were_none_are_not_lost(fused: bool) -> None:
     """Law: neither a rate of 0 nor an overflow counts; the next update does."""
@@ -304,22 +303,6 @@ def test_updates_that_were_none_are_not_lost(fused: bool) -> None:
     assert "swamped updates" not in rules(found)
     (lost,) = found.facts.lost
     assert lost.share < 0.05
-
-
-def test_counting_leaves_no_trace() -> None:
-    """Law: the optimizer has no hooks left, whether the step succeeds or not."""
-    parts, step = by_hand(torch.bfloat16)
-    hs.diagnose(step, **parts)
-    optimizer = parts["optimizer"]
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    assert not any(hooks)
-
-    def fail() -> None:
-        raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        hs.diagnose(fail, **parts)
-    assert not any(hooks)
 
 
 def test_low_weights_under_o1() -> None:

@@ -204,16 +204,8 @@ def test_a_scale_that_settles_is_no_fault(loop: Callable[..., Parts]) -> None:
     assert found.numerics.bad_op.normal
 
 
-def test_torch_is_as_it_was() -> None:
-    """Law: backward pass, session and scaler are the same objects after; and hooks."""
-    step, parts, _ = scaled(Net())
-    scaler = parts["scaler"]
-    before = torch.autograd.backward, dict(vars(scaler))
-    hooks = len(torch.nn.modules.module._global_forward_hooks)
-    hs.diagnose(step, batches=batches(bad=2), **parts)
-    assert torch.autograd.backward is before[0]
-    assert vars(scaler).keys() == before[1].keys()
-    assert len(torch.nn.modules.module._global_forward_hooks) == hooks
+def test_a_session_is_as_it_was() -> None:
+    """Law: its methods are its own again, also if a step raises."""
     step, parts, _ = ours(Net())
     names = vars(parts["session"]).keys()
 
@@ -222,9 +214,8 @@ def test_torch_is_as_it_was() -> None:
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        hs.diagnose(fail, batches=batches(), **parts)
+        hs.diagnose(fail, batches=batches(bad=1), **parts)
     assert vars(parts["session"]).keys() == names
-    assert torch.autograd.backward is before[0]
 
 
 def test_another_thread_is_left_alone() -> None:
