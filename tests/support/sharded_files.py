@@ -12,19 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from sharding import session_of
+from session_cases import network
+from sharding import mesh
 from small_training import one_thread, same
+from torch.distributed.fsdp import fully_shard
 
+import halfstep as hs
 from halfstep.checkpoint import sharded
 from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, digest, seal
 from halfstep.session import fsdp_checkpoint
+from halfstep.session.fsdp import fsdp_policy
 from halfstep.session.session import Session
 
 PART, INDEX = "__0_0.distcp", sharded.INDEX
 
 
 def trained(seed: int = 0, *, shard: bool = False) -> Session:
-    session = session_of("O2 bf16", shard=shard)
+    model = network()
+    if shard:
+        policy = fsdp_policy("O2", "bf16")
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh(), mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16")
     inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
     with session.autocast():
         loss = session.model(inputs).float().square().mean()

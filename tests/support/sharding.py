@@ -15,39 +15,14 @@ import torch
 import torch.distributed as dist
 from forks import run_ranks
 from processes import group
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import halfstep as hs
 from halfstep.machine import hardware
-from halfstep.session.fsdp import fsdp_policy
 
 
 @functools.cache
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
-    return nn.Sequential(*layers)
-
-
-def session_of(
-    kind: str, *, shard: bool, name: str = "adamw", **more: Any
-) -> hs.Session:
-    level, dtype = kind.split()
-    model = network()
-    if shard:
-        policy = fsdp_policy(level, dtype)
-        fully_shard(model[0], mesh=mesh(), mp_policy=policy)
-        fully_shard(model, mesh=mesh(), mp_policy=policy)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    if name == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    return hs.prepare(model, optimizer, level, dtype=dtype, **more)
 
 
 def process(file: str, folder: Path) -> None:
