@@ -88,17 +88,10 @@ TRAIN --lr fast | argument --lr: 'fast' is not a number, such as 0.001 or 1e-3; 
 train posts.csv | unrecognized arguments: posts.csv; a file of texts is given as --da
 TRAIN --epoch-count 3 | unrecognized arguments: --epoch
 TRAIN --epochs many | argument --epochs: 'many' is not a whole number; see halfstep t
-TRAIN --epochs 99999999999999999999 | --epochs 99999999999999999999 must be from 1 to
-TRAIN --accumulate 64 | --accumulate 64 is more than --batch-size 32: some micro-batc
-TRAIN --resume --overwrite | argument --overwrite: not allowed with argument --resume
-TRAIN --level o2 | level='o2' is spelt 'O2': the capital letter O and a digit.
 TRAIN --dtype int8 | dtype='int8' is not\x20
 TRAIN --level O2 --dtype fp32 | level=O2 needs dtype bf16 or fp16; fp32 training is l
-TRAIN --loss-scale big | loss_scale='big' is not a scale; choose auto, dynamic,\x20
 TRAIN --policy apex | policy='apex' is not known; the named
 train --data letters.json --model no-such/model | --model no-such/model: transformers
-TRAIN --labels only | --labels only: name 2 or more, each once.
-train --text-column review | --text-column and --label-column name columns of --data;
 train --data nothing.csv | nothing.csv is not there; give a file or a directory that e
 TRAIN --out letters.json/run | --out letters.json/run cannot be written: Not a directo
 train --resume --out nowhere | nowhere holds no run; it has no config.json.

@@ -72,6 +72,16 @@ def trainer(*plugins: MixedPrecision, **options: Any) -> Trainer:
     return Trainer(plugins=list(plugins), **(defaults | options))
 
 
+def plugin_for(case: str, kind: Any = MixedPrecision) -> Any:
+    level, dtype = case.split()
+    return kind(level, dtype=dtype, loss_scale=SCALE[dtype])
+
+
+def with_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 def trained(*plugins: MixedPrecision, **options: Any) -> Module:
     module = Module()
     trainer(*plugins, **options).fit(module)
@@ -108,7 +118,7 @@ def weights_of_session(level: str, dtype: str, accumulate: int) -> dict[str, Ten
 def test_as_a_session(level: str, dtype: str, accumulate: int) -> None:
     """Law: with clipping and accumulation, the weights are those of a session."""
     expected = weights_of_session(level, dtype, accumulate)
-    plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
+    plugin = plugin_for(f"{level} {dtype}")
     module = trained(plugin, gradient_clip_val=0.5, accumulate_grad_batches=accumulate)
     for name, weight in module.net.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
@@ -117,6 +127,8 @@ def test_as_a_session(level: str, dtype: str, accumulate: int) -> None:
 
 
 class OverflowAt(Callback):
+    """Makes one step of a run overflow, which must change nothing."""
+
     def __init__(self, at: int) -> None:
         self.at = at
         self.rates: list[float] = []
@@ -125,8 +137,9 @@ class OverflowAt(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.context = overflow_in_backward(pl_module)
-        if batch_idx == self.at:
+        self.planted = trainer.global_step == self.at
+        if self.planted:
+            self.context = overflow_in_backward(pl_module)
             self.before = copy.deepcopy(pl_module.state_dict())
             self.state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
             self.context.__enter__()
@@ -137,7 +150,7 @@ class OverflowAt(Callback):
         metrics = trainer.callback_metrics
         self.seen.append({name: float(value) for name, value in metrics.items()})
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-        if batch_idx == self.at:
+        if self.planted:
             self.context.__exit__(None, None, None)
             self.report = trainer.precision_plugin.last_step.read()
             assert same(self.before, pl_module.state_dict())
@@ -149,16 +162,12 @@ class OverflowAt(Callback):
 @pytest.mark.parametrize("case", ["O1 bf16", "O1 fp16", "O2 fp16"])
 def test_overflow(case: str, algorithm: str) -> None:
     """Law: an overflow changes nothing, is reported, and holds the LR schedule."""
-
-    def make(params: Any) -> Any:
-        optimizer = torch.optim.AdamW(params, 3e-3, fused=True)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    level, dtype = case.split()
-    module, callback = Module(make), OverflowAt(5)
+    module = Module(
+        lambda params: with_schedule(torch.optim.AdamW(params, 3e-3, fused=True))
+    )
+    callback = OverflowAt(5)
     run = trainer(
-        MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype]),
+        plugin_for(case),
         callbacks=[callback],
         gradient_clip_val=0.5,
         gradient_clip_algorithm=algorithm,
@@ -170,7 +179,7 @@ def test_overflow(case: str, algorithm: str) -> None:
     assert callback.rates[:-1] == pytest.approx(expected[:-1])
     skipped = [metrics["halfstep/steps_skipped"] for metrics in callback.seen]
     assert skipped == [0.0] * 5 + [1.0] * 7
-    if dtype == "fp16":
+    if "fp16" in case:
         scales = [metrics["halfstep/loss_scale"] for metrics in callback.seen]
         assert scales == [1024.0] * 6 + [512.0] * 6
     assert run.global_step == STEPS  # attempts, as Lightning counts
@@ -183,13 +192,11 @@ def states_of(run: Trainer) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", ["O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"])
 def test_resume(case: str, tmp_path: Path) -> None:
     """Law: a checkpoint holds fp32 weights and plain values; it resumes to the bit."""
-    level, dtype = case.split()
 
     def fit(epochs: int, path: str | None = None) -> tuple[Module, Trainer]:
         module = Module()
-        plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
-        callbacks = [] if path else [OverflowAt(5)]
-        run = trainer(plugin, max_epochs=epochs, callbacks=callbacks)
+        callbacks = [OverflowAt(5)]
+        run = trainer(plugin_for(case), max_epochs=epochs, callbacks=callbacks)
         run.fit(module, ckpt_path=path, weights_only=True)
         return module, run
 
@@ -197,27 +204,19 @@ def test_resume(case: str, tmp_path: Path) -> None:
     _, first = fit(1)
     first.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
-    if level != "O3":
+    if "O3" not in case:
         assert {v.dtype for v in saved["state_dict"].values()} == {torch.float32}
         weight = saved["state_dict"]["net.0.weight"]
         assert not torch.equal(weight, weight.bfloat16().float())
     resumed_module, resumed = fit(2, path)
-
-    class Once(OverflowAt):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            self.at = 5 if trainer.current_epoch == 0 else -1
-            super().on_train_batch_start(trainer, *args)
-
-    module = Module()
-    plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
-    whole = trainer(plugin, max_epochs=2, callbacks=[Once(5)])
-    whole.fit(module)
+    module, whole = fit(2)
     assert same(module.state_dict(), resumed_module.state_dict())
     for one, other in zip(states_of(whole), states_of(resumed), strict=True):
         assert same(one, other)
     assert module.losses[STEPS:] == resumed_module.losses
-    assert plugin.state_dict() == resumed.precision_plugin.state_dict()
-    assert plugin.state_dict()["steps"] == {"0": (2 * STEPS, 1)}
+    state = whole.precision_plugin.state_dict()
+    assert state == resumed.precision_plugin.state_dict()
+    assert state["steps"] == {"0": (2 * STEPS, 1)}
 
 
 class Gan(Module):
@@ -381,18 +380,13 @@ def test_scale_of_lightnings_own_checkpoint() -> None:
 
 def test_schedule_after_resuming(tmp_path: Path) -> None:
     """Law: a schedule waits for the next applied step also where a run goes on."""
-
-    def make(params: Any) -> Any:
-        optimizer = torch.optim.SGD(params, 0.5)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
     rates = []
     for path in (None, str(tmp_path / "first.ckpt")):
-        callback = OverflowAt(0)
+        callback = OverflowAt(STEPS if path else 0)
         run = trainer(MixedPrecision("O2"), max_epochs=2 if path else 1)
         run.callbacks.append(callback)
-        run.fit(Module(make), ckpt_path=path, weights_only=True)
+        module = Module(lambda params: with_schedule(torch.optim.SGD(params, 0.5)))
+        run.fit(module, ckpt_path=path, weights_only=True)
         run.save_checkpoint(tmp_path / "first.ckpt")
         rates.append(callback.rates)
     assert rates[0][:2] == [0.5, 0.25]

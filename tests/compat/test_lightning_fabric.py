@@ -21,6 +21,7 @@ from tests.compat.test_lightning import (
     Module,
     batches,
     net,
+    plugin_for,
     trainer,
     weights_of_session,
 )
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import halfstep as hs
-from halfstep.compat.lightning import FabricMixedPrecision, MixedPrecision
+from halfstep.compat.lightning import FabricMixedPrecision
 from halfstep.scaling import ScaleRule
 from halfstep.testing import assert_unchanged, overflow_in_backward
 
@@ -38,9 +39,7 @@ CASES = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
 
 class Run:
     def __init__(self, case: str, *, optimizer_later: bool = False) -> None:
-        level, dtype = case.split()
-        scale = SCALE[dtype]
-        self.plugin = FabricMixedPrecision(level, dtype=dtype, loss_scale=scale)
+        self.plugin = plugin_for(case, FabricMixedPrecision)
         self.fabric = Fabric(accelerator="cpu", devices=1, plugins=[self.plugin])
         self.net = net()
         self.model: Any
@@ -52,6 +51,10 @@ class Run:
         else:
             optimizer = torch.optim.AdamW(self.net.parameters(), 3e-3)
             self.model, self.optimizer = self.fabric.setup(self.net, optimizer)
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = self.model, self.optimizer
+        return {"model": model, "optimizer": optimizer, "precision": self.plugin}
 
     def backward(self, batch: tuple[Tensor, Tensor], accumulate: int = 1) -> float:
         loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
@@ -103,17 +106,11 @@ def test_resume(case: str, tmp_path: Path) -> None:
     """Law: saved in fp32 and loaded before the first step, a run goes on to the bit."""
     run = Run(case)
     run.train(batches())
-    state = {"model": run.model, "optimizer": run.optimizer, "precision": run.plugin}
-    run.fabric.save(tmp_path / "state.ckpt", state)
+    run.fabric.save(tmp_path / "state.ckpt", run.state())
     saved = torch.load(tmp_path / "state.ckpt", weights_only=True)
     assert {v.dtype for v in saved["model"].values()} == {torch.float32}
     other = Run(case)
-    state = {
-        "model": other.model,
-        "optimizer": other.optimizer,
-        "precision": other.plugin,
-    }
-    other.fabric.load(tmp_path / "state.ckpt", state)
+    other.fabric.load(tmp_path / "state.ckpt", other.state())
     for each in (run, other):
         each.train(batches())
     assert same(dict(run.net.state_dict()), dict(other.net.state_dict()))
@@ -139,18 +136,23 @@ def test_cleared_before_the_first_step(
     assert same(dict(run.net.state_dict()), dict(expected.net.state_dict()))
 
 
-def test_two_models() -> None:
-    """Law: models that take turns have one plugin; tied weights stay tied."""
-    plugin = FabricMixedPrecision("O2", dtype="fp16", loss_scale=SCALE["fp16"])
+def pair(level: str, scale: Any) -> tuple[FabricMixedPrecision, Fabric, list[Any]]:
+    """Return two models with their optimizers; in each, two layers are tied."""
+    plugin = FabricMixedPrecision(level, dtype="fp16", loss_scale=scale)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    models: list[Any] = []
+    parts = []
     for _ in range(2):
-        network = net()
-        network.append(nn.Linear(1, 1))
+        network = net().append(nn.Linear(1, 1))
         network.append(network[4])
         optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
-        models.append(fabric.setup(network, optimizer))
+        parts.append(fabric.setup(network, optimizer))
         assert network[4].weight is network[5].weight
+    return plugin, fabric, parts
+
+
+def test_two_models() -> None:
+    """Law: models that take turns have one plugin; tied weights stay tied."""
+    plugin, fabric, models = pair("O2", SCALE["fp16"])
     for x, y in batches():
         for model, optimizer in models:
             fabric.backward(nn.functional.mse_loss(model(x), y))
@@ -193,17 +195,6 @@ def test_clipping_an_overflow() -> None:
     assert run.plugin.last_step.skipped
 
 
-def pair(level: str, scale: Any) -> tuple[FabricMixedPrecision, Fabric, list[Any]]:
-    plugin = FabricMixedPrecision(level, dtype="fp16", loss_scale=scale)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    parts = []
-    for _ in range(2):
-        network = net()
-        optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
-        parts.append(fabric.setup(network, optimizer))
-    return plugin, fabric, parts
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_scale_moves_in_a_window(level: str) -> None:
     """Law: gradients that one optimizer accumulates follow the scale of the others."""
@@ -234,21 +225,20 @@ def half(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[part], y[part]) for x, y in batches()]
 
 
+def planted(model: nn.Module, bad: bool) -> Any:
+    return overflow_in_backward(model, at=3) if bad else contextlib.nullcontext()
+
+
 def by_trainer(case: str, rank: int, overflow: bool) -> dict[str, Any]:
     class Ranked(Module):
         def train_dataloader(self) -> Any:
             return DataLoader(half(rank), batch_size=None)  # type: ignore[arg-type]
 
-    level, dtype = case.split()
-    plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
-    module = Ranked()
+    plugin, module = plugin_for(case), Ranked()
     with torch.no_grad():
         module.net[0].weight += rank / 3  # DDP gives out the first rank's
     strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
-    context: Any = contextlib.nullcontext()
-    if overflow and rank:
-        context = overflow_in_backward(module, at=3)
-    with context:
+    with planted(module, overflow and rank > 0):
         trainer(
             plugin,
             devices=2,
@@ -260,8 +250,7 @@ def by_trainer(case: str, rank: int, overflow: bool) -> dict[str, Any]:
 
 
 def by_fabric(case: str, rank: int, overflow: bool) -> dict[str, Any]:
-    level, dtype = case.split()
-    plugin = FabricMixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
+    plugin = plugin_for(case, FabricMixedPrecision)
     strategy = FabricDDP(cluster_environment=TorchElasticEnvironment())
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
     fabric.launch()
@@ -270,10 +259,7 @@ def by_fabric(case: str, rank: int, overflow: bool) -> dict[str, Any]:
         network[0].weight += rank / 3
     optimizer: Any = torch.optim.AdamW(network.parameters(), 3e-3)
     model, optimizer = fabric.setup(network, optimizer)
-    context: Any = contextlib.nullcontext()
-    if overflow and rank:
-        context = overflow_in_backward(model, at=3)
-    with context:
+    with planted(model, overflow and rank > 0):
         for index, (x, y) in enumerate(half(rank)):
             last = (index + 1) % ACCUMULATE == 0
             with fabric.no_backward_sync(model, enabled=not last):
@@ -325,10 +311,8 @@ def test_ranks(ranks: list[dict[Any, Any]], way: str, case: str) -> None:
         attempts = STEPS // ACCUMULATE
         assert one["steps"] == other["steps"] == {"0": (attempts, int(overflow))}
         assert one["loss_scale"]["scale"] == other["loss_scale"]["scale"]
-    level, dtype = case.split()
-    plugin = MixedPrecision(level, dtype=dtype, loss_scale=SCALE[dtype])
     module = Module()
-    trainer(plugin, accumulate_grad_batches=ACCUMULATE).fit(module)
+    trainer(plugin_for(case), accumulate_grad_batches=ACCUMULATE).fit(module)
     expected = module.net.state_dict()
     for name, weight in ranks[0][way, case, False]["weights"].items():
         torch.testing.assert_close(weight, expected[name], rtol=0.05, atol=2e-3)

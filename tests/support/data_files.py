@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,11 +77,12 @@ def refused_command(
     return line[:-1]
 
 
-def refused(call: Callable[[], object]) -> str:
+def refused(call: Callable[..., object], *args: Any, **named: Any) -> str:
+    """Return the one line in which a call refuses what it was given."""
     with pytest.raises(UserError) as caught:
-        call()
+        call(*args, **named)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.endswith(".")
+    assert message[-1] in ".?"
     assert len(message.split()) <= LONGEST_MESSAGE
     return message

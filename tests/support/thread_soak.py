@@ -3,7 +3,7 @@
     python tests/support/thread_soak.py SECONDS [THREADS]
 
 Exit status 0 and a line with the steps that each kind of thread has made, or 1 with the
-stacks of all threads where none has made a step for `COMPILE_TIMEOUT_S` seconds.
+stacks of all threads where none has made a step for `PATIENCE` seconds.
 """
 
 import faulthandler

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from data_files import refused
 from forks import run_forked
 
 from halfstep.errors import UserError
@@ -135,9 +136,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 ) -> None:
     """Law: what the system says against writing is one line that names the cure."""
     fail = Mock(side_effect=OSError(number, os.strerror(number)))
-    with pytest.raises(UserError) as caught:
-        cache.get_or_build("rows", FACTS, fail)
-    assert str(caught.value) == (
+    assert refused(cache.get_or_build, "rows", FACTS, fail) == (
         f"{cache.folder()} cannot be written: {os.strerror(number)}; set "
         "HALFSTEP_CACHE to a writable folder with free space."
     )

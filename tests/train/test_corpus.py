@@ -33,10 +33,6 @@ def pairs(split: Split) -> list[tuple[str, int]]:
     return list(zip(split.texts(), split.labels().tolist(), strict=True))
 
 
-def refusal(path: Path, **more: Any) -> str:
-    return refused(lambda: corpus(path, **more))
-
-
 def shuffled(seed: int, rows: int) -> list[str]:
     texts = [f"t{row}" for row in range(rows)]
     random.Random(seed).shuffle(texts)  # noqa: S311 - a split is no secret
@@ -218,7 +214,7 @@ sad | no names | : no text can go to dev, for train would lack its label; add di
 def test_bad_labels_of_a_file_are_refused(labels: str, names: str, fault: str) -> None:
     """Law: a label that has no id names its line, what is known and the cure."""
     known = {"feelings": FEELINGS, "codes": CODES}.get(names)
-    line = refusal(write("posts.csv", labels), label_names=known)
+    line = refused(corpus, write("posts.csv", labels), label_names=known)
     assert line.startswith(f"posts.csv{' ' * (fault[0] != ':')}{fault}")
     assert line.endswith(", c11, ....") == (names == "codes")
 
@@ -240,7 +236,7 @@ def test_bad_labels_of_a_directory_are_refused(
 ) -> None:
     """Law: dev and test hold no label that train lacks; file and line are named."""
     names = ("a", "b", "c") if test else None
-    line = refusal(folder(train, dev, test), label_names=names)
+    line = refused(corpus, folder(train, dev, test), label_names=names)
     assert line.startswith(f"posts{fault}")
 
 
@@ -250,14 +246,17 @@ def test_a_directory_without_its_splits_is_refused() -> None:
         "{} holds no {} file; name one {} with .json, .jsonl, .ndjson, .csv or .tsv."
     )
     path = write("posts/train.csv", "a b").parent
-    assert refusal(path) == lacks.format("posts", "dev", "dev")
+    assert refused(corpus, path) == lacks.format("posts", "dev", "dev")
     write("posts/dev.txt", "a b")
-    assert refusal(path) == lacks.format("posts", "dev", "dev")
+    assert refused(corpus, path) == lacks.format("posts", "dev", "dev")
     write("posts/dev.csv", "a b")
     write("posts/train.tsv", "a b")
-    assert refusal(path) == "posts/train.csv and train.tsv are both train; keep one."
+    assert (
+        refused(corpus, path)
+        == "posts/train.csv and train.tsv are both train; keep one."
+    )
     Path("empty").mkdir()
-    assert refusal(Path("empty")) == lacks.format("empty", "train", "train")
+    assert refused(corpus, Path("empty")) == lacks.format("empty", "train", "train")
 
 
 def test_the_fingerprint_is_that_of_the_examples() -> None:
@@ -339,7 +338,7 @@ def test_bad_kinds_are_refused(
     told("posts/train.jsonl", *train)
     told("posts/dev.jsonl", *dev)
     names = ("PER", "LO") if ANN in train else None
-    line = refused(lambda: corpus(Path("posts"), "ner", label_names=names))
+    line = refused(corpus, Path("posts"), "ner", label_names=names)
     assert line.startswith(f"posts{message}")
 
 

@@ -47,10 +47,10 @@ class Reader(nn.Module):
 def ask(model: nn.Module, task: str, encoded: EncodedTexts) -> Any:
     """Return what is noted of each example, and the mean loss."""
     session: Any = SimpleNamespace(model=model, autocast=nullcontext)
-    steps = SimpleNamespace(pad_id=PAD, multiple=4)
-    job: Any = SimpleNamespace(task=TASKS[task], steps=steps)
     alone = World(0, 1, torch.device("cpu"))
-    return collect_outputs(session, job, encoded, alone)
+    steps = SimpleNamespace(pad_id=PAD, multiple=4, world=alone)
+    job: Any = SimpleNamespace(corpus=SimpleNamespace(task=task), steps=steps)
+    return collect_outputs(session, job, encoded)
 
 
 def texts_of(count: int) -> list[list[int]]:

@@ -22,7 +22,7 @@ CONFUSION = Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
 def judged(shift: float) -> EvalMetrics:
     per = (("a", 0.5, 0.625, 0.75, 3), ("b", 0.5, 0.25, 0.375, 1))
     scores = {"accuracy": 0.25 + shift, "macro_f1": 0.5625}
-    return EvalMetrics(0.5 + shift, scores, per, CONFUSION)
+    return EvalMetrics(0.5 + shift, scores, per, CONFUSION, {"a": 2, "b": 2})
 
 
 def step(number: int, **changes: object) -> dict[str, Any]:
@@ -116,9 +116,8 @@ def test_order_of_the_sections() -> None:
     found = list(sections(records=[*ALL, step(31, skipped=True)]))
     assert found == [*first, *last, "Configuration", "Machine"]
     empty = Table("Wrong", ("text",), (), ("0 of 4 predictions are wrong.",))
-    bare = {"dev": replace(judged(0.0), confusion=None)}
-    some = sections(findings=(), worst_examples=empty, metrics=bare)
-    assert not {"Findings", "Worst mistakes", "Confusion"} & set(some)
+    some = sections(findings=(), worst_examples=empty)
+    assert not {"Findings", "Worst mistakes"} & set(some)
 
 
 def test_without_a_test_split() -> None:

@@ -27,10 +27,6 @@ def rows_of(name: str, content: str | bytes) -> list[Row]:
     return list(read(write(name, content)))
 
 
-def refusal(name: str, content: str | bytes) -> str:
-    return refused(lambda: rows_of(name, content))
-
-
 GOOD = [("so good", "like", 2), ("so bad, so sad", "sad", 4)]
 LINES = '\n{"text": "so good", "label": "like"}\n \n["so bad, so sad", "sad"]\n\n'
 OBJECTS = (
@@ -67,16 +63,9 @@ def test_a_row_knows_where_it_stands() -> None:
         "a.json line 1 entry 2",
         "a.json line 2 entry 3",
     ]
-    (row,) = rows_of("a.csv", "\n\nx,0\n")
-    assert row == Row("x", "0", 3, "a.csv line 3")
-
-
-def test_a_row_over_several_lines_begins_at_its_first() -> None:
-    """Law: a quoted newline or a pretty-printed entry shifts the rows after it."""
-    table = 'text,label\n"two\nlines",a\none,b\n'
-    assert brief(rows_of("a.csv", table)) == [("two\nlines", "a", 2), ("one", "b", 4)]
-    array = json.dumps([["x\n", "a"], ["y", "b"]], indent=1)
-    assert brief(rows_of("a.json", array)) == [("x\n", "a", 2), ("y", "b", 6)]
+    two, row = rows_of("a.csv", '\n\n"two\nlines",a\nx,0\n')
+    assert brief([two]) == [("two\nlines", "a", 3)]
+    assert row == Row("x", "0", 5, "a.csv line 5")
 
 
 @given(st.lists(st.tuples(texts, words), min_size=1), st.sampled_from([None, 1]))
@@ -201,7 +190,7 @@ NO_LABEL = "a label is a number or a word."
 def test_a_bad_entry_is_refused(line: str, fault: str) -> None:
     """Law: a row that is no text and label names its line, the fault and the cure."""
     content = '["fine", 0]\n\n' + line + "\n"
-    assert refusal("posts.jsonl", content) == f"posts.jsonl line 3: {fault}"
+    assert refused(rows_of, "posts.jsonl", content) == f"posts.jsonl line 3: {fault}"
 
 
 def test_a_key_twice_is_refused() -> None:
@@ -209,14 +198,20 @@ def test_a_key_twice_is_refused() -> None:
     for key in ("text", "label", "\u738b", "id"):
         entry = f'{{"{key}": "x", "text": "y", "label": 0, "{key}": "x"}}'
         line = f'line 3: key "{key}" appears twice in one object; keep one of them.'
-        assert refusal("a.jsonl", f'["fine", 0]\n\n{entry}\n') == f"a.jsonl {line}"
-        assert refusal("a.json", f'[["fine\\n", 0],\n\n{entry}]') == f"a.json {line}"
+        assert (
+            refused(rows_of, "a.jsonl", f'["fine", 0]\n\n{entry}\n')
+            == f"a.jsonl {line}"
+        )
+        assert (
+            refused(rows_of, "a.json", f'[["fine\\n", 0],\n\n{entry}]')
+            == f"a.json {line}"
+        )
 
 
 def test_a_bad_entry_of_an_array_is_numbered() -> None:
     """Law: in an array the line is that of the entry, and the entry is counted."""
     content = '[["a\\n", 0], ["b", 1],\n\n  ["c"]]'
-    assert refusal("posts.json", content) == (
+    assert refused(rows_of, "posts.json", content) == (
         f'posts.json line 3 entry 3: ["c"] is not a text and its label; {ARRAY_FORM}'
     )
 
@@ -249,7 +244,7 @@ def test_broken_json_is_located(
 ) -> None:
     """Law: broken JSON names line and column, counted from 1 over the whole file."""
     line, column = place
-    assert refusal(name, content) == (
+    assert refused(rows_of, name, content) == (
         f"{name} line {line} column {column}: broken JSON: {fault}."
     )
 
@@ -294,7 +289,7 @@ def uneven(count: int, head: int, line: int, delimiter: str) -> str:
 )
 def test_a_bad_table_is_refused(name: str, content: str, line: int, fault: str) -> None:
     """Law: a row that does not fit its table names its line, the fault and the cure."""
-    assert refusal(name, content) == f"{name} line {line}: {fault}"
+    assert refused(rows_of, name, content) == f"{name} line {line}: {fault}"
 
 
 def test_another_separator_is_named() -> None:
@@ -334,12 +329,12 @@ NOT_UTF8 = " line {} is not UTF-8: byte 0x{} at offset {}; save it as UTF-8."
 )
 def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> None:
     """Law: a file that holds no readable rows says why, and how to save it."""
-    assert refusal(name, content).startswith(name + fault)
+    assert refused(rows_of, name, content).startswith(name + fault)
 
 
 def test_a_text_file_is_for_entities() -> None:
     """Law: a .txt file for classes is refused with the forms that hold labels."""
-    line = refused(lambda: open_store(write("notes.txt", "a b"), "classify", None))
+    line = refused(open_store, write("notes.txt", "a b"), "classify", None)
     assert line == (
         "notes.txt: .txt is for --task ner; save it as .tsv (a text, a tab and its "
         f"label in each line), or as {ACCEPTED}."

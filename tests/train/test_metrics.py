@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -29,6 +30,7 @@ FOUND = EvalMetrics(
     scores={"accuracy": 0.875, "macro_f1": 0.5, "mcc": -0.125},
     per_class=(("a", 1.0, 0.5, 0.625, 3), ("b", 0.5, 0.25, 0.375, 1)),
     confusion=Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1))),
+    predicted={"a": 2, "b": 2},
 )
 
 
@@ -46,11 +48,10 @@ def test_table() -> None:
     )
 
 
-def test_table_of_nothing() -> None:
-    """Law: without labels there is no mean, and no division by zero."""
-    assert EvalMetrics(0.5, {}, ()).table("t").rows == ()
-    none_true = EvalMetrics(0.5, {}, (("a", 0.0, 0.0, 0.0, 0), ("b", 0.5, 0.0, 0.0, 0)))
-    assert none_true.weighted() == (0.25, 0.0, 0.0)
+def test_no_label_is_true() -> None:
+    """Law: labels that no example has all weigh the same; nothing divides by zero."""
+    rows = (("a", 0.0, 0.0, 0.0, 0), ("b", 0.5, 0.0, 0.0, 0))
+    assert replace(FOUND, per_class=rows).weighted() == (0.25, 0.0, 0.0)
 
 
 def test_data_is_flat_json() -> None:

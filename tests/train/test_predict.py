@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from small_corpora import letters_tokenizer
 from small_training import letters, seal_again, small_settings
 
-from halfstep.errors import UserError
 from halfstep.train import model
 from halfstep.train import predict as predicting
 from halfstep.train.data.corpus import load
@@ -81,10 +80,6 @@ def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
     made = Predictor(folder.path)
     monkeypatch.setattr(made, "_model", Copyist(tokenizer.get_vocab()["a"]))
     return made
-
-
-def refusal(place: Path) -> str:
-    return refused(lambda: Predictor(place))
 
 
 def test_form(predictor: Predictor) -> None:
@@ -174,12 +169,12 @@ def test_no_run(copy: Path, tmp_path: Path) -> None:
     A run that has checkpoints but no model is to be resumed.
     """
     for place in (tmp_path, tmp_path / "nothing"):
-        assert refusal(place) == (
+        assert refused(Predictor, place) == (
             f"{place} holds no run: there is no {place / 'model'}; train with --out "
             f"{place}."
         )
     shutil.move(copy / "model", copy / "elsewhere")
-    assert refusal(copy) == (
+    assert refused(Predictor, copy) == (
         f"{copy} is not finished: there is no {copy / 'model'}; train with --resume "
         f"--out {copy}."
     )
@@ -205,9 +200,7 @@ def test_a_sealed_folder_that_is_no_model(
     """Law: a model that lacks a weight, or its vocabulary, predicts nothing."""
     spoil(copy / "model" / name)
     seal_again(copy / "model")
-    with pytest.raises(UserError) as caught:
-        Predictor(copy)
-    message = str(caught.value)
+    message = refused(Predictor, copy)
     assert message.startswith(f"{copy / 'model'} is damaged: ")
     assert reason in message
     assert "Train again" in message

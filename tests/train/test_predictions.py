@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from data_files import refused
 
 from halfstep.errors import UserError
 from halfstep.train.predict import (
@@ -130,9 +131,9 @@ def test_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path / "none" / "out.jsonl", "No such file or directory"),
         (tmp_path, "Is a directory"),
     ):
-        with pytest.raises(UserError) as caught:
-            write([SUNNY], path)
-        assert str(caught.value) == f"--json {path} cannot be written: {why}."
+        assert (
+            refused(write, [SUNNY], path) == f"--json {path} cannot be written: {why}."
+        )
 
 
 def test_lines() -> None:

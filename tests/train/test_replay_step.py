@@ -1,6 +1,5 @@
-"""Steps of a run that fail are run again: what is in metrics.jsonl and in the error."""
+"""Steps that overflow: reported, without effect, run again, and not for ever."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_training import interrupt_before, small_settings, write_letters
+from small_training import (
+    interrupt_before,
+    overflow_in,
+    small_settings,
+    steps_of,
+    write_letters,
+)
 from torch import Tensor
 
 import halfstep as hs
@@ -17,6 +22,8 @@ from halfstep.nonfinite.origin import BadOp
 from halfstep.scaling.collapse import LossHistory
 from halfstep.train import replay_step
 from halfstep.train.loop import Trainer
+from halfstep.train.output import html_report
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 from halfstep.train.signals import Diverged
 from halfstep.train.step_dataset import StepBatch
@@ -30,9 +37,45 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return small_settings(tmp_path, source, lr=3e-3, epochs=10)
 
 
+def records_of(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    return RunFolder(Path(settings["out"])).records()
+
+
 def events(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = (Path(settings["out"]) / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r.get("event") == "bad_op"]
+    return [r for r in records_of(settings) if r.get("event") == "bad_op"]
+
+
+@pytest.mark.parametrize("kind", ["O0 auto", "O2 fp16"])
+def test_a_skipped_step(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Law: it is reported by name; a scale that moves halves; the schedule waits."""
+    overflow_in(monkeypatch, 5)
+    level, dtype = kind.split()
+    run(settings | {"level": level, "dtype": dtype, "epochs": 2})
+    steps = steps_of(records_of(settings))
+    assert [record["step"] for record in steps if record["skipped"]] == [5]
+    spoilt, after, then = steps[4:7]
+    assert len(spoilt["found_inf_in"]) == 3
+    assert spoilt["skipped_total"] == then["skipped_total"] == 1
+    assert spoilt["lr"] == after["lr"] != then["lr"]
+    assert after["scale"] == spoilt["scale"] / (2 if kind.endswith("fp16") else 1)
+
+
+def test_the_report_speaks_of_the_whole_run(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: steps that were skipped after the best checkpoint count in the findings."""
+    page = Mock(return_value="<html></html>")
+    monkeypatch.setattr(html_report, "page", page)
+    # At this rate nothing is learned, so the first evaluation is the best.
+    more = {"lr": 1e-12, "eval_every": 2, "best_by": "accuracy", "epochs": 2}
+    overflow_in(monkeypatch, 4, 6, 8, 10, 11)
+    result = run(settings | more | {"level": "O1", "dtype": "fp16"})
+    assert (result.summary["best_step"], result.summary["skipped"]) == (2, 5)
+    (report,) = page.call_args.args
+    said = [words for card in report.cards for _, words in card.lines]
+    assert any(words.startswith("5 of 12 steps were skipped") for words in said)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float) -> None:
@@ -88,13 +131,29 @@ def test_a_step_that_failed_is_told(
     assert plain[0] == plain[1]
 
 
+def test_fifty_skips_end_a_run(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where no scale can fall, fifty in a row do; all others are on record."""
+    overflow_in(monkeypatch, *range(3, 99))
+    with pytest.raises(LossScaleCollapse, match=r"^50 steps in a row were skipped"):
+        run(settings | {"level": "O2", "dtype": "bf16", "epochs": 20})
+    steps = steps_of(records_of(settings))
+    assert [r["skipped"] for r in steps] == [False, False, *[True] * 49]
+
+
 def test_a_collapse_carries_the_operation(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: the error that ends a run names module and operation, and is on record."""
+    """Law: the error that ends a run names module and operation, and is on record.
+
+    Halving 2**16 sixteen times has led to 1.
+    """
     spoil(monkeypatch, *range(3, 99), factor=1e6)
-    with pytest.raises(LossScaleCollapse) as caught:
+    with pytest.raises(LossScaleCollapse, match=r"^17 steps in a row were") as caught:
         run(settings | {"level": "O1", "dtype": "fp16"})
+    steps = steps_of(records_of(settings))
+    assert [r["skipped"] for r in steps] == [False, False, *[True] * 16]
     bad = caught.value.bad_op
     assert bad is not None
     assert bad.module.endswith("output.dense")
@@ -115,12 +174,10 @@ def test_a_divergence_carries_what_the_last_batch_shows(
         name = next(name for name in named if name.endswith("dense.weight"))
         with torch.no_grad():
             named[name].view(-1)[0] = math.nan
-        return torch.zeros(1), math.nan
+        dev = self.job.encoded["dev"]
+        return torch.full((len(dev), 2), math.nan), math.nan
 
     monkeypatch.setattr(Trainer, "collect_outputs", ruin)
-    monkeypatch.setattr(
-        Trainer, "compute_metrics", lambda *_: type("J", (), {"loss": math.nan})()
-    )
     with pytest.raises(Diverged) as caught:
         run(settings | {"level": "O0", "epochs": 1})
     bad = caught.value.bad_op

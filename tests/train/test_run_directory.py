@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_files import tree
+from data_files import refused, tree
 
 from halfstep.checkpoint import atomic_directory, single
 from halfstep.errors import UserError
@@ -92,9 +92,7 @@ def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     held = tmp_path / name
     (held if "." in name else held / "something").mkdir(parents=True)
     before = tree(tmp_path)
-    with pytest.raises(UserError) as caught:
-        RunFolder(tmp_path).begin({}, overwrite=False)
-    assert str(caught.value) == (
+    assert refused(RunFolder(tmp_path).begin, {}, overwrite=False) == (
         f"{tmp_path} already holds a run ({name}); add --resume to go on with it, "
         "--overwrite to replace it, or choose another --out."
     )
@@ -135,9 +133,7 @@ def test_overwrite_of_what_is_no_run(tmp_path: Path) -> None:
         if config is not None:
             (tmp_path / "config.json").write_text(config)
         before = tree(tmp_path)
-        with pytest.raises(UserError) as caught:
-            RunFolder(tmp_path).begin({}, overwrite=True)
-        assert str(caught.value) == (
+        assert refused(RunFolder(tmp_path).begin, {}, overwrite=True) == (
             f"--overwrite: {tmp_path} holds files of these names that are not a "
             "halfstep run's; choose another --out."
         )
@@ -157,9 +153,7 @@ def test_a_folder_of_others(tmp_path: Path, name: str, *, overwrite: bool) -> No
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / name).mkdir() if name[-1] == "/" else (tmp_path / name).write_text("x")
     before = tree(tmp_path)
-    with pytest.raises(UserError) as caught:
-        folder.begin({}, overwrite=overwrite)
-    assert str(caught.value) == (
+    assert refused(folder.begin, {}, overwrite=overwrite) == (
         f"--out {tmp_path} is not empty ({name.rstrip('/')}) and holds no run; choose "
         "a new folder, or an empty one."
     )
@@ -170,10 +164,9 @@ def test_no_folder_to_write(tmp_path: Path) -> None:
     """Law: a place below a file, or a file itself, is refused with the reason."""
     (tmp_path / "file").write_text("x")
     for place, reason in (("file/run", "Not a directory"), ("file", "File exists")):
-        with pytest.raises(UserError) as caught:
-            RunFolder(tmp_path / place).begin({}, overwrite=True)
+        message = refused(RunFolder(tmp_path / place).begin, {}, overwrite=True)
         start = f"--out {tmp_path / place} cannot be written: {reason}; choose another "
-        assert str(caught.value).startswith(start)
+        assert message.startswith(start)
     assert tree(tmp_path) == {"file": b"x"}
 
 
@@ -193,9 +186,7 @@ def test_no_settings(tmp_path: Path) -> None:
     ):
         if text is not None:
             config.write_text(text)
-        with pytest.raises(UserError) as caught:
-            RunFolder(place).settings()
-        assert str(caught.value) == message
+        assert refused(RunFolder(place).settings) == message
 
 
 # Going back
@@ -253,9 +244,8 @@ def test_a_crash_while_writing(
         before = tree(folder.path)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "save", no_space)
-            with pytest.raises(UserError) as caught:
-                save(folder, step)
-        assert str(caught.value) == not_written(folder.checkpoint_path(step))
+            message = refused(save, folder, step)
+        assert message == not_written(folder.checkpoint_path(step))
         assert tree(folder.path) == before
         save(folder, step)
 
@@ -333,9 +323,9 @@ def test_publish_model(folder: RunFolder) -> None:
     folder.save_model(saved_as("weights", "old"), saved_as("vocabulary", "old"))
     assert unsealed(folder) == old
     broken = SimpleNamespace(save_pretrained=no_space)
-    with pytest.raises(UserError) as caught:
-        folder.save_model(saved_as("weights", "new"), broken)
-    assert str(caught.value) == not_written(folder.model)
+    assert refused(
+        folder.save_model, saved_as("weights", "new"), broken
+    ) == not_written(folder.model)
     assert unsealed(folder) == old
     assert not [*folder.path.glob(".model.*")]
     part = folder.path / f".model.part-{OF_NO_PROCESS}"
@@ -369,9 +359,7 @@ def test_write(folder: RunFolder) -> None:
         ("metrics.jsonl", lambda: folder.log({"step": 1})),
     ):
         (folder.path / name).mkdir()
-        with pytest.raises(UserError) as caught:
-            use()
-        assert str(caught.value) == not_written(folder.path / name, "Is a directory")
+        assert refused(use) == not_written(folder.path / name, "Is a directory")
 
 
 def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,9 +412,7 @@ def test_a_damaged_line(folder: RunFolder) -> None:
         folder.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
         before = folder.metrics.read_bytes()
         for use in (folder.records, lambda: folder.rewind(1)):
-            with pytest.raises(UserError) as caught:
-                use()
-            assert str(caught.value) == (
+            assert refused(use) == (
                 f"{folder.metrics} line 2 is damaged: it is not a record of a step. "
                 "Remove the line, or start anew with another --out."
             )

@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from halfstep.distributed.process_group import World
 from halfstep.train.data.tokenized import EncodedTexts
 from halfstep.train.step_dataset import (
+    Objective,
     Order,
     StepBatch,
     StepDataset,
@@ -23,7 +24,6 @@ from halfstep.train.step_dataset import (
     iterate_steps,
     padding_fraction,
 )
-from halfstep.train.tasks import Objective
 
 PLAIN = Objective(None, 0.0)
 MASK = 1

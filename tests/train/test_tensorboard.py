@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_files import refused
 from small_training import small_settings, write_letters
 
-from halfstep.errors import UserError
 from halfstep.train import dependencies
 from halfstep.train.output.progress import TensorBoardWriter
 from halfstep.train.run import run
@@ -92,9 +92,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     absent = {"tensorboard": None}
     monkeypatch.setattr(dependencies, "find_spec", lambda name: absent.get(name, name))
     settings = small_settings(tmp_path, write_letters(tmp_path), tensorboard=True)
-    with pytest.raises(UserError) as caught:
-        run(settings)
-    assert str(caught.value) == (
+    assert refused(run, settings) == (
         "--tensorboard needs tensorboard: install with pip install "
         "'halfstep[tensorboard]', or in a checkout pip install -e '.[tensorboard]'."
     )

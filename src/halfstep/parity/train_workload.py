@@ -18,7 +18,7 @@ from halfstep.policy.levels import O0
 from halfstep.train import parallelize, param_groups, run
 from halfstep.train.config import TrainConfig, read_file
 from halfstep.train.plan import lr_factor
-from halfstep.train.tasks import collect_outputs
+from halfstep.train.tasks import TASKS, collect_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,7 @@ class TrainRuns:
             part, weight = batch
             moved = {name: tensor.to(world.device) for name, tensor in part.items()}
             targets = moved.pop("labels")
-            return job.objective.loss_sum(model(**moved).logits, targets) * weight
+            return job.steps.objective.loss_sum(model(**moved).logits, targets) * weight
 
         arguments = {
             "policy": config.policy,
@@ -122,8 +122,8 @@ class TrainRuns:
     def scores(self, model: nn.Module, split: str) -> dict[str, float]:
         """Return the loss and all scores of a model, in the dtypes that it runs in."""
         job, session = self.job(self.config.seed), cast("Session", _Evaluated(model))
-        own = collect_outputs(session, job, job.encoded[split], self.world)
-        metrics = job.task.compute_metrics(job, split, *own)
+        own = collect_outputs(session, job, job.encoded[split])
+        metrics = TASKS[job.corpus.task].compute_metrics(job, split, *own)
         return {"loss": metrics.loss, **metrics.scores}
 
 

@@ -36,14 +36,10 @@ _NOTES: dict[str, tuple[type, ...]] = {
 
 
 def save(
-    session: Session,
-    train_state: TrainState,
-    job: TrainJob,
-    folder: RunFolder,
-    world: World,
+    session: Session, train_state: TrainState, job: TrainJob, folder: RunFolder
 ) -> None:
     """Write a checkpoint and prune old ones; a collective call."""
-    choice = session.choice
+    choice, world = session.choice, job.steps.world
     notes = asdict(train_state) | {
         "level": choice.level.name,
         "dtype": choice.format.name,

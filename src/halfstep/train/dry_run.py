@@ -158,7 +158,7 @@ def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> Chec
     def loss_fn(model: nn.Module, part: dict[str, Any]) -> Tensor:
         inputs = dict(part)
         targets = inputs.pop("labels")
-        return job.objective.loss_sum(model(**inputs).logits, targets) * share
+        return job.steps.objective.loss_sum(model(**inputs).logits, targets) * share
 
     # A fresh copy of the run's model with its current weights.
     model: nn.Module = portable_model(ready.network, weights).to(world.device).train()

@@ -27,7 +27,7 @@ from halfstep.train.output.progress import TensorBoardWriter
 from halfstep.train.plan import Timers, TrainJob, TrainState, lr_factor
 from halfstep.train.signals import SIGNALS, Diverged, Stopped, StopRequest
 from halfstep.train.step_dataset import iterate_steps
-from halfstep.train.tasks import collect_outputs
+from halfstep.train.tasks import TASKS, collect_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from halfstep.nonfinite.origin import BadOp
     from halfstep.session.session import Session
     from halfstep.train.data.tokenized import EncodedTexts
-    from halfstep.train.metrics import EvalMetrics
     from halfstep.train.output.progress import Progress
     from halfstep.train.output.run_directory import RunFolder
     from halfstep.train.step_dataset import StepBatch
@@ -258,7 +257,7 @@ class Trainer:
         targets = moved.pop("labels")
         with self.session.autocast():
             logits = self.session.model(**moved).logits
-            return self.job.objective.loss_sum(logits, targets)
+            return self.job.steps.objective.loss_sum(logits, targets)
 
     def _reduce_loss_and_stop(self, summed: Tensor) -> float:
         """Sum the loss over all ranks; the same all-reduce agrees on a stop signal."""
@@ -281,10 +280,12 @@ class Trainer:
         began = time.perf_counter()
         probe = self._probe
         with contextlib.nullcontext() if probe is None else probe.paused():
-            dev = self.job.encoded["dev"]
-            metrics = self.compute_metrics("dev", *self.collect_outputs(dev))
+            job = self.job
+            outputs = self.collect_outputs(job.encoded["dev"])
+            task = TASKS[job.corpus.task]
+            metrics = task.compute_metrics(job, "dev", *outputs)
         self.seconds["evaluate"] += time.perf_counter() - began
-        number, name = self.state.step, self.job.plan.config.best_score
+        number, name = self.state.step, job.plan.config.best_score
         if not math.isfinite(metrics.loss):
             # The last batch has updated the weights since, so it may not fail again.
             batch = self._last_batch
@@ -330,17 +331,13 @@ class Trainer:
             f"has diverged. {checkpoint_hint}lower --lr{level_hint}."
         )
 
-    def compute_metrics(self, split: str, outputs: Tensor, loss: float) -> EvalMetrics:
-        """Compute the metrics of a split from its stored outputs."""
-        return self.job.task.compute_metrics(self.job, split, outputs, loss)
-
     def collect_outputs(self, encoded: EncodedTexts) -> tuple[Tensor, float]:
         """Return the stored outputs of some examples, and the mean loss."""
-        return collect_outputs(self.session, self.job, encoded, self.world)
+        return collect_outputs(self.session, self.job, encoded)
 
     def _save(self) -> None:
         began = time.perf_counter()
-        checkpointing.save(self.session, self.state, self.job, self.folder, self.world)
+        checkpointing.save(self.session, self.state, self.job, self.folder)
         self.seconds["save"] += time.perf_counter() - began
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -43,22 +43,19 @@ class EvalMetrics:
     """Name -> value, higher is better, in display order."""
     per_class: tuple[tuple[str, float, float, float, int], ...]
     """(label or entity type, precision, recall, F1, number of true ones)."""
-    confusion: Table | None = None
+    confusion: Table
     """Counts: rows are true, columns are predicted."""
-    predicted: Mapping[str, int] = field(default_factory=dict)
+    predicted: Mapping[str, int]
     """Label or entity type -> number of predictions."""
 
     def table(self, title: str) -> Table:
         """Return the metrics of each label as a table; averages come last."""
-        rows: tuple[tuple[Cell, ...], ...] = self.per_class
-        if self.per_class:
-            _, *shares, counts = zip(*self.per_class, strict=True)
-            support = sum(counts)
-            rows = (
-                *rows,
-                ("macro average", *map(statistics.fmean, shares), support),
-                ("weighted average", *self.weighted(), support),
-            )
+        _, *shares, counts = zip(*self.per_class, strict=True)
+        rows: tuple[tuple[Cell, ...], ...] = (
+            *self.per_class,
+            ("macro average", *map(statistics.fmean, shares), sum(counts)),
+            ("weighted average", *self.weighted(), sum(counts)),
+        )
         columns = ("label", "precision", "recall", "F1", "support")
         scores = {**self.scores, "loss": self.loss}
         words = (f"{score_title(name)} {value:.4f}" for name, value in scores.items())
@@ -85,7 +82,7 @@ class EvalMetrics:
         return {
             "loss": self.loss,
             **self.scores,
-            "weighted_average": list(self.weighted()) if self.per_class else None,
+            "weighted_average": list(self.weighted()),
             "per_class": [list(row) for row in self.per_class],
         }
 

@@ -251,21 +251,15 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
     Text is normalized (NFKC, lower case) and stripped of white space, so that a
     sentence has the same tokens with and without word boundaries.
     """
-    from tokenizers import (
-        Regex,
-        Tokenizer,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-    )
+    import tokenizers
+    from tokenizers import models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     normalizer = normalizers.Sequence(
         [
             normalizers.NFKC(),
             normalizers.Lowercase(),
-            normalizers.Replace(Regex(r"\s+"), ""),
+            normalizers.Replace(tokenizers.Regex(r"\s+"), ""),
         ]
     )
     counts: Counter[str] = Counter()
@@ -275,9 +269,9 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
     vocabulary = {
         token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])
     }
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106
+    core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106
     core.normalizer = normalizer
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],

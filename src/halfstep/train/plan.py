@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from halfstep.train.data.corpus import Corpus
     from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.step_dataset import StepDataset
-    from halfstep.train.tasks import Objective, Task
 
 FEW_EXAMPLES = 5000
 EPOCHS_FEW, EPOCHS_MANY = 20, 3
@@ -51,11 +50,9 @@ class Plan:
 class TrainJob:
     """The inputs of the training loop."""
 
-    task: Task
     corpus: Corpus
     encoded: Mapping[str, EncodedTexts]
     """The splits "train", "dev" and "test"."""
-    objective: Objective
     steps: StepDataset
     plan: Plan
     longest: int

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    import numpy as np
+
 _AHEAD = 2048
 """Texts read before the first prediction: enough to batch by length."""
 
@@ -161,11 +163,7 @@ class Predictor:
         return cut
 
     def _entities(
-        self,
-        encoded: EncodedTexts,
-        index: int,
-        tags: Any,  # noqa: ANN401
-        item: str,
+        self, encoded: EncodedTexts, index: int, tags: np.ndarray, item: str
     ) -> tuple[Entity, ...]:
         offsets = encoded.token_offsets(index)
         kinds = [name.removeprefix("B-") for name in self.outputs[1::2]]

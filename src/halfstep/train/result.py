@@ -20,6 +20,7 @@ from halfstep.train.fp32_comparison import comparison_table
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder, finite
 from halfstep.train.plan import resolve_config
+from halfstep.train.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,10 +105,10 @@ def finish_run(
     best = trainer.state.best_step
     if best not in {0, trainer.state.step}:
         checkpointing.load(session, trainer.folder.checkpoint_path(best))
-    encoded = trainer.job.encoded
-    splits = [name for name in ("dev", "test") if len(encoded[name])]
-    outputs = {name: trainer.collect_outputs(encoded[name]) for name in splits}
-    metrics = {name: trainer.compute_metrics(name, *outputs[name]) for name in splits}
+    job, task = trainer.job, TASKS[config.task]
+    splits = [name for name in ("dev", "test") if len(job.encoded[name])]
+    outputs = {name: trainer.collect_outputs(job.encoded[name]) for name in splits}
+    metrics = {name: task.compute_metrics(job, name, *outputs[name]) for name in splits}
     final = splits[-1]
     masters = f", master weights {summary['master']}" if choice.level.masters else ""
     tables = [metrics[final].table(f"Quality on {final}")]
@@ -123,8 +124,7 @@ def finish_run(
     findings: list[Finding] = []
 
     def write() -> None:
-        folder, job = trainer.folder, trainer.job
-        corpus = job.corpus
+        folder, corpus = trainer.folder, job.corpus
         findings.extend(examine(run_reader.read(folder.path)))
         baseline = None
         if config.data is None and config.task == "classify":
@@ -147,7 +147,7 @@ def finish_run(
             settings=config.data_dict(),
             chosen=_chosen(config, plan.config),
             metrics=metrics,
-            worst_examples=job.task.worst_examples(job, final, outputs[final][0]),
+            worst_examples=task.worst_examples(job, final, outputs[final][0]),
             baseline=baseline,
             against_fp32=against_fp32,
             precision=precision,
@@ -239,18 +239,13 @@ def portable_model(network: Network, weights: Mapping[str, torch.Tensor]) -> Any
     """Build an unsharded fp32 model from master weights."""
     import transformers
 
-    # The trained one may be sharded.
     model: Any = network.model
-    kind = getattr(transformers, _name_of(model))
-    fp32_model = kind(model.config)
-    fp32_model.load_state_dict(dict(weights))
-    return fp32_model.float()
-
-
-def _name_of(model: Any) -> str:  # noqa: ANN401
-    """Return the name of a model's transformers class, below FSDP2's subclass."""
-    return next(
+    # The trained one may be sharded: FSDP2 makes a subclass of transformers' class.
+    name = next(
         kind.__name__
         for kind in type(model).__mro__
         if kind.__module__.startswith("transformers.")
     )
+    fp32_model = getattr(transformers, name)(model.config)
+    fp32_model.load_state_dict(dict(weights))
+    return fp32_model.float()

@@ -56,8 +56,7 @@ from halfstep.train.plan import (
 )
 from halfstep.train.result import PreparedRun, RunResult, finish_run
 from halfstep.train.signals import Stopped
-from halfstep.train.step_dataset import StepDataset, TokenMasking
-from halfstep.train.tasks import Objective
+from halfstep.train.step_dataset import Objective, StepDataset, TokenMasking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -275,8 +274,8 @@ def make_job(
         multiple=model.PAD_MULTIPLE if world.device.type == "cuda" else 1,
         masking=_token_masking(plan, network.tokenizer),
     )
-    task, longest = tasks.TASKS[config.task], network.tokenizer.model_max_length
-    job = TrainJob(task, corpus, encoded, objective, steps, plan, longest)
+    longest = network.tokenizer.model_max_length
+    job = TrainJob(corpus, encoded, steps, plan, longest)
     return job, tokenise_seconds
 
 

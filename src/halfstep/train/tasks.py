@@ -1,11 +1,10 @@
-"""The training tasks, classification and NER: outputs, losses, metrics, evaluation.
+"""The training tasks, classification and NER: outputs, weights, metrics, evaluation.
 
 Shapes: B examples, T positions, K outputs, N examples of a split.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,8 @@ from halfstep.errors import UserError
 from halfstep.reporting.table import format_count
 from halfstep.train import metrics
 from halfstep.train.data import entity_tags
-from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.length_batches import ordered
+from halfstep.train.step_dataset import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from halfstep.distributed.process_group import World
     from halfstep.reporting.table import Table
     from halfstep.session.session import Session
     from halfstep.train.data.tokenized import EncodedTexts
@@ -143,38 +141,6 @@ def _true_and_predicted(
     return [texts.spans(i) for i in range(len(encoded))], predicted
 
 
-@dataclass(frozen=True)
-class Objective:
-    """The training loss: cross-entropy with class weights and label smoothing.
-
-    The loss of a step is the weighted mean over the targets of the whole batch, over
-    all ranks and micro-batches, like `torch.nn.CrossEntropyLoss` on one batch.
-    """
-
-    weights: Tensor | None
-    """Weight of each output, shape (K,); None: equal weights."""
-    smoothing: float
-
-    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of all targets, in fp32, shape ()."""
-        weights = None if self.weights is None else self.weights.to(logits.device)
-        return torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, -2),
-            targets.flatten(),
-            weight=weights,
-            label_smoothing=self.smoothing,
-            ignore_index=IGNORED,
-            reduction="sum",
-        )
-
-    def weight(self, encoded: EncodedTexts, indices: np.ndarray) -> float:
-        """Return the sum of a batch's target weights, the divisor of its mean loss."""
-        if self.weights is None or encoded.labels is None:
-            # At least 1: a batch of texts without tokens has no targets.
-            return float(max(1, encoded.counts[indices].sum()))
-        return float(self.weights[torch.from_numpy(encoded.labels[indices])].sum())
-
-
 def balanced_weights(labels: Sequence[str], encoded: EncodedTexts) -> Tensor:
     """Return class weights inverse to class frequency, shape (K,).
 
@@ -203,7 +169,7 @@ def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tens
 
 @torch.no_grad()
 def collect_outputs(
-    session: Session, job: TrainJob, encoded: EncodedTexts, world: World
+    session: Session, job: TrainJob, encoded: EncodedTexts
 ) -> tuple[torch.Tensor, float]:
     """Return the outputs of every example, and the mean loss, on each rank.
 
@@ -212,7 +178,8 @@ def collect_outputs(
     and label smoothing.
     """
     model: Any = ddp.unwrap(session.model)
-    outputs = job.task.empty_outputs(encoded, model.config.num_labels)
+    task, world = TASKS[job.corpus.task], job.steps.world
+    outputs = task.empty_outputs(encoded, model.config.num_labels)
     unweighted = Objective(None, 0.0)
     sums = torch.zeros(2, dtype=torch.float64)
     batches = ordered(encoded.lengths, EVAL_BATCH)
@@ -231,7 +198,7 @@ def collect_outputs(
             loss = unweighted.loss_sum(logits, targets)
             num_targets = float(encoded.counts[indices].sum())
             sums += torch.tensor([float(loss), num_targets], dtype=torch.float64)
-            job.task.write_outputs(outputs, encoded, indices, logits)
+            task.write_outputs(outputs, encoded, indices, logits)
     model.train()
     all_outputs = process_group.all_reduce_sum(outputs.to(world.device)).cpu()
     summed, count = process_group.all_reduce_sum(sums.to(world.device)).tolist()

@@ -100,16 +100,17 @@ def get_or_build(
         if not _is_complete(entry):
             place = getattr(error, "filename", None) or entry.parent
             raise UserError(
-                f"{place} cannot be written: {_reason(error)}; set HALFSTEP_CACHE to a "
-                "writable folder with free space."
+                f"{place} cannot be written: {write_fault(error)}; set HALFSTEP_CACHE "
+                "to a writable folder with free space."
             ) from error
     return entry
 
 
-def _reason(error: Exception) -> str:
+def write_fault(error: Exception) -> str | None:
+    """Return the system's reason against writing a file or a checkpoint, or None."""
     if isinstance(error, atomic_directory.CheckpointWriteError):
         return error.reason
-    return atomic_directory.os_reason(error) or str(error)
+    return atomic_directory.os_reason(error)
 
 
 def _is_complete(entry: Path) -> bool:

@@ -72,10 +72,12 @@ def page(report: ReportData) -> str:
     worst = report.worst_examples
     memory = _memory(report.summary, on_gpu=on_gpu)
     cost = (report.against_fp32, *_cost(report.summary), *memory)
+    split, final = report.final
+    grid = ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "predicted")
     sections = [
         Section("Findings", points=report.findings, cards=report.cards),
         Section("Quality", tables=tuple(filter(None, quality))),
-        Section("Confusion", confusion_matrices=_confusion(report)),
+        Section("Confusion", confusion_matrices=(grid,)),
         Section("Worst mistakes", tables=(worst,) if worst.rows else ()),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
@@ -133,17 +135,9 @@ def _scores(metrics: EvalMetrics) -> dict[str, float]:
     scores = {}
     for name, value in metrics.scores.items():
         scores[name] = value
-        if name == "macro_f1" and metrics.per_class:
+        if name == "macro_f1":
             scores["weighted_f1"] = metrics.weighted()[2]
     return {**scores, "loss": metrics.loss}
-
-
-def _confusion(report: ReportData) -> tuple[ConfusionMatrix, ...]:
-    split, final = report.final
-    if final.confusion is None:
-        return ()
-    table = replace(final.confusion, title=f"On {split}")
-    return (ConfusionMatrix(table, "predicted"),)
 
 
 def _charts(

@@ -328,9 +328,7 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            reason = atomic_directory.os_reason(error)
-            if isinstance(error, atomic_directory.CheckpointWriteError):
-                reason = error.reason
+            reason = cache.write_fault(error)
             if reason is None:
                 raise
             raise UserError(
