@@ -3,7 +3,6 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,12 +71,14 @@ def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert absent() == missing | dict.fromkeys(kept, "of glibc only")
 
 
-def test_tunables_are_added() -> None:
-    """Law: tunables that are set stay; ours come last, and count."""
-    ours = training.KEEP_MEMORY
-    assert training.keep_memory({}) == {"GLIBC_TUNABLES": ours}
-    both = training.keep_memory({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
-    assert both == {"GLIBC_TUNABLES": f"glibc.malloc.arena_max=1:{ours}"}
+def test_kept_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the candidates that keep memory, and no others, ask for it."""
+    kept = Mock()
+    monkeypatch.setattr(training.hardware, "keep_memory", kept)
+    training.worker("recipe", "O2", vars(work()))
+    kept.assert_not_called()
+    training.worker("recipe", "O2-kept", vars(work()))
+    kept.assert_called_once_with()
 
 
 # The table
@@ -94,15 +95,10 @@ class Process:
 
     log: list[tuple[str, Any]]
 
-    def __init__(
-        self, name: str, module: str, task: dict[str, Any], env: Mapping[str, str]
-    ) -> None:
+    def __init__(self, name: str, module: str, task: dict[str, Any]) -> None:
         assert module == "halfstep.bench.training"
         assert (task["bench"], task["candidate"]) == ("recipe", name)
         assert task["settings"]["width"] == 8
-        assert env["OMP_WAIT_POLICY"] == "PASSIVE"
-        kept = "glibc.malloc.mmap_max=0" in env.get("GLIBC_TUNABLES", "")
-        assert kept == name.endswith("-kept")
         self.name, self.turn = name, -1
 
     def request(self, question: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Candidates in processes of their own: questions, answers, and how they end."""
 
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.bench import training, worker_process
+from halfstep.bench import worker_process
 from halfstep.errors import UserError
 from halfstep.machine import cpu, hardware
 
 ECHO = """
 import os, signal, subprocess, sys
-from malloc import mapped
 
 def worker(**task):
     def answer(question):
@@ -27,11 +25,6 @@ def worker(**task):
             raise ValueError("failed")
         if question == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if question == "hold":
-            held = bytearray(2**26)
-            before = mapped()
-            del held
-            return {"freed": before - mapped()}
         names = ("PLANTED", "OMP_WAIT_POLICY")
         return {"asked": question, "set": [os.environ.get(name) for name in names],
                 "task": task}
@@ -39,7 +32,6 @@ def worker(**task):
 """
 
 TASK = {"number": 1.5, "word": "\u00e9"}
-GLIBC = platform.libc_ver()[0] == "glibc"
 Start = Callable[..., worker_process.WorkerProcess]
 
 
@@ -71,21 +63,13 @@ def test_questions_and_answers(echo: Start) -> None:
             assert str(caught.value) == expected
     with echo() as process:
         assert process.request()["set"] == [None, "PASSIVE"]
-        if GLIBC:
-            assert process.request("hold")["freed"] >= 2**26
     assert process.process.returncode == 0
 
 
-def test_kept_memory_and_a_sudden_end(echo: Start) -> None:
-    """Law: memory that was freed goes back to the system, unless it is to be kept.
-
-    A process that the system ends is reported, too: with the signal.
-    """
-    with echo({"GLIBC_TUNABLES": training.KEEP_MEMORY}) as process:
-        if GLIBC:
-            assert process.request("hold")["freed"] == 0
-        with pytest.raises(UserError) as caught:
-            process.request("kill")
+def test_a_sudden_end(echo: Start) -> None:
+    """Law: a process that the system ends is reported, too: with the signal."""
+    with echo({}) as process, pytest.raises(UserError) as caught:
+        process.request("kill")
     assert str(caught.value) == "candidate echo was killed by signal 9."
 
 

@@ -51,7 +51,9 @@ class Candidate:
 
     log: list[Any]
 
-    def __init__(self, name: str, module: str, task: dict[str, Any], _env: Any) -> None:
+    def __init__(
+        self, name: str, module: str, task: dict[str, Any], _: Any = None
+    ) -> None:
         self.name = name
         self.answer = import_module(module).worker(**json.loads(json.dumps(task)))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import platform
 from argparse import Namespace
 from collections import defaultdict
@@ -25,12 +24,7 @@ from torch import Tensor, nn
 from halfstep.bench import commands, journal, measure, results
 from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.loops import CANDIDATES, Loop, Task
-from halfstep.bench.worker_process import (
-    PASSIVE_WAIT,
-    WorkerProcess,
-    reset_peak,
-    resident,
-)
+from halfstep.bench.worker_process import WorkerProcess, reset_peak, resident
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.diagnostics.profiling.profile_step import without_kineto_log
 from halfstep.errors import UserError
@@ -43,10 +37,6 @@ if TYPE_CHECKING:
 
     from halfstep.bench.loops import Candidate, LossOf
     from halfstep.reporting.table import Cell, Table
-
-KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
-"""Makes glibc keep all memory up to a TiB, instead of mapping large tensors anew, page
-by page, each time."""
 
 _CANDIDATES = "comma-separated, of those below (default all)"
 _TINY = 64  # torchao quantizes states of 4,096 numbers or more
@@ -138,7 +128,7 @@ def tables(arguments: Namespace) -> list[Table]:
         "casts: copies to another dtype in a step's passes, by torch's profiler",
         "saved, casts -: not counted in other libraries",
         "loss: mean over the last tenth of the steps; same weights, batches and seeds",
-        f"a process each, with {_words(PASSIVE_WAIT)}; kept: {_words(keep_memory({}))}",
+        "a process each, with OMP_WAIT_POLICY=PASSIVE; kept: hs.machine.keep_memory()",
         *(f"{each} {why}" for each, why in got.absent.items() if ": " in why),
         *(f"x {n}: empty, since {n} did not run: {why}" for n, why in missing.items()),
         *(f"{each} {metadata.version(each)}" for each in sorted(packages)),
@@ -184,10 +174,6 @@ def _over(value: float | None, unit: float | None) -> float | None:
     return None if value is None or unit is None else value / unit
 
 
-def _words(environment: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in environment.items())
-
-
 def measure_steps(arguments: Namespace, what: str = "") -> Measured:
     """Time candidates in turn, each in its process.
 
@@ -209,7 +195,7 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
     facts: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         processes = {
-            each: stack.enter_context(_start(each, bench.kinds[each], arguments))
+            each: stack.enter_context(_start(each, arguments))
             for each in arguments.candidates
             if each not in absent
         }
@@ -264,11 +250,10 @@ def why_absent(kind: Candidate, arguments: Namespace) -> str | None:
     return None
 
 
-def _start(name: str, kind: Candidate, arguments: Namespace) -> WorkerProcess:
-    environment = keep_memory(os.environ) if kind.keeps_memory else {}
+def _start(name: str, arguments: Namespace) -> WorkerProcess:
     settings = results.settings(arguments) | {"device": arguments.device}
     task = {"bench": arguments.workload, "candidate": name, "settings": settings}
-    return WorkerProcess(name, __name__, task, PASSIVE_WAIT | environment)
+    return WorkerProcess(name, __name__, task)
 
 
 def _build(process: WorkerProcess, seed: int, kind: Candidate) -> dict[str, Any]:
@@ -279,12 +264,6 @@ def _build(process: WorkerProcess, seed: int, kind: Candidate) -> dict[str, Any]
         if not kind.package:
             raise
         return {"absent": f"failed: {error}"}
-
-
-def keep_memory(environment: Mapping[str, str]) -> dict[str, str]:
-    """Append our tunables to those set; glibc uses the last value of a name."""
-    tunables = environment.get("GLIBC_TUNABLES")
-    return {"GLIBC_TUNABLES": f"{tunables}:{KEEP_MEMORY}" if tunables else KEEP_MEMORY}
 
 
 # In a candidate's process
@@ -308,6 +287,8 @@ class StepServer:
         torchao compiles.
         """
         self._bench, self._name, self._work = bench, name, work
+        if bench.kinds[name].keeps_memory:
+            hardware.keep_memory()
         with torch.device("meta"):
             bench.make_model(work)
         tiny = nn.Linear(_TINY, _TINY).to(work.device)
