@@ -340,6 +340,17 @@ def test_steps_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 3 <= len(report.facts.ratios) <= 12
 
 
+def test_steps_that_spoil_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: weights that only the level's steps make infinite are an error."""
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: False)
+    model = nn.Linear(16, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=6e4)
+    given = {"level": "O3", "dtype": "fp16", "optimizer": sgd, "steps": 1}
+    report = checked(model, lambda model, given: 99 * model(given[0]).mean(), **given)
+    assert "weights" in {one.rule for one in report.findings}
+    assert not report.good
+
+
 def test_no_steps_without_fp16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where fp16's products are slow, no step is timed, and a note says so."""
     monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
