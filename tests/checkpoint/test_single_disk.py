@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
 
 def said(path: Path, reason: int) -> str:
     return (
-        f"checkpoint {path} could not be written: {os.strerror(reason)}. Mend that, or "
+        f"checkpoint {path} could not be written: {os.strerror(reason)}. Fix that, or "
         "choose another place."
     )
 

@@ -155,6 +155,10 @@ def test_a_loaded_scale_beyond_bounds(start: float, flag: float) -> None:
     rule = ScaleRule(growth_interval=1)
     state = replace(ScaleState.first(rule), scale=torch.tensor(start))
     assert advance(state, torch.tensor(flag), rule).scale.item() == start
+    scaler = LossScaler(rule)
+    scaler.set_state(state.scale, state.clean_steps)
+    scaler.back_off()
+    assert scaler.state.scale.item() == (start / 2 if start > 1 else start)
 
 
 @both

@@ -409,7 +409,7 @@ def test_one_rank_fails(two: list[dict[str, Any]], fail: tuple[str, int]) -> Non
     """Law: where one rank cannot write, all raise at once, and nothing is left."""
     found = [rank[f"fails {fail}"] for rank in two]
     assert all(isinstance(each, dict) for each in found), found
-    start_, end = "checkpoint FOLDER/c could not be written: ", ". Mend that, or choose"
+    start_, end = "checkpoint FOLDER/c could not be written: ", ". Fix that, or choose"
     for rank, each in enumerate(found):
         assert "No space left on device" in each["said"]
         assert ("rank 1: " in each["said"]) == (fail[1] == 1 and rank == 0)

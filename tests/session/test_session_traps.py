@@ -485,6 +485,8 @@ def test_all_gradients_bad(form: str, value: float, *, kernel: bool) -> None:
     assert report.skipped
     assert not report.applied
     assert {*report.left_out} == {*bad}
+    if math.isnan(value):
+        assert (report.inf_in, {*report.nan_in}) == ((), {*bad})
     assert (session.steps_applied, session.steps_skipped) == (1, 1)
     assert same([weights, extras, states], cases.everything(session)[:3])
     report = cases.go(session, slopes | {"conv.weight": bad["conv.weight"]})

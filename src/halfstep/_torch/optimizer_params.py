@@ -38,6 +38,11 @@ def name_of(param: Tensor, optimizers: Iterable[Optimizer]) -> str:
         for name, candidate in named_parameters(optimizer):
             if candidate is param:
                 return name
+    return unnamed(param)
+
+
+def unnamed(param: Tensor) -> str:
+    """Return what a parameter without a name is called in messages."""
     return f"a parameter of shape {tuple(param.shape)}"
 
 

@@ -182,7 +182,7 @@ def _clearing(run: Callable[..., None]) -> Callable[..., None]:
 
 _BELOW_AUTOGRAD = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: SLF001
-"""Of autograd's last key: true where Python handles an operation, and nowhere else.
+"""Whether a key is excluded: that of autograd only where Python handles an operation.
 
 While torch casts a weight it holds the lock of its cache. A `__torch_dispatch__` or a
 kernel of torch.library that handles that cast would wait for this lock forever. There
@@ -277,7 +277,10 @@ def set_policy_number(number: int) -> None:
 
 
 def _number_of(policy: Policy) -> int:
-    """Return the number >= 1 of a policy; the same in every process."""
+    """Return the number >= 1 of a policy.
+
+    It is the same in every process, unless two policies of one process would share it.
+    """
     if policy not in _policy_numbers:
         # The tables count too: another version of halfstep may have others.
         text = f"{policy} {op_tables.NAMED[policy.base]}"
@@ -376,7 +379,7 @@ def is_in_other_dtype(dtypes: Mapping[str, torch.dtype]) -> bool:
 def push(
     device: str,
     context: CastContext | None,
-    guard: Policy | None = None,
+    compile_policy: Policy | None = None,
     dtype: torch.dtype | None = None,
 ) -> Pushed:
     """Make a context the active one of this thread, and patch torch until `pop`.
@@ -384,7 +387,7 @@ def push(
     Args:
         device: Device type.
         context: None: no policy.
-        guard: The policy for which torch.compile compiles. None: as before.
+        compile_policy: The policy for which torch.compile compiles. None: as before.
         dtype: Of torch's autocast, if it was enabled for this context. None: as before.
 
     Raises:
@@ -410,9 +413,9 @@ def push(
         ):
             torch.set_autocast_cache_enabled(False)
         _open.add(pushed)
-    if guard is not None:
+    if compile_policy is not None:
         pushed.outer_number = state.policy_number
-        set_policy_number(_number_of(guard))
+        set_policy_number(_number_of(compile_policy))
     state.innermost[device] = pushed
     if context is not None:
         pushed.compile_settings = _compile_settings()

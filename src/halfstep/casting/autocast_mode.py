@@ -98,8 +98,9 @@ def autocast(
     """
     if torch.compiler.is_compiling():
         settings = (device_type, dtype, enabled, cache_enabled)
-        modules = model is not None
-        return traceable_autocast(settings, policy, record=record, modules=modules)  # type: ignore[return-value]
+        return traceable_autocast(  # type: ignore[return-value]
+            settings, policy, record=record, has_module_rules=model is not None
+        )
     context = Autocast(device_type, dtype, enabled, cache_enabled)
     chosen = None if policy is None else Policy.of(policy)
     if chosen in (None, TORCH) and cache is None and not record:
@@ -144,7 +145,9 @@ class Autocast(torch_autocast):
             self._entries.push(self.open(None, self.policy if context else None))
         return self
 
-    def open(self, context: CastContext | None, guard: Policy | None) -> _Entry:
+    def open(
+        self, context: CastContext | None, compile_policy: Policy | None
+    ) -> _Entry:
         """Set torch's state and make a context the active one; see `push`."""
         active_context.run_pending()
         # One torch context per entry: it stores the state to restore on itself.
@@ -152,7 +155,7 @@ class Autocast(torch_autocast):
         vars(torch_context).update(self._settings)
         torch_context.__enter__()  # type: ignore[no-untyped-call]
         dtype = self.fast_dtype if self._enabled else None
-        pushed = active_context.push(self.device, context, guard, dtype)
+        pushed = active_context.push(self.device, context, compile_policy, dtype)
         return torch_context, pushed
 
     @dynamo_disable
@@ -329,14 +332,17 @@ class PolicyAutocast:
         settings = (self.device, own.fast_dtype, is_enabled, cache)
         record = self._recorder is not None
         rules = self.policy.rules if self.policy else ()
-        modules = any(rule.kind != "op" for rule in rules)
+        has_module_rules = any(rule.kind != "op" for rule in rules)
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             context: AbstractContextManager[object] = self
             if torch.compiler.is_compiling():
                 context = traceable_autocast(
-                    settings, self.policy, record=record, modules=modules
+                    settings,
+                    self.policy,
+                    record=record,
+                    has_module_rules=has_module_rules,
                 )
             with context:
                 return function(*args, **kwargs)

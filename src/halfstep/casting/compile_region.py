@@ -40,7 +40,7 @@ def traceable_autocast(
     policy: Policy | str | os.PathLike[str] | None,
     *,
     record: bool,
-    modules: bool,
+    has_module_rules: bool,
 ) -> contextlib.AbstractContextManager[Any]:
     """Return an autocast context that torch.compile can trace.
 
@@ -50,7 +50,7 @@ def traceable_autocast(
     Raises:
         UserError: If operations are recorded, or there are module or type rules.
     """
-    if record or modules:
+    if record or has_module_rules:
         raise UserError(
             "autocast(record=True) and autocast(model=...) cannot be traced by "
             "torch.compile; enter such a context around the compiled function."
@@ -68,7 +68,7 @@ def _policy_context(settings: Settings, policy_text: str) -> Iterator[None]:
         try:
             yield
         finally:
-            torch.ops.halfstep.close_region(device)
+            torch.ops.halfstep.close_region()
 
 
 class _Thread(threading.local):
@@ -96,17 +96,17 @@ def _open(device: str, policy_text: str) -> None:
 
 def _abandon(pushed: active_context.Pushed) -> None:
     while any(each is pushed for each in _thread.entered):
-        _close("")
+        _close()
 
 
-def _close(_: str) -> None:
+def _close() -> None:
     active_context.pop(_thread.entered.pop())
 
 
 def _define() -> None:
     for name, arguments, run in (
-        ("open_region", "str device, str word", _open),
-        ("close_region", "str device", _close),
+        ("open_region", "str device, str policy_text", _open),
+        ("close_region", "", _close),
     ):
         _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
         # After a graph break, torch.compile would try to compile these next.

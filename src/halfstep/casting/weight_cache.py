@@ -6,6 +6,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ class _Entry:
     version: int = _NO_VERSION
     address: int = 0
     epoch: int = 0
-    context: int = 0
+    context_number: int = 0
     """Number of the context in which it was cast."""
     in_grad_mode: bool = True
 
@@ -113,14 +114,14 @@ class CastCache:
         self.hits = 0
         self.misses = 0
         self.bytes_cast = 0
-        with _lock:
+        with _caches_lock:
             _caches.add(self)
         optimizer_hooks.STEP_PATCH.acquire()
         weakref.finalize(self, optimizer_hooks.STEP_PATCH.release).atexit = False
 
-    def __reduce__(self) -> tuple[type[CastCache], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
         """Make objects with a cache copyable and picklable; a copy is empty."""
-        return CastCache, ()
+        return partial(CastCache, for_training=self._for_training), ()
 
     @property
     def bytes(self) -> int:
@@ -176,7 +177,7 @@ class CastCache:
             and entry.address == weight.data_ptr()
             and (
                 not self._for_training
-                or entry.context == self._num_contexts
+                or entry.context_number == self._num_contexts
                 or torch.is_grad_enabled()
             )
         )
@@ -207,7 +208,7 @@ class CastCache:
                     self._entries[key] = cached
             cached.version = weight._version  # noqa: SLF001
             cached.address, cached.epoch = weight.data_ptr(), self._epoch
-        cached.context = self._num_contexts
+        cached.context_number = self._num_contexts
         cached.in_grad_mode = torch.is_grad_enabled()
         self.bytes_cast += cached.data.nbytes
         return cached
@@ -261,12 +262,12 @@ class CastCache:
         self._entries.clear()
 
 
-_lock = threading.Lock()
+_caches_lock = threading.Lock()
 _caches: weakref.WeakSet[CastCache] = weakref.WeakSet()
 
 
 def _invalidate_stepped(optimizer: torch.optim.Optimizer) -> None:
-    with _lock:
+    with _caches_lock:
         caches = list(_caches)
     for cache in caches:
         cache.invalidate(

@@ -1,7 +1,8 @@
-"""Writes directories that are complete or absent: a manifest with hashes, one rename.
+"""Writes directories that are complete or absent: a manifest with hashes, a rename.
 
 `manifest.json` holds the size and SHA-256 of every file, further facts, and a seal, the
-SHA-256 of all that. Reading rejects a file that does not match, by name.
+SHA-256 of all that. Reading rejects a file that does not match, by name. A replacement
+that was interrupted is undone by `restore_replaced`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def write(
 def write_error(directory: Path, reason: str) -> CheckpointWriteError:
     """Return the error for a directory that could not be written."""
     error = CheckpointWriteError(
-        f"checkpoint {directory} could not be written: {reason}. Mend that, or choose "
+        f"checkpoint {directory} could not be written: {reason}. Fix that, or choose "
         "another place."
     )
     error.reason = reason

@@ -39,7 +39,7 @@ class BucketedAllReduce:
         comm_dtypes: Mapping[Tensor, torch.dtype],
         group: dist.ProcessGroup,
         *,
-        predivide_factor: int = 1,
+        num_summed: int = 1,
     ) -> None:
         """Replace each parameter's gradient by the mean over all ranks.
 
@@ -51,20 +51,23 @@ class BucketedAllReduce:
                 and order on every rank. Gradients are divided by the number of ranks
                 before the sum, so that it overflows only if the mean does.
             group: All ranks.
-            predivide_factor: Additional divisor while sending. A power of two, which
-                changes only the smallest values.
+            num_summed: Micro-batches in each gradient. In fp16 their sum may overflow
+                where none of them did, so it is divided while it is sent, by a power of
+                two, which changes only the smallest values.
         """
         pending: deque[_BucketReduction] = deque()
         buckets = _buckets(list(comm_dtypes), comm_dtypes.__getitem__)
         for number, bucket in enumerate(buckets):
             if len(pending) == _MAX_PENDING:
-                pending.popleft().finish(predivide_factor)
-            key = (comm_dtypes[bucket[0]], bucket[0].device, number % _MAX_PENDING)
-            reduction = _BucketReduction(bucket, self._buffer(bucket, key))
-            reduction.start(group, predivide_factor)
+                pending.popleft().finish()
+            dtype = comm_dtypes[bucket[0]]
+            key = (dtype, bucket[0].device, number % _MAX_PENDING)
+            factor = 1 << (num_summed - 1).bit_length() if dtype == torch.float16 else 1
+            reduction = _BucketReduction(bucket, self._buffer(bucket, key), factor)
+            reduction.start(group)
             pending.append(reduction)
         for reduction in pending:
-            reduction.finish(predivide_factor)
+            reduction.finish()
 
     def _buffer(
         self, bucket: list[Tensor], key: tuple[torch.dtype, torch.device, int]
@@ -83,13 +86,15 @@ class _BucketReduction:
 
     params: list[Tensor]
     buffer: Tensor
+    predivide_factor: int
+    """Divisor besides the number of ranks while the gradients are sent."""
     work: dist.Work | None = None
 
     def _views(self) -> Sequence[Tensor]:
         sizes = [param.numel() for param in self.params]
         return torch.split(self.buffer, [*sizes, len(sizes)])
 
-    def start(self, group: dist.ProcessGroup, predivide_factor: int) -> None:
+    def start(self, group: dist.ProcessGroup) -> None:
         """Pack the buffer and start the all-reduce."""
         *views, flags = self._views()
         flags.fill_(1)
@@ -102,12 +107,12 @@ class _BucketReduction:
             if grad.is_sparse:
                 grad = param.grad = grad.to_dense()
             shaped = view.view(grad.shape)
-            torch.div(grad, group.size() * predivide_factor, out=shaped)
+            torch.div(grad, group.size() * self.predivide_factor, out=shaped)
         self.work = dist.all_reduce(self.buffer, group=group, async_op=True)
 
-    def finish(self, predivide_factor: int) -> None:
+    def finish(self) -> None:
         """Wait for the sums and write them to `.grad`."""
-        assert self.work is not None, "it is under way"  # noqa: S101
+        assert self.work is not None, "start() comes first"  # noqa: S101
         self.work.wait()
         *views, flags = self._views()
         has_grad = [param.grad is not None for param in self.params]
@@ -118,8 +123,8 @@ class _BucketReduction:
             if param.grad is None:
                 param.grad = param.new_empty(param.shape)
             param.grad.copy_(view.view(param.shape))
-            if predivide_factor != 1:
-                param.grad.mul_(predivide_factor)
+            if self.predivide_factor != 1:
+                param.grad.mul_(self.predivide_factor)
 
 
 def _buckets(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
 
 
-_BYPASSED = "_halfstep_silenced"
+_BYPASSED = "_halfstep_bypassed"
 
 
 def data_parallel(model: nn.Module, world: World) -> nn.Module:

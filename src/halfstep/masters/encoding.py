@@ -180,6 +180,9 @@ class MasterParam:
         return int(differs.sum())
 
 
+# A further encoding needs two codecs in `bf16_codecs` and the choice of them above, a
+# number in `cpu_kernels.ENCODING_CODES` and `kernels.c`, and branches of their decoding
+# and encoding in `kernels.c`, `triton_jit.read_fp32` and `write_fp32`, `eager_kernels`.
 FP32 = MasterEncoding("fp32", "fp32, exact", torch.float32, torch.float32)
 SPLIT = MasterEncoding(
     "split",
@@ -209,7 +212,9 @@ WEIGHT_DTYPES: dict[str, tuple[torch.dtype, ...]] = {PLAIN: (torch.float32,)} | 
 }
 """Encoding -> dtypes of weights that it supports."""
 RESIDUAL_DTYPES = {name: e.residual for name, e in ENCODINGS.items() if e.residual}
-BF16_STATE_ENCODINGS = (KAHAN.name, STOCHASTIC.name)
+BF16_STATE_ENCODINGS = [
+    name for name, e in ENCODINGS.items() if e.state_dtype == torch.bfloat16
+]
 
 NONE = "none"
 """No master weights: the optimizer updates the 16-bit weights directly."""

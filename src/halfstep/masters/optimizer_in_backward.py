@@ -77,8 +77,9 @@ class OptimizerInBackward:
     def __init__(self, masters: MasterWeights, *, norm: bool) -> None:
         check_optimizer(masters.optimizer)
         self.masters = masters
-        self.skipped_params: list[Tensor] = []
-        """Parameters of the optimizer whose gradients were non-finite in this step."""
+        self.skipped_params: dict[Tensor, tuple[bool, bool]] = {}
+        """Parameters of the optimizer whose gradients were non-finite in this step ->
+        whether they held inf, whether NaN."""
         self.stepped_params: set[Tensor] = set()
         """Parameters of the optimizer with a gradient since the last step."""
         self._square_sum: Tensor | None = None
@@ -109,7 +110,7 @@ class OptimizerInBackward:
 
     def discard(self) -> None:
         """Forget which weights the current step has updated."""
-        self.skipped_params, self._square_sum, self.stepped_params = [], None, set()
+        self.skipped_params, self._square_sum, self.stepped_params = {}, None, set()
 
     def step_all(self) -> None:
         """Update with the gradients of a backward pass, after ranks averaged them."""
@@ -136,7 +137,8 @@ class OptimizerInBackward:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         found_inf, square = kernels.check_finite([values], norm=self._needs_norm)
         if found_inf:
-            self.skipped_params.append(param)
+            has_inf, has_nan = values.isinf().any(), values.isnan().any()
+            self.skipped_params[param] = bool(has_inf), bool(has_nan)
         else:
             if square is not None:
                 total = self._square_sum
@@ -149,10 +151,10 @@ class OptimizerInBackward:
                 masters.update(one, found_inf=found_inf, only=only)
         weight.grad = param.grad = None
 
-    def finish_step(self) -> tuple[list[Tensor], Tensor | None]:
-        """End a step; return the skipped parameters and the norm of all gradients."""
+    def finish_step(self) -> tuple[dict[Tensor, tuple[bool, bool]], Tensor | None]:
+        """End a step; return `skipped_params` and the norm of all gradients."""
         skipped_params, squares = self.skipped_params, self._square_sum
-        self.skipped_params, self.stepped_params, self._square_sum = [], set(), None
+        self.skipped_params, self.stepped_params, self._square_sum = {}, set(), None
         self.masters.advance_rng()
         optimizer_hooks.notify(self.masters.optimizer)
         return skipped_params, None if squares is None else squares.sqrt().float()

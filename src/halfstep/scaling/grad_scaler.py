@@ -332,7 +332,7 @@ class GradScaler(TorchGradScaler):
             )
         elif fused_optimizers.handles_found_inf(optimizer):
             self._main_scaler()  # the caller may have set the scale
-            result = grad_scaler_step.fused_step(
+            result = grad_scaler_step.step_fused(
                 self, optimizer, state, self._host_scale, *args, **kwargs
             )
         else:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfstep._torch import async_read
 from halfstep._torch.async_read import to_device_async
+from halfstep._torch.optimizer_params import unnamed
 from halfstep.errors import UserError
 from halfstep.numerics.exponents import power_of_two
 from halfstep.scaling.collapse import (
@@ -79,16 +80,16 @@ def advance(
         # Reading is free, and thirty tensor operations on one number cost more than
         # checking a thousand gradients.
         return _advance_on_host(state, bool(found_inf), rule, proposal)
+    # "cpu" for tests that pretend that it is not readable.
     has_kernel = state.scale.device.type in {"cpu", "cuda"}
     if has_kernel and rule.hysteresis == 1 and proposal is None:
         return _advance_by_kernel(state, found_inf, rule)
     overflowed = found_inf.to(state.scale.device) > 0
-    # In double and rounded once, as in torch's kernel; MPS has no double.
-    scale = state.scale if state.scale.is_mps else state.scale.double()
+    scale = _wide(state.scale)
     left, holds = state.hysteresis_left, state.hysteresis_left > 1
     clean = torch.where(overflowed, 0, state.clean_steps + 1)
     grow = clean >= _int32(rule.growth_interval)
-    lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
+    lower = _lowered(scale, rule)
     if proposal is None:
         higher = scale * rule.growth_factor
         # As in torch, the scale does not grow beyond fp32. A loaded scale may be below
@@ -98,7 +99,7 @@ def advance(
     else:
         clean_scale = proposal.to(scale).clamp(rule.min_scale, rule.max_scale)
         lower = torch.minimum(lower, clean_scale)
-    lower = torch.where(holds, scale, torch.minimum(lower, scale))
+    lower = torch.where(holds, scale, lower)
     left = left - (overflowed & holds).int()
     refilled = ~overflowed if rule.refill == "clean" else grow
     return ScaleState(
@@ -107,6 +108,16 @@ def advance(
         torch.where(refilled, rule.hysteresis, left).to(torch.int32),
         torch.where(overflowed, state.skips_in_a_row + 1, 0).to(torch.int32),
     )
+
+
+def _wide(scale: Tensor) -> Tensor:
+    """Return a scale in double, to round once, as torch's kernel; MPS has no double."""
+    return scale if scale.is_mps else scale.double()
+
+
+def _lowered(scale: Tensor, rule: ScaleRule) -> Tensor:
+    """Return the scale after an overflow; below the minimum it stays."""
+    return torch.minimum((scale * rule.backoff_factor).clamp(min=rule.min_scale), scale)
 
 
 def _int32(number: int) -> int:
@@ -122,7 +133,7 @@ def _copy_into(state: ScaleState, new: ScaleState) -> ScaleState:
 def _advance_by_kernel(
     state: ScaleState, found_inf: Tensor, rule: ScaleRule
 ) -> ScaleState:
-    """Do the same with torch's kernel: a third of the launches."""
+    """Return `advance`'s state by torch's kernel, in a third of the launches."""
     is_fixed = rule.growth_factor == rule.backoff_factor == 1
     scale = state.scale if is_fixed else state.scale.clone()
     interval = _int32(rule.growth_interval)
@@ -145,7 +156,7 @@ def _advance_by_kernel(
 def _advance_on_host(
     state: ScaleState, overflowed: bool, rule: ScaleRule, proposal: Tensor | None
 ) -> ScaleState:
-    """Do the same with Python numbers; unchanged tensors are reused."""
+    """Return `advance`'s state by Python numbers; unchanged tensors are reused."""
     scale, skips = state.scale.item(), state.skips_in_a_row
     if not overflowed:
         clean = state.clean_steps.item() + 1
@@ -179,10 +190,6 @@ def _advance_on_host(
     )
 
 
-def _shape_text(param: Tensor) -> str:
-    return f"a parameter of shape {tuple(param.shape)}"
-
-
 class LossScaler:
     """Scales losses, unscales gradients, and changes the scale by a rule.
 
@@ -191,7 +198,8 @@ class LossScaler:
     Args:
         rule: How the scale changes; see `ScaleRule.parse`.
         device: Device of the losses.
-        group: Ranks that share the scale and skip together. None: all ranks.
+        group: Ranks that share the scale and skip together. None: all ranks, which
+            must have the same gradients, as under DDP.
 
     Example:
         >>> import torch
@@ -229,7 +237,7 @@ class LossScaler:
     def observe_loss(
         self,
         loss: Tensor,
-        name_of: Callable[[Tensor], str] = _shape_text,
+        name_of: Callable[[Tensor], str] = unnamed,
         policy: Policy | None = None,
     ) -> None:
         """Check a loss before its backward pass, for warnings and for the diagnosis.
@@ -321,8 +329,7 @@ class LossScaler:
 
     def back_off(self) -> None:
         """Lower the scale now, to repeat the same backward pass."""
-        lower = self.state.scale.double() * self.rule.backoff_factor
-        scale = lower.clamp(min=self.rule.min_scale).float()
+        scale = _lowered(_wide(self.state.scale), self.rule).float()
         zero = torch.zeros_like(self.state.clean_steps)
         self.state = replace(self.state, scale=scale, clean_steps=zero)
         self.monitor.on_backoff()
@@ -416,5 +423,5 @@ def _history_from(state: dict[str, Any]) -> StepHistory:
 
 
 def inverse_scale(scale: Tensor) -> Tensor:
-    """Return 1 / scale in fp32: the bits of torch, which rounds a double's quotient."""
+    """Return 1 / scale in fp32, to the bit as torch, which divides in double."""
     return scale.reciprocal()

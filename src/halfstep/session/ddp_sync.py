@@ -53,26 +53,26 @@ class GradientSync:
         self._skips_ddp_sync = False
         if wrapper is None:
             return contextlib.nullcontext()
-        leaves, hooked = bool(self._masters.master_params), bool(wrapper._comm_hooks)  # noqa: SLF001
-        if leaves and wrapper._join_config.enable:  # noqa: SLF001 -- no public API
+        has_masters = bool(self._masters.master_params)
+        if has_masters and wrapper._join_config.enable:  # noqa: SLF001 -- no public API
             raise UserError(
                 "DDP's join() does not support master weights: a rank that runs out of "
                 "data would miss updates. Give all ranks equally many batches, as "
                 "DistributedSampler does, or use level='O1'."
             )
         last = num_done + 1 == self._accumulate
-        is_ours = leaves and self._accumulate > 1
+        by_session = has_masters and self._accumulate > 1
         # DDP records a static graph in a pass that it averages. Averaging again, with
         # later gradients that are still local to each rank, gives the same mean.
         by_ddp = (
             per_pass
-            or (leaves and hooked)
+            or (has_masters and bool(wrapper._comm_hooks))  # noqa: SLF001
             or (self._is_new_ddp and wrapper.static_graph)
         )
-        self._skips_ddp_sync = not by_ddp and (is_ours or not last)
+        self._skips_ddp_sync = not by_ddp and (by_session or not last)
         if not self._skips_ddp_sync:
             return contextlib.nullcontext()
-        if is_ours and num_done == 0:
+        if by_session and num_done == 0:
             # DDP broadcasts rank 0's buffers only after a pass that it averaged, and
             # here it averages none.
             wrapper.require_forward_param_sync = True
@@ -124,11 +124,7 @@ class GradientSync:
                 elif is_sparse is not None:
                     is_low = param in masters.master_params
                     comm_dtypes[param] = self._low_dtype if is_low else param.dtype
-        headroom = 1
-        if self._low_dtype == torch.float16:
-            # The sum over micro-batches may overflow where each of them did not.
-            headroom = 1 << (self._accumulate - 1).bit_length()
-        self._averager.mean_(comm_dtypes, group, predivide_factor=headroom)
+        self._averager.mean_(comm_dtypes, group, num_summed=self._accumulate)
 
 
 def _averaged_by(wrapper: DistributedDataParallel) -> dict[Tensor, bool]:

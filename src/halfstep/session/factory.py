@@ -9,7 +9,7 @@ import torch
 
 from halfstep.errors import UserError, require_bool, require_int
 from halfstep.machine.recommendation import Choice, resolve, warnings_for
-from halfstep.masters import encoding as forms
+from halfstep.masters import encoding as encodings
 from halfstep.masters import optimizer_in_backward as in_backward
 from halfstep.numerics import formats
 from halfstep.policy import levels
@@ -134,18 +134,26 @@ def prepare(
     choice = level if isinstance(level, Choice) else resolve(level, dtype, device_type)
     arguments.check_fp32_weights(model, choice)
     encoding = _master_encoding(master, choice)
-    texts: list[str] = []
+    messages: list[str] = []
     if level is not choice and dtype != "auto" and not choice.level.low:
-        texts += [choice.reason] if formats.parse(dtype) is not formats.FP32 else []
+        messages += [choice.reason] if formats.parse(dtype) is not formats.FP32 else []
     for each in optimizers_of(optimizer):
-        texts += warnings_for(choice, each, device_type, masters=encoding is not None)
-    for text in dict.fromkeys(texts):
-        warnings.warn(text, stacklevel=2)
+        messages += warnings_for(
+            choice, each, device_type, masters=encoding is not None
+        )
+    for message in dict.fromkeys(messages):
+        warnings.warn(message, stacklevel=2)
     if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
-    rules = Policy.of(policy)
-    released = optimizer_in_backward
-    fsdp.check(model, optimizer, choice, rules, master=master, release=released)
+    chosen_policy = Policy.of(policy)
+    fsdp.check(
+        model,
+        optimizer,
+        choice,
+        chosen_policy,
+        master=master,
+        release=optimizer_in_backward,
+    )
     if fsdp.is_sharded(model):
         encoding = None  # its fp32 shards are the master weights
     rule = loss_scale
@@ -164,7 +172,7 @@ def prepare(
         model,
         optimizer,
         choice,
-        policy=rules,
+        policy=chosen_policy,
         rule=rule,
         device=device,
         clip_grad_norm=clip_grad_norm,
@@ -182,14 +190,14 @@ def prepare(
 
 def _master_encoding(name: str, choice: Choice) -> MasterEncoding | None:
     """Return the encoding for `master` at a level; None: no master weights."""
-    encoding = forms.parse(name)
+    encoding = encodings.parse(name)
     if not choice.level.masters:
-        if name not in {forms.FP32.name, forms.NONE}:
+        if name not in {encodings.FP32.name, encodings.NONE}:
             raise UserError(
                 f"master={name!r} at level {choice.level.name}, which has no master "
                 "weights: use level='O2', or leave master out."
             )
         return None
     if encoding is not None:
-        forms.check(encoding, choice.format.dtype)
+        encodings.check(encoding, choice.format.dtype)
     return encoding

@@ -85,7 +85,16 @@ class LowStateDictHook:
         return functools.partial(LowStateDictHook, active=False), (self._dtype,)
 
 
-class ExternalStepCheck:
+def check_external_steps(
+    masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
+) -> None:
+    """Check from now on whether steps by hand, `optimizer.step()`, are right."""
+    check = _ExternalStepCheck(masters, scaler, window)
+    for each in optimizers_of(masters.optimizer):
+        optimizer_hooks.register_pre_step_check(each, check)
+
+
+class _ExternalStepCheck:
     """Raises if `optimizer.step()` by hand would be wrong; otherwise warns.
 
     It belongs to the optimizer, which may outlive the session.
@@ -94,8 +103,6 @@ class ExternalStepCheck:
     def __init__(
         self, masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
     ) -> None:
-        for each in optimizers_of(masters.optimizer):
-            optimizer_hooks.register_pre_step_check(each, self)
         self._masters = masters
         self._rule = scaler.rule
         self._window = weakref.ref(window)

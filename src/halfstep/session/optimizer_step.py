@@ -69,7 +69,7 @@ class OptimizerStep:
         self._one = self._inverse = torch.ones((), device=device)
         self._absmax: Tensor | None = None
         """Largest magnitude of each gradient of the current step, once computed."""
-        self._is_fused = self._only_found_inf = False
+        self._uses_kernel = self._only_found_inf = False
 
     @torch.no_grad()
     def unscaled_grads(self, scaler: LossScaler) -> Iterator[tuple[Tensor, Tensor]]:
@@ -122,13 +122,13 @@ class OptimizerStep:
         self._absmax = None
         masters.add_new_params()
         pairs = masters.grads()
-        self._is_fused = (
+        self._uses_kernel = (
             masters.kernel is not None
             and not fused_step.why_not_fused(masters.optimizer)
             and fused_step.can_read([*map(_GRAD, pairs)])
         )
         self._only_found_inf = scaler.needs_only_found_inf and not in_place
-        if not (self._is_fused and self._only_found_inf) and not in_fp32:
+        if not (self._uses_kernel and self._only_found_inf) and not in_fp32:
             masters.accumulate_grads()
             pairs = masters.grads()
         return [*map(_PARAM, pairs)], [*map(_GRAD, pairs)]
@@ -142,7 +142,7 @@ class OptimizerStep:
             1.0 if one on this rank is inf or NaN, else 0.0. float32, shape ().
         """
         kernel, needs_norm = self.masters.kernel, self.clip is not None
-        if self._is_fused and self._only_found_inf and kernel is not None:
+        if self._uses_kernel and self._only_found_inf and kernel is not None:
             self._inverse = inverse_scale(scaler.state.scale)
             if kernel.on_device and not needs_norm:
                 return self._check_absmax(grads)
@@ -162,7 +162,7 @@ class OptimizerStep:
             found_inf = scaler.unscale_(grads)
         if needs_norm and grads:
             self.norm = total_norm(grads)
-            if self.clip != torch.inf:
+            if self._max_norm is not None:
                 # Clipping by a norm that overflowed would make every gradient 0.
                 found_inf = torch.maximum(found_inf, self.norm.isinf().float())
         return found_inf
@@ -200,7 +200,7 @@ class OptimizerStep:
     @property
     def skips_on_device(self) -> bool:
         """Whether the update kernel itself skips on overflow, without the host."""
-        if self._is_fused and self.masters.kernel is not None:
+        if self._uses_kernel and self.masters.kernel is not None:
             return self.masters.kernel.on_device
         inside = fused_optimizers.handles_found_inf(self.masters.optimizer)
         return inside and not self.masters.encoding.is_compact and not self._is_readable
@@ -212,10 +212,10 @@ class OptimizerStep:
         `on_device` is the value of `skips_on_device`.
         """
         optimizer = self.masters.optimizer
-        if self._is_fused:
+        if self._uses_kernel:
             factor = self._inverse
-            if self.norm is not None and self.clip not in {None, torch.inf}:
-                factor = factor * (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
+            if self.norm is not None and self._max_norm is not None:
+                factor = factor * (self._max_norm / (self.norm + 1e-6)).clamp(max=1.0)
             if on_device:
                 self.masters.update(factor, found_inf=found_inf)
             elif not found_inf:
@@ -230,16 +230,21 @@ class OptimizerStep:
             self._clip()
             self.masters.step()
 
+    @property
+    def _max_norm(self) -> float | None:
+        """Norm to clip to; None if nothing is clipped."""
+        return None if self.clip == torch.inf else self.clip
+
     def _clip(self) -> None:
-        if self.norm is not None and self.clip is not None and self.clip != torch.inf:
+        if self.norm is not None and self._max_norm is not None:
             params = [param for param, _ in self.masters.grads()]
             for mesh_params in group_by_mesh(params):
-                nn.utils.clip_grads_with_norm_(mesh_params, self.clip, self.norm)
+                nn.utils.clip_grads_with_norm_(mesh_params, self._max_norm, self.norm)
 
     def zero_grad(self) -> None:
         """Clear the gradients and the norm of the step."""
         self.masters.optimizer.zero_grad()  # also clears those of 16-bit weights
-        self.norm, self._is_fused = None, False
+        self.norm, self._uses_kernel = None, False
 
 
 def _check_finite(gradients: list[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from halfstep._torch.optimizer_params import unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
 from halfstep.errors import require_type, warn_caller
@@ -122,7 +123,7 @@ class Session:
             )
         self._unwrapped = model
         # As long as `self.model` is this object, it is not wrapped in DDP.
-        self._never_ddp = model if ddp.unwrap(model) is model else None
+        self._bare_model = model if ddp.unwrap(model) is model else None
         self._group = process_group
         self._names = {id(param): name for name, param in named_parameters}
         level = fsdp.conversion_level(model, choice.level)
@@ -141,8 +142,8 @@ class Session:
             # `Optimizer.load_state_dict` casts moments to fp32, as the master weights.
             normalize = self._masters.normalize_states
             optimizer.register_load_state_dict_post_hook(lambda _: normalize())
-        master_params = bool(self._masters.master_params)
-        model_hooks.attach(model, choice, device.type, masters=master_params)
+        has_masters = bool(self._masters.master_params)
+        model_hooks.attach(model, choice, device.type, masters=has_masters)
         self._checks_versions = rule.scales and process_group is None
         self._grad_versions: dict[int, int] = {}
         """id -> version counter of each gradient after the last backward pass."""
@@ -155,7 +156,7 @@ class Session:
             self.scaler.monitor.log.consequence = "parameters left out"
         self._rounding_loss: RoundingLossCounter | None = None
         self._around_update: _AroundUpdate = contextlib.nullcontext
-        self._checks_loss = True
+        self._awaits_first_loss = True
         """Whether no loss has been given to `backward` yet."""
         self._num_open_contexts = 0
         """Number of contexts that are open now."""
@@ -163,7 +164,7 @@ class Session:
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
         weakref.finalize(self, self._window.log_pending)
-        model_hooks.ExternalStepCheck(self._masters, self.scaler, self._window)
+        model_hooks.check_external_steps(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
         self._running_stats = RunningStats(model) or None
@@ -185,7 +186,7 @@ class Session:
         # Before the forward pass, since it writes to weights.
         self._masters.add_new_params()
         sync_context: contextlib.AbstractContextManager[None] = _NO_CONTEXT
-        if self.model is not self._never_ddp:
+        if self.model is not self._bare_model:
             sync_context = self._grad_sync.forward_context(
                 self.model, self._window.num_done, per_pass=self._passes is not None
             )
@@ -223,7 +224,7 @@ class Session:
         second_pass = window.loss is not None
         if second_pass and self._in_backward is not None:
             raise misuse.released_twice()
-        if self._checks_loss:
+        if self._awaits_first_loss:
             self._check_first_loss(loss)
         scaler = self.scaler
         if self._passes is not None or (name and self._in_backward is None):
@@ -244,7 +245,7 @@ class Session:
         except Exception as error:
             self._drop_partial_pass(error, is_first=first)
             raise
-        if self.model is not self._never_ddp:
+        if self.model is not self._bare_model:
             self._grad_sync.after_backward(per_pass=passes is not None)
         if self._checks_versions:
             self._grad_versions = self._read_grad_versions()
@@ -252,7 +253,7 @@ class Session:
     def _check_first_loss(self, loss: Tensor) -> None:
         """Detect a scaled loss, and warn of a forward pass without autocast."""
         model_hooks.check_not_scaled(loss)
-        self._checks_loss = False
+        self._awaits_first_loss = False
         if self._contexts.is_missing:
             low = self.choice.level.low_weights
             warn_caller(misuse.no_autocast(f"{self.choice}", low_weights=low))
@@ -415,7 +416,7 @@ class Session:
             raise misuse.grads_without_backward(call)
         if window.loss is None or window.num_done + 1 < window.size:
             raise misuse.grads_in_window(call, window.num_pending, window.size)
-        if self.model is not self._never_ddp and self._grad_sync.is_pending:
+        if self.model is not self._bare_model and self._grad_sync.is_pending:
             # As in `step`: fp32 sums are averaged over ranks.
             if self._checks_versions:
                 self._warn_if_grads_changed()
@@ -557,7 +558,7 @@ class Session:
         found_inf = self._optimizer_step.unscale(grads, scaler)
         found_inf = reduce_found_inf(found_inf, grads, scaler.group)
         report = self._clip_and_update(params, grads, found_inf, scaler)
-        self._publish(report, found_inf, scaler)
+        self._end_step(report, found_inf, scaler)
         return report
 
     def _finish_in_backward(self, in_backward: OptimizerInBackward) -> StepReport:
@@ -569,7 +570,10 @@ class Session:
         self._num_attempted += 1
         self._num_skipped += len(left_out) == count
         names = tuple(map(self._name, left_out))
-        nonfinite = tuple(NonFiniteParam(name, inf=True, nan=True) for name in names)
+        nonfinite = tuple(
+            NonFiniteParam(name, *kinds)
+            for name, kinds in zip(names, left_out.values(), strict=True)
+        )
         report = StepReport(
             self._num_attempted,
             complete=True,
@@ -579,7 +583,7 @@ class Session:
             left_out=names,
         )
         found_inf = torch.full((), float(bool(left_out)), device=self._device)
-        self._publish(report, found_inf, self.scaler)
+        self._end_step(report, found_inf, self.scaler)
         return report
 
     def _collect_grads(
@@ -587,7 +591,7 @@ class Session:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the optimizer's parameters and gradients, averaged over ranks."""
         window = self._window
-        if self.model is not self._never_ddp:
+        if self.model is not self._bare_model:
             self._grad_sync.finish_step(self.model)
         if not self._num_attempted:
             self._check_not_replaced()
@@ -630,7 +634,7 @@ class Session:
         self._num_skipped += found_inf
         return report
 
-    def _publish(
+    def _end_step(
         self,
         report: StepReport,
         found_inf: Tensor,
@@ -672,8 +676,7 @@ class Session:
         return list(filter(_IS_SET, map(_GRAD, params)))
 
     def _name(self, param: Tensor) -> str:
-        name = self._names.get(id(self._masters.model_param(param)))
-        return name or f"a parameter of shape {tuple(param.shape)}"
+        return self._names.get(id(self._masters.model_param(param))) or unnamed(param)
 
     @property
     def accumulate(self) -> int:
@@ -728,7 +731,7 @@ class Session:
             self.policy,
             device,
             self._notes(),
-            autocast=self._checks_loss or not self._contexts.is_missing,
+            autocast=self._awaits_first_loss or not self._contexts.is_missing,
         )
 
     def _notes(self) -> tuple[str, ...]:

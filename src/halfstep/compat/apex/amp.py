@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep._torch.optimizer_params import unnamed
 from halfstep.compat.apex import models as model_casts
 from halfstep.compat.apex import optimizer_state, properties
 from halfstep.compat.apex.amp_handle import (
@@ -198,7 +199,7 @@ def _names(models: Sequence[nn.Module]) -> Callable[[Tensor], str]:
     }
 
     def name_of(param: Tensor) -> str:
-        return names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+        return names.get(id(param)) or unnamed(param)
 
     return name_of
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from halfstep._torch.optimizer_params import unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import bucketed_all_reduce
 from halfstep.errors import UserError, warn_caller
@@ -395,8 +396,7 @@ class LevelEngine:
         for model in self._models:
             for masters in model.masters:
                 param = masters.model_param(param)
-        shape = f"a parameter of shape {tuple(param.shape)}"
-        return self._param_names.get(id(param), shape)
+        return self._param_names.get(id(param)) or unnamed(param)
 
     def entry(self, optimizer: Optimizer) -> OptimizerEntry:
         """Return the entry of an optimizer; attach it if needed."""
@@ -434,12 +434,8 @@ class LevelEngine:
         """
         masters = entry.step.masters
         masters.accumulate_grads()
-        low = self.choice.format.dtype
-        headroom = 1
-        if low == torch.float16:
-            headroom = 1 << (entry.num_passes - 1).bit_length()
-        dtypes = dict.fromkeys(masters.master_params, low)
-        self._averager.mean_(dtypes, group, predivide_factor=headroom)
+        dtypes = dict.fromkeys(masters.master_params, self.choice.format.dtype)
+        self._averager.mean_(dtypes, group, num_summed=entry.num_passes)
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the weights with an optimizer, unless a gradient is inf or NaN.
