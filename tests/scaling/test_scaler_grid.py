@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from grids import thinned
 from master_cases import masters_of
@@ -66,17 +67,6 @@ def _planted(model: nn.Module, value: float) -> Any:
     at = torch.tensor([1])
     register: Any = bias.register_hook
     return register(lambda gradient: gradient.index_fill(0, at, value))
-
-
-def _scales(first: float, window: int, bad: set[int]) -> list[float]:
-    found, clean, scale = [], 0, first
-    for iteration in range(ITERATIONS):
-        clean = 0 if iteration in bad else clean + 1
-        scale = scale / 2 if iteration in bad else scale
-        if clean == window:
-            clean, scale = 0, scale * 2
-        found.append(scale)
-    return found
 
 
 class Short(nn.Module):
@@ -175,5 +165,5 @@ def test_session(
     same(ours, _short_reference(make, losses, skipped))
     for number, name in enumerate(names[:losses] or [""]):
         bad_here = {p.iteration for p in plants if not names or p.loss == number}
-        expected = _scales(2.0**7, 2, bad_here)
-        assert [scale[name] for scale in scales] == expected
+        expected = ranks.scales(bad_here, 2.0**7, ITERATIONS, interval=2)
+        assert [scale[name] for scale in scales] == expected[1:]

@@ -66,7 +66,10 @@ def plants(seed: int) -> dict[int, Plant]:
 
 
 def scales(
-    bad: Collection[int], first: float = FIRST, steps: int = STEPS
+    bad: Collection[int],
+    first: float = FIRST,
+    steps: int = STEPS,
+    interval: int = INTERVAL,
 ) -> list[float]:
     """Return the scale before each step and after the last, by hand."""
     scale, clean, found = first, 0, [first]
@@ -74,7 +77,7 @@ def scales(
         clean = 0 if step in bad else clean + 1
         if step in bad:
             scale /= 2
-        elif clean == INTERVAL:
+        elif clean == interval:
             scale, clean = scale * 2, 0
         found.append(scale)
     return found
