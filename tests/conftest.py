@@ -34,7 +34,7 @@ _NUMERIC = {
     """,
     "compat": "apex_casts",
     "diagnostics": """
-        planted_faults preflight_models preflight_rules probe replay replay_losses
+        planted_faults preflight_rules probe replay replay_losses
         replay_odd
     """,
     "machine": "fp16_emulation",
