@@ -12,7 +12,7 @@ from tests.field.nets import loop
 from tests.field.report import Amp, Program
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 
 import halfstep as hs
 
@@ -92,16 +92,6 @@ def clip_value(amp: Amp) -> Program:
         scaler.update()
 
     return Program(model, step)
-
-
-@healthy
-def clip_in_bf16(amp: Amp) -> Program:
-    model = net()
-
-    def clip() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    return classifying(amp, model, dtype=BF16, after_backward=clip)
 
 
 @healthy
@@ -325,15 +315,6 @@ def moving_average(amp: Amp) -> Program:
     return classifying(amp, model, after_step=update)
 
 
-@healthy
-def averaged_model(amp: Amp) -> Program:
-    model = net()
-    mean = swa_utils.get_ema_multi_avg_fn(0.999)
-    average = swa_utils.AveragedModel(model, multi_avg_fn=mean)
-    update = partial(average.update_parameters, model)
-    return classifying(amp, model, dtype=BF16, after_step=update)
-
-
 # Several models, several losses
 
 
@@ -494,7 +475,6 @@ def in_session(_: Amp, level: str, dtype: str, **options: Any) -> Program:
 
 
 HEALTHY |= {
-    "session O1 bf16": partial(in_session, level="O1", dtype="bf16"),
     "session O1 fp16": partial(
         in_session, level="O1", dtype="fp16", clip_grad_norm=0.1
     ),

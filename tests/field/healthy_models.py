@@ -29,17 +29,6 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 @healthy
-def classifier_in_fp16(amp: Amp) -> Program:
-    return loop(amp, mlp(16, 32, 4), classification, classified(32, 16))
-
-
-@healthy
-def classifier_in_bf16(amp: Amp) -> Program:
-    batch = classified(32, 16)
-    return loop(amp, mlp(16, 32, 4), classification, batch, dtype=torch.bfloat16)
-
-
-@healthy
 def cnn_with_batch_norm(amp: Amp) -> Program:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
@@ -121,11 +110,6 @@ def padded_tokens() -> tuple[Tensor, Tensor]:
 @healthy
 def lstm_with_ignored_labels(amp: Amp) -> Program:
     return loop(amp, Tagger(nn.LSTM), tagging, padded_tokens(), dtype=torch.bfloat16)
-
-
-@healthy
-def gru_in_fp16(amp: Amp) -> Program:
-    return loop(amp, Tagger(nn.GRU), tagging, padded_tokens())
 
 
 class Decoder(nn.Module):

@@ -153,7 +153,10 @@ def test_hiding() -> None:
 
 
 def test_padding_and_targets_are_never_hidden() -> None:
-    """Law: hiding changes tokens of a step alone: no mask, no class, no padding."""
+    """Law: hiding changes tokens of a step alone: no mask, no class, no padding.
+
+    It draws other numbers than dropout, or texts would lose the same places twice.
+    """
     encoded, order = held(18), Order(6, 1, 2, 0)
     bare, hidden = steps(encoded, order), steps(encoded, order, hiding=HIDING)
     changed = 0
@@ -168,6 +171,9 @@ def test_padding_and_targets_are_never_hidden() -> None:
             assert not differs[plain["attention_mask"] == 0].any()
             changed += int(differs.sum())
     assert changed
+    of_dropout = torch.Generator().manual_seed(hidden.seed_of(1))
+    drawn = HIDING.mask(bare[1].parts[0]["input_ids"], of_dropout)
+    assert not drawn.equal(hidden[1].parts[0]["input_ids"])
 
 
 def test_no_two_steps_share_a_seed() -> None:
