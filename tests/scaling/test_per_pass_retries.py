@@ -107,6 +107,33 @@ def test_the_usual_scale_beside_a_named_one() -> None:
     assert scale_of(loop.scaler, "a") == 8.0
 
 
+def test_a_scale_that_never_moves() -> None:
+    """Law: strategy "none" leaves the scale of a named loss at 1, and its gradients."""
+    loop = Loop(strategy="none", growth_interval=1)
+    for _ in range(3):
+        loop.scaler.backward(loop.weight.sum(), loop.optimizer, name="a")
+        assert bool((loop.grad == 1).all())
+        assert loop.step().scale == 1.0
+
+
+@kinds
+@pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])
+def test_a_scale_that_only_grows(kind: str, on_overflow: str) -> None:
+    """Law: gradients are divided by what their loss was multiplied by."""
+    rule = ScaleRule(init_scale=1.0, backoff_factor=1.0, growth_interval=1)
+    session = build(kind, loss_scale=rule, on_overflow=on_overflow, accumulate=1)
+    session.optimizer.param_groups[0]["lr"] = 0.0
+    norms = []
+    for _ in range(3):
+        with session.autocast():
+            loss = loss_of(session.model, 0)
+        session.backward(loss)
+        norms.append(session.grad_norm().item())
+        session.step()
+    assert session.scaler.state.scale.item() == 8.0
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-2)
+
+
 def test_names_and_dropping_are_refused() -> None:
     """Law: nobody can count micro-batches of losses that differ: it is said."""
     loop = Loop(on_overflow="drop_microbatch")

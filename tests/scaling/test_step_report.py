@@ -108,6 +108,9 @@ def test_culprits_seen_later() -> None:
     culprits = GradAbsmax([*held, "empty"], absmax_of([*grads, torch.empty(0)]))
     for gradient in grads:
         gradient.zero_()
+    wide = torch.tensor([1e200], dtype=torch.float64)
+    complex_ = torch.tensor([3e38 + 3e38j])
+    assert absmax_of([wide, complex_]).tolist() == [1e200, complex_.real.item()]
     assert culprits() == (
         NonFiniteParam("inf", inf=True, nan=False),
         NonFiniteParam("nan", inf=False, nan=True),

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.casting import weight_cache
 from halfstep.distributed import process_group
-from halfstep.session import autocast_regions
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -227,6 +226,19 @@ def recomputing(loop: Loop, seed: int, *, reentrant: bool) -> Tensor:
     return one_loss(loop, seed)
 
 
+def observing(loop: Loop, seed: int) -> Tensor:
+    """Run a hook between two uses of a weight, which writes nothing."""
+
+    def look(_: nn.Module, __: Any, output: Tensor) -> None:
+        with torch.no_grad():
+            output.abs().max()
+
+    handle = loop.net.norm.register_forward_hook(look)
+    loss = one_loss(loop, seed)
+    handle.remove()
+    return loss
+
+
 def overflowing(loop: Loop, seed: int) -> Tensor:
     with loop.region():
         loss = loss_of(loop, seed) * (float("inf") if seed // 10 % 3 == 1 else 1.0)
@@ -277,6 +289,7 @@ PROGRAMS = {
     "averages": Program(functools.partial(averaging, inside=False)),
     "averages inside": Program(functools.partial(averaging, inside=True)),
     "sharpness": Program(perturbing),
+    "observed": Program(observing),
     "reentrant": Program(functools.partial(recomputing, reentrant=True)),
     "recomputed": Program(functools.partial(recomputing, reentrant=False), dtype=FP16),
     "halved": Program(between=halved),
@@ -318,21 +331,6 @@ def exact(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("size", "device", "accumulate", "keeps"),
-    [
-        *((8, "cpu", 1, False), (8, "cpu", 2, True), (8, "cuda", 2, True)),
-        *((2**23, "cpu", 1, True), (2**23, "cuda", 1, False)),
-    ],
-)
-def test_which_casts_are_kept(
-    size: int, device: str, accumulate: int, *, keeps: bool
-) -> None:
-    """Law: those of several micro-batches; on a CPU also those of a large weight."""
-    weights = [torch.empty(8), torch.empty(size, device="meta")]
-    assert autocast_regions.pays_to_keep_casts(weights, device, accumulate) == keeps
-
-
 @pytest.mark.filterwarnings("ignore:evaluation with")  # between micro-batches
 @pytest.mark.parametrize(
     ("accumulate", "where"),
@@ -344,7 +342,7 @@ def test_torchs_bits(
 ) -> None:
     """Law: losses, norms, scales, weights and states are torch's, to the bit."""
     if where == "large weights":
-        request.getfixturevalue("monkeypatch").setattr(autocast_regions, "LARGE", 1)
+        request.getfixturevalue("monkeypatch").setattr(weight_cache, "LARGE", 0)
     elif where == "on a device":
         request.getfixturevalue("slow")
     if name == "evaluation" and forgets_gradients():
@@ -418,6 +416,21 @@ def test_cast_once_a_step(name: str) -> None:
     # 4 matrices of 36 numbers, of which one is tied, and 3 biases of 6.
     assert cache.bytes == 2 * (3 * 36 + 3 * 6)
     assert cache.bytes_cast == STEPS * cache.bytes
+
+
+def test_a_weight_changed_inside_is_cast_again() -> None:
+    """Law: so that an evaluation may try several, and a training step a teacher's."""
+    loop = Ours(PROGRAMS["plain"], 1)
+    (x, _), weight = batch(0), loop.net.once.weight
+    for grad_mode in (torch.no_grad, torch.enable_grad):
+        with loop.region(), grad_mode():
+            for factor in (0.0, 1.0, 2.0):
+                expected = nn.functional.linear(
+                    x.bfloat16(), torch.full((6, 6), factor, dtype=BF16)
+                )
+                with torch.no_grad():
+                    weight.fill_(factor)
+                exact(nn.functional.linear(x, weight), expected)
 
 
 def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,9 @@ _NO_VERSION = -1
 SMALL = 4096
 """Weight size in elements up to which casting again with torch, for the autograd
 history, costs less than a Python autograd.Function."""
+LARGE = 1 << 21
+"""The same on a CPU if no cast is used for a second graph: what a function saves then
+is new memory for the cast and its gradient, and large memory is slow to get."""
 
 
 def _without_modes() -> AbstractContextManager[object]:
@@ -79,6 +82,8 @@ class CastCache:
         for_training: Without grad mode, neither reuse casts of an earlier context nor
             keep any for a later one. Averaged weights are often written through
             `weight.data` before an evaluation, which would go unnoticed.
+        cast_again_up_to: With `gradients`, torch casts weights of up to this number of
+            elements again for each graph.
 
     Attributes:
         hits: Number of casts that were served from the cache.
@@ -102,11 +107,13 @@ class CastCache:
         gradients: Fp32GradAccumulator | None = None,
         *,
         for_training: bool = False,
+        cast_again_up_to: int = SMALL,
     ) -> None:
         """Start empty."""
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._gradients = gradients
         self._for_training = for_training
+        self._cast_again_up_to = cast_again_up_to
         self._num_contexts = 0
         self._epoch = 0
         self._lock = threading.RLock()
@@ -186,42 +193,55 @@ class CastCache:
         self, key: tuple[int, torch.dtype], cached: _Entry | None, weight: Tensor
     ) -> _Entry:
         self.misses += 1
+        if cached is not None and cached.weight_ref() is not weight:
+            cached = None
+        result = None
         with _without_modes():
-            data = weight.detach()
-            if (
+            if self._needs_grad(weight) and self._casts_again(weight):
+                result = weight.to(key[1])
+                data = result.detach()
+            elif (
                 cached is not None
-                and cached.weight_ref() is weight
                 and cached.epoch != self._epoch
                 and cached.data.shape == weight.shape
                 and cached.data.device == weight.device
             ):
-                cached.data.copy_(data)
-                cached.differentiable = None
+                data = cached.data.copy_(weight.detach())
             else:
-                data = data.to(key[1])
+                data = weight.detach().to(key[1])
+        if cached is None or data.is_inference():
 
-                def forget(_: object) -> None:
-                    self._entries.pop(key, None)
+            def forget(_: object) -> None:
+                self._entries.pop(key, None)
 
-                cached = _Entry(weakref.ref(weight, forget), data)
-                if not data.is_inference():
-                    self._entries[key] = cached
-            cached.version = weight._version  # noqa: SLF001
-            cached.address, cached.epoch = weight.data_ptr(), self._epoch
+            cached = _Entry(weakref.ref(weight, forget), data)
+            if not data.is_inference():
+                self._entries[key] = cached
+        cached.data = data
+        cached.differentiable = result if self.is_open else None
+        cached.version = weight._version  # noqa: SLF001
+        cached.address, cached.epoch = weight.data_ptr(), self._epoch
         cached.context_number = self._num_contexts
         cached.in_grad_mode = torch.is_grad_enabled()
-        self.bytes_cast += cached.data.nbytes
+        self.bytes_cast += data.nbytes
         return cached
+
+    def _needs_grad(self, weight: Tensor) -> bool:
+        return weight.requires_grad and torch.is_grad_enabled()
+
+    def _casts_again(self, weight: Tensor) -> bool:
+        """Return whether torch casts a weight again to give the cast a history."""
+        return self._gradients is not None and weight.numel() <= self._cast_again_up_to
 
     def _with_grad(self, entry: _Entry, weight: Tensor) -> Tensor:
         """Return a cast, with autograd history if a gradient may need it."""
-        if not weight.requires_grad or not torch.is_grad_enabled():
+        if not self._needs_grad(weight):
             return entry.data
         result = entry.differentiable
         if result is not None:
             return result
         with _without_modes():
-            if self._gradients is not None and weight.numel() <= SMALL:
+            if self._casts_again(weight):
                 result = weight.to(entry.data.dtype)
             else:
                 result = _CachedCast.apply(weight, entry.data, self._gradients)  # type: ignore[no-untyped-call]
@@ -244,7 +264,9 @@ class CastCache:
 
     def invalidate(self, weights: Iterable[Tensor]) -> None:
         """Cast these weights again on next use, whatever their version counters."""
-        for key in product(map(id, weights), _LOW) if self._entries else ():
+        if not self._entries:
+            return
+        for key in product(map(id, weights), _LOW):
             entry = self._entries.get(key)
             if entry is not None:
                 entry.version = _NO_VERSION

@@ -1,4 +1,4 @@
-"""Computes norms of many tensors without synchronization."""
+"""Computes norms of many tensors: of all together, and the largest of each."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def absmax_of(gradients: Iterable[Tensor]) -> Tensor:
     Returns:
         Shape (n,), on the device of the first. NaN if there is one; 0 if it is empty.
     """
-    stored = [
-        values if values.numel() else values.new_zeros(1)
-        for values in map(dense_values, gradients)
-    ]
+    stored = []
+    for values in map(dense_values, gradients):
+        if values.is_complex():  # its modulus may overflow where its parts do not
+            values = torch.view_as_real(values.resolve_conj())  # noqa: PLW2901
+        stored.append(values if values.numel() else values.new_zeros(1))
     norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
     device = norms[0].device
     return torch.stack([to_device_async(norm, device) for norm in norms])

@@ -155,8 +155,9 @@ class GradScaler(TorchGradScaler):
 
     def _rule(self) -> ScaleRule:
         growth, backoff, interval = self._factors
+        grows = self._bounds["strategy"] == "backoff" and not self._guards_only
         return ScaleRule(
-            growth_factor=growth if self._bounds["strategy"] == "backoff" else 1.0,
+            growth_factor=growth if grows else 1.0,
             backoff_factor=1.0 if self._guards_only else backoff,
             growth_interval=interval,
             **self._bounds,

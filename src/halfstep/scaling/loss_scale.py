@@ -91,7 +91,8 @@ class ScaleRule:
     @property
     def scales(self) -> bool:
         """Whether the scale can differ from 1."""
-        return self.init_scale != 1 or self.backoff_factor != 1
+        is_fixed = self.growth_factor == self.backoff_factor == 1
+        return self.init_scale != 1 or not is_fixed or self.strategy != "backoff"
 
     @classmethod
     def parse(cls, word: str | float) -> ScaleRule:

@@ -134,8 +134,9 @@ def _advance_by_kernel(
     state: ScaleState, found_inf: Tensor, rule: ScaleRule
 ) -> ScaleState:
     """Return `advance`'s state by torch's kernel, in a third of the launches."""
+    # The kernel writes to it; `data` has a version counter of its own.
     is_fixed = rule.growth_factor == rule.backoff_factor == 1
-    scale = state.scale if is_fixed else state.scale.clone()
+    scale = state.scale.data if is_fixed else state.scale.clone()
     interval = _int32(rule.growth_interval)
     clean = state.clean_steps.clamp(max=interval - 1)
     flag = found_inf.to(scale)
@@ -150,7 +151,8 @@ def _advance_by_kernel(
             highest = state.scale.clamp(min=rule.max_scale)
         scale.clamp_(lowest, highest)
     skips = (state.skips_in_a_row + 1).mul_(flag != 0)
-    return ScaleState(scale, clean, state.hysteresis_left, skips)
+    new_scale = state.scale if is_fixed else scale
+    return ScaleState(new_scale, clean, state.hysteresis_left, skips)
 
 
 def _advance_on_host(
@@ -225,8 +227,8 @@ class LossScaler:
         self.state = ScaleState.first(rule, device)
         self.strategy = make_strategy(rule.strategy, group)
         self.monitor = CollapseMonitor(rule.init_scale)
-        self.scales = rule.scales
-        """Whether the scale can differ from 1."""
+        self.multiplies = rule.scales
+        """Whether the scale can differ from 1: by the rule, or set by other code."""
         self.proposal: Tensor | None = None
         """Lowest scale proposed by the strategy since the last update, shape ()."""
 
@@ -260,7 +262,7 @@ class LossScaler:
     def scale(self, loss: Tensor, factor: Tensor | None = None) -> Tensor:
         """Return the loss times the scale, or another factor, in fp32 or wider."""
         wide = torch.promote_types(loss.dtype, torch.float32)
-        if factor is None and not self.scales:
+        if factor is None and not self.multiplies:
             return loss.to(wide)
         scale = self.state.scale if factor is None else factor
         if scale.device != loss.device:
@@ -323,7 +325,7 @@ class LossScaler:
         """Set the scale and the count of steps without overflow."""
         old = self.state
         if scale is not old.scale or clean_steps is not old.clean_steps:
-            self.scales = True
+            self.multiplies = True
             left, skips = old.hysteresis_left, old.skips_in_a_row
             self.state = ScaleState(scale, clean_steps, left, skips)
 

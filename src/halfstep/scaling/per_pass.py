@@ -118,6 +118,7 @@ class LossScalers:
                 )
         scaler = self._scalers[name]
         scaler.rule = self.rule
+        scaler.multiplies |= self.rule.scales
         return scaler
 
     def get(self, name: str) -> LossScaler:

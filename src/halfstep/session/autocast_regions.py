@@ -2,71 +2,49 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.casting import active_context, dispatch_table
+from halfstep.casting import active_context, dispatch_table, weight_cache
 from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
     from halfstep.machine.recommendation import Choice
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
 
 
-LARGE = 2**23
-"""Weight size in elements from which an fp32 gradient takes 32 MiB: glibc gets that
-memory from the system anew in each step, which costs more than to fill it."""
-
-
-def pays_to_keep_casts(weights: Iterable[Tensor], device: str, accumulate: int) -> bool:
-    """Return whether keeping casts saves more than the Python code for it costs.
-
-    With several micro-batches it saves a cast in each. With one it saves new memory: a
-    caching allocator costs nothing, and small memory stays with the process.
-    """
-    is_cpu = device == "cpu"
-    return accumulate > 1 or (is_cpu and any(w.numel() >= LARGE for w in weights))
-
-
 class AutocastContexts:
     """The contexts that a Session opens for forward pass and loss.
 
-    Where it pays (see `pays_to_keep_casts`), each fp32 weight is cast once per
-    optimizer step, however many micro-batches it has, and its 16-bit gradients are
-    accumulated in fp32. Elsewhere torch casts weights, without Python in between.
+    Each fp32 weight is cast once per optimizer step, however many micro-batches it has,
+    and its 16-bit gradients are accumulated in fp32.
 
     Attributes:
-        cache: The casts of weights that are not left to torch.
-        grad_accumulator: For 16-bit gradients of fp32 weights; None if torch casts.
+        cache: The casts of the weights.
+        grad_accumulator: For 16-bit gradients of fp32 weights; None at other levels.
     """
 
     _opened = 0
     """Contexts that all sessions have opened."""
 
     def __init__(
-        self, choice: Choice, policy: Policy, device: str, *, keeps_casts: bool
+        self, choice: Choice, policy: Policy, device: str, accumulate: int = 1
     ) -> None:
-        """Prepare the contexts; without autocast at this level they do nothing.
-
-        Args:
-            choice: Level and dtype.
-            policy: Of all contexts.
-            device: Device type.
-            keeps_casts: Keep the casts of fp32 weights until the optimizer steps, in
-                memory that the next step uses again.
-        """
+        """Prepare the contexts; without autocast at this level they do nothing."""
         fp32 = choice.level.autocast and not choice.level.low_weights
-        keeps_casts &= fp32
-        self.grad_accumulator = Fp32GradAccumulator() if keeps_casts else None
-        self.cache = CastCache(self.grad_accumulator, for_training=True)
+        self.grad_accumulator = Fp32GradAccumulator() if fp32 else None
+        size = weight_cache.SMALL
+        if accumulate == 1:
+            # The caching allocator of a GPU makes new memory cheap at any size.
+            size = weight_cache.LARGE if device == "cpu" else sys.maxsize
+        self.cache = CastCache(
+            self.grad_accumulator, for_training=True, cast_again_up_to=size
+        )
         self._policy = policy
         self._matched: set[int] = set()
         self._needs_refresh = False
@@ -88,7 +66,7 @@ class AutocastContexts:
                 context,
                 policy,
                 self.cache,
-                cache_weights=keeps_casts,
+                cache_weights=fp32,
                 record=record,
                 matched_rules=self._matched,
             )

@@ -144,7 +144,7 @@ class OptimizerStep:
         kernel, needs_norm = self.masters.kernel, self.clip is not None
         if self._uses_kernel and self._only_found_inf and kernel is not None:
             self._inverse = inverse_scale(scaler.state.scale)
-            if kernel.on_device and not needs_norm:
+            if kernel.on_device and grads and not needs_norm:
                 return self._check_absmax(grads)
             found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
             if squares is not None:
@@ -152,11 +152,12 @@ class OptimizerStep:
             return found_inf
         self._inverse = self._one
         # torch's kernel writes to the gradients even if the scale is 1.
-        only_reads = isinstance(scaler, LossScaler) and not scaler.scales
-        only_reads = only_reads and self._only_found_inf
-        if only_reads and grads and not self._is_readable:
+        is_scaled = not isinstance(scaler, LossScaler) or scaler.multiplies
+        if is_scaled or not self._only_found_inf or not grads:
+            found_inf = scaler.unscale_(grads)
+        elif not self._is_readable:
             found_inf = self._check_absmax(grads)
-        elif only_reads and {*map(type, grads)} <= {Tensor, nn.Parameter}:
+        elif {*map(type, grads)} <= {Tensor, nn.Parameter}:
             found_inf = _check_finite(grads)
         else:
             found_inf = scaler.unscale_(grads)
@@ -174,7 +175,8 @@ class OptimizerStep:
 
     def _check_absmax(self, grads: list[Tensor]) -> Tensor:
         """Return 1.0 if any gradient holds inf or NaN, else 0.0; only read them."""
-        return unscale_([self._absmax_of(grads).float()], self._one)
+        absmax = self._absmax_of(grads)
+        return unscale_([absmax.to(_widened(absmax))], self._one)
 
     def _absmax_of(self, grads: list[Tensor]) -> Tensor:
         if self._absmax is None:

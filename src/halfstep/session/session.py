@@ -35,7 +35,7 @@ from halfstep.scaling.step_report import (
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
-from halfstep.session.autocast_regions import AutocastContexts, pays_to_keep_casts
+from halfstep.session.autocast_regions import AutocastContexts
 from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import precision_table
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
@@ -131,10 +131,7 @@ class Session:
         optimizer.zero_grad()  # gradients from before are not scaled
         self._user_policy, self.policy = policy, conversion.policy
         self._num_implied_rules = len(self.policy.rules) - len(policy.rules)
-        keeps_casts = pays_to_keep_casts(model.parameters(), device.type, accumulate)
-        self._contexts = AutocastContexts(
-            choice, self.policy, device.type, keeps_casts=keeps_casts
-        )
+        self._contexts = AutocastContexts(choice, self.policy, device.type, accumulate)
         self._masters = fsdp.make_masters(
             model, optimizer, choice, master, conversion.originals
         )

@@ -32,7 +32,7 @@ from halfstep.scaling.step_report import (
     StepReport,
 )
 from halfstep.session import arguments, fsdp
-from halfstep.session.autocast_regions import AutocastContexts, pays_to_keep_casts
+from halfstep.session.autocast_regions import AutocastContexts
 from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
@@ -340,11 +340,7 @@ class LevelEngine:
         """Return the autocast context for a forward pass and its loss."""
         if self._contexts is None:
             rules = self._models[-1].policy if self._models else self.policy
-            device = self.device.type
-            keeps_casts = pays_to_keep_casts(self._params, device, accumulate=1)
-            self._contexts = AutocastContexts(
-                self.choice, rules, device, keeps_casts=keeps_casts
-            )
+            self._contexts = AutocastContexts(self.choice, rules, self.device.type)
         return self._contexts.select(record=False)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
