@@ -46,7 +46,7 @@ _NUMERIC = {
     "numerics": "exponents tensor_stats",
     "policy": "decisions levels op_tables",
     "scaling": "per_pass scaler strategies_logmax",
-    "session": "autocast_regions running_stats session_grad session_traps",
+    "session": "autocast_contexts running_stats session_grad session_traps",
 }
 NUMERIC = {
     f"{package}/test_{name}"

@@ -35,7 +35,7 @@ from halfstep.scaling.step_report import (
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
-from halfstep.session.autocast_regions import AutocastContexts
+from halfstep.session.autocast_contexts import AutocastContexts
 from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import precision_table
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler

@@ -32,7 +32,7 @@ from halfstep.scaling.step_report import (
     StepReport,
 )
 from halfstep.session import arguments, fsdp
-from halfstep.session.autocast_regions import AutocastContexts
+from halfstep.session.autocast_contexts import AutocastContexts
 from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:

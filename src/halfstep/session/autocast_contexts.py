@@ -36,8 +36,8 @@ class AutocastContexts:
         self, choice: Choice, policy: Policy, device: str, accumulate: int = 1
     ) -> None:
         """Prepare the contexts; without autocast at this level they do nothing."""
-        fp32 = choice.level.autocast and not choice.level.low_weights
-        self.grad_accumulator = Fp32GradAccumulator() if fp32 else None
+        casts_weights = choice.level.autocast and not choice.level.low_weights
+        self.grad_accumulator = Fp32GradAccumulator() if casts_weights else None
         size = weight_cache.SMALL
         if accumulate == 1:
             # The caching allocator of a GPU makes new memory cheap at any size.
@@ -50,7 +50,7 @@ class AutocastContexts:
         self._needs_refresh = False
         self._num_opened = 0
         """Contexts opened since the last micro-batch."""
-        self._keeps_casts = False
+        self._reuses_last_casts = False
         self._reported_unmatched = False
         self._needs_context = choice.level.autocast
         self._opened_before = AutocastContexts._opened + active_context.num_planned
@@ -66,7 +66,7 @@ class AutocastContexts:
                 context,
                 policy,
                 self.cache,
-                cache_weights=fp32,
+                cache_weights=casts_weights,
                 record=record,
                 matched_rules=self._matched,
             )
@@ -77,12 +77,12 @@ class AutocastContexts:
         """Return the context for a micro-batch; `record` its operations for `table`."""
         if self._needs_refresh and torch.is_grad_enabled():
             self.cache.refresh()
-        elif not (self._keeps_casts or self.cache.is_open):
+        elif not (self._reuses_last_casts or self.cache.is_open):
             # Between two forward passes of a micro-batch, and around an evaluation,
             # weights are often changed through `weight.data`, which is not detected.
             self.cache.clear()
         self._num_opened += not self.cache.is_open
-        self._needs_refresh = self._keeps_casts = False
+        self._needs_refresh = self._reuses_last_casts = False
         AutocastContexts._opened += 1
         if record and self._recording_context is not None:
             return self._recording_context
@@ -100,7 +100,7 @@ class AutocastContexts:
 
     def after_microbatch(self) -> None:
         """Keep the casts for the next micro-batch if this one opened one context."""
-        self._keeps_casts = self._num_opened == 1
+        self._reuses_last_casts = self._num_opened == 1
         self._num_opened = 0
 
     def after_step(self, num_implied: int) -> str:
