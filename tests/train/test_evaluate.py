@@ -105,7 +105,8 @@ def one_at_a_time(model: Any, task: str, encoded: EncodedTexts) -> tuple[Any, fl
 def test_as_one_at_a_time(task: str) -> None:
     """Law: in batches the same is noted as of texts alone, and the mean is right.
 
-    Batches come longest first, padded to the multiple that is asked for.
+    Batches come longest first, padded to the multiple that is asked for. A token of no
+    character, as each first one, has no tag.
     """
     count = 2 * EVAL_BATCH + 5
     encoded = classes(count) if task == "classify" else tags(count)
@@ -122,6 +123,7 @@ def test_as_one_at_a_time(task: str) -> None:
     else:
         assert torch.equal(found, right)
         assert found.any()
+        assert not found[encoded.begins[:-1]].any()
     assert loss == pytest.approx(right_loss, rel=EVAL_BATCH * 9 * EPS)
 
 
