@@ -325,7 +325,7 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
     ),
     (
         *("loss does not fall", lambda x: losses(*[1.0] * 25, *[x] * 25), 0.97, 0.98),
-        "it is 1 at the beginning and 0.98 after 50 steps",
+        "it is 1 at the beginning and 0.98 after 50 applied steps",
     ),
     (
         *("overfitting", lambda last: evaluated(1.0, 0.5, 0.52, last), 0.55, 0.56),
@@ -343,7 +343,7 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
     ),
     (
         *("contradicting labels", lambda n: texts(contradicting=n), 2, 3),
-        "3 of 1,000 texts, 0.3%, are there with another label, too",
+        "3 of 1,000 texts, 0.3%, also occur with another label",
     ),
     (
         *("leak", lambda n: texts(in_train=n), 5, 6),

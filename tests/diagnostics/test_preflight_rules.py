@@ -120,8 +120,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         {"learns": False},
         (
-            "fails: gradients: no parameter gets a gradient other than zero, in fp32 "
-            "either"
+            "fails: gradients: no parameter gets a gradient other than zero, not even "
+            "in fp32"
         ),
     ),
     (

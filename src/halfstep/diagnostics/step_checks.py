@@ -162,7 +162,7 @@ class ScaledLosses:
                 some = [grad.float().norm() for grad in grads if grad is not None]
                 norms.append(float(torch.stack(some).norm()) / factor)
         both = len(norms) == 2  # noqa: PLR2004 -- False if a pass raised
-        # Not so of norms that are not finite.
+        # False for non-finite norms.
         if both and abs(norms[0] - norms[1]) > _PROPORTIONAL * max(norms):
             names = ", ".join(sorted(each.__name__ for each in theirs))
             self._record(

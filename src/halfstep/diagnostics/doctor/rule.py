@@ -86,9 +86,9 @@ class Rule(Generic[F]):
     def evaluate(self, facts: F) -> list[Finding]:
         """Return the rule's findings, worst first; the last may count further ones."""
         findings = [self._finding(o) for o in self.observe(facts) if self._is_beyond(o)]
+        findings.sort(key=lambda each: each.rank)
         if self.places is None:
             return findings
-        findings.sort(key=lambda each: each.rank)
         rest = len(findings) - self.places
         if rest <= 0:
             return findings

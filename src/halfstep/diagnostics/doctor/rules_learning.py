@@ -144,10 +144,10 @@ def loss_does_not_fall(facts: RunFacts) -> Iterator[Observation]:
     if len(dev) > 1 and dev[-1] < _FLAT * dev[0]:
         return
     measured = f"it is {begun:.3g} at the beginning and {ended:.3g} after "
-    measured += f"{len(losses):,} steps that were applied (medians)"
+    measured += f"{len(losses):,} applied steps (medians)"
     rate = _rate(facts)
     try_ = f", which is {rate:.2g} at most" if rate else ""
-    advice = f"Raise --lr{try_}; look whether labels belong to their texts, and "
+    advice = f"Raise --lr{try_}; check that labels match their texts, and "
     advice += "whether what should learn is frozen (--freeze)."
     yield Observation("training loss", measured, advice, ended / begun, 1.0)
 
@@ -270,7 +270,7 @@ def repeated_texts(facts: RunFacts) -> Iterator[Observation]:
 def contradicting_labels(facts: RunFacts) -> Iterator[Observation]:
     """Share of the training texts that also occur with another label."""
     advice = "Decide which label is right; no model can learn both."
-    what = "are there with another label, too"
+    what = "also occur with another label"
     return _share_of_train(facts, "contradicting", what, advice, _CONTRADICTING)
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from halfstep.diagnostics.preflight.measurements import Facts, GradientSimilarity
 
-FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
-"""Shares of gradients flushed to zero. Our choice: in the mixed-precision paper, master
-weights were needed at 5 %, training diverged at 31 %, and 0.1 % did no harm."""
+FLUSH_WARN = 0.01
+"""Largest share of gradients flushed to zero. Our choice: in the mixed-precision paper,
+master weights were needed at 5 %, training diverged at 31 %, and 0.1 % did no harm."""
 
 COSINE_WARN = 0.99
 """Smallest cosine to fp32's gradients that is not reported. Our choice: a relative
@@ -39,7 +39,7 @@ LOST_WARN, LOST_ALARM = 0.05, 0.5
 
 WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
 """Speed-up, and saved share of the memory, from which a level is worth it. Our choice:
-medians of a few steps vary by some percent."""
+medians of a few steps vary by a few percent."""
 
 TIME_FOR_MEMORY = 0.8
 """Smallest speed relative to fp32 at which saved memory is worth it. Our choice."""
@@ -164,7 +164,7 @@ def no_gradient(facts: Facts) -> Iterator[Observation]:
             "that is clamped or saturated, and labels or masks that leave every target "
             "out."
         )
-        measured = f"{NO_GRADIENT}, in fp32 either"
+        measured = f"{NO_GRADIENT}, not even in fp32"
         yield Observation("gradients", measured, advice, weight=1.0)
 
 
@@ -200,7 +200,7 @@ def overflow(facts: Facts) -> Iterator[Observation]:
         advice = f"Only a loss scale below 1 fixes it, such as {scale}; or train in "
         advice += "bf16."
     elif not wrong:
-        advice = "Loss and gradients are like fp32's all the same; to be sure, keep "
+        advice = "Loss and gradients still match fp32's; to be sure, keep "
         advice += "it in float32."
     severity: Severity = "error" if wrong else "warning"
     limit = _format_limit(facts)
