@@ -85,7 +85,8 @@ def test_a_loss_without_weights(level: str, dtype: str) -> None:
 
     report = checked(Net(), level, dtype, loss_fn=constant)
     assert report.verdict == (
-        "fails: gradients: no parameter gets a gradient other than zero, not even in fp32"
+        "fails: gradients: no parameter gets a gradient other than zero, "
+        "not even in fp32"
     )
     assert rules_of(report) == {"no gradient"}
     assert not report.good

@@ -82,7 +82,7 @@ class CastCache:
         for_training: Without grad mode, neither reuse casts of an earlier context nor
             keep any for a later one. Averaged weights are often written through
             `weight.data` before an evaluation, which would go unnoticed.
-        cast_again_up_to: With `gradients`, torch casts weights of up to this number of
+        max_recast_numel: With `gradients`, torch casts weights of up to this number of
             elements again for each graph.
 
     Attributes:
@@ -107,13 +107,13 @@ class CastCache:
         gradients: Fp32GradAccumulator | None = None,
         *,
         for_training: bool = False,
-        cast_again_up_to: int = SMALL,
+        max_recast_numel: int = SMALL,
     ) -> None:
         """Start empty."""
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._gradients = gradients
         self._for_training = for_training
-        self._cast_again_up_to = cast_again_up_to
+        self._max_recast_numel = max_recast_numel
         self._num_contexts = 0
         self._epoch = 0
         self._lock = threading.RLock()
@@ -197,7 +197,7 @@ class CastCache:
             cached = None
         result = None
         with _without_modes():
-            if self._needs_grad(weight) and self._casts_again(weight):
+            if self._needs_grad(weight) and self._recasts(weight):
                 result = weight.to(key[1])
                 data = result.detach()
             elif (
@@ -229,9 +229,9 @@ class CastCache:
     def _needs_grad(self, weight: Tensor) -> bool:
         return weight.requires_grad and torch.is_grad_enabled()
 
-    def _casts_again(self, weight: Tensor) -> bool:
+    def _recasts(self, weight: Tensor) -> bool:
         """Return whether torch casts a weight again to give the cast a history."""
-        return self._gradients is not None and weight.numel() <= self._cast_again_up_to
+        return self._gradients is not None and weight.numel() <= self._max_recast_numel
 
     def _with_grad(self, entry: _Entry, weight: Tensor) -> Tensor:
         """Return a cast, with autograd history if a gradient may need it."""
@@ -241,7 +241,7 @@ class CastCache:
         if result is not None:
             return result
         with _without_modes():
-            if self._casts_again(weight):
+            if self._recasts(weight):
                 result = weight.to(entry.data.dtype)
             else:
                 result = _CachedCast.apply(weight, entry.data, self._gradients)  # type: ignore[no-untyped-call]

@@ -43,7 +43,7 @@ class AutocastContexts:
             # The caching allocator of a GPU makes new memory cheap at any size.
             size = weight_cache.LARGE if device == "cpu" else sys.maxsize
         self.cache = CastCache(
-            self.grad_accumulator, for_training=True, cast_again_up_to=size
+            self.grad_accumulator, for_training=True, max_recast_numel=size
         )
         self._policy = policy
         self._matched: set[int] = set()

@@ -123,7 +123,7 @@ class Session:
             )
         self._unwrapped = model
         # As long as `self.model` is this object, it is not wrapped in DDP.
-        self._bare_model = model if ddp.unwrap(model) is model else None
+        self._model_without_ddp = model if ddp.unwrap(model) is model else None
         self._group = process_group
         self._names = {id(param): name for name, param in named_parameters}
         level = fsdp.conversion_level(model, choice.level)
@@ -183,7 +183,7 @@ class Session:
         # Before the forward pass, since it writes to weights.
         self._masters.add_new_params()
         sync_context: contextlib.AbstractContextManager[None] = _NO_CONTEXT
-        if self.model is not self._bare_model:
+        if self.model is not self._model_without_ddp:
             sync_context = self._grad_sync.forward_context(
                 self.model, self._window.num_done, per_pass=self._passes is not None
             )
@@ -242,7 +242,7 @@ class Session:
         except Exception as error:
             self._drop_partial_pass(error, is_first=first)
             raise
-        if self.model is not self._bare_model:
+        if self.model is not self._model_without_ddp:
             self._grad_sync.after_backward(per_pass=passes is not None)
         if self._checks_versions:
             self._grad_versions = self._read_grad_versions()
@@ -413,7 +413,7 @@ class Session:
             raise misuse.grads_without_backward(call)
         if window.loss is None or window.num_done + 1 < window.size:
             raise misuse.grads_in_window(call, window.num_pending, window.size)
-        if self.model is not self._bare_model and self._grad_sync.is_pending:
+        if self.model is not self._model_without_ddp and self._grad_sync.is_pending:
             # As in `step`: fp32 sums are averaged over ranks.
             if self._checks_versions:
                 self._warn_if_grads_changed()
@@ -588,7 +588,7 @@ class Session:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the optimizer's parameters and gradients, averaged over ranks."""
         window = self._window
-        if self.model is not self._bare_model:
+        if self.model is not self._model_without_ddp:
             self._grad_sync.finish_step(self.model)
         if not self._num_attempted:
             self._check_not_replaced()
