@@ -195,13 +195,14 @@ class CastCache:
         self.misses += 1
         if cached is not None and cached.weight_ref() is not weight:
             cached = None
-        result = None
+        result, recasts = None, self._recasts(weight)
         with _without_modes():
-            if self._needs_grad(weight) and self._recasts(weight):
+            if recasts and self._needs_grad(weight):
                 result = weight.to(key[1])
                 data = result.detach()
             elif (
-                cached is not None
+                not recasts  # else `data` is the memory of a cast in an earlier graph
+                and cached is not None
                 and cached.epoch != self._epoch
                 and cached.data.shape == weight.shape
                 and cached.data.device == weight.device
