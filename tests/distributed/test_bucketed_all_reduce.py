@@ -53,9 +53,9 @@ def test_buckets(kinds: list[tuple[int, torch.dtype]]) -> None:
             assert held <= size or len(bucket) == 1
 
 
-@pytest.mark.parametrize("headroom", [1, 4])
+@pytest.mark.parametrize("num_summed", [1, 4])
 def test_one_rank(
-    group: dist.ProcessGroup, headroom: int, monkeypatch: pytest.MonkeyPatch
+    group: dist.ProcessGroup, num_summed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: over one rank a mean is the gradient, rounded to what it travels in."""
     monkeypatch.setattr(
@@ -64,12 +64,12 @@ def test_one_rank(
     wires = params_of([(n, KINDS[n % 3]) for n in range(1, 20)])
     before = [p.grad.clone() for p in wires if p.grad is not None]
     averager = bucketed_all_reduce.BucketedAllReduce()
-    averager.mean_(wires, group, predivide_factor=headroom)
+    averager.mean_(wires, group, num_summed=num_summed)
     places = [t.data_ptr() for t in averager._buffers.values()]
     for (param, wire), old in zip(wires.items(), before, strict=True):
         assert param.grad is not None
         assert torch.equal(param.grad, old.to(wire).float())
-    averager.mean_(wires, group, predivide_factor=headroom)
+    averager.mean_(wires, group, num_summed=num_summed)
     assert [t.data_ptr() for t in averager._buffers.values()] == places
 
 
@@ -90,13 +90,13 @@ def test_layouts(group: dist.ProcessGroup) -> None:
 
 
 def test_headroom_saves_a_sum(group: dist.ProcessGroup) -> None:
-    """Law: a sum of 4 numbers that fp16 can hold travels in fp16, with headroom 4."""
-    for headroom, expected in ((1, float("inf")), (4, 4 * 65504.0)):
+    """Law: a sum of 4 numbers that fp16 can hold travels in fp16, with num_summed 4."""
+    for num_summed, expected in ((1, float("inf")), (4, 4 * 65504.0)):
         param = nn.Parameter(torch.zeros(1))
         param.grad = torch.tensor([4 * 65504.0])
         wires: dict[Tensor, torch.dtype] = {param: torch.float16}
         bucketed_all_reduce.BucketedAllReduce().mean_(
-            wires, group, predivide_factor=headroom
+            wires, group, num_summed=num_summed
         )
         assert param.grad.item() == expected
 
