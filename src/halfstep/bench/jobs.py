@@ -359,9 +359,9 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
 
     The loop is neither tuned nor slowed: every text is padded to 128 and tokenized in
     the collate function, the optimizer is AdamW with torch's defaults (not fused,
-    weight decay for all), mixed precision is that of `torch.amp` in the other
-    workloads, on a GPU in fp16. Model, vocabulary, split, schedule and clipping are
-    those of `halfstep train`.
+    weight decay for all), mixed precision is torch.autocast with torch.amp.GradScaler,
+    on a GPU in fp16. Model, vocabulary, split, schedule and clipping are those of
+    `halfstep train`.
     """
     amp = settings["amp"]
     config = TrainConfig(**{k: v for k, v in settings.items() if k != "amp"})
@@ -403,7 +403,9 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     optimizer.register_step_post_hook(lambda *_: schedule.step())
     dtype = "fp16" if device == "cuda" else "bf16"
     work = Namespace(device=device, dtype=dtype)
-    loop = loops.plain(loops.Task(net, optimizer, models.loss_of, work), low=amp)
+    scaled = torch.float16, torch.bfloat16
+    task = loops.Task(net, optimizer, models.loss_of, work, scaled)
+    loop = loops.plain(task, low=amp)
     losses = []
     start = time.perf_counter()
     for _ in range(settings["epochs"]):

@@ -46,6 +46,8 @@ class Task:
     work: Namespace
     """Has `device`, "cpu" or "cuda"; `dtype`, "bf16" or "fp16"; and `accumulate`, the
     micro-batches of a step."""
+    scaled_dtypes: tuple[torch.dtype, ...] = (torch.float16,)
+    """For which `plain` uses a GradScaler; bf16 needs none, but many programs do."""
 
 
 @dataclass
@@ -98,12 +100,12 @@ def plain(task: Task, *, low: bool = True, policy: str | None = None) -> Loop:
         with open_context():
             return task.loss_of(model, batch)
 
-    return _scaled(task, forward, is_fp16=dtype == torch.float16)
+    return _scaled(task, forward, scales=dtype in task.scaled_dtypes)
 
 
-def _scaled(task: Task, forward: Callable[[Any], Tensor], *, is_fp16: bool) -> Loop:
-    """Return a loop with torch's GradScaler, which does nothing but for fp16."""
-    scaler = torch.amp.GradScaler(task.work.device, enabled=is_fp16)
+def _scaled(task: Task, forward: Callable[[Any], Tensor], *, scales: bool) -> Loop:
+    """Return a loop with torch's GradScaler, which does nothing unless it `scales`."""
+    scaler = torch.amp.GradScaler(task.work.device, enabled=scales)
     no_sync = getattr(task.model, "no_sync", contextlib.nullcontext)
 
     def passes(batches: Sequence[Any]) -> Tensor:
@@ -140,7 +142,7 @@ def manual(task: Task, *, masters: bool) -> Loop:
     def forward(batch: Any) -> Tensor:  # noqa: ANN401
         return task.loss_of(task.model, formats.cast_floating(batch, dtype))
 
-    loop = _scaled(task, forward, is_fp16=masters and dtype == torch.float16)
+    loop = _scaled(task, forward, scales=masters and dtype == torch.float16)
     inner = loop.update
 
     def update() -> None:
