@@ -113,7 +113,7 @@ def run_command(part: str) -> str | None:
     """Run a command; compare what it prints with the lines after it, if any."""
     command, _, expected = part.replace("\\\n", " ").partition("\n")
     words = shlex.split(command, comments=True)
-    added = {}
+    added = {"WIDE_MATMULS": "1"}
     while words and "=" in words[0]:
         name, _, added[name] = words.pop(0).partition("=")
     if words[0] == "make":

@@ -19,7 +19,6 @@ AFTERS = [p for folder in programs.folders() for p in programs.afters(folder)]
 TOLERANCE = {"lbfgs": 1.0, "sam": 0.05, "several_models": 0.05}
 """Beyond rounding: what a line search, or steps that are skipped at first, do."""
 NO_FP16 = {
-    "recipe": "a minute on a CPU",
     "packed_sequences": "torch has no fp16 LSTM for CPUs",
     "custom_function_fp32": "its first steps overflow under torch.amp, too",
 }

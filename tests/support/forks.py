@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import wide_matmuls
 from processes import ONE_THREAD
 
 from halfstep import launch
@@ -54,6 +55,9 @@ def run_forked(
         for name, value in ONE_THREAD.items():
             patch.setenv(name, value)  # torch reads it when it is imported
         _FORKS.set_forkserver_preload(_IMPORTED)  # not for servers that programs start
+        with pytest.MonkeyPatch.context() as path:  # without it, none of ours is found
+            path.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            forkserver.ensure_running()
         running = [
             _FORKS.Process(
                 target=_become,
@@ -132,6 +136,8 @@ def _become(
     os.environ.update(environment)
     sys.argv = [file, *arguments]
     sys.path.insert(0, str(Path(file).parent))
+    if "WIDE_MATMULS" in environment:
+        wide_matmuls.install()
     try:
         launch.autoload()  # as the end of `import torch` does
         runpy.run_path(file, run_name="__main__")
