@@ -17,7 +17,7 @@ from small_training import (
 
 from halfstep.bench import jobs
 from halfstep.bench.jobs import NER, QUALITY, TRAIN
-from halfstep.machine import fp16_emulation, hardware
+from halfstep.machine import hardware, matmul_emulation
 from halfstep.masters import encoding
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.scaling import LossScaleCollapse
@@ -256,7 +256,9 @@ def test_ner_turns(
 
     That matmuls are emulated is noted where fp16 ran on a CPU without them, only there.
     """
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
+    monkeypatch.setattr(
+        matmul_emulation, "is_needed", lambda dtype, _: slow and dtype != "fp32"
+    )
     words = f"--data {entities} --limit 30 --epochs 2 --seeds 1 --device cpu"
     words += f" --lr 1e-3,1e-4 --candidates {low},fp32"
     table, other = tables("ner", words)
@@ -327,7 +329,7 @@ def test_for_real(texts: str, entities: str, monkeypatch: pytest.MonkeyPatch) ->
     The plain loop and ours train the same texts, from the same learning rate.
     """
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
+    monkeypatch.setattr(matmul_emulation, "is_needed", lambda dtype, _: dtype != "fp32")
     monkeypatch.setenv("HALFSTEP_CACHE", "")
     monkeypatch.setattr(jobs, "WorkerProcess", Candidate)
     ner = f"--data {entities} --epochs 1 --seeds 1 --candidates fp32,O1-fp16 --lr 1e-3"

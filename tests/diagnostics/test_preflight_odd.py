@@ -13,7 +13,7 @@ from torch.nn import functional
 import halfstep as hs
 from halfstep.diagnostics.preflight import CheckReport, model_check
 from halfstep.errors import UserError
-from halfstep.machine import fp16_emulation
+from halfstep.machine import matmul_emulation
 from halfstep.numerics.formats import tensors_in
 
 
@@ -313,7 +313,7 @@ def test_products_in_fp32(
 ) -> None:
     """Law: with products in fp32 a check says what it says with fp16's, and says so."""
     own = checked(Net(gain), level=level, dtype="fp16")
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
+    monkeypatch.setattr(matmul_emulation, "is_needed", lambda *_: True)
     wide = checked(Net(gain), level=level, dtype="fp16")
     assert not notes_of(own)
     assert "computed in fp32 and rounded" in notes_of(wide)[0]
@@ -329,7 +329,7 @@ def test_products_in_fp32(
 
 def test_steps_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: there are then fewer, and a note says so."""
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: False)
+    monkeypatch.setattr(matmul_emulation, "is_needed", lambda *_: False)
     monkeypatch.setattr(model_check, "_MAX_SECONDS", 0.0)
     report = checked(Net(), dtype="fp16", steps=5)
     assert notes_of(report)[0].startswith("1 of 5 steps were timed")
@@ -342,7 +342,7 @@ def test_steps_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_that_spoil_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: weights that only the level's steps make infinite are an error."""
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: False)
+    monkeypatch.setattr(matmul_emulation, "is_needed", lambda *_: False)
     model = nn.Linear(16, 8)
     sgd = torch.optim.SGD(model.parameters(), lr=6e4)
     given = {"level": "O3", "dtype": "fp16", "optimizer": sgd, "steps": 1}
@@ -353,7 +353,7 @@ def test_steps_that_spoil_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_steps_without_fp16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where fp16's products are slow, no step is timed, and a note says so."""
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
+    monkeypatch.setattr(matmul_emulation, "is_needed", lambda *_: True)
     report = checked(Net(), dtype="fp16", steps=1)
     assert notes_of(report)[-1].startswith("no steps were timed")
     assert report.facts.cost is None

@@ -23,7 +23,7 @@ from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,
     findings,
     power,
-    spread,
+    speed_up_interval,
     verdict,
 )
 from halfstep.diagnostics.preflight.scale_search import halves
@@ -227,10 +227,10 @@ def test_verdict(changed: dict[str, Any], words: str) -> None:
 
 def test_the_spread_of_rounds() -> None:
     """Law: as many rounds are cut off as leave the median inside in 999 of 1,000."""
-    assert spread([1.0, 2.0, 4.0]) == (1.0 / 1.5, 4.0 * 1.5)
-    assert spread([*range(1, 12)]) == (1, 11)  # 2 / 2^11 is 0.098 %
-    assert spread([*range(1, 15)]) == (1, 14)  # 2 (1 + 14) / 2^14 is 0.18 %
-    assert spread([*range(1, 16)]) == (2, 14)  # 2 (1 + 15) / 2^15 is 0.098 %
+    assert speed_up_interval([1.0, 2.0, 4.0]) == (1.0 / 1.5, 4.0 * 1.5)
+    assert speed_up_interval([*range(1, 12)]) == (1, 11)  # 2 / 2^11 is 0.098 %
+    assert speed_up_interval([*range(1, 15)]) == (1, 14)  # 2 (1 + 14) / 2^14 is 0.18 %
+    assert speed_up_interval([*range(1, 16)]) == (2, 14)  # 2 (1 + 15) / 2^15 is 0.098 %
 
 
 def verdicts(true: float, load: float) -> set[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import UserError
-from halfstep.machine import fp16_emulation
+from halfstep.machine import matmul_emulation
 from halfstep.parity.training_run import checksum
 
 Make = Callable[[int], Any]
@@ -225,12 +225,13 @@ def test_checksum() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the note is on CPUs")
-def test_note_on_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a note says that fp16 is emulated, also if `make` sets it."""
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
-    for dtype in ("fp16", torch.float16):
+def test_note_on_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a note says which formats are emulated; they have no times."""
+    monkeypatch.setattr(matmul_emulation, "is_needed", lambda dtype, _: dtype != "fp32")
+    for dtype, name in (("fp16", "fp16"), (torch.float16, "fp16"), ("auto", "bf16")):
         result = hs.compare(shared(dtype=dtype), BATCHES, ["O1"], **QUICK)
-        assert "fp16: this CPU has no fp16 matmuls" in str(result)
+        assert f"{name}: this CPU has no {name} matmuls" in str(result)
+        assert {run.level for run in result.runs if not run.seconds} == {"O1"}
 
 
 def test_gradients() -> None:

@@ -12,6 +12,7 @@ import torch
 from forks import run_forked
 from torch import Tensor, nn
 
+import halfstep
 from halfstep.casting.dispatch_kernels import overload_of
 from halfstep.policy import op_tables
 from halfstep.policy.op_tables import (
@@ -285,6 +286,15 @@ def test_kernels_that_there_are_not(
     with pytest.raises((RuntimeError, NotImplementedError)):
         overload_of(operation)(*cast(given, low))
     overload_of(operation)(*given)
+
+
+@LOWS
+def test_a_fused_encoder_layer_takes_a_padding_mask(low: torch.dtype) -> None:
+    """Law: lean casts all operands of torch's encoder layer in evaluation."""
+    layer = nn.TransformerEncoderLayer(4, 1, 4, batch_first=True)
+    encoder, mask = nn.TransformerEncoder(layer, 1).eval(), torch.eye(2) > 0
+    with torch.no_grad(), halfstep.autocast("cpu", low, policy="lean"):
+        assert encoder(torch.ones(2, 2, 4), src_key_padding_mask=mask).dtype == low
 
 
 @LOWS

@@ -7,7 +7,6 @@ process of its own, for its own peak memory; candidates take turns.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from halfstep.bench import commands, journal, loops, measure, models
 from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
-from halfstep.machine import fp16_emulation, hardware
+from halfstep.machine import hardware, matmul_emulation
 from halfstep.parity.equivalence import mean_interval
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.scaling import LossScaleCollapse
@@ -83,11 +82,8 @@ _STATE = ("weights", "masters", "moments")
 _EVAL_ONLY_AT_END = 2**31 - 1
 """Evaluation interval longer than any run: the last weights are evaluated, none are
 selected by dev score."""
-_EMULATED = (
-    "fp16: this CPU has no fp16 matmuls, so they are computed in fp32 and rounded: "
-    "scores and skipped steps are those of fp16; its speed is that of the emulation, "
-    "and its peak MiB holds the fp32 copies of the operands"
-)
+_EMULATED = "fp16"
+"""Emulated where the CPU is slow in it; the speed of bf16 is what `train` measures."""
 
 
 def train(arguments: Namespace) -> list[Table]:
@@ -172,9 +168,9 @@ def ner(arguments: Namespace) -> list[Table]:
         for name, task in _tasks(arguments, NER, task="ner", lr=lr).items()
     }
     runs, notes = _run_all(tasks, range(arguments.seeds))
-    is_fp16 = any(task.get("dtype") == "fp16" for task in tasks.values())
-    if is_fp16 and fp16_emulation.is_needed(arguments.device):
-        notes = [*notes, _EMULATED]
+    dtypes = {_EMULATED} & {task.get("dtype") for task in tasks.values()}
+    for note in matmul_emulation.notes(dtypes, arguments.device):
+        notes.append(f"{note}; peak MiB holds the fp32 copies of the operands")
     return [
         score_table(
             f"Entities over seeds, learning rate {lr:g}",
@@ -332,9 +328,10 @@ def run_once(settings: dict[str, Any]) -> dict[str, Any]:
 def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Run `halfstep train`; only the last weights are evaluated."""
     device = settings.get("device") or hardware.capabilities().device
-    emulated = settings.get("dtype") == "fp16" and fp16_emulation.is_needed(device)
-    emulation: Any = fp16_emulation.Fp32Matmuls if emulated else contextlib.nullcontext
-    with tempfile.TemporaryDirectory() as folder, emulation():
+    dtype = _EMULATED if settings.get("dtype") == _EMULATED else "fp32"
+    emulated = matmul_emulation.is_needed(dtype, device)
+    emulation = matmul_emulation.emulate(dtype, device)
+    with tempfile.TemporaryDirectory() as folder, emulation:
         # An empty cache, since tokenizing is part of the measured time.
         os.environ["HALFSTEP_CACHE"] = str(Path(folder) / "cache")
         own = {"out": str(Path(folder) / "run"), "eval_every": _EVAL_ONLY_AT_END}

@@ -20,8 +20,8 @@ from halfstep.errors import (
     require_positive,
     require_type,
 )
-from halfstep.machine import fp16_emulation
-from halfstep.numerics import formats
+from halfstep.machine import matmul_emulation
+from halfstep.machine.recommendation import resolve
 from halfstep.parity.candidate import PERTURBED, REFERENCE, parse_all
 from halfstep.parity.comparison import MIB, Comparison
 from halfstep.parity.equivalence import FEWEST_PAIRS
@@ -49,10 +49,6 @@ _MARGIN_SHARE = 0.01
 _MARGIN_REASON = (
     "1 % of fp32's mean, as MLPerf Inference asks for 99 % of the accuracy of fp32; "
     "set margin to what matters to you"
-)
-_EMULATED = (
-    "fp16: this CPU has no fp16 matmuls, so they are computed in fp32 and rounded: "
-    "metrics and skipped steps are those of fp16, times are not"
 )
 _MASKS = (
     "on a GPU, dropout draws other masks in 16 bits than in fp32: the pairs differ by "
@@ -266,9 +262,11 @@ def _run_all(
 def _outcome(run: Run, workload: Workload) -> str:
     if run.diverged:
         return f"diverged: {run.diverged}"
-    milliseconds = 1e3 * statistics.median(run.seconds)
+    time = ""
+    if run.seconds:
+        time = f"{1e3 * statistics.median(run.seconds):.1f} ms a step, "
     return (
-        f"{workload.metric_name} {run.metric:.4f}, {milliseconds:.1f} ms a step, "
+        f"{workload.metric_name} {run.metric:.4f}, {time}"
         f"{run.peak_bytes / MIB:.0f} MiB, {run.skipped} skipped"
     )
 
@@ -317,6 +315,8 @@ def _conditions(candidates: Sequence[Candidate], dtype: str) -> list[str]:
             backends = torch.backends.cudnn, torch.backends.cuda.matmul
             uses_tf32 = any(each.allow_tf32 for each in backends)
         return [_MASKS, *([_TF32] if uses_tf32 else [])]
-    dtypes = {each.arguments.get("dtype", dtype) for each in candidates} - {"auto"}
-    is_fp16 = formats.FP16 in map(formats.parse, dtypes)
-    return [_EMULATED] if is_fp16 and fp16_emulation.is_needed("cpu") else []
+    choices = [
+        resolve(each.level, each.arguments.get("dtype", dtype), "cpu")
+        for each in candidates
+    ]
+    return matmul_emulation.notes((each.format.name for each in choices), "cpu")

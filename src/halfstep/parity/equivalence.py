@@ -98,8 +98,8 @@ def equivalence_test(
     elif abs(mean) > half:
         kind = "better" if (mean < 0) == lower_is_better else "worse"
     else:
-        spread = statistics.stdev(differences)
-        kind, needed = "unknown", seeds_needed(mean, spread, margin)
+        std = statistics.stdev(differences)
+        kind, needed = "unknown", seeds_needed(mean, std, margin)
     return Verdict(kind, margin, mean, half, needed, num_diverged)
 
 
@@ -116,21 +116,21 @@ def mean_interval(
     mean, pairs = statistics.fmean(values), len(values)
     if pairs < FEWEST_PAIRS:
         return mean, None
-    spread = statistics.stdev(values)
-    return mean, t_quantile(probability, pairs - 1) * spread / math.sqrt(pairs)
+    std = statistics.stdev(values)
+    return mean, t_quantile(probability, pairs - 1) * std / math.sqrt(pairs)
 
 
-def seeds_needed(mean: float, spread: float, margin: float) -> int | None:
+def seeds_needed(mean: float, std: float, margin: float) -> int | None:
     """Return the number of seeds with which a verdict is likely, 95 % or so.
 
     If the true difference is `mean`, it must be told from the margin, or from 0 if that
-    is farther away. `spread` is the standard deviation of the differences. None: more
+    is farther away. `std` is the standard deviation of the differences. None: more
     than 1000 seeds.
     """
     distance = max(margin - abs(mean), abs(mean))
 
     def suffices(pairs: int) -> bool:
-        half = t_quantile(CONFIDENCE, pairs - 1) * spread / math.sqrt(pairs)
+        half = t_quantile(CONFIDENCE, pairs - 1) * std / math.sqrt(pairs)
         return 2 * half <= distance
 
     counts = range(FEWEST_PAIRS, _MOST_SEEDS + 1)

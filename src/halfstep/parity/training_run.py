@@ -24,7 +24,7 @@ from halfstep.diagnostics.preflight.measurements import (
 )
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
-from halfstep.machine import fp16_emulation, gemm
+from halfstep.machine import gemm, matmul_emulation
 from halfstep.numerics.formats import FloatFormat, tensors_in
 from halfstep.parity.candidate import PERTURBED, REFERENCE
 from halfstep.policy.levels import LEVELS
@@ -98,7 +98,7 @@ class Run:
     skipped: int
     """Steps without an update, for inf or NaN in a gradient."""
     seconds: tuple[float, ...]
-    """Duration of each step."""
+    """Duration of each step; none if matmuls were emulated."""
     peak_bytes: int
     """On a GPU the peak of torch's allocator; on a CPU the bytes of weights, gradients,
     master weights, moments and activations saved for the backward pass."""
@@ -187,7 +187,9 @@ def train(
             diverged = f"{workload.metric_name} is {metric} after step {len(losses)}"
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
-    curves = tuple(losses), metric, diverged, session.steps_skipped, tuple(seconds)
+    timed = not matmul_emulation.is_needed(session.choice.format.name, device.type)
+    times = tuple(seconds) * timed
+    curves = tuple(losses), metric, diverged, session.steps_skipped, times
     checksums = weights_crc, first_crc, batches_crc
     return Run(candidate.name, seed, *curves, peak_bytes, *checksums)
 
@@ -336,11 +338,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _emulation(session: Session) -> contextlib.AbstractContextManager[object]:
-    """Return a context that emulates fp16 matmuls on CPUs without them."""
-    is_fp16 = session.choice.format.name == "fp16"
-    if is_fp16 and fp16_emulation.is_needed(_device(session.model).type):
-        return fp16_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
-    return contextlib.nullcontext()
+    dtype = session.choice.format.name
+    return matmul_emulation.emulate(dtype, _device(session.model).type)
 
 
 def _device(model: nn.Module) -> torch.device:

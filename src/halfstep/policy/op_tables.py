@@ -72,6 +72,7 @@ _PRODUCT = "a matmul: fast in 16 bits, accumulated in fp32"
 _CONVOLUTION = "a convolution: fast in 16 bits, accumulated in fp32"
 _ATTENTION = "attention is two matmuls: fast in 16 bits"
 _RECURRENT = "a recurrent cell consists of matmuls: fast in 16 bits"
+_ENCODER_LAYER = "its matmuls are fast in 16 bits, and its operands need one dtype"
 _PRELU = "it follows a matmul, and its weight is cast to the dtype of that result"
 _RANGE = "exponentials and powers leave the range of 16 bits"
 _STEEP = "its derivative is unbounded: a rounded operand changes the result"
@@ -274,9 +275,11 @@ _LEAN_CPU: Groups = {
     (LOW, _RECURRENT): """
         lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data
         rnn_relu.input rnn_relu.data
-    """
+    """,
+    (LOW, _ENCODER_LAYER): "_transformer_encoder_layer_fwd",
 }
-"""CPU only: on CUDA, cuDNN packs the weights of whole layers and casts them itself."""
+"""CPU only: cuDNN packs the weights of whole layers and casts them itself, and torch
+itself does not take an encoder layer's fused path under autocast on CUDA."""
 
 _SOURCE = "halfstep lean"
 _lean = {

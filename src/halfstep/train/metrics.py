@@ -176,14 +176,14 @@ def label_metrics(
     _, precision, recall, f1, _ = zip(*per, strict=True)
     # Gorodkin's multiclass MCC: correlation of true and predicted one-hot vectors.
     total, correct = len(true), int(counts.trace())
-    spread = float(total**2 - rows @ rows) * float(total**2 - columns @ columns)
+    variances = float(total**2 - rows @ rows) * float(total**2 - columns @ columns)
     both = float(total * correct - rows @ columns)
     scores = {
         "accuracy": correct / total,
         "macro_f1": statistics.fmean(f1),
         "macro_precision": statistics.fmean(precision),
         "macro_recall": statistics.fmean(recall),
-        "mcc": both / math.sqrt(spread) if spread else 0.0,
+        "mcc": both / math.sqrt(variances) if variances else 0.0,
     }
     loss = float(torch.nn.functional.cross_entropy(logits, targets))
     predicted = dict(zip(labels, map(int, columns), strict=True))

@@ -19,7 +19,7 @@ from halfstep.casting.convert_model import allow_overflow
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
 from halfstep.diagnostics.replay.search import check_loss, find_nonfinite, find_overflow
 from halfstep.errors import UserError
-from halfstep.machine import fp16_emulation
+from halfstep.machine import matmul_emulation
 from halfstep.machine import recommendation as choosing
 from halfstep.masters.encoding import NONE
 from halfstep.nonfinite.graph import nodes_of
@@ -121,8 +121,8 @@ class ModelCopy:
             choice, stepper, masters=has_masters
         )
         """Why weights will become NaN; "" if they will not."""
-        self.emulates_fp16 = choice.format == FP16 and fp16_emulation.is_needed(
-            self.device.type
+        self.emulates_fp16 = choice.format == FP16 and matmul_emulation.is_needed(
+            FP16.name, self.device.type
         )
         """Whether passes compute fp16 matmuls in fp32 and round; steps do not."""
         with _collecting_warnings(self.notes), allow_overflow():
@@ -235,7 +235,7 @@ class ModelCopy:
     def _products(self) -> contextlib.AbstractContextManager[object]:
         """Emulate fp16 matmuls on CPUs without them, where they take minutes."""
         if self.emulates_fp16:
-            return fp16_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
+            return matmul_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
         return contextlib.nullcontext()
 
     def _gradients(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from halfstep.diagnostics.preflight.measurements import worst_first
-from halfstep.diagnostics.preflight.rules import NOTHING, power, spread
+from halfstep.diagnostics.preflight.rules import is_good, power, speed_up_interval
 from halfstep.reporting import json_fields
 from halfstep.reporting.finding import findings_table
 from halfstep.reporting.table import Cell, Table
@@ -36,8 +36,7 @@ class CheckReport:
     @property
     def good(self) -> bool:
         """Whether training can begin as asked, with the loss scale in the verdict."""
-        begun = self.verdict.startswith(("good", NOTHING))
-        return begun and "not worth it" not in self.verdict
+        return is_good(self.facts, self.findings)
 
     def __str__(self) -> str:
         """Return the verdict and the worst findings, a line each."""
@@ -94,7 +93,7 @@ def _summary(report: CheckReport) -> Table:
         lost = f"{first.flushed:.2%} of fp32's gradients become zero"
         rows.append((f"at loss scale {power(first.scale)}", lost))
     if facts.speed_up is not None:
-        low, high = spread(facts.ratios)
+        low, high = speed_up_interval(facts.ratios)
         times = f"{facts.speed_up:.2f} times that of fp32, between {low:.2f} and "
         rows.append(("speed", f"{times}{high:.2f} in {len(facts.ratios)} rounds"))
     if facts.memory_saved is not None:

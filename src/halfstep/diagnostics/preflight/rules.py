@@ -44,10 +44,10 @@ medians of a few steps vary by a few percent."""
 TIME_FOR_MEMORY = 0.8
 """Smallest speed relative to fp32 at which saved memory is worth it. Our choice."""
 
-_SURE = 0.999
-"""Confidence level of `spread`. Our choice: it is computed up to 20 times, as rounds
-come in."""
-_FEWEST, _BEYOND = 11, 1.5
+_CONFIDENCE = 0.999
+"""Confidence level of the interval of the speed-up. Our choice: it is computed up to 20
+times, as rounds come in."""
+_MIN_ROUNDS, _WIDENING = 11, 1.5
 """Number of rounds from which that level is possible, as 2 / 2**11 < 0.1 %; factor by
 which the range of fewer rounds is widened. Our choice."""
 
@@ -58,9 +58,6 @@ NO_GRADIENT = "no parameter gets a gradient other than zero"
 """Finding for a loss that does not depend on the weights."""
 
 _NO_RULE = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
-
-NOTHING = "nothing to compare"
-"""Beginning of the verdict on fp32."""
 
 RULES: Rules[Facts] = Rules()
 
@@ -79,7 +76,7 @@ def _note(facts: Facts, text: str, severity: Severity) -> Finding:
     return Finding(severity, rule, where, text.rstrip("."), "", "", "")
 
 
-def spread(ratios: Sequence[float]) -> tuple[float, float]:
+def speed_up_interval(ratios: Sequence[float]) -> tuple[float, float]:
     """Return a 99.9 % confidence interval of the median speed-up.
 
     Order statistics: the median is between the k-th smallest and the k-th largest of n
@@ -88,10 +85,10 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
     result is the minimum and maximum, widened by the factor 1.5.
     """
     ordered, n = sorted(ratios), len(ratios)
-    if n < _FEWEST:
-        return ordered[0] / _BEYOND, ordered[-1] * _BEYOND
+    if n < _MIN_ROUNDS:
+        return ordered[0] / _WIDENING, ordered[-1] * _WIDENING
     k, missed = 0, 0.0
-    while missed + math.comb(n, k) / 2**n <= (1 - _SURE) / 2:
+    while missed + math.comb(n, k) / 2**n <= (1 - _CONFIDENCE) / 2:
         missed += math.comb(n, k) / 2**n
         k += 1
     return ordered[k - 1], ordered[-k]
@@ -99,7 +96,7 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
 
 def is_decided(ratios: Sequence[float]) -> bool:
     """Return whether the interval of the speed-up contains no limit."""
-    low, high = spread(ratios)
+    low, high = speed_up_interval(ratios)
     return not any(low < limit <= high for limit in (WORTH_TIME, TIME_FOR_MEMORY))
 
 
@@ -108,7 +105,7 @@ def cost(facts: Facts) -> tuple[str, str]:
     faster, saved = facts.speed_up, facts.memory_saved
     if faster is None or saved is None:
         return "", ""
-    low, high = spread(facts.ratios)
+    low, high = speed_up_interval(facts.ratios)
     lean = saved >= WORTH_MEMORY
     worth = [f >= WORTH_TIME or (lean and f >= TIME_FOR_MEMORY) for f in (low, high)]
     less = f"{saved:.0%} less" if saved > 0 else f"{-saved:.0%} more"
@@ -149,8 +146,7 @@ def fp32(facts: Facts) -> Iterator[Observation]:
             f"loss {facts.loss_fp32:g} of {facts.bad_batch}, or its gradients, are not "
             "finite in fp32",
             "No format can fix that: check the batch, its labels, the weights and "
-            "the loss function; halfstep.find_nonfinite names the operation "
-            "that made it.",
+            "the loss function; halfstep.find_nonfinite names the operation at fault.",
             weight=1.0,
         )
 
@@ -376,41 +372,48 @@ def too_costly(facts: Facts) -> Iterator[Observation]:
     yield Observation(facts.words, measured, advice, None, 0.5, severity, limit)
 
 
+def failures(facts: Facts, results: Sequence[Finding]) -> list[Finding]:
+    """Return the errors that no rule on modules and no loss scale fixes."""
+    return [
+        one
+        for one in results
+        if one.severity == "error" and not (one.rule == overflow.name and facts.rules)
+    ]
+
+
+def is_good(facts: Facts, results: Sequence[Finding]) -> bool:
+    """Return whether training can begin as asked, at worst with another loss scale."""
+    if failures(facts, results) or facts.rules:
+        return False
+    return facts.format == FP32 or cost(facts)[0] != "not worth"
+
+
 def verdict(facts: Facts, results: Sequence[Finding]) -> str:
     """Return the most important result as a sentence.
 
     Numerical problems come before costs; "not worth it" is about costs only.
     """
-    errors = [
-        one
-        for one in results
-        if one.severity == "error" and not (one.rule == overflow.name and facts.rules)
-    ]
-    if errors:
-        return f"fails: {errors[0].where}: {errors[0].measured}"
+    failed = failures(facts, results)
+    if failed:
+        return f"fails: {failed[0].where}: {failed[0].measured}"
     if facts.format == FP32:
-        return f"{NOTHING}: {facts.level} is fp32 itself, and finite ({facts.reason})"
+        level = f"{facts.level} is fp32 itself, and finite ({facts.reason})"
+        return f"nothing to compare: {level}"
     state, measured = cost(facts)
-    numbers = _numbers(facts)
-    if state == "not worth":
-        words = f"not worth it: {measured}"
-        if facts.rules:
-            return f"{numbers}; {words}"
-        use = numbers.replace("good with", "overflows: use", 1)
-        return words if facts.default_finite else f"{use}; {words}"
-    if state == "cannot tell":
-        return f"{numbers}; cannot tell whether it is worth it: {measured}"
-    return numbers
-
-
-def _numbers(facts: Facts) -> str:
-    """Return the loss scale and fp32 modules needed to be like fp32, or "good"."""
     asked = None if facts.scale == facts.default_scale else facts.safe_scale
     scale = f"a loss scale of {power(asked)}" if asked else ""
     if facts.rules:
-        fp32_modules = f"keep these modules in float32: {', '.join(facts.rules)}"
-        return f"{fp32_modules}; with {scale}" if scale else fp32_modules
-    return f"good with {scale}" if scale else "good"
+        parts = [f"keep these modules in float32: {', '.join(facts.rules)}"]
+        parts += [f"with {scale}"] * bool(scale)
+    elif state == "not worth":
+        parts = [] if facts.default_finite else [f"overflows: use {scale}"]
+    else:
+        parts = [f"good with {scale}" if scale else "good"]
+    if state == "not worth":
+        parts.append(f"not worth it: {measured}")
+    elif state == "cannot tell":
+        parts.append(f"cannot tell whether it is worth it: {measured}")
+    return "; ".join(parts)
 
 
 def power(scale: float) -> str:

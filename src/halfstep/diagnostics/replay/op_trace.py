@@ -272,14 +272,14 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         low = list(filter(_is_low, outs))
         sources = [self._written[key] for key in keys if key in self._written]
         origin = next((one for one in sources if one[0].is_inside(current)), None)
-        spread = len(sources) == sum(t.dim() > 0 for t in inputs)
+        all_cast = len(sources) == sum(t.dim() > 0 for t in inputs)
         if name in _CASTS and low and any(t.itemsize > low[0].itemsize for t in inputs):
             cast = self.calls.cast()
-            origin, spread = None if cast is None else (current, cast), True
+            origin, all_cast = None if cast is None else (current, cast), True
         for key in map(storage_key, outs):
             self._written.pop(key, None)
         source = origin or next(iter(sources), None)
-        if spread and source is not None:
+        if all_cast and source is not None:
             for out in low:
                 self._set_written(out, source)
         return None if origin is None else origin[1]

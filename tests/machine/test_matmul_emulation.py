@@ -1,4 +1,4 @@
-"""fp16 products in fp32: the exact ones, rounded once, and only where they belong."""
+"""16-bit products in fp32: the exact ones, rounded once, and only where they belong."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.bench import jobs
-from halfstep.machine import fp16_emulation, hardware
+from halfstep.machine import hardware, matmul_emulation
 
 
 class Running(TorchDispatchMode):
@@ -78,27 +78,29 @@ def forward_backward(
 
 
 def assert_rounded_once(mine: Tensor, exact: Tensor, terms: Tensor) -> None:
-    """Hold that a result is the exact one within half an ulp of fp16.
+    """Hold that a result is the exact one within half an ulp of its format.
 
     Args:
-        mine: In fp16.
+        mine: In 16 bits.
         exact: In fp64.
         terms: The sum of the absolute terms: each of at most 64 additions in fp32
             errs by half an ulp of no more than that.
     """
-    assert mine.dtype is torch.float16
-    there = exact.numpy()
-    half = np.spacing(np.abs(there).astype(np.float16)).astype(np.float64) / 2
+    there, info = exact.numpy(), torch.finfo(mine.dtype)
+    binade = np.log2(np.maximum(np.abs(there), info.smallest_normal))
+    half = np.exp2(np.floor(binade)) * info.eps / 2
     summing = 64 * 2.0**-24 * terms.numpy()
     assert (np.abs(mine.double().numpy() - there) <= half + summing).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name: str) -> None:
-    """Law: products of fp16 are the exact ones, rounded once; gradients are too."""
-    call, given = PRODUCTS[name]
-    way = drawn(*call(*(each.float() for each in given)).shape, seed=8)
-    with Running() as ran, fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
+def test_products(name: str, dtype: torch.dtype) -> None:
+    """Law: 16-bit products are the exact ones, rounded once; gradients are too."""
+    call, operands = PRODUCTS[name]
+    given = tuple(each.to(dtype) for each in operands)
+    way = drawn(*call(*(each.float() for each in given)).shape, seed=8).to(dtype)
+    with Running() as ran, matmul_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         mine = forward_backward(call, given, way)
     assert ran.products == {torch.float32}
     doubles = tuple(each.double() for each in given)
@@ -106,6 +108,7 @@ def test_products(name: str) -> None:
     sizes = tuple(each.abs() for each in doubles)
     terms = forward_backward(call, sizes, way.double().abs())
     for got, there, most in zip(mine, exact, terms, strict=True):
+        assert got.dtype is dtype
         assert_rounded_once(got, there, most)
 
 
@@ -116,7 +119,7 @@ def test_mixed_formats_are_refused(name: str) -> None:
     for place in range(len(given)):
         mixed = [one.float() if n == place else one for n, one in enumerate(given)]
         with (
-            fp16_emulation.Fp32Matmuls(),
+            matmul_emulation.Fp32Matmuls(),
             pytest.raises(RuntimeError, match=r"type|Half"),
         ):  # type: ignore[no-untyped-call]
             call(*mixed)
@@ -125,7 +128,7 @@ def test_mixed_formats_are_refused(name: str) -> None:
 def test_gradients_that_nobody_wants() -> None:
     """Law: of a convolution over a batch that does not learn, the weight's is right."""
     weight = drawn(5, 4, 3, seed=9).requires_grad_()
-    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
+    with matmul_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         functional.conv1d(A.view(2, 4, 72), weight).sum().backward()  # type: ignore[no-untyped-call]
     exact = A.view(2, 4, 72).double().unfold(2, 3, 1).sum((0, 2)).expand(5, 4, 3)
     assert weight.grad is not None
@@ -149,7 +152,7 @@ def test_overflow(last: float, result: float) -> None:
     """
     left = torch.tensor([[300.0, 300.0]]).half()
     right = torch.tensor([[300.0], [last]]).half()
-    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
+    with matmul_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         out = left @ right
     assert out.item() == np.float64(result).astype(np.float16)
 
@@ -169,7 +172,7 @@ def test_attention(*, masked: bool) -> None:
     mask = torch.zeros(2, 1, 7, 7, dtype=torch.float16) if masked else None
     if mask is not None:
         mask[1, :, :, 4:] = -math.inf
-    with Running() as ran, fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
+    with Running() as ran, matmul_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         mine = forward_backward(attention(mask), (q, k, v), way)
     assert ran.products == {torch.float32}
     wide = None if mask is None else mask.float()
@@ -180,6 +183,7 @@ def test_attention(*, masked: bool) -> None:
     double = None if mask is None else mask.double()
     exact = forward_backward(attention(double), given[1], way.double())
     # Scores of 16 products, and 7 shares of numbers up to 2, in fp32.
+    assert mine[0].dtype is torch.float16
     assert_rounded_once(mine[0], exact[0], torch.full_like(exact[0], 2 * 16))
     for got, there in zip(mine[1:], exact[1:], strict=True):
         assert got.dtype is torch.float16
@@ -193,7 +197,7 @@ def test_logarithms_stay_wide() -> None:
     """Law: of attention, the logarithm of the sums stays in fp32."""
     q = drawn(1, 1, 5, 8, seed=20)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
+    with matmul_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         out, sums = attend(q, q, q)
     exact = (q.double() @ q.double().mT / math.sqrt(8)).logsumexp(-1)
     assert (out.dtype, sums.dtype) == (torch.float16, torch.float32)
@@ -201,12 +205,12 @@ def test_logarithms_stay_wide() -> None:
     assert sums.double().numpy() == pytest.approx(exact.numpy(), abs=32 * 32 * 2.0**-24)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_formats(dtype: torch.dtype) -> None:
-    """Law: what is not fp16 runs as it does without, to the bit."""
+    """Law: what has no 16 bits runs as it does without, to the bit."""
     for call, given in PRODUCTS.values():
         others = tuple(each.to(dtype) for each in given)
-        with Running() as ran, fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
+        with Running() as ran, matmul_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
             mine = call(*others)
         assert ran.products == {dtype}
         assert torch.equal(mine, call(*others))
@@ -217,7 +221,7 @@ def test_nothing_is_left_behind() -> None:
     kept = A.clone()
 
     def fail() -> None:
-        with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
+        with matmul_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
             torch.mm(A, B)
             torch.mm(A, A)
 
@@ -244,15 +248,18 @@ def test_where_it_is_used(
 
     monkeypatch.setattr(jobs, "run", run)
     monkeypatch.setenv("HALFSTEP_CACHE", "")  # a run sets its own
-    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
+    monkeypatch.setattr(
+        matmul_emulation, "is_needed", lambda dtype, _: slow and dtype != "fp32"
+    )
     jobs.run_once({"dtype": dtype, "device": "cpu"})
     assert inside == [int(slow and dtype == "fp16")]
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: only a CPU whose fp16 is below half of fp32's rate needs it."""
-    for device, rate, needed in (("cpu", 0.49, 1), ("cpu", 0.5, 0), ("cuda", 0.01, 0)):
-        rates = {"fp32": 1.0, "bf16": 1.0, "fp16": rate}
-        monkeypatch.setattr(hardware, "gemm_rates", lambda *_, rates=rates: rates)
-        assert fp16_emulation.is_needed(device) == bool(needed)
+    """Law: only a CPU needs it, and a format below half of fp32's rate there."""
+    rates = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.49}
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_: rates)
+    for device in ("cpu", "cuda"):
+        needed = {name for name in rates if matmul_emulation.is_needed(name, device)}
+        assert needed == ({"fp16"} if device == "cpu" else set())
