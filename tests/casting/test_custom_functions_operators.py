@@ -93,15 +93,9 @@ def operands() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("decorator", "low", "given", "expected"),
     [
-        (low_precision, BF16, [FP32, FP32], [BF16, BF16]),
-        (low_precision, FP16, [FP32, BF16], [FP16, FP16]),
         (low_precision, BF16, [FP64, FP32], [FP64, BF16]),
-        (full_precision, BF16, [BF16, FP32], [FP32, FP32]),
         (full_precision, FP16, [FP16, torch.int64], [FP32, torch.int64]),
-        (promote, BF16, [BF16, BF16], [BF16, BF16]),
         (promote, BF16, [BF16, FP32], [FP32, FP32]),
-        (promote, FP16, [BF16, FP16], [FP32, FP32]),
-        (promote, FP16, [FP16, torch.complex64], [FP16, torch.complex64]),
         (promote, FP16, [FP16, torch.bool], [FP16, torch.bool]),
     ],
 )

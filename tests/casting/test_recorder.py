@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from processes import group_of_one
-from small_net import Net, Row, X, loss, rows
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.modules import module as torchs_modules
@@ -23,6 +22,31 @@ from halfstep.policy import op_tables
 
 BF16 = torch.bfloat16
 AS_CALLED = ("no row", "it runs as it is called")
+Row = tuple[Any, ...]
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+"""Eight numbers: 16 bytes in 16 bits, 32 in fp32."""
+
+
+class Net(nn.Module):
+    """A layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.body(x), -1)
+
+
+def loss(model: nn.Module) -> Tensor:
+    """Return a loss in fp32."""
+    return nn.functional.mse_loss(model(X), X)
+
+
+def rows(region: Any) -> list[Row]:
+    return list(region.report().rows)
 
 
 def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:

@@ -44,7 +44,8 @@ def by_scaler(scale: float, **more: Any) -> Step:
 def by_session(scale: float, **more: Any) -> Step:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 1e-9)
-    rule = ScaleRule(scale, min_scale=2.0**-24, max_scale=2.0**127, **more)
+    bounds: dict[str, Any] = {"min_scale": 2.0**-24, "max_scale": 2.0**127}
+    rule = ScaleRule(scale, **bounds | more)
     session = hs.prepare(model, optimizer, "O0", loss_scale=rule)
 
     def step(factor: float) -> bool:
@@ -246,14 +247,14 @@ def test_skips_far_apart_are_no_fault(way: Callable[..., Step]) -> None:
         assert step(math.inf if number % 12 == 0 else 1.0) == (number % 12 == 0)
 
 
-def test_a_skip_at_the_floor(caplog: pytest.LogCaptureFixture) -> None:
+@WAYS
+def test_a_skip_at_the_floor(
+    way: Callable[..., Step], caplog: pytest.LogCaptureFixture
+) -> None:
     """Law: no lower scale is to be had: the first skip there is printed."""
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
-    session = hs.prepare(model, optimizer, "O0", loss_scale=ScaleRule(2.0))
+    step = way(2.0, min_scale=1.0)
     for factor in (math.inf, 1.0, math.inf):
-        session.backward(loss_of(session.model, factor))
-        session.step()
+        step(factor)
     printed = [(record.levelname, record.getMessage()) for record in caplog.records]
     said = [line for line in printed if "skipped" in line[1]]
     expected = "step skipped: non-finite gradient of weight at loss scale 1 (2 so far)."

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from forks import run_ranks
 from grids import thinned
 from master_cases import OPTIMIZERS
-from session_cases import any_machine  # noqa: F401
+from portable import Net, bits, train
 from small_training import same
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
@@ -35,29 +35,11 @@ KINDS = (
 """Level, format, form of master weights."""
 
 
-class Net(nn.Module):
-    """Matrices, and where the optimizer takes them, a vector and a number."""
-
-    def __init__(self, *, matrices: bool) -> None:
-        super().__init__()
-        self.matrices = matrices
-        self.first = nn.Linear(6, 8, bias=not matrices)
-        self.last = nn.Linear(8, 3, bias=not matrices)
-        if not matrices:
-            self.norm = nn.BatchNorm1d(8)
-            self.gain = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        if not self.matrices:
-            hidden = self.norm(hidden) * self.gain
-        return self.last(torch.tanh(hidden))
-
-
 def start(name: str, kind: str, seed: int = 0) -> Session:
     level, dtype, master = kind.split()
     torch.manual_seed(seed)
-    model = Net(matrices=name == "muon")
+    layers = (nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+    model = nn.Sequential(*layers) if name == "muon" else Net(gain=0.5)
     optimizer = OPTIMIZERS[name](model.parameters())
     for group in optimizer.param_groups:
         if isinstance(group.get("eps"), float):
@@ -66,21 +48,6 @@ def start(name: str, kind: str, seed: int = 0) -> Session:
     more = {"master": master} if level == "O2" else {}
     more["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     return hs.prepare(model, optimizer, level, dtype=dtype, loss_scale=scale, **more)
-
-
-def go(session: Session, *steps: int, factor: float = 1.0) -> None:
-    for step in steps:
-        draw = torch.Generator().manual_seed(step)
-        x, y = (torch.randn(5, size, generator=draw) for size in (6, 3))
-        with session.autocast():
-            loss = nn.functional.mse_loss(session.model(x).float(), y)
-        session.backward(loss * factor)
-        assert session.step().applied == (factor == 1)
-
-
-def everything(session: Session) -> Any:
-    state = session.optimizer.state_dict()["state"]
-    return dict(session.model.state_dict()), session.weights(), state
 
 
 def saved(session: Session, folder: Path) -> Any:
@@ -113,22 +80,20 @@ def test_resumed_is_uninterrupted(name: str, kind: str, tmp_path: Path) -> None:
     """
     whole, first, second = (start(name, kind) for _ in range(3))
     for session in (whole, first):
-        go(session, *range(4))
-        go(session, 4, factor=torch.inf)
-    go(whole, *range(4, 7))
+        train(session, *range(4))
+        train(session, 4, factor=torch.inf)
+    train(whole, *range(4, 7))
     state = saved(first, tmp_path)
     assert [state["level"], state["dtype"]] == kind.split()[:2]
     before = copy.deepcopy(state)
-    go(second, 9)
+    train(second, 9)
     second.load_state_dict(state)
-    assert same(everything(second), everything(first))
+    assert same(bits(second), bits(first))
     assert (second.steps_applied, second.steps_skipped) == (4, 1)
     torch.manual_seed(99)
-    go(second, *range(4, 7))
+    train(second, *range(4, 7))
     assert same(state, before)
-    assert same(everything(second), everything(whole))
-    scales = [session.state_dict()["scales"] for session in (whole, second)]
-    assert scales[0] == scales[1]
+    assert same(bits(second), bits(whole))
 
 
 @pytest.mark.parametrize("to", ["O1 bf16 fp32", "O2 bf16 kahan", "O3 bf16 none"])
@@ -137,13 +102,13 @@ def test_another_level_goes_on(name: str, to: str, tmp_path: Path) -> None:
     """Law: from another level too, a product or a rate that is one number is exact."""
     for kind in ("O0 fp32 fp32", "O3 fp16 none"):
         first, second = start(name, kind), start(name, to)
-        go(first, *range(4))
+        train(first, *range(4))
         second.load_state_dict(saved(first, tmp_path))
         states = [one.optimizer.state_dict()["state"] for one in (first, second)]
         for number, values in states[0].items():
             for key in values.keys() & {"step", "mu_product", "eta", "mu"}:
                 assert same(states[1][number][key], values[key])
-        go(second, *range(4, 7))
+        train(second, *range(4, 7))
 
 
 def round_trip(name: str, kind: str, steps: int, folder: Path) -> None:
@@ -151,7 +116,7 @@ def round_trip(name: str, kind: str, steps: int, folder: Path) -> None:
     if dist.is_initialized():
         for each in (session, loaded):
             each.model = DistributedDataParallel(each.model)
-    go(session, *range(steps))
+    train(session, *range(steps))
     other = torch.arange(3.0)
     state = {"train": hs.sharded.Stateful(session), "other": other}
     with assert_unchanged(session):
@@ -161,7 +126,7 @@ def round_trip(name: str, kind: str, steps: int, folder: Path) -> None:
     assert same(target["other"], other)
     for more in ([], range(steps, steps + 4)):
         for each in (session, loaded):
-            go(each, *more)
+            train(each, *more)
         assert same(session.state_dict(), loaded.state_dict())
 
 

@@ -35,9 +35,12 @@ KINDS = (
 
 
 class Net(nn.Module):
-    """Tied weights, a parametrized one, norms, running means, counters and a mask."""
+    """Tied weights, a parametrized one, norms, running means, counters and a mask.
 
-    def __init__(self) -> None:
+    And, if asked, a parameter that is a number.
+    """
+
+    def __init__(self, gain: float | None = None) -> None:
         super().__init__()
         self.first = nn.Linear(6, 16)
         self.norm = nn.LayerNorm(16)
@@ -47,13 +50,16 @@ class Net(nn.Module):
         self.tied = nn.Linear(16, 16, bias=False)
         self.tied.weight = self.again.weight
         self.last = nn.Linear(16, 3)
+        self.gain: Any = 1.0 if gain is None else nn.Parameter(torch.tensor(gain))
         self.register_buffer("mask", torch.arange(16) % 5 != 0)
         self.register_buffer("shift", torch.linspace(0, 0.3, 16))
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.middle(torch.tanh(self.norm(self.first(inputs))))
         hidden = torch.tanh(self.tied(self.again(self.batch(hidden))))
-        shifted = hidden * self.get_buffer("mask") + self.get_buffer("shift")
+        shifted = hidden * self.gain * self.get_buffer("mask") + self.get_buffer(
+            "shift"
+        )
         out: Tensor = self.last(shifted.to(hidden.dtype))
         return out
 
@@ -70,14 +76,14 @@ def build(kind: str, name: str, seed: int = 0, **more: Any) -> Session:
     return hs.prepare(model, optimizer, level, dtype=dtype, master=master, **more)
 
 
-def train(session: Session, *steps: int) -> list[float]:
+def train(session: Session, *steps: int, factor: float = 1.0) -> list[float]:
     losses = []
     for step in steps:
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         with session.autocast():
             out = session.model(inputs)
             loss = nn.functional.mse_loss(out.float(), inputs[:, :3] * inputs[:, 3:])
-        session.backward(loss)
+        session.backward(loss * factor)
         session.step()
         losses.append(loss.item())
     return losses
