@@ -1,7 +1,6 @@
 """Frames: in force where a context is open, and where its forward pass is run again."""
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -9,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from twins import patched
 
 from halfstep import custom_bwd, custom_fwd
 from halfstep.casting import active_context
 from halfstep.casting.active_context import CastContext, OpCast
-from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import Policy
-
-KINDS = pytest.mark.parametrize("reentrant", [True, False])
 
 
 def frame(name: str, cache: CastCache | None = None) -> CastContext:
@@ -110,25 +105,6 @@ def test_a_backward_pass(around: CastContext | None) -> None:
         seen.clear()
 
 
-def test_a_failed_recomputation() -> None:
-    """Law: after one that raises, nothing is in force that was not before."""
-    fails = [False]
-
-    def work(x: Tensor) -> Tensor:
-        if fails[0]:
-            message = "on purpose"
-            raise ValueError(message)
-        return x.sin()
-
-    with region(A):
-        out = checkpoint(work, start(), use_reentrant=True)
-    fails[0] = True
-    with pytest.raises(ValueError, match="on purpose"):
-        backward(out)
-    assert active_context.active("cpu") is None
-    assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
-
-
 @pytest.mark.parametrize("context", [A, None])
 def test_closed_in_another_thread(context: CastContext | None) -> None:
     """Law: the frame goes where it came from, and the closing thread keeps its own."""
@@ -148,33 +124,3 @@ def test_closed_in_another_thread(context: CastContext | None) -> None:
     active_context.run_pending()
     assert not patched()
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
-
-
-@KINDS
-def test_a_recurrent_net_computed_again(reentrant: bool) -> None:
-    """Law: gradients are those without checkpointing, to the bit, as with torch.
-
-    A recurrent layer uses each weight once a step: its 16-bit gradients are summed
-    before they are cast, here and there.
-    """
-    torch.manual_seed(0)
-    model, x = torch.nn.GRU(8, 8), torch.randn(5, 3, 8, requires_grad=True)
-
-    def grads(run: Callable[[Tensor], Tensor], **settings: Any) -> list[Tensor]:
-        with autocast("cpu", torch.bfloat16, **settings):
-            out = run(x)
-        model.zero_grad()
-        backward(out.float().sum())
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    def plain(x: Tensor) -> Tensor:
-        return model(x)[0]
-
-    def again(x: Tensor) -> Tensor:
-        return checkpoint(plain, x, use_reentrant=reentrant)
-
-    for settings in ({}, {"policy": "lean"}, {"policy": "torch + op:gelu=fp32"}):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "policy rule")
-            alike = zip(grads(plain, **settings), grads(again, **settings), strict=True)
-            assert all(torch.equal(*pair) for pair in alike), settings

@@ -1,6 +1,6 @@
 """FSDP2 with one set of fp32 weights: the shards are the masters, in 16 bits they run.
 
-Under torchrun, `sharding` runs the cases of this file in each of several processes. The
+Under torchrun, `ranks` runs the cases of this file in each of several processes. The
 layers of `test_scaler_sharded` give gradients that bf16 holds exactly, summed over
 ranks in whatever order, so whole fp32 weights in one process are an oracle to the bit.
 """
@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import STEPS, Plant, agreed, plants, scales
-from sharding import mesh, start
+from ranks import STEPS, Plant, agreed, cases, mesh, plants, scales, start
 from tests.scaling.test_scaler_sharded import (
     OPTIMIZERS,
     ROWS,
@@ -34,7 +33,7 @@ DTYPES = ("bf16", "fp16")
 RUNS = list(itertools.product(DTYPES, ("sgd", "adamw"), (None, 0.5)))
 
 
-def train(dtype: str, name: str, clip: float | None) -> dict[str, Any]:
+def train(_: object, dtype: str, name: str, clip: float | None) -> dict[str, Any]:
     plan = plants(29)
     model = sides()
     fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy("O2", dtype))
@@ -91,6 +90,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def attempt(
+    _: object,
     level: str = "O2",
     dtype: str = "bf16",
     *,
@@ -124,7 +124,7 @@ def attempt(
     return {"said": "nothing"}
 
 
-def apart() -> dict[str, Any]:
+def apart(_: object) -> dict[str, Any]:
     model = Normed()
     for module in (model.batch, model.norm, model.head):
         fully_shard(module, mesh=mesh())
@@ -152,7 +152,7 @@ def _note(seen: dict[str, Any], name: str, module: Any, _: Any, out: Tensor) -> 
     seen[name] = [out.dtype, module.weight.dtype]
 
 
-def all_low() -> dict[str, Any]:
+def all_low(_: object) -> dict[str, Any]:
     model = sides().to(torch.bfloat16)
     fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy("O3", "bf16"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
@@ -216,8 +216,8 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 TRIED = [(said, options) for said, tried in WRONG.items() for options in tried]
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    **{f"train {run}": functools.partial(train, *run) for run in RUNS},
+CASES: dict[str, Callable[[object], dict[str, Any]]] = {
+    **cases(train, *RUNS),
     **{
         f"refused {number}": functools.partial(attempt, **options)
         for number, (_, options) in enumerate(TRIED)
@@ -229,7 +229,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return start("tests.session.test_fsdp", 2)
+    return start(2, ("tests.session.test_fsdp",))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

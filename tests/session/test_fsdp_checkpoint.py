@@ -1,7 +1,7 @@
 """States that ranks save and load together, whatever their number and their sharding.
 
 Two processes train and save; two others, four, and one without shards go on. Under
-torchrun, `sharding` runs the cases of this file. Gradients are exact in bf16, and ranks
+torchrun, `ranks` runs the cases of this file. Gradients are exact in bf16, and ranks
 of the same parity see the same data, so any number of ranks must go on to the bit.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from master_cases import masters_of
-from ranks import agreed
+from ranks import agreed, mesh, shared, start
 from sharded_files import (  # noqa: F401 -- fixtures among them
     INDEX,
     PART,
@@ -30,7 +30,6 @@ from sharded_files import (  # noqa: F401 -- fixtures among them
     refusal,
     trained,
 )
-from sharding import mesh, shared, start
 from small_training import one_thread, same
 from tests.scaling.test_scaler_sharded import OPTIMIZERS, ROWS, batch, sides
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -44,6 +43,7 @@ from halfstep.session.fsdp import fsdp_policy
 from halfstep.session.fsdp_checkpoint import full_tensors
 from halfstep.session.session import Session
 
+FILES = ("tests.session.test_fsdp_checkpoint",)
 KINDS = ("O1 bf16", "O2 bf16")
 NAMES = ("sgd", "adamw")
 SHARDED = list(itertools.product(KINDS, NAMES))
@@ -169,11 +169,14 @@ _any: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def _with(ranks: int, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    return case() if dist.get_world_size() == ranks else {}
+def _with(
+    ranks: tuple[int, ...], case: Callable[[], dict[str, Any]], _: object
+) -> dict[str, Any]:
+    return case() if dist.get_world_size() in ranks else {}
 
 
-CASES = {name: partial(_with, 2, case) for name, case in _two.items()} | _any
+CASES = {name: partial(_with, (2,), case) for name, case in _two.items()}
+CASES |= {name: partial(_with, (2, 4), case) for name, case in _any.items()}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +192,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return start("tests.session.test_fsdp_checkpoint", 2, str(folder))
+    return start(2, FILES, str(folder))
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -199,7 +202,7 @@ def ranks(
     """Return what each of some processes saw; the two have saved before."""
     if request.param == 2:
         return two
-    return start("tests.session.test_fsdp_checkpoint", request.param, str(folder))
+    return start(request.param, FILES, str(folder))
 
 
 @pytest.mark.parametrize("run", SHARDED, ids=" ".join)
@@ -399,8 +402,8 @@ FAILS = [
 ]
 PARTS = (INDEX, PART, "__1_0.distcp")
 CASES |= {
-    **{f"fails {x}": partial(_with, 2, partial(fails, *x)) for x in FAILS},
-    **{f"damaged {x}": partial(_with, 2, partial(damaged, x)) for x in PARTS},
+    **{f"fails {x}": partial(_with, (2,), partial(fails, *x)) for x in FAILS},
+    **{f"damaged {x}": partial(_with, (2,), partial(damaged, x)) for x in PARTS},
 }
 
 

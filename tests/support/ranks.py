@@ -22,6 +22,9 @@ from forks import run_ranks
 from processes import group
 from small_training import same
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from halfstep.machine import hardware
 
 FILES = (
     "tests.scaling.test_scaler_ranks",
@@ -31,7 +34,7 @@ FILES = (
 """Test files whose `CASES` are run, where no others are named."""
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce", "barrier")
 PATIENCE = timedelta(seconds=8)
-"""After which a collective counts as stuck."""
+"""After which a collective of a case's own group counts as stuck."""
 STEPS = 8
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 """Processes; they find what two do not, and take as long as a hundred other tests."""
@@ -175,9 +178,20 @@ def _with(run: Callable[..., Any], choice: Any, group: dist.ProcessGroup) -> Any
     return run(group, *(choice if isinstance(choice, tuple) else (choice,)))
 
 
+@functools.cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def shared() -> Path:
+    """Return the folder for files that outlive the processes."""
+    return Path(sys.argv[2])
+
+
 def process(folder: Path, *files: str) -> None:
-    warnings.simplefilter("ignore")  # That fp16 is slow on some processors.
-    with group(PATIENCE):
+    warnings.simplefilter("ignore")
+    hardware.emulation_warning = lambda *_: None  # type: ignore[assignment]
+    with group(timedelta(seconds=60)):
         found = {
             name: _attempt(name, case)
             for file in files
@@ -201,17 +215,21 @@ def _attempt(name: str, case: Callable[[dist.ProcessGroup], dict[str, Any]]) -> 
 
 
 @functools.cache
-def start(processes: int, files: tuple[str, ...] = FILES) -> list[dict[str, Any]]:
+def start(
+    processes: int, files: tuple[str, ...] = FILES, common: str = ""
+) -> list[dict[str, Any]]:
     """Return what each of some processes saw, by the name of the case.
 
     Args:
         processes: How many.
         files: Test files whose `CASES` are run.
+        common: What `shared` returns.
     """
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(__file__, folder, *files, processes=processes, timeout=240)
-        files = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
-        return [torch.load(file) for file in files]
+        words = (folder, common, *files)
+        run_ranks(__file__, *words, processes=processes, timeout=240)
+        found = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
+        return [torch.load(path, weights_only=False) for path in found]
 
 
 def saw(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
@@ -230,4 +248,4 @@ def agreed(ranks: list[dict[str, Any]], case: str, *keys: str) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    process(Path(sys.argv[1]), *sys.argv[2:])
+    process(Path(sys.argv[1]), *sys.argv[3:])

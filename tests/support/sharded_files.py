@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import mesh
 from session_cases import network
-from sharding import mesh
 from small_training import one_thread, same
 from torch.distributed.fsdp import fully_shard
 
