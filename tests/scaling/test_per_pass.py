@@ -47,7 +47,10 @@ def go(session: Any, seed: int, spoilt: float = 0.0, name: str = "") -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "bad"),
-    [*zip([*KINDS, "O2 bf16"], [(0,), (3,), (0, 2), (1, 2, 3)] * 2, strict=True)],
+    [
+        *zip([*KINDS, "O2 bf16"], [(0,), (3,), (0, 2), (1, 2, 3)] * 2, strict=True),
+        *((kind, ()) for kind in KINDS),
+    ],
 )
 def test_the_mean_of_the_good_ones(kind: str, bad: tuple[int, ...]) -> None:
     """Law: the good ones make the step, multiplied by how many they stand for."""
@@ -64,10 +67,10 @@ def test_the_mean_of_the_good_ones(kind: str, bad: tuple[int, ...]) -> None:
     assert report.microbatches_dropped == len(bad)
     assert report.found_inf_in == ()
     # Powers of two change no bit, but where fp16 sums are unscaled one by one.
-    slack = 0.0 if share in {2, 4} and kind != "O3 fp16" else EPS.get(kind, 2.0**-22)
+    slack = 0.0 if share in {1, 2, 4} and kind != "O3 fp16" else EPS.get(kind, 2.0**-22)
     close = functools.partial(torch.testing.assert_close, rtol=slack, atol=slack)
     close(session.weights(), other.weights())
-    scale = 2.0**15 if kind.endswith("fp16") else 1.0
+    scale = 2.0 ** (15 if bad else 16) if kind.endswith("fp16") else 1.0
     assert session.scaler.state.scale.item() == scale
 
 
@@ -87,20 +90,6 @@ def test_all_bad(kind: str) -> None:
     scale = 2.0**15 if kind.endswith("fp16") else 1.0
     assert session.scaler.state.scale.item() == scale
     assert [go(session, seed).applied for seed in range(3)] == [False, False, True]
-
-
-@kinds
-def test_nothing_bad(kind: str) -> None:
-    """Law: where nothing is bad, looking at each by itself changes no result."""
-    if kind == "O3 fp16":
-        return  # there unscaled sums lose subnormal bits that scaled ones keep
-    session = build(kind, accumulate=4, on_overflow="drop_microbatch")
-    plain = build(kind, accumulate=4)
-    for seed in range(8):
-        report = go(session, seed)
-        go(plain, seed)
-    same(everything(session), everything(plain))
-    assert report.microbatches_dropped == 0
 
 
 @pytest.mark.parametrize("clip", [0.01, INF])

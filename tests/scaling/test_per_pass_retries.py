@@ -319,6 +319,22 @@ def test_session_runs_again(kind: str, accumulate: int) -> None:
 
 
 @kinds
+def test_a_named_loss_that_overflows(kind: str) -> None:
+    """Law: inf in the pass of one loss skips the step; only its own scale falls."""
+    session = build(kind, loss_scale=START)
+    before = session_cases.everything(session)
+    with session.autocast():
+        good = loss_of(session.model, 0)
+        bad = loss_of(session.model, 1, limit=lambda: True)
+    session.backward(good, name="good")
+    session.backward(bad, name="bad")
+    assert session.step().skipped
+    same(session_cases.everything(session), before)
+    scales = session.state_dict()["scales"]
+    assert [scales[name]["scale"] for name in ("good", "bad")] == [4096.0, 2048.0]
+
+
+@kinds
 def test_a_second_name_in_the_middle_of_a_window(kind: str) -> None:
     """Law: what was added up before the second loss came is not lost, nor rescaled."""
     session, plain = build(kind, accumulate=3), build(kind, accumulate=3)

@@ -159,16 +159,6 @@ def test_a_loss_that_is_not_finite(
     assert said == ["the loss is nan; not finite 2 times."]
 
 
-def test_the_place_is_named() -> None:
-    """Law: operation and parameters are named where the graph shows them."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    session = hs.prepare(model, optimizer, "O0")
-    out = session.model(torch.ones(1, 2))
-    with pytest.warns(UserWarning, match=r"log, after linear \(weight, bias\)"):
-        session.backward((out - out.detach()).log().mean())
-
-
 @pytest.mark.usefixtures("slow")
 @WAYS
 def test_late_steps(way: Callable[..., Step], caplog: pytest.LogCaptureFixture) -> None:

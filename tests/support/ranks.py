@@ -68,19 +68,14 @@ def plants(seed: int) -> dict[int, Plant]:
     }
 
 
-def scales(
-    bad: Collection[int],
-    first: float = FIRST,
-    steps: int = STEPS,
-    interval: int = INTERVAL,
-) -> list[float]:
+def scales(bad: Collection[int], first: float = FIRST) -> list[float]:
     """Return the scale before each step and after the last, by hand."""
     scale, clean, found = first, 0, [first]
-    for step in range(steps):
+    for step in range(STEPS):
         clean = 0 if step in bad else clean + 1
         if step in bad:
             scale /= 2
-        elif clean == interval:
+        elif clean == INTERVAL:
             scale, clean = scale * 2, 0
         found.append(scale)
     return found
