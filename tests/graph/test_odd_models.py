@@ -239,7 +239,16 @@ def with_its_own_autocast(model: nn.Module, x: Tensor) -> Tensor:
     return model.b(hidden.float())
 
 
-@pytest.mark.parametrize("body", [through_data, with_vmap, with_its_own_autocast])
+def with_dropout_twice(model: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    hidden = checkpoint(lambda x: F.dropout(model.a(x)), x, use_reentrant=False)
+    return model.b(F.dropout(hidden))
+
+
+LEFT = [through_data, with_vmap, with_its_own_autocast, with_dropout_twice]
+
+
+@pytest.mark.parametrize("body", LEFT)
 def test_what_a_compiled_graph_is_left_with(body: Step) -> None:
     """Law: what tracing would lose runs as it is, with a warning, to the bit."""
     model, x, expected = case(body)

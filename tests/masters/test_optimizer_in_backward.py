@@ -171,6 +171,19 @@ def test_a_bad_gradient_leaves_its_parameter_alone(
     assert go(released, 2).left_out == ()
 
 
+def test_an_infinite_imaginary_part() -> None:
+    """Law: it leaves its parameter alone, as an infinite real part does."""
+    model = nn.ParameterList([torch.ones(1, dtype=torch.complex64)])
+    session = cases.start(cases.SGD, "fp32", model, optimizer_in_backward=True)
+    part = torch.full((1,), math.inf)
+    model[0].register_hook(lambda gradient: torch.complex(gradient.real, part))
+    with session.autocast():
+        loss = model[0].real.sum()
+    session.backward(loss)
+    assert session.step().left_out == ("0",)
+    assert model[0].item() == 1
+
+
 def test_fifty_in_a_row_end_the_run() -> None:
     """Law: a run ends after 50 steps in a row whose gradients are not all finite."""
     session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)

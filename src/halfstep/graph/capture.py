@@ -67,7 +67,6 @@ _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
-_INHERITED = object()
 _MAX_BREAKS = 3
 """Graph breaks listed in an error message."""
 _TORCH_MODULES = "/torch/nn/"
@@ -107,7 +106,12 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     is_sequence = isinstance(example_inputs, list | tuple)
     expected = "a list or tuple of what the model is called with"
     require_type("example_inputs", example_inputs, is_sequence, expected)
-    _refuse_low_weights(model)
+    for name, param in model.named_parameters():
+        if formats.is_low(param.dtype):
+            raise UserError(
+                f"{name!r} is {formats.word(param.dtype)}: plan the model while its "
+                "weights are fp32, with level='O2' if they will be stored in 16 bits."
+            )
     try:
         with (
             without_autocast(),
@@ -237,25 +241,15 @@ _LOST_CALLS: tuple[tuple[Any, str, str], ...] = (
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
     """Replace an attribute of a class or module temporarily."""
-    own = vars(owner).get(name, _INHERITED)
+    own = vars(owner).get(name, _replaced)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own is _INHERITED:
+        if own is _replaced:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
-
-
-def _refuse_low_weights(model: nn.Module) -> None:
-    """Reject a model with 16-bit weights; plans are made for its fp32 version."""
-    for name, param in model.named_parameters():
-        if formats.is_low(param.dtype):
-            raise UserError(
-                f"{name!r} is {formats.word(param.dtype)}: plan the model while its "
-                "weights are fp32, with level='O2' if they will be stored in 16 bits."
-            )
 
 
 @contextlib.contextmanager
@@ -490,8 +484,7 @@ def _returned(node: fx.Node) -> list[fx.Node]:
             results = [*tensors(target(*args, **kwargs))]
     except (RuntimeError, NotImplementedError):
         return inputs[:1]
-    storages = map(_storage, results)
-    return [owners[storage] for storage in storages if storage in owners]
+    return [owners[each] for each in map(_storage, results) if each in owners]
 
 
 def without_values(value: Tensor, device: torch.device | str = "") -> Tensor:

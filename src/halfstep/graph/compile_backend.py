@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import UserError, warn_caller
 from halfstep.graph import capture
@@ -116,6 +117,11 @@ def _lost_in(graph_module: fx.GraphModule) -> str:
         for node in part.graph.nodes
     ]
     names = {getattr(node.target, "__name__", "") for node in nodes}
+    for node in nodes:  # Dynamo's checkpoints recompute with other dropout masks
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            node.target = checkpoint
+            node.kwargs = {**node.kwargs, "use_reentrant": False}
+            node.graph.owning_module.recompile()
     lost = [what for name, what in _LOST.items() if name in names]
     if any(node.target is _ENTER_AUTOCAST and node.args[2] for node in nodes):
         lost.append("an autocast context of its own")

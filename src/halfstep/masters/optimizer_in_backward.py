@@ -10,6 +10,7 @@ from torch import Tensor
 from halfstep._torch import optimizer_hooks
 from halfstep.errors import UserError
 from halfstep.masters import eager_kernels, fused_step
+from halfstep.numerics.local_tensor import local_values
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -131,10 +132,9 @@ class OptimizerInBackward:
                 "use_reentrant=False, or optimizer_in_backward=False."
             )
         self.stepped_params.add(param)
-        masters = self.masters
         kernel = self._kernel if fused_step.can_read([gradient]) else None
         kernels: Any = eager_kernels if kernel is None else kernel
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = local_values(gradient.coalesce() if gradient.is_sparse else gradient)
         found_inf, square = kernels.check_finite([values], norm=self._needs_norm)
         if found_inf:
             has_inf, has_nan = values.isinf().any(), values.isnan().any()
@@ -144,11 +144,11 @@ class OptimizerInBackward:
                 total = self._square_sum
                 self._square_sum = square if total is None else total + square
             if kernel is None:
-                masters.step_param(param)
+                self.masters.step_param(param)
             else:
                 one = torch.ones((), device=weight.device)
                 only = self._group_of[param], param
-                masters.update(one, found_inf=found_inf, only=only)
+                self.masters.update(one, found_inf=found_inf, only=only)
         weight.grad = param.grad = None
 
     def finish_step(self) -> tuple[dict[Tensor, tuple[bool, bool]], Tensor | None]:
