@@ -23,10 +23,9 @@ train: $(VENV)/.train
 	@echo 'next: source $(BIN)/activate; halfstep predict $(OUT) "今天真开心"; open $(OUT)/report.html'
 
 # A file of tests at a time to each process, since the tests of a file share what they
-# have made; one thread each, or they would wait for each other's. Then, where there is
-# a GPU, those that need one.
+# have made. Then, where there is a GPU, those that need one.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" \
+	$(BIN)/python -m pytest -q -m "not slow" \
 		-n auto --maxprocesses 4 --dist loadfile
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then $(BIN)/python -m pytest -q -m gpu -n 4 --dist loadfile; fi

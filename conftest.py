@@ -270,7 +270,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all tests but those marked `gpu`: they compare with a CPU."""
+    """Give tests, and programs they start, one thread; GPUs to those marked `gpu`.
+
+    Sums depend on how many threads share them. The other tests compare with a CPU.
+    """
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    torch.set_num_threads(1)
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_training import one_thread, small_and_measured, write_letters
+from small_training import small_and_measured, write_letters
 
 import halfstep
 from halfstep import LossScaleCollapse, cli
@@ -27,15 +27,14 @@ COMMANDS = ("train", "predict", "doctor", "bench", "compare", "env", "levels")
 BENCHES = tuple(commands.BENCHES)
 EVERY = [[], *([each] for each in COMMANDS), *(["bench", each] for each in BENCHES)]
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-ENVIRONMENT |= {"PYTHONIOENCODING": "ascii"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "ascii"}
 RUN = ("--epochs", "1", "--level", "O0", "--out", "run")
 INTERRUPTED = "interrupted; `train --resume` continues from the last checkpoint, if any"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_and_measured() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, one_thread():
+    with pytest.MonkeyPatch.context() as patch:
         small_and_measured(patch)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.delenv("RANK", raising=False)

@@ -9,7 +9,6 @@ import pytest
 from bench_runs import Candidate, rejected, rows, tables
 from small_corpora import marked
 from small_training import (
-    one_thread,
     small_and_measured,
     without_figures,
     write_letters,
@@ -234,8 +233,7 @@ def test_a_test_split_is_evaluated(
     task = {"data": data, "model": "mini", "epochs": 1, "mask_tokens": 0.0}
     clip = Mock(wraps=jobs.clip_grad_norm_)
     monkeypatch.setattr(jobs, "clip_grad_norm_", clip)
-    with one_thread():
-        plain = jobs.run_once(task | {"amp": False})
+    plain = jobs.run_once(task | {"amp": False})
     assert (plain["dev_loss"], plain["scores"]) == ("dev", {"loss": "test"})
     assert (clip.call_count, plain["skipped"]) == (plain["steps"], 0)
 
@@ -301,8 +299,7 @@ def test_one_run(texts: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None
     monkeypatch.setattr(jobs, "run", keep)
     monkeypatch.setenv("HALFSTEP_CACHE", "")  # a run sets its own
     task = {"data": texts, "model": "mini", "epochs": 1, "device": "cpu", "seed": 3}
-    with one_thread():
-        answer = jobs.worker(task | QUALITY[name])(None)
+    answer = jobs.worker(task | QUALITY[name])(None)
     ((summary, records),) = runs
     assert summary | QUALITY[name] == summary
     assert [r["step"] for r in records if "event" in r] == [summary["steps"]]
@@ -334,9 +331,8 @@ def test_for_real(texts: str, entities: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(jobs, "WorkerProcess", Candidate)
     ner = f"--data {entities} --epochs 1 --seeds 1 --candidates fp32,O1-fp16 --lr 1e-3"
     train = f"--data {texts} --limit 60 --candidates plain-fp32,plain-amp,O2-bf16"
-    with one_thread():
-        (scores,) = tables("ner", f"{ner} --model mini --device cpu")
-        (times,) = tables("train", f"{train} --model mini")
+    (scores,) = tables("ner", f"{ner} --model mini --device cpu")
+    (times,) = tables("train", f"{train} --model mini")
     for row in rows(scores):
         assert row["diverged"] == 0
         assert 0 <= row["F1 %"] <= 100  # type: ignore[operator]

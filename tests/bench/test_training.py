@@ -199,11 +199,8 @@ def test_measurements_outlive_a_defect(
     assert "Measured so far" in capsys.readouterr().err
 
 
-def test_recipe_in_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
     """Law: in processes, torch.amp trains the same with memory kept, to the bit."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums depend on it
     names = "torch.amp,torch.amp-kept"
     words = f"{SMALL} --rounds 1 --steps 1 --candidates {names}"
     (table,) = tables("recipe", words)

@@ -13,7 +13,6 @@ from data_files import Trap
 from sharded_files import (  # noqa: F401 -- fixtures among them
     INDEX,
     PART,
-    alone,
     kept_checkpoint,
     original_checkpoint,
     refusal,

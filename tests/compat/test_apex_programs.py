@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from apex_programs.process import LEVELS, fresh
 from forks import run_ranks
-from small_training import one_thread
 
 from halfstep.compat import apex
 
@@ -22,7 +21,7 @@ def _apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("apex", "apex.amp", "apex.optimizers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     apex.install()
-    with one_thread(), fresh():
+    with fresh():
         yield
     for name in list(sys.modules):
         if name.partition(".")[0] in {"apex", "amp_C"}:

@@ -13,7 +13,6 @@ import torch
 from sick_run import counted, step, tally, write
 from small_training import (
     interrupt_before,
-    one_thread,
     small_and_measured,
     without_figures,
     write_letters,
@@ -60,8 +59,7 @@ def train(folder: Path, *words: str, **splits: Any) -> Path:
     words = ("--epochs", "4", "--lr", "5e-3", *words)
     if "ner" not in words:
         words = ("--data", str(data), *words)
-    with one_thread():
-        assert cli.run(["train", "--model", "mini", "--out", str(out), *words]) == 0
+    assert cli.run(["train", "--model", "mini", "--out", str(out), *words]) == 0
     return out
 
 

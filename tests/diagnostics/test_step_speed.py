@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from slow_programs import FAST, ON_A_GPU, PROGRAMS, Program
-from small_training import one_thread
 
 import halfstep as hs
 from halfstep.diagnostics import step_diagnosis
@@ -31,15 +30,9 @@ ENOUGH = 0.95
 
 @pytest.fixture
 def _quiet() -> Iterator[None]:
-    """Make the shares those of the program.
-
-    With more threads products take less of a step and Python more; and the collector
-    would look through all that other tests have left.
-    """
+    """Let the collector not look through all that other tests have left."""
     gc.collect()
     gc.freeze()
-    with one_thread():
-        yield
 
 
 def judged(
@@ -131,7 +124,7 @@ def record() -> None:
     """Write down what each program spends its time on here."""
     found = {}
     for name, program in PROGRAMS.items():
-        with pytest.MonkeyPatch.context() as patch, one_thread():
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hardware, "gemm_rates", lambda *_, **__: FAST)
             profile = judged(program, patch).profile
         spent, rows = 0.0, []

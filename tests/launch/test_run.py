@@ -517,7 +517,7 @@ dist.destroy_process_group()
 def test_ranks_skip_together(launch: Any) -> None:
     """Law: under torchrun an overflow on one rank skips the step of both."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = launch(RANKS, *torchrun, HALFSTEP="fp16", OMP_NUM_THREADS="1")
+    done = launch(RANKS, *torchrun, HALFSTEP="fp16")
     assert done.returncode == 0, done.stderr
     (line,) = [each for each in done.stderr.splitlines() if "optimizer steps" in each]
     assert "O1 fp16: 3 optimizer steps, 1 skipped" in line
@@ -576,7 +576,7 @@ if __name__ == "__main__":
 
 def test_spawned_ranks(launch: Any) -> None:
     """Law: one process of a spawned group reports."""
-    done = launch(SPAWNED, HALFSTEP="bf16", OMP_NUM_THREADS="1")
+    done = launch(SPAWNED, HALFSTEP="bf16")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("1 optimizer steps, 0 skipped") == 1
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ONE_THREAD
 from triton_cases import CASES
 
 from halfstep.errors import UserError
@@ -61,7 +60,7 @@ def said_by(program: str, *words: str, **more: str) -> Any:
     }
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
-        env=os.environ | ONE_THREAD | path | more,
+        env=os.environ | path | more,
         capture_output=True,
         text=True,
         check=False,

@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from session_cases import (  # noqa: F401
     same,
     spoil,
 )
-from small_training import one_thread
 from torch import Tensor, nn
 
 from halfstep._torch import async_read
@@ -56,12 +55,6 @@ def grid(*kinds: str) -> Any:
     makes = {name: (make,) for name, make in OPTIMIZERS.items()}
     tried = thinned({kind: (kind,) for kind in kinds}, makes, 2)
     return pytest.mark.parametrize(("kind", "make"), tried)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def build(

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from portable import (
     net,
     train,
 )
-from small_training import one_thread, same
+from small_training import same
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -30,10 +30,8 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-    with one_thread():
-        yield
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import wide_matmuls
-from processes import ONE_THREAD
 
 from halfstep import launch
 
@@ -51,12 +50,10 @@ def run_forked(
     Returns:
         For each process what it said.
     """
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in ONE_THREAD.items():
-            patch.setenv(name, value)  # torch reads it when it is imported
+    with tempfile.TemporaryDirectory() as folder:
         _FORKS.set_forkserver_preload(_IMPORTED)  # not for servers that programs start
-        with pytest.MonkeyPatch.context() as path:  # without it, none of ours is found
-            path.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        with pytest.MonkeyPatch.context() as patch:  # else none of ours is found
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
             forkserver.ensure_running()
         running = [
             _FORKS.Process(

@@ -4,7 +4,6 @@ In: the words of a program. Out: what it said, once it has ended well.
 """
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -16,14 +15,11 @@ import torch.distributed as dist
 
 from halfstep.distributed import process_group
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment: sums depend on how many threads share them."""
-
 
 def torchrun(
     file: str, *arguments: str, processes: int = 2, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in several processes, each with one thread.
+    """Run a program in several processes.
 
     Args:
         file: The program's file; or "-m", before the name of a module.
@@ -37,7 +33,6 @@ def torchrun(
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     done = subprocess.run(
         [*launcher, "--nproc-per-node", str(processes), file, *arguments],
-        env=os.environ | ONE_THREAD,
         capture_output=True,
         text=True,
         timeout=timeout,

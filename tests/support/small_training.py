@@ -4,11 +4,10 @@ In: pytest's patches. Out: texts whose characters tell their class, and what com
 states.
 """
 
-import contextlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +76,6 @@ def overflow_in(patch: pytest.MonkeyPatch, *steps: int) -> None:
         return clean(self, part) * (math.inf if bad else 1.0)
 
     patch.setattr(Trainer, "micro_batch_loss", loss)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Sum in one order, which depends on how many threads share a sum."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def letters(

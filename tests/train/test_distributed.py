@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from forks import run_ranks
-from processes import ONE_THREAD, torchrun
+from processes import torchrun
 from small_training import (
     assert_same_run,
     small_and_measured,
@@ -274,7 +274,6 @@ def test_two_agents(one: Path, tmp_path: Path) -> None:
                 *("--master-addr", "127.0.0.1", "--master-port", port),
                 *("-m", "halfstep", *words),
             ],
-            env=os.environ | ONE_THREAD,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

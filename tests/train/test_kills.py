@@ -18,7 +18,6 @@ from pathlib import Path
 
 import mini_train
 import pytest
-from processes import ONE_THREAD
 from small_training import timeless, write_letters
 
 from halfstep.train.output.run_directory import RunFolder
@@ -35,7 +34,6 @@ def test_killed_at_random_moments(tmp_path: Path, processes: int, kills: int) ->
     """Law: kill -9 at any moment loses time, and not a bit."""
     done = subprocess.run(
         [sys.executable, __file__, tmp_path, str(processes), str(kills)],
-        env=os.environ | ONE_THREAD,
         capture_output=True,
         text=True,
         check=False,

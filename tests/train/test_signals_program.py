@@ -1,6 +1,5 @@
 """SIGTERM and SIGINT in the middle of an epoch: nothing done is lost."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 from forks import run_forked
 from mini_train import REASON
-from processes import ONE_THREAD
 from small_training import small_settings, write_letters
 
 from halfstep.checkpoint import atomic_directory
@@ -61,7 +59,6 @@ def test_an_error_ends_workers_too(tmp_path: Path) -> None:
     given = settings(tmp_path, workers=1)
     done = subprocess.run(
         [sys.executable, PROGRAM, "--fail", "0@3", *words(given)],
-        env=os.environ | ONE_THREAD,
         capture_output=True,
         text=True,
         timeout=LONGEST,
