@@ -171,26 +171,6 @@ def test_several_regions_one_backward(reentrant: bool, place: str) -> None:
 
 
 @REENTRANT
-@pytest.mark.parametrize("kind", ["stock", "fp16", "cache", "record"])
-def test_a_region_inside_that_inherits(kind: str, reentrant: bool) -> None:
-    """Law: without a policy it takes, again, that of the region around it."""
-    more = {k: v for k, v in AROUND[kind][0].items() if k != "policy"}
-    low = more.get("dtype", BF16)
-
-    def inside(x: Tensor, block: Block) -> Tensor:
-        with region(more, block):
-            return block(x)
-
-    def run(block: Block, x: Tensor) -> Tensor:
-        part = functools.partial(inside, block=block)
-        with autocast("cpu", policy="lean"):
-            return checkpoint(part, x, use_reentrant=reentrant)
-
-    block, _ = train(run)
-    assert block.seen == [(low, low, low)] * 2
-
-
-@REENTRANT
 def test_a_closed_region_keeps_nothing(reentrant: bool) -> None:
     """Law: the recomputation casts weights anew, and leaves no cast behind."""
     weight = nn.Parameter(torch.eye(4))

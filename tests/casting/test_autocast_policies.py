@@ -91,20 +91,19 @@ def test_no_policy_is_that_of_the_region_around(outer: str) -> None:
 # Model code with regions of torch's
 
 
-class Model(nn.Module):
-    def forward(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-        seen = {"around": ran()}
-        with torch.autocast("cpu", enabled=False):
-            seen["island"] = ran()
-            with torch.autocast("cpu", torch.float16):
-                seen["inside the island"] = ran()
+def model_code() -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    seen = {"around": ran()}
+    with torch.autocast("cpu", enabled=False):
+        seen["island"] = ran()
         with torch.autocast("cpu", torch.float16):
-            seen["other dtype"] = ran()
-        with torch.amp.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            seen["no cache"] = ran()
-        seen["decorated"] = torch.autocast("cpu", enabled=False)(ran)()
-        seen["after"] = ran()
-        return seen
+            seen["inside the island"] = ran()
+    with torch.autocast("cpu", torch.float16):
+        seen["other dtype"] = ran()
+    with torch.amp.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        seen["no cache"] = ran()
+    seen["decorated"] = torch.autocast("cpu", enabled=False)(ran)()
+    seen["after"] = ran()
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_regions_of_torchs_inside(
         return low if mm_low else FP32, low if mv_low else FP32
 
     with autocast("cpu", BF16, policy=policy):
-        seen = Model()()
+        seen = model_code()
     assert seen == {
         "around": expected(BF16),
         "island": NONE_LOW,

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput
 
 import halfstep as hs
-from halfstep.casting.convert_model import convert_
-from halfstep.policy import TORCH, levels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LOW = pytest.mark.parametrize("level", ["O2", "O3"])
@@ -211,12 +209,3 @@ def test_compiled_in_one_piece(kind: str, around: bool) -> None:
     assert torch.equal(numbers, parts(eager)[0])
     session.backward(numbers.square().mean())
     assert session.step().applied
-
-
-def test_prepared_twice() -> None:
-    """Law: a second conversion finds nothing to do, and what it adds does no harm."""
-    model = Model(OUTPUTS["tensor"][0])
-    for _ in range(2):
-        converted = convert_(model, levels.O3, BF16, TORCH)
-    assert converted.originals == {}
-    assert model(torch.ones(2, 4)).dtype == FP32

@@ -418,43 +418,6 @@ def test_cast_once_a_step(name: str) -> None:
     assert cache.bytes_cast == STEPS * cache.bytes
 
 
-def test_a_weight_changed_inside_is_cast_again() -> None:
-    """Law: so that an evaluation may try several, and a training step a teacher's."""
-    loop = Ours(PROGRAMS["plain"], 1)
-    (x, _), weight = batch(0), loop.net.once.weight
-    for grad_mode in (torch.no_grad, torch.enable_grad):
-        with loop.region(), grad_mode():
-            for factor in (0.0, 1.0, 2.0):
-                expected = nn.functional.linear(
-                    x.bfloat16(), torch.full((6, 6), factor, dtype=BF16)
-                )
-                with torch.no_grad():
-                    weight.fill_(factor)
-                exact(nn.functional.linear(x, weight), expected)
-
-
-def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: casts and gradients lie where they lay in the step before.
-
-    Those of small weights do not: for them autograd is quicker.
-    """
-    monkeypatch.setattr(weight_cache, "SMALL", 0)
-    loop = Ours(PROGRAMS["plain"], 2)
-    layers = loop.net.once, loop.net.twice
-    params = [param for layer in layers for param in layer.parameters()]
-    places = set()
-    for step in range(3):
-        for number in range(2):
-            with loop.region():
-                loss = loss_of(loop, 10 * step + number)
-            loop.backward(loss)
-            grads = [p.grad.data_ptr() for p in params if p.grad is not None]
-            loop.step()
-        entries = loop.session._contexts.cache._entries.values()
-        places.add((*grads, *(entry.data.data_ptr() for entry in entries)))
-    assert len(places) == 1
-
-
 def test_unmatched_rules_are_told_of_once() -> None:
     """Law: at the end of the first step, with their words; those implied are not."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.RMSNorm(4))
@@ -504,30 +467,6 @@ def test_a_region_is_left_by_an_error() -> None:
             loop.net(torch.ones(2, 5))
         assert not torch.is_autocast_enabled("cpu")
         one_loss(loop, 0)
-
-
-def test_a_failed_backward_pass_takes_nothing_in_later() -> None:
-    """Law: after an error in a backward pass, one beside the session is not folded."""
-
-    def fail(_: Tensor) -> None:
-        message = "inside"
-        raise ValueError(message)
-
-    loop = Ours(PROGRAMS["plain"], 1)
-    with loop.region():
-        loss = loss_of(loop, 0)
-    handle = loop.net.norm.weight.register_hook(fail)
-    with pytest.raises(ValueError, match="inside"):
-        loop.backward(loss)
-    handle.remove()
-    loop.net.zero_grad()
-    with loop.region():
-        loss = loss_of(loop, 0)
-    weight = loop.net.once.weight
-    (grad,) = torch.autograd.grad(loss, [weight], retain_graph=True)
-    assert weight.grad is None
-    loop.backward(loss)
-    exact(weight.grad, grad)
 
 
 if __name__ == "__main__":

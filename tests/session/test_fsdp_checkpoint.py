@@ -24,7 +24,6 @@ from sharded_files import (  # noqa: F401 -- fixtures among them
     PART,
     alone,
     cut,
-    flip,
     kept_checkpoint,
     original_checkpoint,
     refusal,

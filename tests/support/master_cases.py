@@ -24,7 +24,6 @@ from halfstep.session.session import Session
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-BF16 = torch.bfloat16
 FORMS = ("fp32", "split", "kahan", "stochastic")
 LEAN = FORMS[1:]
 SGD: Make = partial(torch.optim.SGD, lr=0.05)
