@@ -5,6 +5,7 @@ Programs that are wrong, each with its finding and its cure, are in tests/field.
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 import threading
@@ -63,6 +64,13 @@ def test_a_scaler_is_found(kind: str) -> None:
     assert diagnosis.numerics.scales == (256, 256)
     line = "No problem found in the first 3 steps with: calls of the loss scaler, loss"
     assert line in str(diagnosis).replace("\n", " ")
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_optimizers_in_turn(kind: str) -> None:
+    """Law: a scaler that a later step is the first to use is not said to be new."""
+    turns = itertools.cycle([Loop(kind), Loop(kind)])
+    assert found(lambda: next(turns).step()) == []
 
 
 def lerp(average: Tensor, weight: Tensor) -> None:

@@ -77,7 +77,8 @@ class StepCalls:
         self.dtypes: set[torch.dtype] = set()
         self.scale_by_hand = 1.0
         """Largest power of two that a program without scaler multiplied a loss by."""
-        self._is_watching = self._meets = False
+        self._is_watching = self._is_reused = False
+        self._earlier_scalers: set[Any] = set()
         self._num_meetings = 0
         """Steps that used a scaler for the first time."""
         self._thread, self._depth = threading.get_ident(), 0
@@ -106,6 +107,8 @@ class StepCalls:
 
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings, those of calls first, in the order of the calls."""
+        if self._num_meetings > 1 and not self._is_reused:
+            self._findings.add(call_order.call_order_finding(*_SCALER_PER_STEP))
         for each in (self._sums, self._grads):
             each.report(self._findings)
         return tuple(self._findings.values())
@@ -137,7 +140,7 @@ class StepCalls:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Check the calls of the one step that runs inside."""
-        self._is_watching, self._meets = True, False
+        self._is_watching, self._earlier_scalers = True, {*self.scalers}
         self._sums.on_step()
         try:
             yield
@@ -146,9 +149,7 @@ class StepCalls:
             self._losses.end_step()
             self._check_rates()
             self._is_watching = False
-            self._num_meetings += self._meets
-            if self._num_meetings > 1:
-                self._findings.add(call_order.call_order_finding(*_SCALER_PER_STEP))
+            self._num_meetings += len(self.scalers) > len(self._earlier_scalers)
 
     @contextlib.contextmanager
     def backward_pass(
@@ -243,6 +244,7 @@ class StepCalls:
                 self.end_update()
             given = (*args, *kwargs.values())
             self._depth += 1
+            self._is_reused = self._is_reused or scaler in self._earlier_scalers
             try:
                 if scaler not in self.scalers:
                     self._meet(scaler)
@@ -279,7 +281,6 @@ class StepCalls:
         if scaler._scale is None and not scaler._init_growth_tracker:  # noqa: SLF001
             self._new.add(id(scaler))
         self.scalers[scaler] = float(scaler.get_scale())
-        self._meets = True
         self._watches[scaler] = call_order.CallOrderWatch(self._findings.add)
         if hasattr(scaler, "call_order_watch"):
             self._own_watches[scaler] = scaler.call_order_watch
@@ -416,8 +417,7 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
     """Set an attribute on the object itself; restore or delete it on exit."""
-    own = vars(owner)
-    before = own.get(name, replaced)
+    before = vars(owner).get(name, replaced)
     setattr(owner, name, value)
     try:
         yield
