@@ -69,6 +69,23 @@ def read(session: Session) -> dict[str, Tensor]:
     return {name: grad.to_dense().clone() for name, grad in session.grads()}
 
 
+@pytest.mark.parametrize("name", ["plain", "retried"])
+@pytest.mark.parametrize("names", [("", ""), ("a", "b")])
+def test_losses_of_one_forward_pass(name: str, names: tuple[str, str]) -> None:
+    """Law: while the graph is kept, another loss adds its gradients."""
+    session = build("O1 fp16", **OPTIONS[name])
+    with session.autocast():
+        loss = session.model(torch.arange(4))
+    for last, each in enumerate(names):
+        session.backward((last + 1) * loss, name=each, retain_graph=not last)
+    once, twice = build("O1 fp16"), read(session)
+    with once.autocast():
+        loss = once.model(torch.arange(4))
+    once.backward(3 * loss)
+    for key, grad in read(once).items():
+        torch.testing.assert_close(twice[key], grad, rtol=1e-2, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("name", "names"), READ)
 @pytest.mark.parametrize("kind", KINDS)

@@ -199,7 +199,9 @@ class Session:
         finally:
             self._num_open_contexts -= 1
 
-    def backward(self, loss: Tensor, *, name: str = "") -> None:
+    def backward(
+        self, loss: Tensor, *, name: str = "", retain_graph: bool = False
+    ) -> None:
         """Scale a loss and run its backward pass; a micro-batch may have several.
 
         Args:
@@ -208,6 +210,7 @@ class Session:
             name: Losses with different names have separate loss scales; their
                 gradients are unscaled and checked before they are summed. Under DDP
                 each needs a forward pass of its own.
+            retain_graph: Keep the graph, for another loss of the same forward pass.
 
         Raises:
             UserError: If `loss` is not a tensor, or a GradScaler has scaled the first.
@@ -234,11 +237,12 @@ class Session:
         window.loss = loss.detach()
         window.num_passes += not name
         try:
+            share = loss / window.size if window.size > 1 else loss
             if passes is None:
-                share = loss / window.size if window.size > 1 else loss
-                self._run_backward(scaler.scale(share), second_pass)
+                scaled = scaler.scale(share)
+                self._run_backward(scaled, second_pass, keep_graph=retain_graph)
             else:
-                self._run_checked(passes, loss, name, scaler)
+                self._run_checked(passes, share, name, retain=retain_graph)
         except Exception as error:
             self._drop_partial_pass(error, is_first=first)
             raise
@@ -282,21 +286,21 @@ class Session:
         return self._loss_scalers.get_or_create(name, self._device)
 
     def _run_checked(
-        self, passes: BackwardPasses, loss: Tensor, name: str, scaler: LossScaler
+        self, passes: BackwardPasses, share: Tensor, name: str, *, retain: bool
     ) -> None:
         """Run a backward pass; unscale and check its gradients separately."""
+        scaler = self._scaler_of_pass(name)
 
-        def backward(keep_graph: bool) -> None:
-            size = self._window.size
-            scaled = scaler.scale(loss / size if size > 1 else loss)
-            self._run_backward(scaled, second_pass=False, keep_graph=keep_graph)
+        def backward(keep: bool) -> None:
+            scaled = scaler.scale(share)
+            self._run_backward(scaled, second_pass=False, keep_graph=keep or retain)
             self._sync_grads()
 
         dropped = passes.run(name, backward, self._params())
         if dropped is not None and self._running_stats is not None:
             self._running_stats.restore(dropped)
-        if passes.keeps_graphs:
-            free_graph(loss)
+        if passes.keeps_graphs and not retain:
+            free_graph(share)
 
     def _sync_grads(self) -> None:
         """Move gradients to the optimizer's parameters, averaged over processes."""
