@@ -172,19 +172,6 @@ def test_a_session_dies() -> None:
     assert {ref() for ref in gone} == {None}
 
 
-@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
-def test_evaluation_first(first: Callable[[], Any]) -> None:
-    """Law: a cast made for evaluation lets gradients through later, and is exact."""
-    cache, layer = CastCache(), nn.Linear(4, 4)
-    x = torch.ones(2, 4)
-    with region(cache):
-        with first():
-            layer(x)
-        out = layer(x)
-    assert sums_up(out, layer.weight, 2.0)
-    assert layer.bias.grad.tolist() == [2.0] * 4
-
-
 def test_inference_mode() -> None:
     """Law: inference mode takes normal casts, leaves none of its own behind."""
     cache, param = CastCache(), weight()
