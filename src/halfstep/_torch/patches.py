@@ -27,15 +27,33 @@ HALFSTEP set has the patches of `launch.script_training` until it ends;
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Undo = Callable[[], object]
     Apply = Callable[[], Undo]
+
+
+_INHERITED = object()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
+    """Replace an attribute of a class, module or object; restore it on exit."""
+    own = vars(owner).get(name, _INHERITED)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 @dataclass(slots=True)

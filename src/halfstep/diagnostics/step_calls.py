@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree
 
 from halfstep._torch.optimizer_params import gradients_of
+from halfstep._torch.patches import replaced
 from halfstep.casting import dtype_mismatch
 from halfstep.diagnostics import step_checks
 from halfstep.nonfinite.graph import nodes_of, saved_numbers
@@ -412,17 +413,3 @@ def _with_subclasses(kind: type) -> Iterator[type]:
     subclasses: list[type] = kind.__subclasses__()
     for each in subclasses:
         yield from _with_subclasses(each)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
-    """Set an attribute on the object itself; restore or delete it on exit."""
-    before = vars(owner).get(name, replaced)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is replaced:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

@@ -26,11 +26,12 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree
 
 from halfstep._torch.optimizer_params import gradients_of
+from halfstep._torch.patches import replaced
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.replay import find_nonfinite
 from halfstep.diagnostics.replay.gradients import exchanges
 from halfstep.diagnostics.replay.tensor_facts import floats
-from halfstep.diagnostics.step_calls import StepCalls, replaced
+from halfstep.diagnostics.step_calls import StepCalls
 from halfstep.errors import UserError
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding

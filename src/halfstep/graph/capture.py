@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from halfstep._torch.patches import replaced
 from halfstep.errors import UserError, require_type
 from halfstep.graph.problem import ALLOW, CLEAR, DENY, INFER
 from halfstep.numerics import formats
@@ -219,11 +220,11 @@ def _refusing_lost_backwards() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         function = torch.autograd.Function
-        stack.enter_context(_replaced(function, "apply", classmethod(apply)))
+        stack.enter_context(replaced(function, "apply", classmethod(apply)))
         for owner, name, what in _LOST_CALLS:
             original = getattr(owner, name, None)
             if original is not None:
-                stack.enter_context(_replaced(owner, name, refused(original, what)))
+                stack.enter_context(replaced(owner, name, refused(original, what)))
         yield
 
 
@@ -236,20 +237,6 @@ _LOST_CALLS: tuple[tuple[Any, str, str], ...] = (
     (torch.inference_mode, "__enter__", "torch.inference_mode"),
 )
 """(owner, attribute, description) of calls that a captured graph would lose."""
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
-    """Replace an attribute of a class or module temporarily."""
-    own = vars(owner).get(name, _replaced)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is _replaced:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ def compile_graph(
             "is, in the formats it was written in. Call it under halfstep.autocast, or "
             "compile the modules around it."
         )
+        _restore_checkpoints(graph_module)
         return graph_module.forward
     with capture.without_autocast():
         aten = _aten_graph(graph_module, example_inputs)
@@ -108,20 +109,27 @@ _LOST = {
 _ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast  # noqa: SLF001
 
 
+def _parts_of(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [part for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _restore_checkpoints(graph_module: fx.GraphModule) -> None:
+    """Make segments recompute with the dropout masks of their forward pass.
+
+    Those of Dynamo do so only where AOTAutograd compiles them.
+    """
+    for part in _parts_of(graph_module):
+        for node in part.graph.nodes:
+            if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                node.target = checkpoint
+                node.kwargs = {**node.kwargs, "use_reentrant": False}
+        part.recompile()
+
+
 def _lost_in(graph_module: fx.GraphModule) -> str:
     """Return what a graph of forward operations would lose; "" if nothing."""
-    nodes = [
-        node
-        for part in graph_module.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
-    ]
+    nodes = [node for part in _parts_of(graph_module) for node in part.graph.nodes]
     names = {getattr(node.target, "__name__", "") for node in nodes}
-    for node in nodes:  # Dynamo's checkpoints recompute with other dropout masks
-        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
-            node.target = checkpoint
-            node.kwargs = {**node.kwargs, "use_reentrant": False}
-            node.graph.owning_module.recompile()
     lost = [what for name, what in _LOST.items() if name in names]
     if any(node.target is _ENTER_AUTOCAST and node.args[2] for node in nodes):
         lost.append("an autocast context of its own")

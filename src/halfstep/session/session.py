@@ -289,7 +289,7 @@ class Session:
         self, passes: BackwardPasses, share: Tensor, name: str, *, retain: bool
     ) -> None:
         """Run a backward pass; unscale and check its gradients separately."""
-        scaler = self._scaler_of_pass(name)
+        scaler = self._loss_scalers.get_or_create(name, self._device)
 
         def backward(keep: bool) -> None:
             scaled = scaler.scale(share)
