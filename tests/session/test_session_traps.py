@@ -74,29 +74,6 @@ def without(model: nn.Module, name: str) -> tuple[int, int]:
     return place, place + len(names)
 
 
-@every_form
-@every_kernel
-def test_a_window_is_forgotten(form: str, *, kernel: bool) -> None:
-    """Law: after `session.zero_grad()` a step is as if nothing had come before."""
-    for given_up in ("pass", "micro", "both"):
-        more = {"accumulate": 2, "kernel": kernel}
-        sessions = [cases.start(cases.ADAMW, form, **more) for _ in range(2)]
-        ours = sessions[0]
-        if given_up != "pass":
-            cases.go(ours, cases.slopes_of(ours.model, 7))
-        if given_up != "micro":
-            backward(ours, cases.slopes_of(ours.model, 8))
-        held = [*ours.model.parameters(), *cases.adopted(ours.optimizer)]
-        assert any(param.grad is not None for param in held)
-        ours.zero_grad()
-        assert all(param.grad is None for param in held)
-        with pytest.raises(RuntimeError, match="without a backward pass"):
-            ours.step()
-        for session in sessions:
-            window(session, 1)
-        assert same(*map(cases.everything, sessions))
-
-
 def plainly(model: nn.Module, slopes: dict[str, Tensor]) -> None:
     model(slopes).backward()
 
@@ -340,29 +317,6 @@ def test_every_optimizer_is_explained(name: str) -> None:
         window(session, number)
 
 
-@every_form
-@pytest.mark.parametrize("others", [True, False])
-def test_passes_of_others_and_updates_in_backward(form: str, *, others: bool) -> None:
-    """Law: a gradient of another pass is not used, and stays where it was left."""
-    ours, right = (
-        cases.start(cases.ADAMW, form, optimizer_in_backward=True) for _ in range(2)
-    )
-    for session in (ours, right):
-        step(session, 1)
-    slopes = {n: torch.ones_like(p) for n, p in ours.model.named_parameters()}
-    if others:
-        elsewhere(ours.model, slopes)
-    else:
-        ours.model(slopes).backward()
-    assert same(cases.everything(ours), cases.everything(right))
-    assert same({n: p.grad for n, p in ours.model.named_parameters()}, slopes)
-    ours.optimizer.zero_grad()
-    assert all(param.grad is None for param in ours.model.parameters())
-    for session in (ours, right):
-        step(session, 2)
-    assert same(cases.everything(ours), cases.everything(right))
-
-
 @crossed("name", "linear.weight", "other.weight", "norm.weight")
 def test_an_unfrozen_weight(form: str, way: dict[str, Any], name: str) -> None:
     """Law: it trains from then on, as one that had only had no gradient before."""
@@ -381,27 +335,6 @@ def test_an_unfrozen_weight(form: str, way: dict[str, Any], name: str) -> None:
         assert not torch.equal(model.get_parameter(name), before)
         sessions.append(session)
     assert same(*map(cases.everything, sessions))
-
-
-@every_form
-@every_window
-def test_an_unfrozen_weight_is_counted(form: str, accumulate: int) -> None:
-    """Law: lost updates are counted of weights that came to be trained later."""
-    model = cases.Mixed()
-    model.linear.weight.requires_grad_(requires_grad=False)
-    more = {"master": form, "accumulate": accumulate}
-    session = cases.prepare(model, cases.SGD(model.parameters()), **more)
-    session.count_rounding_loss(every=1)
-    step(session, *without(model, "linear.weight"))
-    (first,) = session.lost_updates()
-    total = sum(param.numel() for param in model.parameters())
-    assert first.counts[0] == total - model.linear.weight.numel()
-    model.linear.weight.requires_grad_()
-    slopes = {"linear.weight": torch.ones(6, 5)}
-    for _ in range(accumulate):
-        cases.go(session, slopes)
-    (found,) = session.lost_updates()
-    assert found.counts[0] == model.linear.weight.numel()
 
 
 @crossed("make", cases.ADAMW, cases.OPTIMIZERS["rmsprop"], every=2)
