@@ -13,17 +13,8 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.policy import (
-    CATEGORIES,
-    LEAN,
-    TORCH,
-    Policy,
-    Rule,
-    around,
-    decide,
-    deciding_rule,
-    rules,
-)
+from halfstep.policy import CATEGORIES, LEAN, TORCH, Policy, Rule, decide, rules
+from halfstep.policy.decision import around, deciding_rule
 from halfstep.policy.op_tables import FOLLOW, NAMED, TABLES
 
 KINDS = ("op", "module", "type")

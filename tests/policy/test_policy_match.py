@@ -11,16 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.policy import (
-    LEAN,
-    TORCH,
-    Policy,
-    Rule,
-    check_ops,
-    decide,
-    matching_ops,
-    op_tables,
-)
+from halfstep.policy import LEAN, TORCH, Policy, Rule, decide, op_tables
+from halfstep.policy.rules import check_ops, matching_ops
 
 PIECES = st.sampled_from(["a", "b", ".", "*", "?", "[ab]", "[!a]", "[", "/", "-", "("])
 NAMES = st.text("ab./-([", max_size=6)

@@ -85,7 +85,7 @@ def convert_(
     if `model.float()` had been called first: normalisation and fp32 modules in fp32.
 
     A parametrized weight (torch.nn.utils.parametrize) is computed in fp32 from fp32
-    parameters, and its layer gets it in 16 bits. `policy.is_normalisation` decides by
+    parameters, and its layer gets it in 16 bits. `is_normalisation` decides by
     class names whether a module is a normalisation layer.
 
     If the level says so, inputs are cast to 16 bits and 16-bit outputs to fp32, so that

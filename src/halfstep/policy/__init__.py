@@ -5,36 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from halfstep.policy.decision import Decision, around, decide, deciding_rule
-    from halfstep.policy.rules import (
-        CATEGORIES,
-        KEEP,
-        LEAN,
-        TORCH,
-        Policy,
-        Rule,
-        check_ops,
-        is_normalisation,
-        matching_ops,
-        type_names,
-    )
+    from halfstep.policy.decision import Decision, decide
+    from halfstep.policy.rules import CATEGORIES, LEAN, TORCH, Policy, Rule
 
-__all__ = [
-    "CATEGORIES",
-    "KEEP",
-    "LEAN",
-    "TORCH",
-    "Decision",
-    "Policy",
-    "Rule",
-    "around",
-    "check_ops",
-    "decide",
-    "deciding_rule",
-    "is_normalisation",
-    "matching_ops",
-    "type_names",
-]
+__all__ = ["CATEGORIES", "LEAN", "TORCH", "Decision", "Policy", "Rule", "decide"]
 
 if not TYPE_CHECKING:  # a type checker must still see a misspelt name
 
