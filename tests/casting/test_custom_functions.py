@@ -234,26 +234,6 @@ def test_signature_is_kept(decorator: Decorator) -> None:
         wrapped(torch.ones(2))  # type: ignore[call-arg]
 
 
-# In company
-
-
-def test_decorated_calls_decorated() -> None:
-    """Law: a decorated function inside another is called untouched; so is recursion."""
-    seen: list[torch.dtype] = []
-
-    @full_precision
-    def inner(x: Tensor, depth: int) -> None:
-        seen.append(x.dtype)
-        if depth:
-            inner(x.half(), depth - 1)
-
-    with torch.autocast("cpu"):
-        low_precision(inner)(torch.ones(2), 1)
-        assert autocast_state()[:2] == (True, BF16)
-        inner(torch.ones(2), 1)
-    assert seen == [BF16, FP16, FP32, FP16]
-
-
 @pytest.mark.gpu
 def test_each_device_has_its_own_region() -> None:
     """Law: tensors follow the autocast state and dtype of their own device."""

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.func import grad, jacrev, vmap
-from torch.utils._pytree import tree_leaves
 from twins import Contexts, autocast_state, entered, same_bits
 
 from halfstep.casting import custom_functions
@@ -188,18 +186,15 @@ def test_stand_in_for_a_ctx() -> None:
 # What setup_context gets
 
 
-def test_inputs_are_cast_and_the_output_is_not() -> None:
-    """Law: `setup_context` gets the inputs as forward did, and forward's own output."""
-    seen: dict[str, Any] = {}
+def test_the_output_is_not_cast() -> None:
+    """Law: `setup_context` gets inputs as forward did, and forward's own output."""
+    seen: list[object] = []
     fwd = custom_functions.custom_fwd(device_type="cpu", cast_inputs=BF16)
 
-    class Nested(torch.autograd.Function):
+    class Wide(torch.autograd.Function):
         @staticmethod
         @fwd
-        def forward(
-            x: Tensor, rest: list[Any], table: dict[str, Tensor], word: str = "word"
-        ) -> Tensor:
-            seen["forward"] = (x, rest, table, word)
+        def forward(x: Tensor) -> Tensor:
             return x.float() * 2
 
         @staticmethod
@@ -207,22 +202,11 @@ def test_inputs_are_cast_and_the_output_is_not() -> None:
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             del ctx
             assert not torch.is_grad_enabled()
-            seen["setup"], seen["output"], seen["state"] = inputs, output, state()
+            seen.extend((inputs[0].dtype, output.dtype, state()))
 
-    x = torch.randn(2)
-    rest = [torch.randn(2), (torch.ones(2, dtype=torch.float64), torch.arange(2))]
     with torch.autocast("cpu", FP16):
-        Nested.apply(  # type: ignore[no-untyped-call]
-            x, rest, {"mask": torch.ones(2, dtype=torch.bool)}
-        )
-    assert seen["output"].dtype == FP32
-    assert seen["state"] == (False, FP16)
-    *expected, word = tree_leaves(seen["forward"])
-    *leaves, same_word = tree_leaves(seen["setup"])
-    dtypes = [each.dtype for each in leaves]
-    assert dtypes == [BF16, BF16, torch.float64, torch.int64, torch.bool]
-    assert_same(leaves, expected)
-    assert word == same_word == "word"
+        Wide.apply(torch.randn(2))  # type: ignore[no-untyped-call]
+    assert seen == [BF16, FP32, (False, FP16)]
 
 
 def test_undecorated_setup_context() -> None:
@@ -264,24 +248,6 @@ def test_exceptions_restore_the_state() -> None:
     assert state() == before
 
 
-def by_hand(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return x @ w on operands cast by hand."""
-    return lambda x, w: x.to(dtype) @ w.to(dtype)
-
-
-def test_once_differentiable() -> None:
-    """Law: `once_differentiable` under `custom_bwd` keeps its meaning."""
-    log: Log = []
-    product = with_setup([], None, once_differentiable(backward_of(log)))
-    assert_same(run(product, (FP16,)), run(classic(torch.amp, [], None), (FP16,)))
-    assert [entry[-2:] for entry in log] == [(True, FP16)]
-    x, w = operands()
-    loss = product.apply(x, w).square().sum()
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
-        first.sum().backward()  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.parametrize("cast_inputs", [None, BF16])
 def test_func_grad_and_vmap(cast_inputs: torch.dtype | None) -> None:
     """Law: functorch's transforms give what they do for operands cast by hand."""
@@ -306,4 +272,4 @@ def test_func_grad_and_vmap(cast_inputs: torch.dtype | None) -> None:
 
     with entered((BF16,)):
         actual = results(product)
-    assert_same(actual, results(by_hand(BF16)))
+    assert_same(actual, results(lambda x, w: x.to(BF16) @ w.to(BF16)))
