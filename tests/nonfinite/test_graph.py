@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from versions import torch_has_lstm
 
 import halfstep as hs
+from halfstep.nonfinite.domains import find_domain_error
 from halfstep.nonfinite.graph import find_in_graph
 from halfstep.nonfinite.origin import BadOp
 
@@ -146,6 +147,14 @@ def test_a_log_of_zero_is_found_behind_any_model(
     assert evidence.startswith("its argument is 0 at 12 of 12 places")
     assert ("a smaller eps is 0" in finding.evidence) == (dtype == torch.float16)
     assert finding.advice.startswith("Add a small number inside log()")
+
+
+@pytest.mark.parametrize("low", [FP16, BF16, FP32])
+def test_an_eps_before_a_cast(low: torch.dtype) -> None:
+    """Law: numbers in fp32 that are float16's were computed there."""
+    values = {"self": torch.tensor([0.0, 0.1]).to(low).float()}
+    error = required(find_domain_error("log", values, "forward"))
+    assert ("a smaller eps is 0" in error.evidence) == (low == FP16)
 
 
 FULL = torch.full((4, 8), 256.0)

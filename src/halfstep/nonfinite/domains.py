@@ -71,7 +71,6 @@ UNSCALE = (
     "Divide such gradients by the loss scale before they become part of a loss: "
     "grads / scaler.get_scale(); or take them by session.grad of halfstep.prepare."
 )
-"""Advice for a penalty on gradients of a scaled loss."""
 RUNNING_STATS = (
     "A batch with inf or NaN wrote it, even if its step was skipped: call "
     "reset_running_stats() and run some batches in train mode. A session of "
@@ -79,8 +78,7 @@ RUNNING_STATS = (
 )
 
 
-def _is_zero(values: Tensor) -> Tensor:
-    return values == 0
+_is_zero = torch.logical_not
 
 
 @functools.cache
@@ -219,7 +217,10 @@ def find_domain_error(
             continue
         places = row.test(*tensors)
         if bool(places.any()):
-            dtype = tensors[0].dtype
+            dtype, given = tensors[0].dtype, tensors[0].real.float()
+            copies = (given.half().float(), given.bfloat16().float())
+            if given.equal(copies[0]) and not given.equal(copies[1]):
+                dtype = torch.float16  # A policy may have cast it to fp32.
             evidence = row.evidence.format_map(values) + counted(places)
             evidence += _lost_eps(row.evidence, dtype)
             return DomainError(row.cause, evidence, row.advice, row.result, dtype)
