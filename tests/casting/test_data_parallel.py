@@ -1,7 +1,6 @@
 """Regions in the replicas of `nn.DataParallel`, each of which runs in its own thread.
 
-On a CPU torch's `parallel_apply` runs with what it asks of an accelerator replaced. And
-regions around `DistributedDataParallel`.
+On a CPU torch's `parallel_apply` runs with what it asks of an accelerator replaced.
 """
 
 import contextlib
@@ -11,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import group_of_one
 from torch import Tensor, nn
 from torch.nn import parallel
-from torch.utils.checkpoint import checkpoint
 
 from halfstep.casting import active_context, recompute
 from halfstep.casting.autocast_mode import autocast
@@ -156,51 +153,6 @@ def test_torch_is_wrapped_while_a_context_is_open() -> None:
         assert vars(wrapped)["__wrapped__"] is original
         assert vars(globals_["parallel_apply"])["__wrapped__"] is original
     assert parallel.parallel_apply is globals_["parallel_apply"] is original
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.body, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-        self.head = nn.Linear(4, 4)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body(x)
-        normal = checkpoint(self.norm, hidden, use_reentrant=False)
-        out: Tensor = self.head(normal)
-        self.seen += [hidden.dtype, normal.dtype, out.dtype]
-        return out.float()
-
-
-@pytest.mark.parametrize(
-    ("policy", "bits"),
-    [
-        ("torch", (16, 16, 16)),
-        ("lean + module:head=fp32", (16, 16, 32)),
-        ("torch + op:linear=fp32", (32, 32, 32)),
-        ("torch + type:LayerNorm=fp32", (16, 32, 16)),
-    ],
-)
-def test_distributed_data_parallel(policy: str, bits: tuple[int, ...]) -> None:
-    """Law: DDP leaves a policy in force; gradients are those without it, to the bit."""
-    grads = []
-    with group_of_one():
-        for wrap in (False, True):
-            net = Checkpointed()
-            model: Any = nn.parallel.DistributedDataParallel(net) if wrap else net
-            region = autocast(
-                "cpu", policy=policy, model=net if ":" in policy else None
-            )
-            for waits in (True, False):
-                with model.no_sync() if wrap and waits else contextlib.nullcontext():
-                    with region:
-                        loss = model(X).square().mean()
-                    loss.backward()
-            assert [dtype.itemsize * 8 for dtype in net.seen] == [*bits] * 2
-            grads.append([param.grad for param in net.parameters()])
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
