@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from halfstep.errors import UserError
 from halfstep.machine import hardware
 from halfstep.nonfinite.optimizer_eps import eps_underflows
 from halfstep.numerics import formats
 from halfstep.policy import levels
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,10 @@ def warnings_for(
         hardware.emulation_warning(choice.format.name, device),
         weight_nan_warning(choice, optimizer, masters=masters),
     ]
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    if choice.level.low and dtypes == {torch.float64}:
+        cure = "call model.float() before you make the optimizer."
+        warnings.append(f"float64 weights stay so, and no level casts them: {cure}")
     return [line for line in warnings if line]
 
 
