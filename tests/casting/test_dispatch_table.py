@@ -11,9 +11,10 @@ from halfstep.casting.dispatch_table import (
     op_casts_for,
 )
 from halfstep.errors import UserError
-from halfstep.policy import CATEGORIES, KEEP, TORCH, Policy, decide, op_tables
+from halfstep.policy import CATEGORIES, TORCH, Policy, decide, op_tables
 from halfstep.policy import LEAN as LEAN_ONLY
 from halfstep.policy.op_tables import LEAN, LOW, NAMED, PROMOTE, TABLES
+from halfstep.policy.rules import KEEP
 
 DEVICES = pytest.mark.parametrize("device", TABLES)
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
-from halfstep.policy import Policy, Rule, check_ops, decide
+from halfstep.policy import Policy, Rule, decide
+from halfstep.policy.rules import check_ops
 
 Run = Callable[[Tensor, Tensor], object]
 

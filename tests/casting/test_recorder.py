@@ -102,16 +102,6 @@ def test_the_lean_table() -> None:
     ]
 
 
-def test_a_cache_that_is_warm() -> None:
-    """Law: what a cache has already is not cast again, and not counted."""
-    model, cache = Net(), CastCache()
-    nothing, loss_alone = (1, 0, 0), (1, 1, 32)
-    for first in ((1, 3, 56), (1, 1, 16)):
-        found = recorded(model, policy="lean", cache=cache)
-        assert [row[-3:] for row in found] == [first, *[nothing] * 3, loss_alone]
-    assert cache.bytes_cast == 40
-
-
 def test_rules() -> None:
     """Law: a rule that decided is named, with its reason; in modules it speaks of."""
     policy = hs.Policy.parse("lean + op:softmax=fp32 + module:body.0=fp32")

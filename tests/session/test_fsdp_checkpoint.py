@@ -22,14 +22,13 @@ from ranks import agreed, mesh, shared, start
 from sharded_files import (  # noqa: F401 -- fixtures among them
     INDEX,
     PART,
-    alone,
     cut,
     kept_checkpoint,
     original_checkpoint,
     refusal,
     trained,
 )
-from small_training import one_thread, same
+from small_training import same
 from tests.scaling.test_scaler_sharded import OPTIMIZERS, ROWS, batch, sides
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
@@ -181,11 +180,10 @@ CASES |= {name: partial(_with, (2, 4), case) for name, case in _any.items()}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     common = tmp_path_factory.mktemp("states")
-    with one_thread():
-        for form, name in UNSHARDED:
-            session = build("O2 bf16", name, parts=False, form=form)
-            train(session, BEFORE, None)
-            fsdp_checkpoint.save(session, common / f"whole {form} {name}")
+    for form, name in UNSHARDED:
+        session = build("O2 bf16", name, parts=False, form=form)
+        train(session, BEFORE, None)
+        fsdp_checkpoint.save(session, common / f"whole {form} {name}")
     return common
 
 

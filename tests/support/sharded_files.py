@@ -6,7 +6,6 @@ In: nothing. Out: sessions that are not alike, and how a directory is refused.
 import copy
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from ranks import mesh
 from session_cases import network
-from small_training import one_thread, same
+from small_training import same
 from torch.distributed.fsdp import fully_shard
 
 import halfstep as hs
@@ -43,17 +42,10 @@ def trained(seed: int = 0, *, shard: bool = False) -> Session:
     return session
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
 @pytest.fixture(scope="module", name="original")
 def original_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("original") / "c"
-    with one_thread():
-        fsdp_checkpoint.save(trained(), path, {"step": 1})
+    fsdp_checkpoint.save(trained(), path, {"step": 1})
     return path
 
 
