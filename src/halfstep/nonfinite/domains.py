@@ -219,8 +219,9 @@ def find_domain_error(
         if bool(places.any()):
             dtype, given = tensors[0].dtype, tensors[0].real.float()
             copies = (given.half().float(), given.bfloat16().float())
-            if given.equal(copies[0]) and not given.equal(copies[1]):
-                dtype = torch.float16  # A policy may have cast it to fp32.
+            # A policy may have cast it to fp32; integers are counts of anything.
+            exact = [given.equal(each) for each in (*copies, given.round())]
+            dtype = torch.float16 if exact == [True, False, False] else dtype
             evidence = row.evidence.format_map(values) + counted(places)
             evidence += _lost_eps(row.evidence, dtype)
             return DomainError(row.cause, evidence, row.advice, row.result, dtype)
