@@ -186,6 +186,10 @@ class MasterParam:
         low = local_part(self.master.detach()).to(weight.dtype)
         return low.view(torch.int16) != weight.view(torch.int16)
 
+    def num_differences(self) -> Tensor:
+        """Return in how many places a finite weight differs from its master."""
+        return (self.differs() & local_part(self.weight.detach()).isfinite()).sum()
+
 
 # A further encoding needs two codecs in `bf16_codecs` and the choice of them above, a
 # number in `cpu_kernels.ENCODING_CODES` and `kernels.c`, and branches of their decoding

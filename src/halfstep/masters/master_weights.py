@@ -31,7 +31,7 @@ from halfstep.masters.fused_step import FusedStep, Kernel, ParamUpdate, Sgd
 from halfstep.masters.generic_step import nan_placeholder
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
-from halfstep.numerics.local_tensor import clone, local_part
+from halfstep.numerics.local_tensor import clone
 from halfstep.scaling.collapse import is_capturing
 
 if TYPE_CHECKING:
@@ -451,11 +451,8 @@ class MasterWeights:
         is_new_step = self.rng.step != self._checked_step
         if self._value_checks_left and params and is_new_step and not is_capturing():
             self._checked_step = self.rng.step
-            finite = [local_part(p.weight.detach()).isfinite() for p in params]
-            pairs = zip(params, finite, strict=True)
-            arrived = self._differences.submit(
-                [(p.differs() & f).sum() for p, f in pairs]
-            )
+            counts = [param.num_differences() for param in params]
+            arrived = self._differences.submit(counts)
             self._value_checks_left -= arrived is not None
             self._follows_values |= any(arrived or ())
         return [*params] if self._follows_values else []
