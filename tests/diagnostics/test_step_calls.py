@@ -73,6 +73,18 @@ def test_optimizers_in_turn(kind: str) -> None:
     assert found(lambda: next(turns).step()) == []
 
 
+@pytest.mark.parametrize("kind", SCALERS)
+def test_one_of_two_made_anew(kind: str) -> None:
+    """Law: a scaler that each step makes is told beside one that is kept."""
+    kept = Loop(kind)
+
+    def step() -> None:
+        kept.step()
+        Loop(kind).step()
+
+    assert "GradScaler" in str(found(step))
+
+
 def lerp(average: Tensor, weight: Tensor) -> None:
     average.lerp_(weight.to(average.dtype), 1e-4)
 

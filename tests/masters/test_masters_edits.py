@@ -15,7 +15,6 @@ import torch
 from small_training import same
 from torch import nn
 
-from halfstep._torch.async_read import DelayedScalars
 from halfstep.masters import MasterWeights
 from halfstep.session.session import Session
 
@@ -97,31 +96,6 @@ def test_only_what_was_changed_follows(*, release: bool) -> None:
     # The truth has more bits than the weights show, or this says nothing.
     (held,) = (s for s in masters.master_params.values() if s.weight.shape == (6, 5))
     assert not torch.equal(held.master, held.weight.float())
-
-
-@pytest.mark.parametrize("release", [True, False])
-@pytest.mark.parametrize("delay", [0, 2])
-def test_writes_through_data(
-    monkeypatch: pytest.MonkeyPatch, delay: int, *, release: bool
-) -> None:
-    """Law: fp32 masters follow what clamps in each step, on a GPU two steps later."""
-    values, submit = list[Any]([None] * delay), DelayedScalars.submit
-
-    def submit_late(self: DelayedScalars, new: Any) -> list[float] | None:
-        values.append(submit(self, new))
-        return values.pop(0)
-
-    monkeypatch.setattr(DelayedScalars, "submit", submit_late)
-    session = trained("fp32", 1, optimizer_in_backward=release)
-    bound = session.model.linear.weight.abs().max() / 2
-    for number in range(delay):
-        session.model.linear.weight.data.clamp_(-bound, bound)
-        cases.go(session, cases.slopes_of(session.model, number))
-    session.model.linear.weight.data.clamp_(-bound, bound)
-    session.optimizer.param_groups[0]["lr"] = 0.0
-    with pytest.warns(UserWarning, match=TOLD):
-        cases.go(session, cases.slopes_of(session.model, delay))
-    assert session.model.linear.weight.abs().max() <= bound
 
 
 def ordinary(session: Session, number: int) -> None:

@@ -86,6 +86,17 @@ def test_losses_of_one_forward_pass(name: str, names: tuple[str, str]) -> None:
         torch.testing.assert_close(twice[key], grad, rtol=1e-2, atol=1e-4)
 
 
+def test_a_graph_kept_under_ddp() -> None:
+    """Law: it is refused, since DDP would average the first loss alone."""
+    with group_of_one():
+        session = build("O1 bf16")
+        session.model = DistributedDataParallel(session.model)
+        with session.autocast():
+            loss = session.model(torch.arange(4))
+        with pytest.raises(UserError, match="retain_graph=True: DDP averages"):
+            session.backward(loss, retain_graph=True)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("name", "names"), READ)
 @pytest.mark.parametrize("kind", KINDS)

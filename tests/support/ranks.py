@@ -68,14 +68,19 @@ def plants(seed: int) -> dict[int, Plant]:
     }
 
 
-def scales(bad: Collection[int], first: float = FIRST) -> list[float]:
+def scales(
+    bad: Collection[int],
+    first: float = FIRST,
+    steps: int = STEPS,
+    interval: int = INTERVAL,
+) -> list[float]:
     """Return the scale before each step and after the last, by hand."""
     scale, clean, found = first, 0, [first]
-    for step in range(STEPS):
+    for step in range(steps):
         clean = 0 if step in bad else clean + 1
         if step in bad:
             scale /= 2
-        elif clean == INTERVAL:
+        elif clean == interval:
             scale, clean = scale * 2, 0
         found.append(scale)
     return found

@@ -78,10 +78,9 @@ class StepCalls:
         self.dtypes: set[torch.dtype] = set()
         self.scale_by_hand = 1.0
         """Largest power of two that a program without scaler multiplied a loss by."""
-        self._is_watching = self._is_reused = False
-        self._earlier_scalers: set[Any] = set()
-        self._num_meetings = 0
-        """Steps that used a scaler for the first time."""
+        self._is_watching, self._num_watched = False, 0
+        self._steps_of_new: dict[Any, int] = {}
+        """Scaler that only one step has used -> number of that step."""
         self._thread, self._depth = threading.get_ident(), 0
         self._findings = step_checks.Findings()
         self._watches: dict[Any, call_order.CallOrderWatch] = {}
@@ -108,7 +107,7 @@ class StepCalls:
 
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings, those of calls first, in the order of the calls."""
-        if self._num_meetings > 1 and not self._is_reused:
+        if len({*self._steps_of_new.values()}) > 1:
             self._findings.add(call_order.call_order_finding(*_SCALER_PER_STEP))
         for each in (self._sums, self._grads):
             each.report(self._findings)
@@ -141,7 +140,7 @@ class StepCalls:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Check the calls of the one step that runs inside."""
-        self._is_watching, self._earlier_scalers = True, {*self.scalers}
+        self._is_watching, self._num_watched = True, self._num_watched + 1
         self._sums.on_step()
         try:
             yield
@@ -150,7 +149,6 @@ class StepCalls:
             self._losses.end_step()
             self._check_rates()
             self._is_watching = False
-            self._num_meetings += len(self.scalers) > len(self._earlier_scalers)
 
     @contextlib.contextmanager
     def backward_pass(
@@ -245,7 +243,8 @@ class StepCalls:
                 self.end_update()
             given = (*args, *kwargs.values())
             self._depth += 1
-            self._is_reused = self._is_reused or scaler in self._earlier_scalers
+            if self._steps_of_new.get(scaler, self._num_watched) < self._num_watched:
+                del self._steps_of_new[scaler]
             try:
                 if scaler not in self.scalers:
                     self._meet(scaler)
@@ -282,6 +281,7 @@ class StepCalls:
         if scaler._scale is None and not scaler._init_growth_tracker:  # noqa: SLF001
             self._new.add(id(scaler))
         self.scalers[scaler] = float(scaler.get_scale())
+        self._steps_of_new[scaler] = self._num_watched
         self._watches[scaler] = call_order.CallOrderWatch(self._findings.add)
         if hasattr(scaler, "call_order_watch"):
             self._own_watches[scaler] = scaler.call_order_watch

@@ -9,7 +9,6 @@ import torch
 
 from halfstep.errors import UserError, format_value
 from halfstep.masters import bf16_codecs
-from halfstep.numerics.local_tensor import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,28 +166,18 @@ class MasterParam:
         if residual.dtype == torch.float32:
             self.master.data = self.residual
 
-    def reset_from_weight(
-        self, encoding: MasterEncoding, rng: RoundingRng
-    ) -> int | Tensor:
+    def reset_from_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> int:
         """Reset the master from the weight; return how many elements changed."""
+        weight = self.weight.detach()
+        wide = weight.float()
         if encoding.is_compact:
             # The residual belongs to the old weights; which changed is unknown.
-            self.encode_(encoding, self.weight.detach().float(), rng)
-            return 0 if self.residual is None else self.weight.numel()
-        differs, weight = self.differs(), local_part(self.weight.detach())
-        master = local_part(self.master.detach())
-        master.copy_(torch.where(differs, weight.float(), master))
-        return differs.sum()
-
-    def differs(self) -> Tensor:
-        """Return where, on this rank, the weight is not its rounded fp32 master."""
-        weight = local_part(self.weight.detach())
-        low = local_part(self.master.detach()).to(weight.dtype)
-        return low.view(torch.int16) != weight.view(torch.int16)
-
-    def num_differences(self) -> Tensor:
-        """Return in how many places a finite weight differs from its master."""
-        return (self.differs() & local_part(self.weight.detach()).isfinite()).sum()
+            self.encode_(encoding, wide, rng)
+            return 0 if self.residual is None else wide.numel()
+        low = self.master.detach().to(weight.dtype)
+        differs = low.view(torch.int16) != weight.view(torch.int16)
+        self.master.copy_(torch.where(differs, wide, self.master))
+        return int(differs.sum())
 
 
 # A further encoding needs two codecs in `bf16_codecs` and the choice of them above, a

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._torch import optimizer_hooks
-from halfstep._torch.async_read import DelayedScalars
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
@@ -32,16 +31,11 @@ from halfstep.masters.generic_step import nan_placeholder
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
 from halfstep.numerics.local_tensor import clone
-from halfstep.scaling.collapse import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch.optim import Optimizer
-
-_VALUE_CHECKS = 2
-"""Steps that look for weights written to through `.data`: the second is the first after
-an update."""
 
 
 class MasterWeights:
@@ -113,11 +107,6 @@ class MasterWeights:
         """Whether this class is calling `optimizer.step`."""
         self._versions: list[int] = []
         self._warned_of_writes = False
-        # Compact encodings decode the weight itself, whoever wrote it.
-        self._value_checks_left = 0 if encoding.is_compact else _VALUE_CHECKS
-        self._checked_step = -1
-        self._differences = DelayedScalars()
-        self._follows_values = False
         self._consume: Callable[[Tensor], None] | None = None
         self._hooked: set[Tensor] = set()
         self.add_new_params(originals)
@@ -412,21 +401,18 @@ class MasterWeights:
         """Reset master weights whose model weights were changed outside the optimizer.
 
         `model.load_state_dict`, clamping or weight averaging change the model; without
-        the reset the next step would undo that. Writes through `.data` do not increment
-        the version counter: see `_written_uncounted`.
+        the reset the next step would undo that. Writes through `.data` are not
+        detected, since they do not increment the version counter.
         """
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
                 master_param.check()
         written = self._externally_written()
-        if not written and (self._value_checks_left or self._follows_values):
-            written = self._written_uncounted()
         if not written:
             return
-        counts = [p.reset_from_weight(self.encoding, self.rng) for p in written]
+        changed = sum(p.reset_from_weight(self.encoding, self.rng) for p in written)
         self.mark_synced()
-        changed = 0 if self._warned_of_writes else sum(map(int, counts))
-        if changed:
+        if changed and not self._warned_of_writes:
             # Once: programs that clamp their weights do so in each step.
             self._warned_of_writes = True
             warn_caller(
@@ -440,22 +426,6 @@ class MasterWeights:
         """Return the parameters whose weights were written since `mark_synced`."""
         pairs = zip(self.master_params.values(), self._versions, strict=True)
         return [p for p, version in pairs if p.weight._version != version]  # noqa: SLF001
-
-    def _written_uncounted(self) -> list[MasterParam]:
-        """Return all parameters from when weights were written to through `.data`.
-
-        The first steps compare values: who clamps or masks weights does so in each. On
-        a GPU the result arrives two steps later, and what was written before is lost.
-        """
-        params = self.master_params.values()
-        is_new_step = self.rng.step != self._checked_step
-        if self._value_checks_left and params and is_new_step and not is_capturing():
-            self._checked_step = self.rng.step
-            counts = [param.num_differences() for param in params]
-            arrived = self._differences.submit(counts)
-            self._value_checks_left -= arrived is not None
-            self._follows_values |= any(arrived or ())
-        return [*params] if self._follows_values else []
 
 
 class NoMasters(MasterWeights):

@@ -219,8 +219,9 @@ def find_domain_error(
         if bool(places.any()):
             dtype, given = tensors[0].dtype, tensors[0].real.float()
             copies = (given.half().float(), given.bfloat16().float())
-            # A policy may have cast it to fp32; integers are counts of anything.
-            exact = [given.equal(each) for each in (*copies, given.round())]
+            # A policy may have cast it to fp32; a coarse grid may be that of the data.
+            grid = (given * 2**12).round() / 2**12
+            exact = [given.equal(each) for each in (*copies, grid)]
             dtype = torch.float16 if exact == [True, False, False] else dtype
             evidence = row.evidence.format_map(values) + counted(places)
             evidence += _lost_eps(row.evidence, dtype)

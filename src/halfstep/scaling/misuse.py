@@ -97,6 +97,14 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
     )
 
 
+def graph_kept_under_ddp() -> UserError:
+    """Return the error of a backward pass that keeps its graph under DDP."""
+    return UserError(
+        "retain_graph=True: DDP averages gradients once for each forward pass, so a "
+        "second loss would make ranks differ. Add losses up into one."
+    )
+
+
 def released_twice() -> UserError:
     """Session: a second backward pass with optimizer_in_backward."""
     return UserError(

@@ -213,7 +213,8 @@ class Session:
             retain_graph: Keep the graph, for another loss of the same forward pass.
 
         Raises:
-            UserError: If `loss` is not a tensor, or a GradScaler has scaled the first.
+            UserError: If `loss` is not a tensor, or a GradScaler has scaled the first;
+                for `retain_graph` under DDP, which averages once a forward pass.
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
         is_tensor = isinstance(loss, Tensor)
@@ -237,12 +238,10 @@ class Session:
         window.loss = loss.detach()
         window.num_passes += not name
         try:
-            share = loss / window.size if window.size > 1 else loss
             if passes is None:
-                scaled = scaler.scale(share)
-                self._run_backward(scaled, second_pass, keep_graph=retain_graph)
+                self._run_backward(loss, scaler, second_pass, keep_graph=retain_graph)
             else:
-                self._run_checked(passes, share, name, retain=retain_graph)
+                self._run_checked(passes, loss, name, retain=retain_graph)
         except Exception as error:
             self._drop_partial_pass(error, is_first=first)
             raise
@@ -286,21 +285,20 @@ class Session:
         return self._loss_scalers.get_or_create(name, self._device)
 
     def _run_checked(
-        self, passes: BackwardPasses, share: Tensor, name: str, *, retain: bool
+        self, passes: BackwardPasses, loss: Tensor, name: str, *, retain: bool
     ) -> None:
         """Run a backward pass; unscale and check its gradients separately."""
         scaler = self._loss_scalers.get_or_create(name, self._device)
 
         def backward(keep: bool) -> None:
-            scaled = scaler.scale(share)
-            self._run_backward(scaled, second_pass=False, keep_graph=keep or retain)
+            self._run_backward(loss, scaler, False, keep_graph=keep or retain)  # noqa: FBT003
             self._sync_grads()
 
         dropped = passes.run(name, backward, self._params())
         if dropped is not None and self._running_stats is not None:
             self._running_stats.restore(dropped)
         if passes.keeps_graphs and not retain:
-            free_graph(share)
+            free_graph(loss)
 
     def _sync_grads(self) -> None:
         """Move gradients to the optimizer's parameters, averaged over processes."""
@@ -319,14 +317,18 @@ class Session:
             self._window.warn_of_changed_gradients()
 
     def _run_backward(
-        self, scaled: Tensor, second_pass: bool, *, keep_graph: bool = False
+        self, loss: Tensor, scaler: LossScaler, second_pass: bool, *, keep_graph: bool
     ) -> None:
         """Run a backward pass; the second of a micro-batch is accumulated in fp32."""
+        if keep_graph and ddp.is_data_parallel(self.model):
+            raise misuse.graph_kept_under_ddp()
+        size = self._window.size
+        scaled = scaler.scale(loss / size if size > 1 else loss)
         accumulator = self._contexts.grad_accumulator
         masters, in_backward = self._masters, self._in_backward
         # Hooks that consume gradients are active in our own passes only: the model may
         # be part of another one, whose backward passes must not change.
-        hooked = in_backward is not None or self._window.size > 1
+        hooked = in_backward is not None or size > 1
         is_local = hooked and not ddp.is_data_parallel(self.model)
         if second_pass:
             masters.accumulate_grads()

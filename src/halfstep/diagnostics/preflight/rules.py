@@ -406,7 +406,7 @@ def verdict(facts: Facts, results: Sequence[Finding]) -> str:
         parts = [f"keep these modules in float32: {', '.join(facts.rules)}"]
         parts += [f"with {scale}"] * bool(scale)
     elif state == "not worth":
-        parts = [] if facts.default_finite else [f"overflows: use {scale}"]
+        parts = [f"overflows: use {scale}"] * (bool(scale) and not facts.default_finite)
     else:
         parts = [f"good with {scale}" if scale else "good"]
     if state == "not worth":
