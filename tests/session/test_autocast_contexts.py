@@ -469,5 +469,27 @@ def test_a_region_is_left_by_an_error() -> None:
         one_loss(loop, 0)
 
 
+def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: casts and gradients lie where they lay in the step before.
+
+    Those of small weights do not: for them autograd is quicker.
+    """
+    monkeypatch.setattr(weight_cache, "SMALL", 0)
+    loop = Ours(PROGRAMS["plain"], 2)
+    layers = loop.net.once, loop.net.twice
+    params = [param for layer in layers for param in layer.parameters()]
+    places = set()
+    for step in range(3):
+        for number in range(2):
+            with loop.region():
+                loss = loss_of(loop, 10 * step + number)
+            loop.backward(loss)
+            grads = [p.grad.data_ptr() for p in params if p.grad is not None]
+            loop.step()
+        entries = loop.session._contexts.cache._entries.values()
+        places.add((*grads, *(entry.data.data_ptr() for entry in entries)))
+    assert len(places) == 1
+
+
 if __name__ == "__main__":
     process(Path(sys.argv[1]))

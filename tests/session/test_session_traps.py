@@ -74,6 +74,29 @@ def without(model: nn.Module, name: str) -> tuple[int, int]:
     return place, place + len(names)
 
 
+@every_form
+@every_kernel
+def test_a_window_is_forgotten(form: str, *, kernel: bool) -> None:
+    """Law: after `session.zero_grad()` a step is as if nothing had come before."""
+    for given_up in ("pass", "micro", "both"):
+        more = {"accumulate": 2, "kernel": kernel}
+        sessions = [cases.start(cases.ADAMW, form, **more) for _ in range(2)]
+        ours = sessions[0]
+        if given_up != "pass":
+            cases.go(ours, cases.slopes_of(ours.model, 7))
+        if given_up != "micro":
+            backward(ours, cases.slopes_of(ours.model, 8))
+        held = [*ours.model.parameters(), *cases.adopted(ours.optimizer)]
+        assert any(param.grad is not None for param in held)
+        ours.zero_grad()
+        assert all(param.grad is None for param in held)
+        with pytest.raises(RuntimeError, match="without a backward pass"):
+            ours.step()
+        for session in sessions:
+            window(session, 1)
+        assert same(*map(cases.everything, sessions))
+
+
 def plainly(model: nn.Module, slopes: dict[str, Tensor]) -> None:
     model(slopes).backward()
 
@@ -315,6 +338,29 @@ def test_every_optimizer_is_explained(name: str) -> None:
         notes = session.explain().notes
         assert any(f"update: {word}" in note for note in notes), notes
         window(session, number)
+
+
+@every_form
+@pytest.mark.parametrize("others", [True, False])
+def test_passes_of_others_and_updates_in_backward(form: str, *, others: bool) -> None:
+    """Law: a gradient of another pass is not used, and stays where it was left."""
+    ours, right = (
+        cases.start(cases.ADAMW, form, optimizer_in_backward=True) for _ in range(2)
+    )
+    for session in (ours, right):
+        step(session, 1)
+    slopes = {n: torch.ones_like(p) for n, p in ours.model.named_parameters()}
+    if others:
+        elsewhere(ours.model, slopes)
+    else:
+        ours.model(slopes).backward()
+    assert same(cases.everything(ours), cases.everything(right))
+    assert same({n: p.grad for n, p in ours.model.named_parameters()}, slopes)
+    ours.optimizer.zero_grad()
+    assert all(param.grad is None for param in ours.model.parameters())
+    for session in (ours, right):
+        step(session, 2)
+    assert same(cases.everything(ours), cases.everything(right))
 
 
 @crossed("name", "linear.weight", "other.weight", "norm.weight")

@@ -229,6 +229,7 @@ def start(
         words = (folder, common, *files)
         run_ranks(__file__, *words, processes=processes, timeout=240)
         found = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
+        # These processes have just written them; some tell of objects.
         return [torch.load(path, weights_only=False) for path in found]
 
 

@@ -1,7 +1,8 @@
 """Computes 16-bit matrix products in fp32 where the CPU has no fast ones of its own.
 
 With AVX2 alone, torch multiplies 16-bit matrices element by element: up to fifty times
-as slowly as in fp32. For programs whose kernels no test is about.
+as slowly as in fp32. For programs whose kernels no test is about; not by a dispatch
+mode, which they could see.
 """
 
 import warnings

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.machine import hardware
+from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _SLOW_RATIO = 0.5
 """Share of fp32's rate below which the CPU has no instructions for a format."""
-_LOW = (torch.bfloat16, torch.float16)
 
 _MATMULS = {
     torch.ops.aten.mm.default: (2, 1),
@@ -82,9 +82,8 @@ class Fp32Matmuls(DispatchMode):  # type: ignore[no-untyped-call]
         # A convolution without a bias has None for it.
         dtypes = {x.dtype for x in args[:num_operands] if x is not None}
         # Operands of mixed dtypes must raise torch's error, as without this mode.
-        if len(dtypes) != 1 or dtypes.isdisjoint(_LOW):
+        if len(dtypes) != 1 or not is_low(dtype := dtypes.pop()):
             return func(*args, **(kwargs or {}))
-        (dtype,) = dtypes
         named = {key: _to_fp32(each) for key, each in (kwargs or {}).items()}
         result = func(*map(_to_fp32, args), **named)
         if isinstance(result, Tensor):
@@ -95,5 +94,4 @@ class Fp32Matmuls(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _to_fp32(value: Any) -> Any:  # noqa: ANN401 -- of what torch hands over
-    is_low = isinstance(value, Tensor) and value.dtype in _LOW
-    return value.float() if is_low else value
+    return value.float() if isinstance(value, Tensor) and is_low(value.dtype) else value

@@ -82,7 +82,7 @@ def warnings_for(
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     if choice.level.low and dtypes == {torch.float64}:
         cure = "call model.float() before you make the optimizer."
-        warnings.append(f"float64 weights stay so, and no level casts them: {cure}")
+        warnings.append(f"the weights are float64, which no level casts: {cure}")
     return [line for line in warnings if line]
 
 

@@ -71,6 +71,7 @@ UNSCALE = (
     "Divide such gradients by the loss scale before they become part of a loss: "
     "grads / scaler.get_scale(); or take them by session.grad of halfstep.prepare."
 )
+"""Advice for a penalty on gradients of a scaled loss."""
 RUNNING_STATS = (
     "A batch with inf or NaN wrote it, even if its step was skipped: call "
     "reset_running_stats() and run some batches in train mode. A session of "
@@ -78,7 +79,8 @@ RUNNING_STATS = (
 )
 
 
-_is_zero = torch.logical_not
+def _is_zero(values: Tensor) -> Tensor:
+    return values == 0
 
 
 @functools.cache
@@ -222,7 +224,8 @@ def find_domain_error(
             # A policy may have cast it to fp32; a coarse grid may be that of the data.
             grid = (given * 2**12).round() / 2**12
             exact = [given.equal(each) for each in (*copies, grid)]
-            dtype = torch.float16 if exact == [True, False, False] else dtype
+            if dtype is torch.float32 and exact == [True, False, False]:
+                dtype = torch.float16
             evidence = row.evidence.format_map(values) + counted(places)
             evidence += _lost_eps(row.evidence, dtype)
             return DomainError(row.cause, evidence, row.advice, row.result, dtype)

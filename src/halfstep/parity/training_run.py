@@ -157,6 +157,7 @@ def train(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     session = _prepare(candidate, model, optimizer, arguments)
+    emulation = _emulation(session)
     losses, seconds = list[float](), list[float]()
     peak_bytes, nonfinite, diverged = 0, 0, ""
     for step, micro_batches in _iterate_steps(workload, seed, session.accumulate):
@@ -168,7 +169,8 @@ def train(
         is_last = step == workload.steps
         try:
             with _errors_of(candidate):
-                result = _train_step(session, loss_fn, micro_batches, is_last)
+                with emulation:
+                    result = _train_step(session, loss_fn, micro_batches, is_last)
                 loss, duration, peak_bytes = result
         except LossScaleCollapse as error:
             diverged = f"step {step}: {_first_line(error)}"
@@ -187,8 +189,8 @@ def train(
             diverged = f"{workload.metric_name} is {metric} after step {len(losses)}"
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
-    timed = not matmul_emulation.is_needed(session.choice.format.name, device.type)
-    times = tuple(seconds) * timed
+    is_emulated = isinstance(emulation, matmul_emulation.Fp32Matmuls)
+    times = () if is_emulated else tuple(seconds)
     curves = tuple(losses), metric, diverged, session.steps_skipped, times
     checksums = weights_crc, first_crc, batches_crc
     return Run(candidate.name, seed, *curves, peak_bytes, *checksums)
@@ -201,19 +203,18 @@ def _train_step(
     device, saved = _device(session.model), SavedBytes(session.model)
     counts_bytes &= device.type == "cpu"
     total, used = torch.zeros((), device=device), 0
-    with _emulation(session):
-        gemm.synchronize(device.type)
-        began = time.perf_counter()
-        for batch in micro_batches:
-            counting = saved.counting() if counts_bytes else contextlib.nullcontext()
-            with session.autocast(), counting:
-                loss = loss_fn(session.model, batch)
-            session.backward(loss)
-            if counts_bytes:  # while gradients exist
-                used = sum(session.memory().values()) + saved.bytes
-            session.step()
-            total += loss.detach()
-        gemm.synchronize(device.type)
+    gemm.synchronize(device.type)
+    began = time.perf_counter()
+    for batch in micro_batches:
+        counting = saved.counting() if counts_bytes else contextlib.nullcontext()
+        with session.autocast(), counting:
+            loss = loss_fn(session.model, batch)
+        session.backward(loss)
+        if counts_bytes:  # while gradients exist
+            used = sum(session.memory().values()) + saved.bytes
+        session.step()
+        total += loss.detach()
+    gemm.synchronize(device.type)
     seconds = time.perf_counter() - began
     return total.item() / len(micro_batches), seconds, used
 

@@ -97,7 +97,7 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
     )
 
 
-def graph_kept_under_ddp() -> UserError:
+def retain_graph_under_ddp() -> UserError:
     """Return the error of a backward pass that keeps its graph under DDP."""
     return UserError(
         "retain_graph=True: DDP averages gradients once for each forward pass, so a "

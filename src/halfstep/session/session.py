@@ -291,7 +291,8 @@ class Session:
         scaler = self._loss_scalers.get_or_create(name, self._device)
 
         def backward(keep: bool) -> None:
-            self._run_backward(loss, scaler, False, keep_graph=keep or retain)  # noqa: FBT003
+            keep_graph = keep or retain
+            self._run_backward(loss, scaler, second_pass=False, keep_graph=keep_graph)
             self._sync_grads()
 
         dropped = passes.run(name, backward, self._params())
@@ -321,7 +322,7 @@ class Session:
     ) -> None:
         """Run a backward pass; the second of a micro-batch is accumulated in fp32."""
         if keep_graph and ddp.is_data_parallel(self.model):
-            raise misuse.graph_kept_under_ddp()
+            raise misuse.retain_graph_under_ddp()
         size = self._window.size
         scaled = scaler.scale(loss / size if size > 1 else loss)
         accumulator = self._contexts.grad_accumulator
