@@ -265,6 +265,13 @@ def test_skipped_steps(trained: Any, dtype: str) -> None:
     assert last_line.startswith(f"halfstep: O1 {dtype}: 4 optimizer steps, 2 skipped;")
 
 
+def test_collapse_names_the_data(trained: Any) -> None:
+    """Law: NaN in the input of a model of one layer is not the loss function's."""
+    program = STEPS.replace("model(x)", "model[0](x * torch.nan)")
+    done = trained(program, "fp16", words=("0" * 20,))
+    assert re.search(r"Collapse: .* data \(the input of linear \(group", done.stderr)
+
+
 ODD = {
     "arguments of a step": """
         class Optimizer(torch.optim.SGD):

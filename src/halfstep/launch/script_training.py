@@ -31,6 +31,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from halfstep._torch.optimizer_params import name_of, named_parameters
 from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE, one_of
 from halfstep.launch.scaled_backward import (
     OverflowFlags,
@@ -347,7 +348,7 @@ class ScriptTraining:
             self._update_scale(leaves)
             for root in roots:
                 if isinstance(root, Tensor) and root.ndim == 0:
-                    scaler.observe_loss(root.detach())
+                    scaler.observe_loss(root, lambda p: name_of(p, self._steps_of))
             if not scaler.rule.scales:
                 self._run_backward(original, roots, grad_tensors, *args, **kwargs)
                 return
@@ -422,7 +423,6 @@ class ScriptTraining:
 
     def _has_overflow(self, optimizer: Optimizer) -> bool:
         """Return whether a step's gradients are non-finite; synchronizes."""
-        from halfstep._torch.optimizer_params import named_parameters
         from halfstep.scaling.found_inf_reduction import reduce_found_inf
         from halfstep.scaling.step_report import find_nonfinite_params
 
