@@ -75,15 +75,21 @@ def warnings_for(
     choice: Choice, optimizer: torch.optim.Optimizer, device: str, *, masters: bool
 ) -> list[str]:
     """Return warnings about a choice that the user made, one line each."""
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     warnings = [
         hardware.emulation_warning(choice.format.name, device),
         weight_nan_warning(choice, optimizer, masters=masters),
+        float64_warning(choice, dtypes),
     ]
-    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-    if choice.level.low and dtypes == {torch.float64}:
-        cure = "call model.float() before you make the optimizer."
-        warnings.append(f"the weights are float64, which no level casts: {cure}")
     return [line for line in warnings if line]
+
+
+def float64_warning(choice: Choice, dtypes: set[torch.dtype]) -> str:
+    """Return a warning if all weights are float64, which no level casts, or ""."""
+    if not choice.level.low or dtypes != {torch.float64}:
+        return ""
+    cure = "call model.float() before you make the optimizer."
+    return f"the weights are float64, which no level casts: {cure}"
 
 
 def weight_nan_warning(
