@@ -237,9 +237,7 @@ def test_losses_are_those_of_amp_by_hand(trained: Any, name: str, dtype: str) ->
     assert f"halfstep: O1 {dtype}: " in done.stderr.splitlines()[-1]
 
 
-STEPS = (
-    BEGIN
-    + """
+STEPS = f"""{BEGIN}
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 weight = model[0].weight
 for bad in map(int, sys.argv[1]):
@@ -252,7 +250,6 @@ for bad in map(int, sys.argv[1]):
     schedule.step()
     print(bool((weight != before).any()), schedule.last_epoch)
 """
-)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -270,6 +267,14 @@ def test_collapse_names_the_data(trained: Any) -> None:
     program = STEPS.replace("model(x)", "model[0](x * torch.nan)")
     done = trained(program, "fp16", words=("0" * 20,))
     assert re.search(r"Collapse: .* data \(the input of linear \(group", done.stderr)
+
+
+def test_float64_weights(trained: Any) -> None:
+    """Law: the last line says that none of them was cast."""
+    program = STEPS.replace("model(x)", "model.double()(x.double())")
+    done = trained(program, "bf16", words=("0",))
+    text = "the weights are float64, which no level casts: 1 optimizer steps, 0 skipped"
+    assert done.stderr.splitlines()[-1].startswith(f"halfstep: {text}; forward")
 
 
 ODD = {
@@ -500,9 +505,7 @@ assert {t.dtype for t in tensors} == {torch.float32}
     assert done.returncode == 0, done.stderr
 
 
-RANKS = (
-    BEGIN
-    + """
+RANKS = f"""{BEGIN}
 import torch.distributed as dist
 dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(model)
@@ -518,7 +521,6 @@ dist.all_gather(totals, total)
 assert totals[0] == totals[1] and total.isfinite()
 dist.destroy_process_group()
 """
-)
 
 
 def test_ranks_skip_together(launch: Any) -> None:
@@ -530,9 +532,7 @@ def test_ranks_skip_together(launch: Any) -> None:
     assert "O1 fp16: 3 optimizer steps, 1 skipped" in line
 
 
-SHARDED = (
-    BEGIN
-    + """
+SHARDED = f"""{BEGIN}
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 dist.init_process_group("gloo")
@@ -552,7 +552,6 @@ for step in range(3):
     assert moved == (step != 1)
 dist.destroy_process_group()
 """
-)
 
 
 @pytest.mark.parametrize("use_orig_params", ["0", "1"])

@@ -8,7 +8,7 @@ import torch
 from data_files import refused
 
 from halfstep.machine import Recommendation, hardware
-from halfstep.machine.recommendation import resolve, warnings_for
+from halfstep.machine.recommendation import resolve
 from halfstep.numerics import formats
 from halfstep.numerics.formats import BF16, FP16, FP32
 from halfstep.policy import levels
@@ -82,13 +82,3 @@ def test_both_given(level: Any, dtype: formats.FloatFormat, device: str) -> None
     if level is O0:
         more = "" if dtype is FP32 else no_effect
         assert choice.reason == f"level O0 was asked for{more}"
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_float64_weights(level: str) -> None:
-    """Law: a level with 16 bits says that it does not cast them."""
-    choice = resolve(level, "bf16", "cpu")
-    optimizer = torch.optim.SGD([torch.ones(1, dtype=torch.float64)], 0.1)
-    lines = warnings_for(choice, optimizer, "cpu", masters=True)
-    said = any(line.startswith("the weights are float64") for line in lines)
-    assert said == (level != "O0")

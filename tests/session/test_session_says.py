@@ -1,6 +1,7 @@
 """What a session says: names, refusals and its table."""
 
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.machine import hardware
 from halfstep.masters import cpu_kernels
+from halfstep.policy.levels import LEVELS
 from halfstep.scaling.step_report import StepReport
 from halfstep.session.session import Session
 
@@ -60,6 +62,16 @@ def test_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: "slow here")
     with pytest.warns(UserWarning, match="^slow here$"):
         build("O1 fp16")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_float64_weights(level: str) -> None:
+    """Law: a level with 16 bits warns, and explains, that it does not cast them."""
+    model = nn.Linear(2, 2).double()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        table = hs.prepare(model, optimizer_of(model), level).explain()
+    said = any(str(each.message) in table.notes[0] for each in caught)
+    assert (said, table.rows[0][4]) == (level != "O0", "float64")
 
 
 def test_explain() -> None:

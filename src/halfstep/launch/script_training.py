@@ -138,6 +138,8 @@ class ScriptTraining:
         )
         """Scheduler -> counts of its optimizer at the scheduler's last step."""
         self._all_steps = [0, 0]
+        self._are_float64: set[bool] = set()
+        """Whether all weights of a module are float64, of those that were called."""
         self._forward_seconds = 0.0
         self._start = time.perf_counter()
 
@@ -211,6 +213,8 @@ class ScriptTraining:
         if param is not None:
             if param.dtype in _LOW_DTYPES:
                 self._switch_off("its model has 16-bit weights")
+            is_float64 = all(p.dtype == torch.float64 for p in module.parameters())
+            self._are_float64.add(is_float64)
             return param.device.type
         if not torch.is_grad_enabled():
             return ""
@@ -533,9 +537,10 @@ class ScriptTraining:
         steps = f"{applied + skipped} optimizer steps, {skipped} skipped"
         forward, elapsed = self._forward_seconds, time.perf_counter() - self._start
         seconds = f"{forward:.1f} of {elapsed:.1f} s"
-        _print_line(
-            f"O1 {self._format}: {steps}; 16-bit forward passes took {seconds}."
-        )
+        precision, bits = f"O1 {self._format}", "16-bit "
+        if self._are_float64 == {True}:
+            precision, bits = "the weights are float64, which no level casts", ""
+        _print_line(f"{precision}: {steps}; {bits}forward passes took {seconds}.")
 
 
 def _print_line(text: str) -> None:

@@ -59,6 +59,8 @@ def _runs_in(
     device: str,
 ) -> tuple[str, str]:
     """Return (format that a module runs in, reason)."""
+    if stored == "float64":
+        return stored, "as stored: no level casts float64"
     types = [
         name
         for outer in around(path)

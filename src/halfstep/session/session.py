@@ -21,6 +21,7 @@ from halfstep._torch.optimizer_params import unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
 from halfstep.errors import require_type, warn_caller
+from halfstep.machine.recommendation import float64_warning
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.numerics.norms import total_norm
@@ -742,8 +743,10 @@ class Session:
         """Return the settings, one line each."""
         rule = self.scaler.rule
         moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
+        dtypes = {param.dtype for param in self._unwrapped.parameters()}
+        reason = float64_warning(self.choice, dtypes) or self.choice.reason
         return (
-            f"level {self.choice}: {self.choice.reason}",
+            f"level {self.choice}: {reason}",
             f"policy: {self.policy}",
             self._masters.note(),
             f"update: {self._masters.describe()}",
