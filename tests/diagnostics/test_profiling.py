@@ -294,7 +294,7 @@ def test_union_of_spans(spans: list[tuple[int, int]]) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     """Law: on a GPU, kernels are charged to operations, and waits are counted."""
-    x = torch.randn(2048, 2048, device="cuda")
+    x = torch.randn(8192, 8192, device="cuda")
 
     def step() -> float:
         return (x @ x).sum().item()

@@ -33,6 +33,7 @@ class Loop:
         self.scaler = scaler_class("cuda", init_scale=SCALE, **options)
         self.x = torch.ones(4, device="cuda")
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(warmup):
                 self.step()

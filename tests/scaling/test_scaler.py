@@ -117,7 +117,7 @@ def test_advance_is_the_obvious_rule(
         state = after
         assert numbers_of(state) == twin.numbers()
     dtypes = [getattr(state, field.name).dtype for field in fields(state)]
-    assert dtypes == [torch.float32, torch.int32, torch.int32, torch.int32]
+    assert dtypes == [torch.float32, torch.int32, torch.int32, torch.float32]
 
 
 @given(
@@ -311,8 +311,8 @@ def test_state_round_trip() -> None:
 
 
 @pytest.mark.gpu
-def test_a_copy_waits_for_no_device() -> None:
-    """Law: a scaler whose reads of the device are pending can be pickled."""
+def test_a_copy_of_pending_reads() -> None:
+    """Law: a scaler whose reads of the device are pending is pickled with them."""
     scaler = LossScaler(RULE, "cuda")
     scaler.observe_loss(torch.ones((), device="cuda", requires_grad=True))
     scaler.update(torch.zeros((), device="cuda"), lambda: ())

@@ -18,6 +18,7 @@ from torch import Tensor
 from halfstep.masters import cpu_kernels
 from halfstep.masters import triton_kernels as tk
 from halfstep.masters.fused_step import Adam, ParamUpdate, Rule, Sgd
+from halfstep.numerics.norms import absmax_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -109,7 +110,7 @@ def moved(item: ParamUpdate, device: torch.device) -> ParamUpdate:
         gradient=move(item.gradient),
         residual=None if item.residual is None else move(item.residual),
         states=tuple(move(state) for state in item.states),
-        step=None if item.step is None else item.step.to(device),
+        step=None if item.step is None else item.step.to(device, copy=True),
     )
 
 
@@ -148,6 +149,8 @@ def check_update(form: str, name: str, skip: float, device: torch.device) -> Non
         *(ours, rule, form), inverse=inverse.to(device), clock=CLOCK, found_inf=found
     )
     for item, twin in zip(ours, expected, strict=True):
+        if twin.step is not None and not skip:
+            twin.step += 1  # ours counts by itself
         if not skip and len(twin.weight):
             update_in_c(twin, rule, form, inverse)
         nan = twin.weight.isnan()
@@ -217,8 +220,10 @@ def check_look(device: torch.device) -> None:
             exact = sum(float(g.double().square().sum()) for g in whole)
             if bad is not None:
                 whole[-1][bad] = value
-            alone, nothing = tk.check_finite(whole, norm=False)
-            found, total = tk.check_finite(whole, norm=True)
+            alone, nothing, largest = tk.check_absmax(whole, norm=False)
+            found, total, absmax = tk.check_absmax(whole, norm=True)
+            same(absmax, absmax_of(whole).float().cpu(), f"{dtype} {numel}")
+            assert torch.equal(largest.nan_to_num(-1), absmax.nan_to_num(-1))
             assert alone == found == float(bad is not None)
             assert nothing is None
             assert found.dtype == FP32

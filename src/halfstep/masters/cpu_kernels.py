@@ -123,12 +123,13 @@ def update(
         if encoding == "fp32":
             pairs = zip(codes, tensors.weights, strict=True)
             codes = [code | DTYPES[weight.dtype] << 2 for code, weight in pairs]
-        columns = [tensors.weights, tensors.gradients, tensors.residuals]
-        columns += [*tensors.states, *[()] * (STATES - len(tensors.states))]
+        weights, residuals, *states, steps = tensors.addresses
+        gradients = [*map(Tensor.data_ptr, tensors.gradients)]
+        states += [[]] * (STATES - len(states))
         # One word per item in each column. Lists grow faster than arrays.
         words = list(tensors.numels)
-        for column in (*columns, tensors.steps):
-            words.extend(map(Tensor.data_ptr, column) if column else [0] * len(items))
+        for column in (weights, gradients, residuals, *states, steps):
+            words += column or [0] * len(items)
         words += [i.param_index << 1 | (is_sgd and i.is_first_step) for i in items]
         table = array("q", [*words, *codes])
         flags = MAXIMIZE * rule.maximize

@@ -36,7 +36,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose arithmetic kernels know."""
 
-_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
+_is_cpu, _is_cuda = attrgetter("is_cpu"), attrgetter("is_cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,14 @@ class ParamUpdate:
     """SGD with momentum: (momentum_buffer,); Adam: (exp_avg, exp_avg_sq), and
     max_exp_avg_sq with amsgrad. fp32, or bf16 with "kahan" and "stochastic"."""
     step: Tensor | None = None
-    """Adam: torch's step counter, fp32, shape (), already incremented for this step."""
+    """Adam: torch's step counter, fp32, shape (). Kernels on a device increment it; for
+    others it is already incremented for this step."""
     is_first_step: bool = False
     """SGD: the momentum buffer is uninitialized and is set to the gradient."""
     param_index: int = 0
     """Index of the parameter, for random bits."""
+    checked: tuple[object, ...] = ()
+    """Encoding and addresses of all but the gradient when they were checked last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,8 @@ class UpdateTensors:
     steps: Sequence[Tensor]
     """Empty for SGD."""
     numels: list[int]
+    addresses: Sequence[list[int]]
+    """Of weights, residuals, each column of states, and steps."""
 
 
 def checked_tensors(
@@ -125,11 +131,36 @@ def checked_tensors(
         UserError: If one is missing, has gaps, or has another size, dtype or device.
     """
     weights = [item.weight for item in items]
-    check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
     gradients = readable_gradients([item.gradient for item in items], device)
     numels = [*map(Tensor.numel, weights)]
     if [*map(Tensor.numel, gradients)] != numels:
         raise UserError("A gradient has another size than its weight: give it its own.")
+    residuals, steps = [], []
+    if encoding in RESIDUAL_DTYPES:
+        residuals = [i.residual for i in items if i.residual is not None]
+    if isinstance(rule, Adam):
+        steps = [item.step for item in items if item.step is not None]
+    states = [*zip(*[item.states for item in items], strict=False)]
+    states = states[: len(rule.state_keys)]
+    columns = [weights, residuals, *states, steps]
+    addresses = [[*map(Tensor.data_ptr, column)] for column in columns]
+    rows = [*zip_longest([encoding] * len(items), *addresses)]
+    if rows != [item.checked for item in items]:
+        _check_columns(items, rule, encoding, device)
+        for item, row in zip(items, rows, strict=True):
+            item.checked = row
+    return UpdateTensors(
+        weights, gradients, residuals, states, steps, numels, addresses
+    )
+
+
+def _check_columns(
+    items: Sequence[ParamUpdate], rule: Rule, encoding: str, device: torch.device
+) -> None:
+    """Check all but the gradients, which alone are new in each step."""
+    weights = [item.weight for item in items]
+    check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
+    numels = [*map(Tensor.numel, weights)]
     moment = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
     column = [item.residual for item in items]
     columns = {"residual": (column, RESIDUAL_DTYPES.get(encoding))}
@@ -138,12 +169,10 @@ def checked_tensors(
         columns[f"state {number}"] = [*next(states, ())], moment
     column = [item.step for item in items]
     columns["step"] = column, torch.float32 if isinstance(rule, Adam) else None
-    complete = []
     for what, (tensors, dtype) in columns.items():
-        present = [] if dtype is None else [t for t in tensors if t is not None]
-        complete.append(present)
         if dtype is None:
             continue
+        present = [t for t in tensors if t is not None]
         if len(present) != len(items):
             raise UserError(
                 f"{what}: {len(present)} of {len(items)} parameters have one; make it."
@@ -157,8 +186,6 @@ def checked_tensors(
                 f"{what} of parameter {index} has {actual[index]} numbers, not "
                 f"{sizes[index]}. Load or make the state again."
             )
-    residuals, *moments, steps = complete
-    return UpdateTensors(weights, gradients, residuals, moments, steps, numels)
 
 
 def readable_gradients(
@@ -169,10 +196,9 @@ def readable_gradients(
     Raises:
         UserError: If one has another dtype or device.
     """
-    is_plain = all(map(Tensor.is_contiguous, gradients))
-    if not is_plain or any(map(Tensor.is_neg, gradients)):
+    if not _are_plain(gradients):
         gradients = [gradient.resolve_neg().contiguous() for gradient in gradients]
-    check_tensors(gradients, "gradient", FLOATS, device)
+    _check_placement(gradients, "gradient", FLOATS, device)
     return gradients
 
 
@@ -187,10 +213,32 @@ def check_tensors(
     Raises:
         UserError: If one has another dtype or device, gaps, or lazy negation.
     """
-    # Reading `is_cpu` takes a third of the time of `device`.
-    on_device = all(map(_is_cpu, tensors))
-    if device.type != "cpu":
-        on_device = all(tensor.device == device for tensor in tensors)
+    _check_placement(tensors, what, allowed, device)
+    if not _are_plain(tensors):
+        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
+        raise UserError(message)
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Return whether memory holds the values as they are, in order."""
+    return all(map(Tensor.is_contiguous, tensors)) and not any(
+        map(Tensor.is_neg, tensors)
+    )
+
+
+def _check_placement(
+    tensors: Sequence[Tensor],
+    what: str,
+    allowed: Collection[torch.dtype],
+    device: torch.device,
+) -> None:
+    # Reading `is_cpu` or the index takes a third of the time of `device`.
+    if device.type == "cpu":
+        on_device = all(map(_is_cpu, tensors))
+    else:
+        on_device = all(map(_is_cuda, tensors)) and {
+            *map(Tensor.get_device, tensors)
+        } <= {device.index}
     if not (on_device and set(map(_dtype, tensors)).issubset(allowed)):
         bad = (t.device != device or t.dtype not in allowed for t in tensors)
         index = next(i for i, wrong in enumerate(bad) if wrong)
@@ -198,10 +246,6 @@ def check_tensors(
             f"{what} {index} is {tensors[index].dtype} on {tensors[index].device}; "
             f"kernels take {' or '.join(map(str, allowed))} on {device}."
         )
-    is_plain = all(map(Tensor.is_contiguous, tensors))
-    if not is_plain or any(map(Tensor.is_neg, tensors)):
-        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
-        raise UserError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +262,8 @@ class Kernel:
     `encoding` is a name; `inverse`, fp32, shape (), multiplies gradients; `clock` is
     the seed and step of the random numbers."""
     on_device: bool
-    """Whether `update` takes `found_inf` and changes nothing where it is 1."""
+    """Whether `update` takes `found_inf`, changes nothing where it is 1, and else also
+    increments the step counters."""
 
 
 def why_not_fused(optimizer: Optimizer) -> str:
@@ -301,84 +346,94 @@ class FusedStep:
         """
         rule = rule_of(self.optimizer, group)
         assert rule is not None, "_choose_kernel() has rejected it"  # noqa: S101
-        updates: dict[str, list[ParamUpdate]] = {self.encoding.name: [], PLAIN: []}
-        keys = rule.state_keys
-        for param in params:
-            item = self._update_for(rule, keys, param)
-            if item is not None:
-                name = self.encoding.name if param in self.master_params else PLAIN
-                updates[name].append(item)
-        more = {"found_inf": found_inf} if self.kernel.on_device else {}
-        increment = 1.0 if found_inf is None else 1.0 - found_inf
+        updates = self._updates(rule, params)
+        on_device = self.kernel.on_device
+        more = {"found_inf": found_inf} if on_device else {}
+        clock = rng.seed, rng.step
         for name, items in updates.items():
             if not items:
                 continue
-            steps = [item.step for item in items if item.step is not None]
-            # A tensor that is added alone, not in a list, is read by torch.
-            increments: list[Any] = [increment] * len(steps)
+            column = [] if on_device else [item.step for item in items]
+            steps = [step for step in column if step is not None]
             if steps:
-                torch._foreach_add_(steps, increments)
-            clock = rng.seed, rng.step
+                torch._foreach_add_(steps, 1.0)
             try:
                 self.kernel.update(
                     items, rule, name, inverse=inverse, clock=clock, **more
                 )
             except BaseException:
                 if steps:  # kernels raise before they change anything
-                    torch._foreach_sub_(steps, increments)
+                    torch._foreach_sub_(steps, 1.0)
                 raise
             for item in items:
                 item.is_first_step = False
                 item.gradient = item.weight  # do not keep the gradient alive
             torch.autograd.graph.increment_version([item.weight for item in items])
 
-    def _update_for(
-        self, rule: Rule, keys: tuple[str, ...], param: Tensor
-    ) -> ParamUpdate | None:
-        """Return the kernel's arguments for a parameter; None without a gradient."""
-        master_param = self.master_params.get(param)
-        weight = param if master_param is None else master_param.weight
-        gradient = weight.grad
-        if gradient is None and master_param is not None:
-            gradient = param.grad
-        if gradient is None:
-            return None
-        state = self.optimizer.state.setdefault(param, {}) if keys else {}
-        item = self.items.get(param)
-        residual = None if master_param is None else master_param.residual
-        if (
-            item is None  # or it refers to other tensors than the current ones
-            or item.weight is not weight
-            or item.residual is not residual
-            or not weight.is_contiguous()
-            or len(keys) != len(item.states)
-            or not all(map(is_, map(state.get, keys), item.states))
-            or state.get("step") is not item.step
-        ):
-            dtype = torch.float32
+    def _updates(
+        self, rule: Rule, params: Iterable[Tensor]
+    ) -> dict[str, list[ParamUpdate]]:
+        """Return encoding -> the kernel's arguments for parameters with a gradient."""
+        updates: dict[str, list[ParamUpdate]] = {self.encoding.name: [], PLAIN: []}
+        lists = updates[self.encoding.name], updates[PLAIN]
+        keys, states = rule.state_keys, self.optimizer.state
+        for param in params:
+            master_param = self.master_params.get(param)
+            weight, residual = param, None
             if master_param is not None:
-                dtype = self.encoding.state_dtype
-                master_param.match_layout()
-                residual = master_param.residual
-            # Kernels on a device count steps there, like torch's fused optimizers.
-            counter = weight.device if self.kernel.on_device else torch.device("cpu")
-            first = _make_state(rule, state, weight, dtype, counter)
-            flat = _flat(weight, weight)
-            item = self.items[param] = ParamUpdate(
-                flat,
-                flat,
-                None if residual is None else _flat(residual, weight),
-                tuple(_flat(state[key], weight) for key in keys),
-                state.get("step"),
-                first,
-                self.param_index[param],
-            )
-        if not (weight.is_contiguous() and gradient.is_contiguous()):
-            if gradient.stride() != weight.stride():
-                like = torch.empty_like(weight, dtype=gradient.dtype)
-                gradient = like.copy_(gradient)
-            gradient = _flat(gradient, weight)
-        item.gradient = gradient
+                weight, residual = master_param.weight, master_param.residual
+            gradient = weight.grad
+            if gradient is None:
+                gradient = param.grad
+            if gradient is None:
+                continue
+            state = states.setdefault(param, {}) if keys else {}
+            item = self.items.get(param)
+            if (
+                item is None  # or it refers to other tensors than the current ones
+                or item.weight is not weight
+                or item.residual is not residual
+                or not weight.is_contiguous()
+                or len(keys) != len(item.states)
+                or not all(map(is_, map(state.get, keys), item.states))
+                or state.get("step") is not item.step
+            ):
+                item = self._make_item(rule, param, master_param, state)
+            if not (weight.is_contiguous() and gradient.is_contiguous()):
+                if gradient.stride() != weight.stride():
+                    like = torch.empty_like(weight, dtype=gradient.dtype)
+                    gradient = like.copy_(gradient)
+                gradient = _flat(gradient, weight)
+            item.gradient = gradient
+            lists[master_param is None].append(item)
+        return updates
+
+    def _make_item(
+        self,
+        rule: Rule,
+        param: Tensor,
+        master_param: MasterParam | None,
+        state: dict[str, Any],
+    ) -> ParamUpdate:
+        """Return the kernel's arguments for a parameter, and store them."""
+        weight, residual, dtype = param, None, torch.float32
+        if master_param is not None:
+            dtype = self.encoding.state_dtype
+            master_param.match_layout()
+            weight, residual = master_param.weight, master_param.residual
+        # Kernels on a device count steps there, like torch's fused optimizers.
+        counter = weight.device if self.kernel.on_device else torch.device("cpu")
+        first = _make_state(rule, state, weight, dtype, counter)
+        flat = _flat(weight, weight)
+        item = self.items[param] = ParamUpdate(
+            flat,
+            flat,
+            None if residual is None else _flat(residual, weight),
+            tuple(_flat(state[key], weight) for key in rule.state_keys),
+            state.get("step"),
+            first,
+            self.param_index[param],
+        )
         return item
 
 
@@ -423,7 +478,7 @@ def can_read(gradients: Sequence[Tensor]) -> bool:
     """Return whether kernels can read these gradients: dense, plain, 16 or 32 bits."""
     return (
         {*map(type, gradients)} <= {Tensor, torch.nn.Parameter}
-        and {gradient.layout for gradient in gradients} <= {torch.strided}
-        and {gradient.dtype for gradient in gradients} <= {*FLOATS}
-        and not any(map(torch.is_neg, gradients))
+        and {*map(_layout, gradients)} <= {torch.strided}
+        and {*map(_dtype, gradients)} <= {*FLOATS}
+        and not any(map(Tensor.is_neg, gradients))
     )

@@ -41,8 +41,8 @@ LR, DECAY, KEEP, TAKE, MEAN_TAKE, EPS, MEAN_LOG, LOG = range(8)
 # words for each of the two streams of random bits.
 GRADIENT, NUMEL, BEFORE, WEIGHT, RESIDUAL, STATE = range(6)
 STEP, FILLED, KEY, WIDTH = 8, 9, 10, 14
-CHECK_WIDTH = 3
-"""Row width of `check_finite`."""
+INDEX, CHECK_WIDTH = 3, 4
+"""Of `check_finite`: the column with the tensor's index, and the row width."""
 
 # Bits of `flags`. FAR: beta1 <= 0.5, the new mean is computed from the gradient.
 DECAYS, DECOUPLED, NESTEROV, AMSGRAD, MAXIMIZE, FAR = (1 << bit for bit in range(6))
@@ -437,14 +437,20 @@ def update(
 
 
 @on_device
-def correct(table: Value, rows: Value, corrections: Value, block: constexpr) -> None:
-    """Write Adam's lr / (1 - beta1**t) and sqrt(1 - beta2**t) for each tensor."""
+def correct(
+    table: Value, rows: Value, corrections: Value, found_inf: Value, block: constexpr
+) -> None:
+    """Count the step, and write Adam's lr / (1 - beta1**t) and sqrt(1 - beta2**t)."""
     row = tl.program_id(0) * block + tl.arange(0, block)
     mask = row < rows
     pointer = tl.load(table + ((row + 1) * WIDTH + STEP), mask=mask, other=0)
     pointer = pointer.to(tl.pointer_type(tl.float32))
+    count = tl.load(pointer, mask=mask, other=1)
+    if tl.load(found_inf) == 0:
+        count = count + 1.0
+        tl.store(pointer, count, mask=mask)
     # In double: at first, 1 - beta2**t in fp32 would lose ten bits.
-    t = tl.load(pointer, mask=mask, other=1).to(tl.float64)
+    t = count.to(tl.float64)
     lr = tl.load(table + LR).to(tl.float64, bitcast=True)
     mean_log = tl.load(table + MEAN_LOG).to(tl.float64, bitcast=True)
     log = tl.load(table + LOG).to(tl.float64, bitcast=True)
@@ -459,29 +465,37 @@ def check_finite(
     table: Value,
     rows: Value,
     found_inf: Value,
+    absmax: Value,
     sums: Value,
     gradients: constexpr,
     norm: constexpr,
     aligned: constexpr,
     block: constexpr,
 ) -> None:
-    """Set `found_inf` if a value is not finite; with `norm`, store sums of squares."""
+    """Set `found_inf` if a value is not finite; store the largest magnitudes.
+
+    With `norm`, store sums of squares. `absmax` holds bits of fp32, which are ordered
+    as the magnitudes, with NaN above inf.
+    """
     program = tl.program_id(0)
     line = table + (row_of(table, rows, CHECK_WIDTH, program) + 1) * CHECK_WIDTH
+    own = absmax + tl.load(line + INDEX)
     start = (program - tl.load(line + BEFORE)) * block
     numel = tl.load(line + NUMEL)
     at = start + tl.arange(0, block)
+    total = sums + program
     if start + block <= numel:
-        check_block(line, found_inf, sums + program, gradients, norm, at, None, aligned)
+        check_block(line, found_inf, own, total, gradients, norm, at, None, aligned)
     else:
         mask = at < numel
-        check_block(line, found_inf, sums + program, gradients, norm, at, mask, aligned)
+        check_block(line, found_inf, own, total, gradients, norm, at, mask, aligned)
 
 
 @on_device
 def check_block(
     line: Value,
     found_inf: Value,
+    absmax_pointer: Value,
     sum_pointer: Value,
     gradients: constexpr,
     norm: constexpr,
@@ -496,12 +510,9 @@ def check_block(
     if norm:
         # In double, squares of fp32 values neither overflow nor underflow.
         double = g.to(tl.float64)
-        total = tl.sum(double * double, axis=0)
-        tl.store(sum_pointer, total)
-        is_nonfinite = (total == float("inf")) | (total != total)  # noqa: PLR0124
-    else:
-        size = g.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-        is_nonfinite = tl.max((size >= INFINITE).to(tl.int32), axis=0) != 0
-    if is_nonfinite:
+        tl.store(sum_pointer, tl.sum(double * double, axis=0))
+    magnitude = tl.max(g.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    tl.atomic_max(absmax_pointer, magnitude)
+    if magnitude >= INFINITE:
         # A race is harmless: all programs store the same value.
         tl.store(found_inf, 1.0)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache, partial, reduce
 from importlib import metadata
 from importlib.util import find_spec
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, compress, repeat
+from operator import attrgetter, or_
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import UserError
 from halfstep.masters import bf16_codecs
@@ -30,10 +33,8 @@ from halfstep.masters.fused_step import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
 BLOCK = 1024
 """Elements per program; 4 warps then load bf16 in pieces of 16 bytes."""
@@ -41,13 +42,21 @@ CHECK_BLOCK = 4096
 """Elements per program of `check_finite`."""
 _CORRECTION_BLOCK = 128
 """Tensors per program of `correct`, which computes bias corrections."""
-_ALIGNED = 16
+_MISALIGNED = 16 - 1
+"""The bits of an address that are 0 if it is aligned."""
+_DTYPE = attrgetter("dtype")
 _MIN_CAPABILITY = (7, 5)
 """Lowest compute capability that Triton supports."""
 
-_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-Kind = tuple[str, str, str, bool]
+_DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    None: "none",
+}
+Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]
 """Dtypes of weight, gradient and state, and whether all addresses are aligned."""
+_KindT = TypeVar("_KindT", bound=tuple[Any, ...])
 
 
 def available(device: torch.device) -> bool:
@@ -81,7 +90,9 @@ def update(
     clock: tuple[int, int],
     found_inf: Tensor,
 ) -> None:
-    """Update tensors unless `found_inf` is set: see `fused_step.Kernel`.
+    """Update tensors and count steps unless `found_inf` is set.
+
+    See `fused_step.Kernel`.
 
     `is_first_step` must stay set until a step was applied: skipped steps do not fill
     the momentum buffer.
@@ -89,17 +100,13 @@ def update(
     device = inverse.device
     # Keep the tensors alive until the kernels are launched.
     tensors = checked_tensors(items, rule, encoding, device)
-    groups: dict[Kind, list[list[int]]] = {}
-    for index, item in enumerate(items):
-        if tensors.numels[index]:
-            kind, line = _param_line(item, index, tensors, encoding, clock)
-            groups.setdefault(kind, []).append(line)
+    columns, kinds = _columns(items, tensors, encoding, clock)
     adam = isinstance(rule, Adam)
     code = _code()
     with _on(device):
-        for (weights, gradients, states, aligned), lines in groups.items():
-            rows, blocks = len(lines), _count(lines, BLOCK)
-            table = _upload([_rule_words(rule), *lines], device)
+        for (weights, gradients, states, aligned), rows, blocks, table in _tables(
+            _rule_words(rule), columns, kinds, BLOCK, device
+        ):
             corrections = inverse
             if adam:
                 corrections = inverse.new_empty((rows, 2), dtype=torch.float32)
@@ -107,9 +114,12 @@ def update(
                     table,
                     rows,
                     corrections,
+                    found_inf,
                     block=_CORRECTION_BLOCK,
                     enable_fp_fusion=False,
                 )
+            if not blocks:
+                continue  # they are empty
             code["update"][(blocks,)](
                 table,
                 rows,
@@ -118,9 +128,9 @@ def update(
                 found_inf,
                 rule="adam" if adam else "sgd",
                 encoding=encoding,
-                weights=weights,
-                gradients=gradients,
-                states=states,
+                weights=_DTYPE_NAMES[weights],
+                gradients=_DTYPE_NAMES[gradients],
+                states=_DTYPE_NAMES[states],
                 flags=_flags(rule),
                 aligned=aligned,
                 block=BLOCK,
@@ -133,30 +143,42 @@ def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Check one or more gradients: see `fused_step.Kernel`."""
+    found_inf, squares, _ = check_absmax(gradients, norm=norm)
+    return found_inf, squares
+
+
+@torch.no_grad()
+def check_absmax(
+    gradients: Sequence[Tensor], *, norm: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what `check_finite` does, and what `norms.absmax_of` does, in one pass."""
     if not gradients:
         raise UserError("gradients=[] has nothing to look at; give at least one.")
     device = gradients[0].device
     gradients = readable_gradients(gradients, device)
-    groups: dict[tuple[str, bool], list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            key = _DTYPE_NAMES[gradient.dtype], gradient.data_ptr() % _ALIGNED == 0
-            groups.setdefault(key, []).append(gradient)
+    addresses = [*map(Tensor.data_ptr, gradients)]
+    columns = addresses, [*map(Tensor.numel, gradients)], None, range(len(gradients))
+    aligned_column = [not address & _MISALIGNED for address in addresses]
+    kinds = [*zip(map(_DTYPE, gradients), aligned_column, strict=True)]
     code = _code()
     with _on(device):
-        found_inf = torch.zeros((), device=device)
+        # found_inf and the magnitudes, cleared in one launch.
+        results = torch.zeros(1 + len(gradients), device=device)
+        found_inf, absmax = results[0], results[1:]
         sums: list[Tensor] = []
-        for (kind, aligned), members in groups.items():
-            lines = [[member.data_ptr(), member.numel(), 0] for member in members]
-            blocks = _count(lines, CHECK_BLOCK)
-            table = _upload([[0, 0, 0], *lines], device)
+        for (dtype, aligned), rows, blocks, table in _tables(
+            (0, 0, 0, 0), columns, kinds, CHECK_BLOCK, device
+        ):
+            if not blocks:
+                continue  # they are empty
             own = found_inf.new_empty(blocks if norm else 1, dtype=torch.float64)
             code["check_finite"][(blocks,)](
                 table,
-                len(members),
+                rows,
                 found_inf,
+                absmax.view(torch.int32),
                 own,
-                gradients=kind,
+                gradients=_DTYPE_NAMES[dtype],
                 norm=norm,
                 aligned=aligned,
                 block=CHECK_BLOCK,
@@ -164,9 +186,9 @@ def check_finite(
             )
             sums.append(own)
         if not norm:
-            return found_inf, None
+            return found_inf, None, absmax
         total = torch.cat(sums) if sums else found_inf.new_zeros(1, dtype=torch.float64)
-        return found_inf, total.sum()
+        return found_inf, total.sum(), absmax
 
 
 @cache
@@ -189,21 +211,47 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _upload(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Copy a table to the device without synchronization."""
-    pinned = device.type == "cuda"
-    flat = list(chain.from_iterable(lines))
-    table = torch.tensor(flat, dtype=torch.int64, pin_memory=pinned)
+def _tables(
+    header: Sequence[int],
+    columns: Sequence[Sequence[int] | None],
+    kinds: Sequence[_KindT],
+    block: int,
+    device: torch.device,
+) -> Iterator[tuple[_KindT, int, int, Tensor]]:
+    """Yield (kind, number of rows, number of blocks, table on the device) of each kind.
+
+    Columns are lists of numbers, one of each tensor; None is a column of zeros. Whole
+    columns are written at once: a loop over tensors takes as long as their kernel.
+    """
+    width, numels = len(header), columns[1]
+    assert numels is not None  # noqa: S101
+    for kind in dict.fromkeys(kinds):
+        chosen = [*map(kind.__eq__, kinds)]
+        rows = sum(chosen)
+        flat = [*header, *(0,) * (rows * width)]
+        for index, column in enumerate(columns):
+            if column is not None:
+                flat[width + index :: width] = compress(column, chosen)
+        counts = (-(-numel // block) for numel in compress(numels, chosen))
+        *before, blocks = accumulate(counts, initial=0)
+        flat[width + 2 :: width] = before
+        stream = 0
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device).cuda_stream
+        table = _upload(array("q", flat).tobytes(), device, stream)
+        yield kind, rows, blocks, table
+
+
+@lru_cache(maxsize=8)
+def _upload(words: bytes, device: torch.device, stream: int) -> Tensor:  # noqa: ARG001 -- other streams must not read before it is copied
+    """Copy a table to the device without synchronization.
+
+    The caching allocator gives gradients the same addresses step after step, and while
+    the learning rate stays, a table does not change either.
+    """
+    table = torch.frombuffer(bytearray(words), dtype=torch.int64)
+    table = table.pin_memory() if device.type == "cuda" else table
     return table.to(device, non_blocking=True)
-
-
-def _count(lines: list[list[int]], block: int) -> int:
-    """Write into each row the number of blocks before it; return the total."""
-    before = 0
-    for line in lines:
-        line[2] = before
-        before += -(-line[1] // block)
-    return before
 
 
 def _rule_words(rule: Rule) -> list[int]:
@@ -242,33 +290,28 @@ def _flags(rule: Rule) -> int:
     return flags | rule.decoupled << 1 | rule.amsgrad << 3 | _far(rule) << 5
 
 
-def _param_line(
-    item: ParamUpdate,
-    index: int,
+def _columns(
+    items: Sequence[ParamUpdate],
     tensors: UpdateTensors,
     encoding: str,
     clock: tuple[int, int],
-) -> tuple[Kind, list[int]]:
-    """Return the kernel variant that an item needs, and its row of the table."""
-    weight, gradient = tensors.weights[index], tensors.gradients[index]
-    states = [column[index] for column in tensors.states]
-    address = weight.data_ptr()
-    residual = tensors.residuals[index].data_ptr() if tensors.residuals else 0
-    state_addresses = [state.data_ptr() for state in states]
-    addresses = [gradient.data_ptr(), address, residual, *state_addresses]
-    aligned = not any(place % _ALIGNED for place in addresses)
-    state_name = _DTYPE_NAMES[states[0].dtype] if states else "none"
-    line = [
-        *(addresses[0], weight.numel(), 0, address, residual),
-        *state_addresses,
-        *(0,) * (3 - len(states)),
-        tensors.steps[index].data_ptr() if tensors.steps else 0,
-        int(not item.is_first_step),
-    ]
-    if encoding == "stochastic" or state_name == "bf16":
-        line += bf16_codecs.key(*clock, item.param_index, 0)
-        line += bf16_codecs.key(*clock, item.param_index, 1)
-    else:
-        line += (0, 0, 0, 0)
-    names = _DTYPE_NAMES[weight.dtype], _DTYPE_NAMES[gradient.dtype], state_name
-    return (*names, aligned), line
+) -> tuple[list[Sequence[int] | None], list[Kind]]:
+    """Return the columns of a table, and the kernel variant that each item needs."""
+    gradients = [*map(Tensor.data_ptr, tensors.gradients)]
+    weights, residuals, *states, steps = tensors.addresses
+    pointers = [gradients, weights, residuals, *states]
+    filled = [not item.is_first_step for item in items]
+    columns: list[Sequence[int] | None]
+    columns = [gradients, tensors.numels, None, weights, residuals or None, *states]
+    columns += [None] * (3 - len(states))
+    columns += [steps or None, filled]
+    state = tensors.states[0][0].dtype if tensors.states else None
+    if encoding == "stochastic" or state == torch.bfloat16:
+        key = partial(bf16_codecs.key, *clock)
+        words = ((*key(i.param_index, 0), *key(i.param_index, 1)) for i in items)
+        columns.extend(zip(*words, strict=True))
+    # An address is aligned if its last bits are 0, so all are if those of their OR are.
+    joined = map(partial(reduce, or_), zip(*filter(None, pointers), strict=True))
+    aligned = [not address & _MISALIGNED for address in joined]
+    dtypes = map(_DTYPE, tensors.weights), map(_DTYPE, tensors.gradients)
+    return columns, [*zip(*dtypes, repeat(state), aligned, strict=False)]

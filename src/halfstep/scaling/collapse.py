@@ -377,10 +377,13 @@ class CollapseMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history as plain values. Synchronizes with the device."""
+        return self._history_with_pending().data()
+
+    def _history_with_pending(self) -> StepHistory:
         history = copy.deepcopy(self._history)
         for scale, skipped, _, bad, loss, *_ in self._delayed.read_pending():
             history.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
-        return history.data()
+        return history
 
     def restore(self, history: StepHistory, rule: ScaleRule) -> None:
         """Continue from a saved history."""
@@ -425,10 +428,12 @@ class CollapseMonitor:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs, CUDA events and pending copies cannot be pickled.
+        # Graphs and CUDA events cannot be pickled.
         cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
         pending = {"_delayed": DelayedScalars(), "_param_readers": deque()}
-        return self.__dict__ | cleared | pending
+        pending["_num_outdated"] = 0
+        history = {"_history": self._history_with_pending()}
+        return self.__dict__ | cleared | pending | history
 
 
 def is_capturing() -> bool:

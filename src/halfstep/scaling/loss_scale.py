@@ -137,11 +137,11 @@ class ScaleState:
     hysteresis_left: Tensor
     """int32: overflows until the next backoff; at 1 or less, each one backs off."""
     skips_in_a_row: Tensor
-    """int32: overflows since the last clean step."""
+    """float32, as found_inf: overflows since the last clean step."""
 
     @classmethod
     def first(cls, rule: ScaleRule, device: torch.device | str = "cpu") -> ScaleState:
         """Return the state before the first step."""
         scale = torch.tensor(rule.init_scale, dtype=torch.float32, device=device)
         count = partial(torch.tensor, dtype=torch.int32, device=device)
-        return cls(scale, count(0), count(rule.hysteresis), count(0))
+        return cls(scale, count(0), count(rule.hysteresis), torch.zeros_like(scale))

@@ -106,7 +106,7 @@ def advance(
         torch.where(overflowed, lower, clean_scale).float(),
         torch.where(grow, 0, clean).to(torch.int32),
         torch.where(refilled, rule.hysteresis, left).to(torch.int32),
-        torch.where(overflowed, state.skips_in_a_row + 1, 0).to(torch.int32),
+        torch.where(overflowed, state.skips_in_a_row + 1, 0.0),
     )
 
 
@@ -150,7 +150,8 @@ def _advance_by_kernel(
         if rule.max_scale < FP32_MAX:
             highest = state.scale.clamp(min=rule.max_scale)
         scale.clamp_(lowest, highest)
-    skips = (state.skips_in_a_row + 1).mul_(flag != 0)
+    flag = flag.clamp(max=1)
+    skips = torch.addcmul(flag, flag, state.skips_in_a_row)
     new_scale = state.scale if is_fixed else scale
     return ScaleState(new_scale, clean, state.hysteresis_left, skips)
 
@@ -371,6 +372,7 @@ class LossScaler:
     def state_dict(self) -> dict[str, Any]:
         """Return the rule and the state as plain numbers. Synchronizes."""
         state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
+        state["skips_in_a_row"] = int(state["skips_in_a_row"])
         rule = {key: value for key, value in asdict(self.rule).items() if value}
         strategy_state = {} if self.strategy is None else self.strategy.state_dict()
         watch = self.monitor.state_dict()

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from halfstep._torch import async_read, fused_optimizers
 from halfstep.errors import require_positive, warn_caller
-from halfstep.masters import cpu_kernels, fused_step
+from halfstep.masters import cpu_kernels, fused_step, triton_kernels
 from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import absmax_of, group_by_mesh, total_norm
 from halfstep.scaling import misuse
+from halfstep.scaling.collapse import is_capturing
 from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
 from halfstep.scaling.step_report import Constant, GradAbsmax, find_nonfinite_params
 from halfstep.scaling.unscale import unscale_
@@ -69,7 +70,11 @@ class OptimizerStep:
         self._one = self._inverse = torch.ones((), device=device)
         self._absmax: Tensor | None = None
         """Largest magnitude of each gradient of the current step, once computed."""
+        self._has_triton = triton_kernels.available(device)
         self._uses_kernel = self._only_found_inf = False
+        self._named: list[Tensor] = []
+        """Parameters that `_names` names."""
+        self._names: list[str] = []
 
     @torch.no_grad()
     def unscaled_grads(self, scaler: LossScaler) -> Iterator[tuple[Tensor, Tensor]]:
@@ -142,21 +147,24 @@ class OptimizerStep:
             1.0 if one on this rank is inf or NaN, else 0.0. float32, shape ().
         """
         kernel, needs_norm = self.masters.kernel, self.clip is not None
-        if self._uses_kernel and self._only_found_inf and kernel is not None:
-            self._inverse = inverse_scale(scaler.state.scale)
-            if kernel.on_device and grads and not needs_norm:
-                return self._check_absmax(grads)
-            found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
-            if squares is not None:
-                self.norm = (squares.sqrt() * self._inverse).float()
-            return found_inf
         self._inverse = self._one
         # torch's kernel writes to the gradients even if the scale is 1.
         is_scaled = not isinstance(scaler, LossScaler) or scaler.multiplies
+        if self._uses_kernel and self._only_found_inf and kernel is not None:
+            if is_scaled:
+                self._inverse = inverse_scale(scaler.state.scale)
+            if kernel.on_device and grads:
+                measured = triton_kernels.check_absmax(grads, norm=needs_norm)
+                found_inf, squares, self._absmax = measured
+            else:
+                found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
+            if squares is not None:
+                self.norm = (squares.sqrt() * self._inverse).float()
+            return found_inf
         if is_scaled or not self._only_found_inf or not grads:
             found_inf = scaler.unscale_(grads)
         elif not self._is_readable:
-            found_inf = self._check_absmax(grads)
+            found_inf, self._absmax = self._check_absmax(grads)
         elif {*map(type, grads)} <= {Tensor, nn.Parameter}:
             found_inf = _check_finite(grads)
         else:
@@ -173,15 +181,19 @@ class OptimizerStep:
         """Whether the host reads numbers of the device without synchronization."""
         return self._device.type in async_read.READABLE_DEVICES
 
-    def _check_absmax(self, grads: list[Tensor]) -> Tensor:
-        """Return 1.0 if any gradient holds inf or NaN, else 0.0; only read them."""
-        absmax = self._absmax_of(grads)
-        return unscale_([absmax.to(_widened(absmax))], self._one)
-
-    def _absmax_of(self, grads: list[Tensor]) -> Tensor:
-        if self._absmax is None:
-            self._absmax = absmax_of(grads)
-        return self._absmax
+    def _check_absmax(self, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return 1.0 if any gradient holds inf or NaN, else 0.0, and `absmax_of`."""
+        is_one_launch = (
+            self._has_triton
+            and len({gradient.device for gradient in grads}) == 1
+            and fused_step.can_read(grads)
+            and not is_capturing()
+        )
+        if is_one_launch:
+            found_inf, _, absmax = triton_kernels.check_absmax(grads, norm=False)
+            return found_inf, absmax
+        absmax = absmax_of(grads)
+        return unscale_([absmax.to(_widened(absmax))], self._one), absmax
 
     def nonfinite_params(
         self,
@@ -194,10 +206,13 @@ class OptimizerStep:
         It reads the gradients now, before clipping and clearing destroy them, without
         synchronization if the update kernel skips by itself.
         """
-        names = [*map(name_of, params)]
+        if [*map(id, params)] != [*map(id, self._named)]:
+            self._named, self._names = params, [*map(name_of, params)]
         if self.skips_on_device and grads:
-            return GradAbsmax(names, self._absmax_of(grads))
-        return Constant(find_nonfinite_params(zip(names, grads, strict=True)))
+            if self._absmax is None:
+                _, self._absmax = self._check_absmax(grads)
+            return GradAbsmax(self._names, self._absmax)
+        return Constant(find_nonfinite_params(zip(self._names, grads, strict=True)))
 
     @property
     def skips_on_device(self) -> bool:
