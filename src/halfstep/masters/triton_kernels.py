@@ -163,8 +163,9 @@ def check_absmax(
     code = _code()
     with _on(device):
         # found_inf and the magnitudes, cleared in one launch.
-        results = torch.zeros(1 + len(gradients), device=device)
-        found_inf, absmax = results[0], results[1:]
+        bits = torch.zeros(1 + len(gradients), dtype=torch.int32, device=device)
+        values = bits.view(torch.float32)
+        found_inf, absmax = values[0], values[1:]
         sums: list[Tensor] = []
         for (dtype, aligned), rows, blocks, table in _tables(
             (0, 0, 0, 0), columns, kinds, CHECK_BLOCK, device
@@ -176,7 +177,7 @@ def check_absmax(
                 table,
                 rows,
                 found_inf,
-                absmax.view(torch.int32),
+                bits[1:],
                 own,
                 gradients=_DTYPE_NAMES[dtype],
                 norm=norm,
