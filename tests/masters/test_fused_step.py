@@ -1,5 +1,6 @@
 """Tensors that a kernel would read as something else, rejected before it does."""
 
+from functools import partial
 from typing import Any
 
 import kernel_twin as twin
@@ -67,3 +68,15 @@ def test_gradients_refused(kernel: Any) -> None:
         kernel.check_finite([WIDE, WIDE.int()], norm=True)
     with pytest.raises(UserError, match=r"gradient 1 is torch\.float32 on meta"):
         kernel.check_finite([WIDE, WIDE.to("meta")], norm=True)
+
+
+def test_a_weight_that_grows() -> None:
+    """Law: at the same address, too, a weight of another size is checked again."""
+    one, (item,) = torch.ones(()), twin.make(twin.ADAMW, "split", sizes=((8,),))
+    memory = torch.ones(16).bfloat16()
+    item.weight, item.gradient = memory[:8], memory[8:]
+    update = partial(twin.ready(cpu_kernels).update, inverse=one, clock=(0, 0))
+    update([item], twin.ADAMW, "split")
+    item.weight, item.gradient = memory, memory.clone()
+    with pytest.raises(UserError, match="residual of parameter 0 has 8 numbers, not 1"):
+        update([item], twin.ADAMW, "split")

@@ -83,7 +83,7 @@ def rules(draw: st.DrawFn) -> ScaleRule:
     )
 
 
-flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]), max_size=40)
+flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.0, 2.0]), max_size=40)
 
 
 def numbers_of(state: ScaleState) -> list[float]:

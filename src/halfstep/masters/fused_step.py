@@ -101,30 +101,28 @@ class ParamUpdate:
     param_index: int = 0
     """Index of the parameter, for random bits."""
     checked: tuple[object, ...] = ()
-    """Encoding and addresses of all but the gradient when they were checked last."""
+    """What `checked_tensors` compares: all but the gradient, when it was checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTensors:
-    """The tensors of some updates in columns, one entry per update."""
+    """What kernels read of some updates, in columns with one entry per update."""
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor]
-    residuals: Sequence[Tensor]
-    """Empty if the encoding has no residual."""
-    states: Sequence[Sequence[Tensor]]
-    """One column for each of the rule's `state_keys`."""
-    steps: Sequence[Tensor]
-    """Empty for SGD."""
     numels: list[int]
     addresses: Sequence[list[int]]
-    """Of weights, residuals, each column of states, and steps."""
+    """Of weights, residuals, each of the rule's `state_keys`, and steps; a column is
+    empty if the encoding has no residual, or the rule counts no steps."""
 
 
 def checked_tensors(
     items: Sequence[ParamUpdate], rule: Rule, encoding: str, device: torch.device
 ) -> UpdateTensors:
     """Return the tensors of some updates after checking what kernels rely on.
+
+    All but the gradients are checked again only where an address, or the weight's size
+    or dtype, has changed.
 
     Raises:
         UserError: If one is missing, has gaps, or has another size, dtype or device.
@@ -140,17 +138,15 @@ def checked_tensors(
     if isinstance(rule, Adam):
         steps = [item.step for item in items if item.step is not None]
     states = [*zip(*[item.states for item in items], strict=False)]
-    states = states[: len(rule.state_keys)]
-    columns = [weights, residuals, *states, steps]
+    columns = [weights, residuals, *states[: len(rule.state_keys)], steps]
     addresses = [[*map(Tensor.data_ptr, column)] for column in columns]
-    rows = [*zip_longest([encoding] * len(items), *addresses)]
+    named = [encoding] * len(items), numels, map(_dtype, weights)
+    rows = [*zip_longest(*named, *addresses)]
     if rows != [item.checked for item in items]:
         _check_columns(items, rule, encoding, device)
         for item, row in zip(items, rows, strict=True):
             item.checked = row
-    return UpdateTensors(
-        weights, gradients, residuals, states, steps, numels, addresses
-    )
+    return UpdateTensors(weights, gradients, numels, addresses)
 
 
 def _check_columns(
@@ -231,6 +227,7 @@ def _check_placement(
     allowed: Collection[torch.dtype],
     device: torch.device,
 ) -> None:
+    """Reject tensors of another dtype or device."""
     # Reading `is_cpu` takes a third of the time of `device`.
     on_device = all(map(_is_cpu, tensors))
     if device.type != "cpu":

@@ -146,7 +146,7 @@ class OptimizerInBackward:
             if kernel is None:
                 self.masters.step_param(param)
             else:
-                one = torch.ones((), device=weight.device)
+                one = torch.ones((), dtype=torch.float32, device=weight.device)
                 only = self._group_of[param], param
                 self.masters.update(one, found_inf=found_inf, only=only)
         weight.grad = param.grad = None

@@ -440,7 +440,10 @@ def update(
 def correct(
     table: Value, rows: Value, corrections: Value, found_inf: Value, block: constexpr
 ) -> None:
-    """Count the step, and write Adam's lr / (1 - beta1**t) and sqrt(1 - beta2**t)."""
+    """Write Adam's lr / (1 - beta1**t) and sqrt(1 - beta2**t) for each tensor.
+
+    Before, count the step t, unless `found_inf` is 1.
+    """
     row = tl.program_id(0) * block + tl.arange(0, block)
     mask = row < rows
     pointer = tl.load(table + ((row + 1) * WIDTH + STEP), mask=mask, other=0)

@@ -31,6 +31,7 @@ from halfstep.masters.fused_step import (
     checked_tensors,
     readable_gradients,
 )
+from halfstep.masters.triton_jit import BEFORE, NUMEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,8 +95,8 @@ def update(
 
     See `fused_step.Kernel`.
 
-    `is_first_step` must stay set until a step was applied: skipped steps do not fill
-    the momentum buffer.
+    A first step that is skipped does not fill the momentum buffer: the caller must have
+    zeroed it.
     """
     device = inverse.device
     # Keep the tensors alive until the kernels are launched.
@@ -156,8 +157,8 @@ def check_absmax(
         raise UserError("gradients=[] has nothing to look at; give at least one.")
     device = gradients[0].device
     gradients = readable_gradients(gradients, device)
-    addresses = [*map(Tensor.data_ptr, gradients)]
-    columns = addresses, [*map(Tensor.numel, gradients)], None, range(len(gradients))
+    addresses, numels = ([*map(f, gradients)] for f in (Tensor.data_ptr, Tensor.numel))
+    columns = addresses, numels, None, range(len(gradients))
     aligned_column = [not address & _MISALIGNED for address in addresses]
     kinds = [*zip(map(_DTYPE, gradients), aligned_column, strict=True)]
     code = _code()
@@ -222,10 +223,10 @@ def _tables(
     """Yield (kind, number of rows, number of blocks, table on the device) of each kind.
 
     Columns are lists of numbers, one of each tensor; None is a column of zeros. Whole
-    columns are written at once: a loop over tensors takes as long as their kernel.
+    columns are written at once: a loop over tensors takes as long as their kernel. The
+    column `triton_jit.BEFORE` is computed here.
     """
-    width, numels = len(header), columns[1]
-    assert numels is not None  # noqa: S101
+    width = len(header)
     for kind in dict.fromkeys(kinds):
         chosen = [*map(kind.__eq__, kinds)]
         rows = sum(chosen)
@@ -233,9 +234,9 @@ def _tables(
         for index, column in enumerate(columns):
             if column is not None:
                 flat[width + index :: width] = compress(column, chosen)
-        counts = (-(-numel // block) for numel in compress(numels, chosen))
+        counts = (-(-numel // block) for numel in flat[width + NUMEL :: width])
         *before, blocks = accumulate(counts, initial=0)
-        flat[width + 2 :: width] = before
+        flat[width + BEFORE :: width] = before
         stream = 0
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device).cuda_stream
@@ -243,12 +244,13 @@ def _tables(
         yield kind, rows, blocks, table
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _upload(words: bytes, device: torch.device, stream: int) -> Tensor:  # noqa: ARG001 -- other streams must not read before it is copied
     """Copy a table to the device without synchronization.
 
-    The caching allocator gives gradients the same addresses step after step, and while
-    the learning rate stays, a table does not change either.
+    The caching allocator gives gradients the same addresses step after step, so most
+    tables do not change: those of checks, and of updates while the learning rate stays,
+    unless moments or weights are rounded stochastically.
     """
     table = torch.frombuffer(bytearray(words), dtype=torch.int64)
     table = table.pin_memory() if device.type == "cuda" else table
@@ -306,7 +308,7 @@ def _columns(
     columns = [gradients, tensors.numels, None, weights, residuals or None, *states]
     columns += [None] * (3 - len(states))
     columns += [steps or None, filled]
-    state = tensors.states[0][0].dtype if tensors.states else None
+    state = items[0].states[0].dtype if states else None
     if encoding == "stochastic" or state == torch.bfloat16:
         key = partial(bf16_codecs.key, *clock)
         words = ((*key(i.param_index, 0), *key(i.param_index, 1)) for i in items)

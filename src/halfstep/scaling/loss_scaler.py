@@ -150,7 +150,7 @@ def _advance_by_kernel(
         if rule.max_scale < FP32_MAX:
             highest = state.scale.clamp(min=rule.max_scale)
         scale.clamp_(lowest, highest)
-    flag = flag.clamp(max=1)
+    flag = flag.sign()
     skips = torch.addcmul(flag, flag, state.skips_in_a_row)
     new_scale = state.scale if is_fixed else scale
     return ScaleState(new_scale, clean, state.hysteresis_left, skips)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from halfstep.masters import MasterWeights
+    from halfstep.masters.fused_step import Kernel
     from halfstep.scaling.per_pass import BackwardPasses
     from halfstep.scaling.step_report import NonFiniteParam
 
@@ -67,7 +68,8 @@ class OptimizerStep:
         self.norm: Tensor | None = None
         """Norm of the unscaled gradients of the current step, shape ()."""
         self._device = device
-        self._one = self._inverse = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._inverse = self._one
         self._absmax: Tensor | None = None
         """Largest magnitude of each gradient of the current step, once computed."""
         self._has_triton = triton_kernels.available(device)
@@ -153,14 +155,7 @@ class OptimizerStep:
         if self._uses_kernel and self._only_found_inf and kernel is not None:
             if is_scaled:
                 self._inverse = inverse_scale(scaler.state.scale)
-            if kernel.on_device and grads:
-                measured = triton_kernels.check_absmax(grads, norm=needs_norm)
-                found_inf, squares, self._absmax = measured
-            else:
-                found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
-            if squares is not None:
-                self.norm = (squares.sqrt() * self._inverse).float()
-            return found_inf
+            return self._check_scaled(kernel, grads)
         if is_scaled or not self._only_found_inf or not grads:
             found_inf = scaler.unscale_(grads)
         elif not self._is_readable:
@@ -176,6 +171,20 @@ class OptimizerStep:
                 found_inf = torch.maximum(found_inf, self.norm.isinf().float())
         return found_inf
 
+    def _check_scaled(self, kernel: Kernel, grads: list[Tensor]) -> Tensor:
+        """Check gradients that the kernel will unscale, and compute their norm."""
+        if kernel.on_device and not grads:
+            return torch.zeros_like(self._one)  # other ranks may have some
+        needs_norm = self.clip is not None
+        if kernel.on_device:
+            measured = triton_kernels.check_absmax(grads, norm=needs_norm)
+            found_inf, squares, self._absmax = measured
+        else:
+            found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
+        if squares is not None:
+            self.norm = (squares.sqrt() * self._inverse).float()
+        return found_inf
+
     @property
     def _is_readable(self) -> bool:
         """Whether the host reads numbers of the device without synchronization."""
@@ -185,7 +194,7 @@ class OptimizerStep:
         """Return 1.0 if any gradient holds inf or NaN, else 0.0, and `absmax_of`."""
         is_one_launch = (
             self._has_triton
-            and len({gradient.device for gradient in grads}) == 1
+            and {gradient.device for gradient in grads} == {self._device}
             and fused_step.can_read(grads)
             and not is_capturing()
         )
