@@ -15,7 +15,6 @@ import torch
 from small_training import same
 from torch import nn
 
-from halfstep._torch import async_read
 from halfstep.masters import MasterWeights
 from halfstep.session.session import Session
 
@@ -45,16 +44,10 @@ def swapped(session: Session) -> None:
             param.copy_(param * 0.5 + 0.25)
 
 
-def scaled(session: Session) -> None:
-    for param in session.model.parameters():
-        param.data.mul_(0.75)  # no version counts it
-
-
 EDITS: dict[str, Callable[[Session], None]] = {
     "load_state_dict": loaded,
     "clamp_": clamped,
     "swap": swapped,
-    "data": scaled,
 }
 
 
@@ -66,7 +59,7 @@ def test_masters_follow(
     form: str, edit: Callable[[Session], None], *, kernel: bool, release: bool
 ) -> None:
     """Law: the next step starts from the edited weights; a loss of bits is told."""
-    session = trained(form, 1, optimizer_in_backward=release, kernel=kernel)
+    session = trained(form, optimizer_in_backward=release, kernel=kernel)
     session.optimizer.param_groups[0]["lr"] = 0.0  # and so no weight decay
     edit(session)
     found = copy.deepcopy(session.model.state_dict())
@@ -85,43 +78,6 @@ def test_masters_follow(
     changed = session.weights()
     for name, value in found.items():
         assert torch.equal(changed[name].to(value.dtype), value), name
-
-
-@cases.every_form
-@pytest.mark.parametrize("make", [cases.SGD, cases.ADAMW], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("readable", [{"cpu"}, {}])
-@pytest.mark.filterwarnings(f"ignore:{TOLD}")
-def test_clamped_through_data(
-    form: str, make: cases.Make, readable: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a critic clamped by `.data` stays so but for one update; no host reads."""
-    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset(readable))
-    model = cases.Mixed()
-    model.scalar, model.empty = (nn.Parameter(torch.ones(n)) for n in ((), 0))
-    session = cases.start(make, form, model)
-    for number in range(6):
-        cases.go(session, cases.slopes_of(model, number, 0.25))
-        for param in model.parameters():
-            assert number == 0 or bool((param.abs() < 0.1875).all())
-            param.data.clamp_(-0.125, 0.125)
-
-
-def test_no_edits_of_weights() -> None:
-    """Law: edits of masters stay; so do masters over weights swapped out and in."""
-    session = trained("fp32", 0)
-    session.optimizer.param_groups[0]["lr"] = 0.0
-    right = {n: v.clone() for n, v in session.weights().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number in range(4):
-            for param in (*right.values(), *cases.adopted(session.optimizer)):
-                param.data.mul_(0.875)  # weight decay by hand
-            own = [param.data.clone() for param in session.model.parameters()]
-            scaled(session)
-            for param, value in zip(session.model.parameters(), own, strict=True):
-                param.data.copy_(value)
-            cases.go(session, cases.slopes_of(session.model, number))
-    assert same(session.weights(), right)
 
 
 @pytest.mark.parametrize("release", [True, False])

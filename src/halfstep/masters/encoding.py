@@ -9,7 +9,6 @@ import torch
 
 from halfstep.errors import UserError, format_value
 from halfstep.masters import bf16_codecs
-from halfstep.numerics.local_tensor import dense_values, is_quantized, local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,9 +126,6 @@ class MasterParam:
     """Dtype of the weight when it got its master."""
     grad_buffer: Tensor | None = None
     """fp32 memory for the gradient sum, reused from step to step."""
-    version: int = 0
-    checksum: Tensor | None = None
-    """Those of the weight when it last matched the master; None: not compared."""
 
     def check(self) -> None:
         """Reject a weight whose dtype was changed."""
@@ -170,28 +166,18 @@ class MasterParam:
         if residual.dtype == torch.float32:
             self.master.data = self.residual
 
-    def weight_checksum(self) -> Tensor:
-        """Return the sum of the weight's bits on this rank; 0 if no reset needs it."""
-        if self.residual is None or is_quantized(self.weight):
-            return torch.zeros(())
-        bits = dense_values(self.weight.detach()).view(torch.int16)
-        if bits.is_contiguous() and bits.numel() % 4 == bits.storage_offset() % 4 == 0:
-            bits = bits.view(-1).view(torch.int64)  # `sum` would convert a copy
-        return bits.sum(dtype=torch.int64)
-
-    def reset_from_weight(self, encoding: MasterEncoding, written: Tensor) -> Tensor:
-        """Reset the master if `written`, which is not read; return how many changed."""
-        if self.residual is None:
-            return torch.zeros(())
-        weight, master = (local_part(t.detach()) for t in (self.weight, self.master))
+    def reset_from_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> int:
+        """Reset the master from the weight; return how many elements changed."""
+        weight = self.weight.detach()
+        wide = weight.float()
         if encoding.is_compact:
             # The residual belongs to the old weights; which changed is unknown.
-            local_part(self.residual).masked_fill_(written, 0)
-            return written * weight.numel()
-        low = master.to(weight.dtype)
-        differs = written & (low.view(torch.int16) != weight.view(torch.int16))
-        master.copy_(torch.where(differs, weight.float(), master))
-        return differs.count_nonzero()
+            self.encode_(encoding, wide, rng)
+            return 0 if self.residual is None else wide.numel()
+        low = self.master.detach().to(weight.dtype)
+        differs = low.view(torch.int16) != weight.view(torch.int16)
+        self.master.copy_(torch.where(differs, wide, self.master))
+        return int(differs.sum())
 
 
 # A further encoding needs two codecs in `bf16_codecs` and the choice of them above, a

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._torch import async_read, optimizer_hooks
+from halfstep._torch import optimizer_hooks
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
@@ -31,7 +31,6 @@ from halfstep.masters.generic_step import nan_placeholder
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
 from halfstep.numerics.local_tensor import clone
-from halfstep.scaling.collapse import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -94,7 +93,7 @@ class MasterWeights:
             message = f"master={master!r} keeps no master weights; choose {choices}."
             raise UserError(message)
         self.encoding = encoding
-        self.set_rng(seed, 0)
+        self.rng = RoundingRng(seed, 0)
         self.master_params: dict[Tensor, MasterParam] = {}
         """Master weight -> its `MasterParam`, in the order they were added."""
         self.param_index: dict[Tensor, int] = {}
@@ -106,7 +105,8 @@ class MasterWeights:
         self._fused_step: FusedStep | None = None
         self.stepping = False
         """Whether this class is calling `optimizer.step`."""
-        self._warned_of_writes = self._has_data_writes = False
+        self._versions: list[int] = []
+        self._warned_of_writes = False
         self._consume: Callable[[Tensor], None] | None = None
         self._hooked: set[Tensor] = set()
         self.add_new_params(originals)
@@ -144,7 +144,6 @@ class MasterWeights:
         model_params = [self.model_param(param) for param in self.param_index]
         chosen = _choose_kernel(self.optimizer, model_params)
         self.kernel, self.kernel_description = chosen
-        self.set_rng(self.rng.seed, self.rng.step)  # watch new ones, too
         self.mark_synced()
 
     def _new_master(self, param: nn.Parameter, fp32: Tensor) -> nn.Parameter:
@@ -203,7 +202,7 @@ class MasterWeights:
             if residual is not None and residual.dtype == torch.bfloat16:
                 # Several pairs have this sum; a resumed run needs the saved one.
                 residual.copy_(value - master_param.weight)
-        self.mark_synced([master_param])
+        self.mark_synced()
 
     def accumulate_grads(self) -> None:
         """Add the 16-bit gradients to those of the master weights, and free them.
@@ -328,7 +327,8 @@ class MasterWeights:
         if not self.encoding.is_compact:
             # Weights may have been loaded since. No warning: DDP writes to weights too.
             # Compact encodings need no reset: their error is below rounding.
-            self._reset_written()
+            for param in self._externally_written():
+                param.reset_from_weight(self.encoding, self.rng)
         residuals = [p.residual for p in master_params if p.residual is not None]
         broadcast([param.weight.detach() for param in master_params])
         broadcast([residual.detach() for residual in residuals])
@@ -369,16 +369,14 @@ class MasterWeights:
             torch._foreach_copy_(weights, masters)
         self.advance_rng()
 
-    def set_rng(self, seed: int, step: int) -> None:
-        """Set the RNG of stochastic rounding, as of a saved run; watch for writes."""
-        self.rng = RoundingRng(seed, step)
-        self._compared_until = step + COMPARED_UPDATES
-        self._data_writes = async_read.DelayedScalars()
-
     def advance_rng(self) -> None:
         """Advance the RNG of stochastic rounding by one step."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
         self.mark_synced()
+
+    def set_rng(self, seed: int, step: int) -> None:
+        """Set the RNG of stochastic rounding to the state of a saved run."""
+        self.rng = RoundingRng(seed, step)
 
     def normalize_states(self) -> None:
         """Copy loaded optimizer state, and convert moments to the encoding's dtype.
@@ -393,33 +391,28 @@ class MasterWeights:
                 self.optimizer, master_param, self.encoding, None
             )
 
-    def mark_synced(self, params: Iterable[MasterParam] | None = None) -> None:
-        """Record that the model weights, or those of `params`, match the masters."""
-        compares = self._has_data_writes or self.rng.step < self._compared_until
-        compares = compares and not is_capturing()  # replays would compare with this
-        for param in self.master_params.values() if params is None else params:
-            param.version = param.weight._version  # noqa: SLF001
-            param.checksum = param.weight_checksum() if compares else None
+    def mark_synced(self) -> None:
+        """Record that the model weights match the master weights now."""
+        params = self.master_params.values()
+        self._versions = [param.weight._version for param in params]  # noqa: SLF001
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
         """Reset master weights whose model weights were changed outside the optimizer.
 
         `model.load_state_dict`, clamping or weight averaging change the model; without
-        the reset the next step would undo that. Writes through `.data` do not increment
-        the version counter. Checksums find them before the first `COMPARED_UPDATES`
-        updates, and before all once they found one.
+        the reset the next step would undo that. Writes through `.data` are not
+        detected, since they do not increment the version counter.
         """
-        counted, uncounted = self._reset_written()
-        found: list[float] | None = []
-        if uncounted and not self._has_data_writes:
-            found = self._data_writes.submit(uncounted)
-            self._compared_until += found is None  # a GPU answers some steps late
-            self._has_data_writes = any(found or ())
-        if self._warned_of_writes:
+        for master_param in self.master_params.values():
+            if master_param.weight.dtype != master_param.dtype:
+                master_param.check()
+        written = self._externally_written()
+        if not written:
             return
-        changed = sum(map(int, [*counted, *(found or ())]))
-        if changed:
+        changed = sum(p.reset_from_weight(self.encoding, self.rng) for p in written)
+        self.mark_synced()
+        if changed and not self._warned_of_writes:
             # Once: programs that clamp their weights do so in each step.
             self._warned_of_writes = True
             warn_caller(
@@ -429,22 +422,10 @@ class MasterWeights:
                 "the session."
             )
 
-    def _reset_written(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Reset masters of written weights; return sizes of counted, other writes."""
-        counted, uncounted = [], []
-        for param in self.master_params.values():
-            if param.weight.dtype != param.dtype:
-                param.check()
-            if param.weight._version != param.version:  # noqa: SLF001
-                written = torch.ones((), dtype=torch.bool, device=param.weight.device)
-                counted.append(param.reset_from_weight(self.encoding, written))
-            elif param.checksum is not None and not is_capturing():
-                written = param.weight_checksum() != param.checksum
-                if written.device.type not in async_read.READABLE_DEVICES or written:
-                    uncounted.append(param.reset_from_weight(self.encoding, written))
-        if counted or uncounted:
-            self.mark_synced()
-        return counted, uncounted
+    def _externally_written(self) -> list[MasterParam]:
+        """Return the parameters whose weights were written since `mark_synced`."""
+        pairs = zip(self.master_params.values(), self._versions, strict=True)
+        return [p for p, version in pairs if p.weight._version != version]  # noqa: SLF001
 
 
 class NoMasters(MasterWeights):
@@ -519,8 +500,6 @@ _SUM = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 """SGD with lr=-1 adds the gradient to the weight, in one pass over memory."""
 _LARGE = 1 << 16
 """Elements from which calling the kernel is faster."""
-COMPARED_UPDATES = 2
-"""Updates before which weights are compared by checksum, after masters were made."""
 
 
 def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:
