@@ -51,6 +51,10 @@ class DelayedScalars:
     def __init__(self) -> None:
         self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
+    def __reduce__(self) -> tuple[type[DelayedScalars], tuple[()]]:
+        """Make copies, and pickles, empty: events cannot be copied."""
+        return type(self), ()
+
     @property
     def num_pending(self) -> int:
         """Number of copies not read yet."""

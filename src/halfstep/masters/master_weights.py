@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._torch import optimizer_hooks
+from halfstep._torch import async_read, optimizer_hooks
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
@@ -30,7 +30,8 @@ from halfstep.masters.fused_step import FusedStep, Kernel, ParamUpdate, Sgd
 from halfstep.masters.generic_step import nan_placeholder
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
-from halfstep.numerics.local_tensor import clone
+from halfstep.numerics.local_tensor import clone, is_quantized, local_part
+from halfstep.scaling.collapse import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -107,6 +108,10 @@ class MasterWeights:
         """Whether this class is calling `optimizer.step`."""
         self._versions: list[int] = []
         self._warned_of_writes = False
+        self._checksums: tuple[list[object], Tensor] | None = None
+        """Layouts of the weights, and sums of their bits, after the last update."""
+        self._num_compared = 0
+        self._pending_comparisons = async_read.DelayedScalars()
         self._consume: Callable[[Tensor], None] | None = None
         self._hooked: set[Tensor] = set()
         self.add_new_params(originals)
@@ -145,6 +150,7 @@ class MasterWeights:
         chosen = _choose_kernel(self.optimizer, model_params)
         self.kernel, self.kernel_description = chosen
         self.mark_synced()
+        self._checksums = self._checksums_to_compare()
 
     def _new_master(self, param: nn.Parameter, fp32: Tensor) -> nn.Parameter:
         param_index, encoding = len(self.param_index), self.encoding
@@ -279,7 +285,7 @@ class MasterWeights:
             parts = self.optimizer, self.encoding, self.master_params, self.param_index
             self._fused_step = FusedStep(self.kernel, *parts)
         if only is None:
-            self.sync_external_writes()
+            self.sync_before_update()
         for group in self.optimizer.param_groups if only is None else only[:1]:
             params = group["params"] if only is None else only[1:]
             self._fused_step.update(
@@ -343,7 +349,7 @@ class MasterWeights:
     def step(self) -> None:
         """Accumulate gradients, step the optimizer, copy back to the model weights."""
         self.accumulate_grads()
-        self.sync_external_writes()
+        self.sync_before_update()
         with self.own_step():
             if self.encoding.is_compact:
                 compact = self.master_params.values()
@@ -373,6 +379,7 @@ class MasterWeights:
         """Advance the RNG of stochastic rounding by one step."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
         self.mark_synced()
+        self._checksums = self._checksums_to_compare()
 
     def set_rng(self, seed: int, step: int) -> None:
         """Set the RNG of stochastic rounding to the state of a saved run."""
@@ -395,14 +402,15 @@ class MasterWeights:
         """Record that the model weights match the master weights now."""
         params = self.master_params.values()
         self._versions = [param.weight._version for param in params]  # noqa: SLF001
+        self._checksums = None
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
         """Reset master weights whose model weights were changed outside the optimizer.
 
         `model.load_state_dict`, clamping or weight averaging change the model; without
-        the reset the next step would undo that. Writes through `.data` are not
-        detected, since they do not increment the version counter.
+        the reset the next step would undo that. Writes through `.data` do not
+        increment the version counter: `sync_before_update` detects some.
         """
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
@@ -421,6 +429,57 @@ class MasterWeights:
                 "later change. To load a checkpoint in fp32, load it before, or into "
                 "the session."
             )
+
+    @torch.no_grad()
+    def sync_before_update(self) -> None:
+        """Follow counted writes; warn of others, which the update would undo.
+
+        Writes through `.data` are looked for until the first comparisons have arrived:
+        programs write in each step, or not.
+        """
+        self.sync_external_writes()
+        before = self._checksums
+        now = None if before is None else self._checksums_to_compare()
+        if before is None or now is None:
+            return
+        written = before[1] != now[1]
+        if before[0] != now[0]:
+            written = torch.zeros_like(written)
+        arrived = self._pending_comparisons.submit((written,))
+        self._num_compared += arrived is not None
+        if arrived is not None and any(arrived):
+            self._num_compared = COMPARED_UPDATES
+            first = [*self.master_params.values()][arrived.index(1.0)].weight
+            warn_caller(
+                f"{sum(map(bool, arrived))} weights, the first of shape "
+                f"{tuple(first.shape)}, were changed through .data, which autograd "
+                "does not count: each step writes fp32 master weights over them. "
+                "Change them without .data: 'with torch.no_grad(): p.clamp_(-c, c)'."
+            )
+
+    def _checksums_to_compare(self) -> tuple[list[object], Tensor] | None:
+        """Return layouts and sums of bits of the weights; None if not to be compared.
+
+        Compact encodings follow a write, as the weight is a part of them.
+        """
+        is_over = self._num_compared >= COMPARED_UPDATES or self.encoding.is_compact
+        if is_over or is_capturing():
+            return None
+        params = self.master_params.values()
+        weights = [local_part(param.weight.detach()) for param in params]
+        if not weights or any(map(is_quantized, weights)):
+            return None
+        layouts: list[object] = []
+        sums = []
+        for weight in weights:
+            bits = weight.view(torch.int16)
+            is_aligned = bits.numel() % 4 == bits.storage_offset() % 4 == 0
+            if is_aligned and bits.is_contiguous():
+                bits = bits.view(-1).view(torch.int64)  # `sum` would convert a copy
+            total = bits.sum(dtype=torch.int64)
+            sums.append(async_read.to_device_async(total, weights[0].device))
+            layouts.append((bits.dtype, weight.stride(), weight.device))
+        return layouts, torch.stack(sums)
 
     def _externally_written(self) -> list[MasterParam]:
         """Return the parameters whose weights were written since `mark_synced`."""
@@ -500,6 +559,8 @@ _SUM = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 """SGD with lr=-1 adds the gradient to the weight, in one pass over memory."""
 _LARGE = 1 << 16
 """Elements from which calling the kernel is faster."""
+COMPARED_UPDATES = 2
+"""Comparisons of the weights with those after the last update, before the next one."""
 
 
 def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:

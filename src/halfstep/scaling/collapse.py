@@ -428,10 +428,9 @@ class CollapseMonitor:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs and CUDA events cannot be pickled.
+        # Graphs cannot be pickled, and what is pending is in the history.
         cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
-        pending = {"_delayed": DelayedScalars(), "_param_readers": deque()}
-        pending["_num_outdated"] = 0
+        pending = {"_param_readers": deque(), "_num_outdated": 0}
         history = {"_history": self._history_with_pending()}
         return self.__dict__ | cleared | pending | history
 
