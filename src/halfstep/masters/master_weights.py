@@ -378,6 +378,7 @@ class MasterWeights:
     def advance_rng(self) -> None:
         """Advance the RNG of stochastic rounding by one step."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
+        self._num_compared += self._checksums is not None  # by nobody: not for long
         self.mark_synced()
         self._checksums = self._checksums_to_compare()
 
@@ -438,7 +439,7 @@ class MasterWeights:
         programs write in each step, or not.
         """
         self.sync_external_writes()
-        before = self._checksums
+        before, self._checksums = self._checksums, None
         now = None if before is None else self._checksums_to_compare()
         if before is None or now is None:
             return
