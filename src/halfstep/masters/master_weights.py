@@ -378,7 +378,7 @@ class MasterWeights:
     def advance_rng(self) -> None:
         """Advance the RNG of stochastic rounding by one step."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
-        self._num_compared += self._checksums is not None  # by nobody: not for long
+        self._num_compared += self._checksums is not None  # nobody compares: stop soon
         self.mark_synced()
         self._checksums = self._checksums_to_compare()
 
