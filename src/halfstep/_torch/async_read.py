@@ -22,6 +22,12 @@ READABLE_DEVICES = frozenset({"cpu"})
 """Types of devices whose tensors the host reads without synchronization."""
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph captures the current stream: nothing can be read."""
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_initialized and torch.cuda.is_current_stream_capturing()
+
+
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on another device; copies from the host do not block.
 

@@ -31,7 +31,6 @@ from halfstep.masters.generic_step import nan_placeholder
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
 from halfstep.numerics.local_tensor import clone, is_quantized, local_part
-from halfstep.scaling.collapse import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -464,7 +463,7 @@ class MasterWeights:
         Compact encodings follow a write, as the weight is a part of them.
         """
         is_over = self._num_compared >= COMPARED_UPDATES or self.encoding.is_compact
-        if is_over or is_capturing():
+        if is_over or async_read.is_capturing():
             return None
         params = self.master_params.values()
         weights = [local_part(param.weight.detach()) for param in params]

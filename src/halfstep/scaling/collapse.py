@@ -280,7 +280,7 @@ class CollapseMonitor:
         if rule.min_scale >= 1:
             return False
         lowest = self._last_read_scale * rule.backoff_factor**self._steps_unread
-        return lowest < 1 or self._is_captured or is_capturing()
+        return lowest < 1 or self._is_captured or async_read.is_capturing()
 
     def on_external_set(self, scale: float = 0.0) -> None:
         """Record that the scale was set by other code; 0: the value is unknown."""
@@ -312,7 +312,7 @@ class CollapseMonitor:
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        if scale_used.is_cuda and is_capturing():
+        if scale_used.is_cuda and async_read.is_capturing():
             self._loss = self._loss_sum = None
             self._is_captured = True
             warn_caller(_CAPTURED)
@@ -433,12 +433,6 @@ class CollapseMonitor:
         pending = {"_param_readers": deque(), "_num_outdated": 0}
         history = {"_history": self._history_with_pending()}
         return self.__dict__ | cleared | pending | history
-
-
-def is_capturing() -> bool:
-    """Return whether the current stream is captured in a CUDA graph."""
-    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return is_initialized and torch.cuda.is_current_stream_capturing()
 
 
 def find_cause(

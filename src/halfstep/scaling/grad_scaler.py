@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from halfstep._torch import fused_optimizers
+from halfstep._torch import async_read, fused_optimizers
 from halfstep._torch.optimizer_params import (
     coalesce,
     first_gradient,
@@ -20,7 +20,6 @@ from halfstep._torch.optimizer_params import (
 from halfstep.numerics.norms import absmax_of
 from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
-from halfstep.scaling.collapse import is_capturing
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry
@@ -204,7 +203,7 @@ class GradScaler(TorchGradScaler):
 
     def _watch(self) -> CallOrderWatch | None:
         """Return the watch; a CUDA graph's capture ends it, for it reads weights."""
-        if self.call_order_watch is not None and is_capturing():
+        if self.call_order_watch is not None and async_read.is_capturing():
             self.call_order_watch = None
         return self.call_order_watch
 
@@ -451,7 +450,7 @@ class GradScaler(TorchGradScaler):
         try:
             if new_scale is None:
                 # In a capture `LossScaler.update` changes torch's tensors in place.
-                if not is_capturing():
+                if not async_read.is_capturing():
                     main.set_state(scale_used, main.state.clean_steps)
                 self._update_scales(main, states, found_inf)
         finally:

@@ -17,7 +17,6 @@ from halfstep.scaling.collapse import (
     CollapseMonitor,
     LossHistory,
     StepHistory,
-    is_capturing,
 )
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
 from halfstep.scaling.strategies import make_strategy
@@ -364,7 +363,7 @@ class LossScaler:
             in_a_row = self.state.skips_in_a_row * was_skipped
             self.state = replace(self.state, skips_in_a_row=in_a_row)
         self.proposal = None
-        if scale_used.is_cuda and is_capturing():
+        if scale_used.is_cuda and async_read.is_capturing():
             # A CUDA graph repeats its kernels, on the same tensors.
             self.state = _copy_into(before, self.state)
         self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)

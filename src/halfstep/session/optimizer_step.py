@@ -22,7 +22,6 @@ from halfstep.masters import cpu_kernels, fused_step, triton_kernels
 from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import absmax_of, group_by_mesh, total_norm
 from halfstep.scaling import misuse
-from halfstep.scaling.collapse import is_capturing
 from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
 from halfstep.scaling.step_report import Constant, GradAbsmax, find_nonfinite_params
 from halfstep.scaling.unscale import unscale_
@@ -196,7 +195,7 @@ class OptimizerStep:
             self._has_triton
             and {gradient.device for gradient in grads} == {self._device}
             and fused_step.can_read(grads)
-            and not is_capturing()
+            and not async_read.is_capturing()
         )
         if is_one_launch:
             found_inf, _, absmax = triton_kernels.check_absmax(grads, norm=False)
