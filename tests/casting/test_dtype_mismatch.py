@@ -345,6 +345,22 @@ def test_one_dtype_that_will_not_do(name: str) -> None:
         model(torch.rand(4, 4))
 
 
+def test_no_rule_is_advised_where_nothing_casts() -> None:
+    """Law: under a context that is off, as a session's at O3, no rule would be read."""
+    x, cell = torch.ones(4, 4, dtype=BF16), nn.LSTMCell(4, 4, dtype=BF16)
+    calls: dict[str, Callable[[], object]] = {
+        "Autocast is off here, so no rule": lambda: cell(x, (x.float(), x.float())),
+        r"kernel\. Call \.float\(\)\.$": lambda: torch.linalg.det(x),
+    }
+    for words, call in calls.items():
+        with (
+            pytest.raises(DtypeMismatch, match=words) as caught,
+            hs.autocast("cpu", enabled=False),
+        ):
+            call()
+        assert caught.value.rule == ""
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -60,12 +60,13 @@ def cpu_arguments() -> dict[str, tuple[Any, ...]]:
         "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh "
         "linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex "
         "linalg_matrix_sqrth linalg_qr linalg_svd linalg_svdvals _lu_with_info "
-        "exp gelu sum"
+        "linalg_matrix_exp matrix_exp exp gelu sum"
     )
     fft = [name for name in TABLES["cpu"] if name.startswith("fft_")]
     return dict.fromkeys([*one_matrix.split(), *fft], (m,)) | {
         "adaptive_avg_pool3d": (v16, [2, 2, 2]),
         "adaptive_max_pool3d": (v16, [2, 2, 2]),
+        "affine_grid_generator": (p16[..., :2, :3][:, 0], [2, 3, 4, 4], False),
         "cdist": (a, b),
         "cholesky_solve": (a, m),
         "conv1d.padding": (picture[0], torch.randn(1, 4, 3), None, [1], "same"),
@@ -128,6 +129,8 @@ def cpu_arguments() -> dict[str, tuple[Any, ...]]:
         "rms_norm": (a, [6]),
         "scaled_dot_product_attention": (picture, picture, picture),
         "softmax.int": (a, 0),
+        "_sparse_addmm": (a, m.to_sparse(), b),
+        "_sparse_mm": (m.to_sparse(), b),
         "stft": (a[0], 4, None, None, None, False, True, True),
         "stft.center": (a[0], 4, *[None] * 3, True, "reflect", False, True, True),
         "triangular_solve": (a, m),

@@ -174,7 +174,7 @@ class Autocast(torch_autocast):
         torch_context, pushed = self._entries.pop()
         active_context.pop(pushed)
         torch_context.__exit__(exc_type, exc_value, traceback)
-        _explain(exc_value)
+        _explain(exc_value, enabled=self._enabled)
         return False
 
     def report(self) -> Table:
@@ -186,11 +186,10 @@ class Autocast(torch_autocast):
         raise _not_recorded()
 
 
-def _explain(error: BaseException | None) -> None:
+def _explain(error: BaseException | None, *, enabled: bool) -> None:
     """Raise the `DtypeMismatch` that explains an error, or add a note to it."""
     if error is not None:
-        mismatch = dtype_mismatch.explain(error)
-        if mismatch is not None:
+        if mismatch := dtype_mismatch.explain(error, enabled=enabled):
             raise mismatch from error
         dtype_mismatch.add_cure(error)
 
@@ -308,8 +307,8 @@ class PolicyAutocast:
         if self._user_cache is None:
             context.close()
         torch_context.__exit__(exc_type, exc_value, traceback)
-        _explain(exc_value)
         is_enabled = self._torch_context._enabled  # noqa: SLF001
+        _explain(exc_value, enabled=is_enabled)
         if is_enabled and exc_value is None and self._matched_rules is None:
             warning = dispatch_table.unmatched_rule_warning(context.policy)
             if warning:

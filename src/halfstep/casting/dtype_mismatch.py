@@ -66,7 +66,7 @@ class DtypeMismatch(RuntimeError):  # noqa: N818 -- a public name of the API
         self.rule = rule
 
 
-def explain(error: BaseException) -> DtypeMismatch | None:
+def explain(error: BaseException, *, enabled: bool = True) -> DtypeMismatch | None:
     """Return the exception to raise from an error about mixed dtypes, else None.
 
     Why: torch says "expected m1 and m2 to have the same dtype", but neither which of a
@@ -74,11 +74,12 @@ def explain(error: BaseException) -> DtypeMismatch | None:
 
     Args:
         error: Any exception, with its traceback. A `DtypeMismatch` gives None.
+        enabled: Whether its context casts; if not, no rule is advised.
     """
     text = _text_of(error)
     text_dtypes = _mismatched_dtypes(text)
     if text_dtypes is None:
-        return _unsupported(error, text)
+        return _unsupported(error, enabled=enabled)
     frames, in_backward = frames_of(error)
     call = failed_call(frames)
     path, module = innermost_module(frames)
@@ -88,6 +89,8 @@ def explain(error: BaseException) -> DtypeMismatch | None:
         rule, advice = "", _advice_for_function(function, method, call)
     elif in_backward and module is None:
         rule, advice = "", "No rule reaches a backward pass: cast by hand."
+    elif not enabled:
+        rule, advice = "", "Autocast is off here, so no rule applies: cast by hand."
     else:
         rule, advice = _fix_for(call, names_by_dtype, text_dtypes, text)
     where = f" in {function}.{method}" if function else _where(path, module)
@@ -117,8 +120,9 @@ def _advice_for_function(function: str, method: str, call: FailedCall) -> str:
     )
 
 
-def _unsupported(error: BaseException, text: str) -> DtypeMismatch | None:
+def _unsupported(error: BaseException, *, enabled: bool) -> DtypeMismatch | None:
     """Return the exception to raise if one 16-bit dtype is not supported, else None."""
+    text = _text_of(error)
     line = next((one for one in text.splitlines() if _UNSUPPORTED.search(one)), "")
     low = [dtype for dtype in _dtypes_in(line) if dtype.itemsize == 2]  # noqa: PLR2004
     if not low:
@@ -126,7 +130,8 @@ def _unsupported(error: BaseException, text: str) -> DtypeMismatch | None:
     dtype, frames = _word(low[-1]), frames_of(error)[0]
     call, (path, module) = failed_call(frames), innermost_module(frames)
     name = call.operation or "an operation"
-    rule = f"op:{call.operation.removesuffix('_')}=fp32" if call.operation else ""
+    has_rule = enabled and call.operation
+    rule = f"op:{call.operation.removesuffix('_')}=fp32" if has_rule else ""
     by_rule = f"keep it in float32 with the policy rule '{rule}', or " if rule else ""
     by_rule += "call .float()"
     if "without overflow" in line:

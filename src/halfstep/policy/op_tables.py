@@ -266,7 +266,11 @@ _LEAN: Groups = {
         "half of its norms have no 16-bit kernel, not even for an fp32 result",
     ): "linalg_matrix_norm linalg_matrix_norm.str_ord",
     (FP32, _PROBABILITY): "binary_cross_entropy",
-    (PROMOTE, _MIXED): "grid_sampler grid_sampler_2d grid_sampler_3d",
+    (FP32, _GRID): """
+        grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator
+    """,
+    (FP32, _RANGE): "matrix_exp linalg_matrix_exp",
+    (FP32, "its backward pass needs one dtype"): "_sparse_mm _sparse_addmm",
 }
 _LEAN_AS_CALLED = _POOLS_AND_PADS + "fake_quantize_per_tensor_affine"
 """fp32 in torch's CPU table, although 16-bit CPU kernels exist by now."""
