@@ -281,7 +281,7 @@ def start(here: Path, *words: str, bare: bool = False) -> tuple[int, str, str]:
         [sys.executable, *program, *words],
         cwd=here,
         env=os.environ | ENVIRONMENT,
-        input="天\n".encode(),
+        input="天é😀\n".encode(),
         capture_output=True,
         check=False,
     )
@@ -299,11 +299,13 @@ def test_the_program(here: Path) -> None:
 def test_what_each_command_needs(here: Path) -> None:
     """Law: predict works without what only training needs; train names packages.
 
-    A console that lacks a character shows its code instead of failing.
+    A console that lacks a character shows its code as JSON does, instead of failing.
     """
-    status, out, err = start(here, "predict", "run", "-", bare=True)
-    assert (status, err) == (0, "")
-    assert out.endswith("\\u5929\n")
+    status, out, err = start(here, "predict", "run", "-", "--json", "-", bare=True)
+    assert status == 0
+    assert err.startswith("1 text, ")
+    assert "\\u5929\\u00e9\\ud83d" in out
+    assert json.loads(out)["text"] == "天é😀"
     status, _, err = start(here, "train", "--out", "new", bare=True)
     assert status == 2
     assert complaint(err) == (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import codecs
 import gc
 import io
 import json
@@ -48,13 +49,20 @@ def _end_soon() -> None:
         gc.freeze()
 
 
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    """Escape as JSON does, unlike "backslashreplace": JSON is printed, too."""
+    assert isinstance(error, UnicodeEncodeError)  # noqa: S101 -- only for writing
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
     atexit.register(_end_soon)
+    codecs.register_error("json", _escape)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the console lacks must not end a run.
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="json")
     status = run(words)
     try:
         sys.stdout.flush()

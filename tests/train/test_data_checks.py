@@ -40,6 +40,7 @@ QUIET: dict[str, Any] = {
     "left_out": (),
     "repeats": 0,
     "task": "classify",
+    "train_counts": (1, 1),
     "dev_counts": (50, 50),
     "test_kinds": [],
 }
@@ -53,6 +54,7 @@ def trainer(**more: Any) -> Any:
         left_out=said.left_out,
         repeats=said.repeats,
         labels=("a", "b"),
+        train=Counts(said.train_counts),
         dev=Counts(said.dev_counts),
         task=said.task,
         test=Kinds(said.test_kinds),
@@ -75,6 +77,16 @@ SAID: list[tuple[Any, Any, str]] = [
         NER | {"dev_counts": (90, 10)},
         NER | {"dev_counts": (900, 1)},
         f"dev has 1 entity of 'b': {WIDE % 'its recall'}".replace("0.20", "0.89"),
+    ),
+    (
+        {},
+        {"dev_counts": (200, 0)},
+        "dev has no text of 'b': macro averages count such labels as 0; evaluate on m",
+    ),
+    (
+        {},
+        {"train_counts": (0, 9), "dev_counts": (0, 100)},
+        "train has no text of 'a': macro averages count such labels as 0; number clas",
     ),
     (NER | {"test_kinds": [{"PER"}]}, NER | {"test_kinds": [set()]}, NO_ENTITY),
     (

@@ -144,7 +144,7 @@ def test_a_run_goes_on_at_the_level_it_began(
 
 def test_a_diverged_run_fails(settings: dict[str, Any]) -> None:
     """Law: weights that give NaN end the run, and are never the best."""
-    with pytest.raises(Diverged, match="training has diverged"):
+    with pytest.raises(Diverged, match=r"training has diverged\. Lower --lr"):
         run(settings | {"lr": 1e38, "clip": 1e30, "warmup": 0.0})
     folder = RunFolder(Path(settings["out"]))
     assert not folder.model.exists()

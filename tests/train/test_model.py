@@ -13,7 +13,13 @@ import torch
 from data_files import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    XLNetConfig,
+    XLNetModel,
+)
 
 from halfstep.train import model
 from halfstep.train.data import tokenized as encoding
@@ -244,6 +250,29 @@ def test_no_padding_token(bert: Path) -> None:
     tokenizer = word_pieces()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(bert)
-    assert (
-        refused(fetched, bert) == f"--model {bert}: its tokenizer has no padding token."
+    assert refused(fetched, bert) == (
+        f"--model {bert}: its tokenizer has no padding token; set it, as in "
+        "tokenizer.pad_token = tokenizer.eos_token, and save it there."
     )
+
+
+def test_a_vocabulary_that_does_not_fit(bert: Path) -> None:
+    """Law: a folder without a tokenizer is refused, and ids beyond the embedding."""
+    folder = bert.rename(bert.with_name("lost"))
+    tokenizer = word_pieces()
+    tokenizer.add_tokens(["new"])
+    tokenizer.save_pretrained(folder)
+    wide = f"--model {folder}: its tokenizer has ids up to 12, its embedding 12 rows; "
+    assert refused(fetched, folder).startswith(wide)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    lost = f"--model {folder}: its tokenizer knows no words; save the tokenizer that "
+    assert refused(fetched, folder).startswith(lost)
+
+
+def test_a_model_of_any_length(tmp_path: Path) -> None:
+    """Law: -1 positions, as XLNet has, are no limit."""
+    shape = {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}
+    XLNetModel(XLNetConfig(vocab_size=12, **shape)).save_pretrained(tmp_path)
+    word_pieces().save_pretrained(tmp_path)
+    assert fetched(tmp_path).tokenizer.model_max_length == 128

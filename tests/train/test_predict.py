@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -168,10 +169,10 @@ def test_no_run(copy: Path, tmp_path: Path) -> None:
 
     A run that has checkpoints but no model is to be resumed.
     """
-    for place in (tmp_path, tmp_path / "nothing"):
+    for place in (tmp_path, tmp_path / "no thing"):
         assert refused(Predictor, place) == (
             f"{place} holds no run: there is no {place / 'model'}; train with --out "
-            f"{place}."
+            f"{shlex.quote(str(place))}."
         )
     shutil.move(copy / "model", copy / "elsewhere")
     assert refused(Predictor, copy) == (

@@ -120,9 +120,9 @@ def test_in_another_thread() -> None:
 )
 def test_what_is_said(number: signal.Signals, name: str, status: int) -> None:
     """Law: the status is the shell's for the signal; the message says how to go on."""
-    stopped = Stopped(int(number), 3, 9, "runs/a")
+    stopped = Stopped(int(number), 3, 9, "my runs/a")
     assert stopped.status == status
     assert str(stopped) == (
         f"stopped by {name} after step 3 of 9; the checkpoint is saved: go on with "
-        "--resume --out runs/a"
+        "--resume --out 'my runs/a'"
     )

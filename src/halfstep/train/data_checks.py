@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from halfstep.train.loop import Trainer
 
 _MAX_LISTED = 20  # omitted sentences listed in a finding
+_MAX_LABELS = 5  # labels listed in a finding
 _MIN_DEV, _MIN_DEV_OF_LABEL = 100, 10  # examples for a useful score
 _Z = 1.96  # standard deviations of a 95% confidence interval
 _MAX_TEXTS = 2_000_000  # limit for comparing texts: about 10 seconds
@@ -56,7 +57,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
 
 
 def corpus_findings(corpus: Corpus) -> list[str]:
-    """Return findings about omitted sentences, repeated texts and a small dev split."""
+    """Return findings about omitted sentences, repeats, labels, a small dev split."""
     findings = []
     if faults := corpus.left_out:
         listed = " ".join(faults[:_MAX_LISTED])
@@ -67,13 +68,36 @@ def corpus_findings(corpus: Corpus) -> list[str]:
     if corpus.repeats:
         equal = format_count(corpus.repeats, "text equals", "texts equal")
         findings.append(f"{equal} an earlier one: equal texts are in the same split.")
-    return [*findings, *_small_dev_findings(corpus)]
+    return [*findings, *_absent_label_findings(corpus), *_small_dev_findings(corpus)]
+
+
+def _absent_label_findings(corpus: Corpus) -> list[str]:
+    """Return findings about labels without an example: star ratings have no class 0."""
+    findings, listed = [], set()
+    noun = "text" if corpus.task == "classify" else "entity"
+    for name, split, cure in (
+        ("train", corpus.train, "number classes from 0, or name fewer in --labels"),
+        ("dev", corpus.dev, "evaluate on more"),
+    ):
+        counts = split.label_counts(len(corpus.labels))
+        pairs = zip(corpus.labels, counts, strict=True)
+        absent = [label for label, n in pairs if not n and label not in listed]
+        listed.update(absent)
+        if absent:
+            names = ", ".join(map(repr, absent[:_MAX_LABELS]))
+            more = ", ..." * (len(absent) > _MAX_LABELS)
+            findings.append(
+                f"{name} has no {noun} of {names}{more}: macro averages count such "
+                f"labels as 0; {cure}."
+            )
+    return findings
 
 
 def _small_dev_findings(corpus: Corpus) -> list[str]:
     """Return a finding with the confidence interval of a score on few examples."""
     counts = corpus.dev.distinct().label_counts(len(corpus.labels))
-    rarest, total = int(counts.argmin()), int(counts.sum())
+    total = int(counts.sum())
+    rarest = min(np.flatnonzero(counts), key=counts.__getitem__)
     count, what = total, ""
     score = "accuracy" if corpus.task == "classify" else "recall"
     if total >= _MIN_DEV:

@@ -321,14 +321,13 @@ class Trainer:
             self.folder.log({"step": step, "event": "lost_updates", "groups": groups})
 
     def _divergence_message(self, loss: float) -> str:
-        checkpoint_hint = "The last good checkpoint is kept; " * (
-            self.state.best_step > 0
-        )
+        is_saved = self.state.best_step > 0
+        lower = "The last good checkpoint is kept; lower" if is_saved else "Lower"
         level = self.session.choice.level
         level_hint = " or use --level O2" * (level.low_weights and not level.masters)
         return (
             f"the model's loss on dev is {loss} at step {self.state.step}: training "
-            f"has diverged. {checkpoint_hint}lower --lr{level_hint}."
+            f"has diverged. {lower} --lr{level_hint}."
         )
 
     def collect_outputs(self, encoded: EncodedTexts) -> tuple[Tensor, float]:

@@ -128,7 +128,11 @@ def _pretrained(
         message = f"--dropout {dropout}: {name} has none of {', '.join(_DROPOUTS)}."
         raise UserError(message)
     if tokenizer.pad_token_id is None:
-        raise UserError(f"--model {name}: its tokenizer has no padding token.")
+        raise UserError(
+            f"--model {name}: its tokenizer has no padding token; set it, as in "
+            "tokenizer.pad_token = tokenizer.eos_token, and save it there."
+        )
+    _check_vocabulary(name, tokenizer, model)
     # Decoder classifiers locate the last token of a text by pad_token_id.
     model.config.pad_token_id = tokenizer.pad_token_id
     lengths = [tokenizer.model_max_length, max_length]
@@ -140,9 +144,32 @@ def _pretrained(
     return Network(tokenizer, model, from_scratch=False)
 
 
+def _check_vocabulary(name: str, tokenizer: Any, model: Any) -> None:  # noqa: ANN401
+    """Raise if all texts would be the same tokens, or a token has no embedding.
+
+    From a folder without a tokenizer, transformers makes one of special tokens alone.
+    """
+    ids = set(tokenizer.get_vocab().values())
+    if len(ids - set(tokenizer.all_special_ids)) <= 1:  # T5 has a token for a blank
+        raise UserError(
+            f"--model {name}: its tokenizer knows no words; save the tokenizer that "
+            "the model was trained with there too, by its save_pretrained."
+        )
+    with contextlib.suppress(NotImplementedError):  # CANINE has no embedding by token
+        size = len(model.get_input_embeddings().weight)
+        if max(ids) >= size:
+            raise UserError(
+                f"--model {name}: its tokenizer has ids up to {max(ids)}, its "
+                f"embedding {size} rows; choose the tokenizer that belongs to it, or "
+                "call resize_token_embeddings of the model, and save it."
+            )
+
+
 def _positions(model: Any) -> int | None:  # noqa: ANN401
     """Return how many positions the model has; RoBERTa's begin after padding_idx."""
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    if positions == -1:  # XLNet's: any number
+        return None
     for name, module in model.named_modules():
         first = getattr(module, "padding_idx", None)
         if positions and name.endswith("position_embeddings") and first is not None:

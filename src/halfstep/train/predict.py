@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -72,10 +73,11 @@ class Predictor:
     def __init__(self, run: Path) -> None:
         folder = RunFolder(run)
         if not folder.model.is_dir():
-            state, flags = "holds no run", f"--out {run}"
+            state, flag = "holds no run", ""
             if folder.has_checkpoint():
-                state, flags = "is not finished", f"--resume --out {run}"
-            message = f"{run} {state}: there is no {folder.model}; train with {flags}."
+                state, flag = "is not finished", "--resume "
+            out = f"{flag}--out {shlex.quote(str(run))}"
+            message = f"{run} {state}: there is no {folder.model}; train with {out}."
             raise UserError(message)
         settings = folder.settings()
         self.task = tasks.TASKS[settings.get("task", "classify")]

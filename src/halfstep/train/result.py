@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def finding_lines(findings: Sequence[Finding], run: Path) -> tuple[str, ...]:
     ]
     if findings:
         these = f"{format_count(len(findings), 'finding')} and what to do"
-        lines.append(f"{these}: halfstep doctor {run}")
+        lines.append(f"{these}: halfstep doctor {shlex.quote(str(run))}")
     return tuple(lines)
 
 

@@ -41,7 +41,7 @@ from halfstep.train.config import (
 )
 from halfstep.train.data import tokenized
 from halfstep.train.data.corpus import load
-from halfstep.train.data_checks import corpus_findings, count_repeats
+from halfstep.train.data_checks import count_repeats, data_findings
 from halfstep.train.dry_run import dry_run
 from halfstep.train.fp32_comparison import compare_with_fp32
 from halfstep.train.loop import Trainer
@@ -404,4 +404,4 @@ def _opening_lines(
             f"the run was on {notes['processes']} processes and is on {world.size}: it "
             "goes on with the same batches, and other dropout masks"
         )
-    return [*lines, *corpus_findings(corpus)]
+    return [*lines, *data_findings(trainer)]

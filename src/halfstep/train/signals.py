@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import threading
 import time
@@ -35,7 +36,7 @@ class Stopped(Exception):  # noqa: N818 -- likewise
         name = signal.Signals(number).name
         super().__init__(
             f"stopped by {name} after step {step} of {total}; the checkpoint is "
-            f"saved: go on with --resume --out {out}"
+            f"saved: go on with --resume --out {shlex.quote(str(out))}"
         )
         self.status = _EXIT_STATUS_BASE + number
         """The exit status: 128 + signal number, so 130 or 143."""
