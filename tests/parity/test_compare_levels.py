@@ -486,7 +486,7 @@ PAIR = "2 or more different seeds, or their number: a verdict needs "
             ["O2:fp16:split"],
             "O2:fp16:split cannot run: master='split' needs ",
         ),
-        ("seeds", 1, f"seeds=[0] must be {PAIR}"),
+        ("seeds", 1, f"seeds=1 must be {PAIR}"),
         ("seeds", [3, 3], f"seeds=[3, 3] must be {PAIR}"),
         ("seeds", "12", "seeds='12' must be a whole number of at least 0."),
         ("seeds", [1, 2**31], "seeds=2147483648 must be below 2**31 each."),

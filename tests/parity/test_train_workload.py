@@ -137,7 +137,7 @@ def test_interrupted(
             "--train none.toml cannot be read: No such file or ",
         ),
         (("--levels", "O4"), "levels holds 'O4': 'O4' is unknown; choose O0, O1, O2, "),
-        (("--seeds", "1"), "seeds=[0] must be 2 or more different seeds, or their "),
+        (("--seeds", "1"), "seeds=1 must be 2 or more different seeds, or their nu"),
     ],
 )
 def test_bad_flags(

@@ -288,8 +288,9 @@ def _seeds(seeds: Any) -> tuple[int, ...]:  # noqa: ANN401
     numbers = tuple(require_int("seeds", seed, 0) for seed in numbers)
     if len(set(numbers)) < max(FEWEST_PAIRS, len(numbers)):
         raise UserError(
-            f"seeds={list(numbers)} must be {FEWEST_PAIRS} or more different seeds, or "
-            "their number: a verdict needs the spread of the difference over seeds."
+            f"seeds={list(numbers) if is_list else seeds} must be {FEWEST_PAIRS} or "
+            "more different seeds, or their number: a verdict needs the spread of the "
+            "difference over seeds."
         )
     require("seeds", max(numbers), max(numbers) < _SEED_LIMIT, "below 2**31 each")
     return numbers

@@ -39,10 +39,13 @@ BEST_BY = {
 """Task -> scores that can select the best checkpoint, the default first."""
 BALANCED = "balanced"
 _CHANGEABLE_ON_RESUME = (
-    *("out", "keep", "workers", "tensorboard"),
+    *("data", "out", "keep", "workers", "tensorboard"),
     *("probe", "parallel", "compare_fp32"),
 )
-"""Settings that a resumed run may change, as none of them affects what is learned."""
+"""Settings that a resumed run may change, as none of them affects what is learned.
+
+The checkpoint knows its data by their content.
+"""
 
 _Check = tuple[Callable[[Any], object], str]
 """A predicate on the value, and its description."""
