@@ -174,7 +174,9 @@ def test_no_run(copy: Path, tmp_path: Path) -> None:
             f"{place} holds no run: there is no {place / 'model'}; train with --out "
             f"{shlex.quote(str(place))}."
         )
-    shutil.move(copy / "model", copy / "elsewhere")
+    inside = copy / "model"
+    assert refused(Predictor, inside) == f"{inside} is the model of a run; give {copy}."
+    shutil.move(inside, copy / "elsewhere")
     assert refused(Predictor, copy) == (
         f"{copy} is not finished: there is no {copy / 'model'}; train with --resume "
         f"--out {copy}."

@@ -162,6 +162,7 @@ def test_every_sequence(told: str, inner: str, whole: str) -> None:
 
 TOKENS = "each line holds a token and its tag, and a blank line ends a sentence."
 IOB1 = "in IOB1 it could: save as IOB2, where B-X begins it."
+BLANKS = "put tabs round a token that holds blanks, fill up the line, or drop it if"
 A_TAG = "a tag is O, or B, I, M, E or S, then - and a type, as in B-PER."
 
 
@@ -189,6 +190,7 @@ a O\nb\n | 2 | "b" is the only column; {TOKENS}
 a\tO\nb\t\n | 2 | "b" is the only column; {TOKENS}
 \x20 O\n | 1 | "O" is the only column; {TOKENS}
 a O\nNew York O\n | 2 | column count is 3, but 2 in line 1; put tabs round a
+# id 1\na O\n | 2 | column count is 2, but 3 in line 1; {BLANKS}
 a\tO\n\tO\n | 2 | token "" has no width; drop the line.
 a O\n\u200b O\n | 2 | token "\\u200b" has no width; drop the line.
 a O\rb O\r | 1 | a carriage return stands inside the line; end lines with\x20

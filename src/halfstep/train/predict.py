@@ -73,6 +73,8 @@ class Predictor:
     def __init__(self, run: Path) -> None:
         folder = RunFolder(run)
         if not folder.model.is_dir():
+            if RunFolder(run.parent).model == run and run.is_dir():
+                raise UserError(f"{run} is the model of a run; give {run.parent}.")
             state, flag = "holds no run", ""
             if folder.has_checkpoint():
                 state, flag = "is not finished", "--resume "

@@ -154,7 +154,8 @@ def _line_fault(
     if len(columns) != first[0]:
         return (
             f"column count is {len(columns)}, but {first[0]} in line {first[1]}; "
-            "put tabs round a token that holds blanks, or fill up the line"
+            "put tabs round a token that holds blanks, fill up the line, or drop it if "
+            "it is a comment"
         )
     token = columns[0]
     if not token.isspace() and not any(map(_has_width, token)):
