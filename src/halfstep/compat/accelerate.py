@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -304,6 +305,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return state
         prefix = "" if unwrap or inner(model) is model else "module."
         return {prefix + name: tensor for name, tensor in session.weights().items()}
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Restore what `save_state` saved, the session and its fp32 weights included."""
+        with warnings.catch_warnings():
+            # safetensors reads names from `model.state_dict()`, and saves nothing.
+            warnings.filterwarnings("ignore", r"model.state_dict\(\) holds")
+            super().load_state(*args, **kwargs)
 
     def free_memory(self, *objects: object) -> list[object]:
         """Release all prepared objects and the session."""
