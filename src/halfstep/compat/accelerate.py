@@ -307,7 +307,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return {prefix + name: tensor for name, tensor in session.weights().items()}
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Restore what `save_state` saved, the session and its fp32 weights included."""
+        """Restore what `save_state` saved, with the fp32 weights of the session."""
         with warnings.catch_warnings():
             # safetensors reads names from `model.state_dict()`, and saves nothing.
             warnings.filterwarnings("ignore", r"model.state_dict\(\) holds")
