@@ -295,6 +295,19 @@ def test_the_program(here: Path) -> None:
     assert complaint(err) == "--device tpu must be one of auto, cpu, cuda."
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell that closes streams")
+def test_closed_streams(here: Path) -> None:
+    """Law: with standard output and error closed, files and status are as ever."""
+    words = (sys.executable, "-m", "halfstep", "levels", "--json")
+    for file, status in (("file.json", 0), ("no/file.json", 2)):
+        shell = ("sh", "-c", 'exec "$@" >&- 2>&-', "sh", *words, file)
+        done = subprocess.run(
+            shell, cwd=here, env=os.environ | ENVIRONMENT, check=False
+        )
+        assert done.returncode == status
+    assert json.loads((here / "file.json").read_text(encoding="utf-8"))
+
+
 @pytest.mark.usefixtures("beside")
 def test_what_each_command_needs(here: Path) -> None:
     """Law: predict works without what only training needs; train names packages.

@@ -59,6 +59,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
     atexit.register(_end_soon)
     codecs.register_error("json", _escape)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started the program
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the console lacks must not end a run.
