@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning
 from small_training import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -356,6 +357,11 @@ def test_rejected() -> None:
     module = Module(torch.optim.LBFGS)
     with pytest.raises(hs.UserError, match=r"LBFGS evaluates the model inside"):
         trainer(MixedPrecision("O1")).fit(module)
+    thaw = trainer(MixedPrecision("O2"), callbacks=[BackboneFinetuning()])
+    module = Module()
+    module.backbone = module.net[0]
+    with pytest.raises(hs.UserError, match=r"BackboneFinetuning at O2 bf16: .* use O1"):
+        thaw.fit(module)
     trained_before = trained(MixedPrecision("O2"))
     with pytest.raises(hs.UserError, match=r"at O2 bf16, and this plugin is for O1"):
         trainer(MixedPrecision("O1")).fit(trained_before)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -152,6 +153,13 @@ class MixedPrecision(_LevelPlugin, Precision):
         if module.trainer.state.fn != TrainerFn.FITTING:
             # An evaluation after training keeps the optimizers.
             return model, optimizers, lr_schedulers
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning) and engine.choice.level.masters:
+                raise UserError(
+                    f"callback {type(callback).__name__} at {engine.choice}: it looks "
+                    "for the module's parameters in the optimizer, which has their "
+                    "master weights; use O1."
+                )
         wrapper = ddp.find_ddp(model)
         engine.group = None if wrapper is None else wrapper.process_group
         engine.moves_grads = not module.automatic_optimization
