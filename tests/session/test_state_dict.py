@@ -210,7 +210,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no masters": (lambda s: s.pop("masters"), "session state has no 'masters'; "),
     "no clock": (
         lambda s: s["masters"].pop("step"),
-        "session state has no 'masters.step'; it holds ['form', 'seed', 'low'].",
+        "session state has no 'masters.step'; it holds ['form', 'seed', 'low', ",
     ),
     "no counts": (
         lambda s: s["steps"].pop("skipped"),
