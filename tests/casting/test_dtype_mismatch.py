@@ -345,6 +345,17 @@ def test_one_dtype_that_will_not_do(name: str) -> None:
         model(torch.rand(4, 4))
 
 
+def test_an_observer_of_quantization_is_kept_in_fp32() -> None:
+    """Law: no rule reaches an operation that also writes; one reaches its layer."""
+    fake = torch.ao.quantization.FusedMovingAvgObsFakeQuantize(quant_max=255)
+    model = nn.Sequential(nn.Linear(4, 4), fake)
+    with pytest.raises(DtypeMismatch) as caught, hs.autocast("cpu", BF16):
+        model(torch.ones(2, 4))
+    assert caught.value.rule == "type:FusedMovingAvgObsFakeQuantize=fp32"
+    with hs.autocast("cpu", BF16, policy=f"lean + {caught.value.rule}", model=model):
+        model(torch.ones(2, 4))
+
+
 def test_no_rule_is_advised_where_nothing_casts() -> None:
     """Law: under a context that is off, as a session's at O3, no rule would be read."""
     x, cell = torch.ones(4, 4, dtype=BF16), nn.LSTMCell(4, 4, dtype=BF16)

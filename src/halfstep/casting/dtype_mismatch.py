@@ -25,6 +25,7 @@ from halfstep.casting.failed_call import (
 )
 from halfstep.numerics.formats import AUTOCAST_DTYPES
 from halfstep.policy.op_tables import FP32, LEAN, LOW, PROMOTE, TABLES
+from halfstep.policy.rules import Rule, matching_ops
 
 if TYPE_CHECKING:
     Got = dict[torch.dtype, list[str]]  # dtype -> names of operands
@@ -92,7 +93,7 @@ def explain(error: BaseException, *, enabled: bool = True) -> DtypeMismatch | No
     elif not enabled:
         rule, advice = "", "Autocast is off here, so no rule applies: cast by hand."
     else:
-        rule, advice = _fix_for(call, names_by_dtype, text_dtypes, text)
+        rule, advice = _fix_for(call, module, names_by_dtype, text_dtypes, text)
     where = f" in {function}.{method}" if function else _where(path, module)
     message = (
         f"{text.rstrip()}\n-> {call.operation or 'an operation'}{where} got "
@@ -298,6 +299,7 @@ def _word(dtype: torch.dtype) -> str:
 
 def _fix_for(
     call: FailedCall,
+    module: nn.Module | None,
     names_by_dtype: Got,
     text_dtypes: tuple[torch.dtype, ...],
     text: str,
@@ -331,4 +333,9 @@ def _fix_for(
         return "", f"Autocast was off, or a rule keeps {name} as called: cast by hand."
     category = LOW if any(LOW in words for words in rows) else PROMOTE
     rule = f"op:{name}={category}"
+    if not matching_ops(Rule("op", name, category)):  # it writes to some argument
+        is_layer = type(module).__module__.startswith("torch.")
+        rule = f"type:{type(module).__name__}=fp32" if is_layer else ""
+    if not rule:
+        return "", f"No rule reaches {name}: cast by hand."
     return rule, f"Fix it with the policy rule '{rule}', or cast by hand."
