@@ -187,6 +187,13 @@ def test_range_or_learning_rate(losses: LossHistory, now: float, cause: str) -> 
     assert verdict.cause == cause
 
 
+def test_one_step_is_no_plural() -> None:
+    """Law: counts in a message go with their nouns."""
+    worked = LossHistory(1.0, 1.0, 1)
+    verdict = find_cause(FOUND, worked, torch.tensor(math.inf), finite=False)
+    assert verdict.evidence.endswith("the forward pass worked for 1 step only")
+
+
 RANGE = 1e5
 """What float16 cannot hold."""
 

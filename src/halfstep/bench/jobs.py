@@ -29,6 +29,7 @@ from halfstep.bench.worker_process import WorkerProcess
 from halfstep.machine import hardware, matmul_emulation
 from halfstep.parity.equivalence import mean_interval
 from halfstep.parity.train_workload import TrainRuns
+from halfstep.reporting.table import format_count
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train.config import SETTINGS, TrainConfig
 from halfstep.train.plan import lr_factor
@@ -91,7 +92,7 @@ def train(arguments: Namespace) -> list[Table]:
     seeds = [arguments.seed] * arguments.repeats
     runs, more = _run_all(_tasks(arguments, TRAIN, mask_tokens=0.0), seeds)
     notes = (
-        f"median of {arguments.repeats} runs, candidates in turn",
+        f"median of {format_count(arguments.repeats, 'run')}, candidates in turn",
         "seconds: tokenising and training steps; no evaluation, no checkpoint",
         "train loss: mean over the last tenth of the steps; dev loss: on dev texts",
         "all: no masked tokens, which halfstep train has by default from scratch",

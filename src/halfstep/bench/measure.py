@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from halfstep.bench import journal
 from halfstep.machine import gemm
-from halfstep.reporting.table import Cell, Table
+from halfstep.reporting.table import Cell, Table, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,7 +176,7 @@ def calls_per_turn(calls: int, seconds: float) -> int:
 
 def in_turn(rounds: int) -> str:
     """Return the note on how a table's times were taken."""
-    return f"median of {rounds} rounds, candidates in turn; {SPREAD}"
+    return f"median of {format_count(rounds, 'round')}, candidates in turn; {SPREAD}"
 
 
 def progress(line: str) -> None:

@@ -23,6 +23,7 @@ from halfstep.nonfinite import optimizer_eps
 from halfstep.nonfinite.graph import find_in_graph, nodes_of
 from halfstep.nonfinite.origin import BadOp
 from halfstep.policy.context_history import context_history
+from halfstep.reporting.table import format_count
 from halfstep.scaling.skip_log import SkipLog, cause_text, second_opinion
 from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
 
@@ -460,7 +461,8 @@ def find_cause(
     is_epsilon = bad_op is not None and optimizer_eps.CURE in bad_op.advice
     if diverged or (drifted and losses.is_early and not is_epsilon):
         last = value if math.isfinite(value) else losses.last
-        evidence = f"the forward pass worked for {losses.applied} steps only"
+        steps = format_count(losses.applied, "step")
+        evidence = f"the forward pass worked for {steps} only"
         if diverged:
             evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
         advice = "Lower the learning rate, warm it up, or clip gradients "

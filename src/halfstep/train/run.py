@@ -400,8 +400,9 @@ def _opening_lines(
         f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
     if notes is not None and notes["processes"] != world.size:
+        before = format_count(notes["processes"], "process", "processes")
         lines.append(
-            f"the run was on {notes['processes']} processes and is on {world.size}: it "
-            "goes on with the same batches, and other dropout masks"
+            f"the run was on {before} and is on {world.size}: it goes on with the same "
+            "batches, and other dropout masks"
         )
     return [*lines, *data_findings(trainer)]

@@ -17,6 +17,7 @@ from halfstep.nonfinite.domains import (
 )
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
+from halfstep.reporting.table import format_count
 from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
     young = losses.is_early and event.phase == "forward"
     if not diverged and not young:
         return None
-    why = f"the forward pass worked for {losses.applied} steps only"
+    why = f"the forward pass worked for {format_count(losses.applied, 'step')} only"
     if diverged:
         why = f"the loss went from {losses.first:.3g} to {losses.last:.3g}"
     evidence = f"{_evidence(event)}; {why}"
