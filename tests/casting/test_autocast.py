@@ -155,6 +155,21 @@ def test_a_decorator_needs_a_function(kind: str) -> None:
 
 
 @BOTH
+def test_a_decorated_generator_is_warned_of(kind: str) -> None:
+    """Law: what runs its body after the call is told so; torch says nothing."""
+
+    def batches() -> Any:
+        yield torch.ones(2, 2) @ torch.ones(2, 2)
+
+    async def predict() -> None:
+        pass
+
+    for function in (batches, predict):
+        with pytest.warns(UserWarning, match=rf"effect in {function.__name__}, a ge"):
+            autocast("cpu", torch.bfloat16, **KINDS[kind])(function)
+
+
+@BOTH
 def test_a_decorated_function_keeps_its_name(kind: str) -> None:
     """Law: a decorated function is the same function inside a region."""
     region: Any = autocast("cpu", torch.float16, **KINDS[kind])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import warnings
@@ -23,7 +24,7 @@ from halfstep.casting.active_context import CastContext, PerThreadStack
 from halfstep.casting.compile_region import traceable_autocast
 from halfstep.casting.recorder import Recorder
 from halfstep.casting.weight_cache import CastCache
-from halfstep.errors import UserError
+from halfstep.errors import UserError, warn_caller
 from halfstep.policy.context_history import context_history
 from halfstep.policy.rules import TORCH, Policy
 
@@ -177,6 +178,11 @@ class Autocast(torch_autocast):
         _explain(exc_value, enabled=self._enabled)
         return False
 
+    def __call__(self, func: Any) -> Any:  # noqa: ANN401 -- torch's signature
+        """Return a function that runs inside this context."""
+        _warn_of_generator(func)
+        return super().__call__(func)  # type: ignore[no-untyped-call]
+
     def report(self) -> Table:
         """Raise an error: without `record=True` nothing is recorded.
 
@@ -192,6 +198,18 @@ def _explain(error: BaseException | None, *, enabled: bool) -> None:
         if mismatch := dtype_mismatch.explain(error, enabled=enabled):
             raise mismatch from error
         dtype_mismatch.add_cure(error)
+
+
+def _warn_of_generator(function: object) -> None:
+    """Warn of a decorated function whose body runs after the context has ended."""
+    is_coroutine = inspect.iscoroutinefunction(function)
+    is_generator = inspect.isgeneratorfunction(function)
+    if is_coroutine or is_generator or inspect.isasyncgenfunction(function):
+        warn_caller(
+            f"autocast has no effect in {getattr(function, '__name__', function)}, a "
+            "generator or coroutine: its body runs after the call that it decorates. "
+            "Write 'with autocast(...):' in the body."
+        )
 
 
 def _not_recorded() -> UserError:
@@ -326,6 +344,7 @@ class PolicyAutocast:
                 f"autocast(...)(function) needs a function, not {target!r}; as a "
                 "context manager write: with autocast(...):"
             )
+        _warn_of_generator(function)
         own = self._torch_context
         is_enabled, cache = own._enabled, own._cache_enabled  # noqa: SLF001
         settings = (self.device, own.fast_dtype, is_enabled, cache)
