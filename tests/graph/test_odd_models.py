@@ -576,29 +576,6 @@ def test_masks_in_fp16(value: float) -> None:
     assert hs.rewrite(model, plan)(x, mask).isfinite().all()
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_masks_in_bf16(is_compiled: bool) -> None:
-    """Law: fp32's lowest number, which transformers masks with, does not become -inf.
-
-    A sequence that is padding alone has the mean of its values, and no NaN.
-    """
-
-    def body(m: Any, x: Tensor) -> Tensor:
-        visible = (x[:, :, 0] > 0).float()[:, None]
-        mask = (1.0 - visible) * torch.finfo(torch.float32).min
-        return (m.a(x) @ m.b(x).mT + mask).softmax(-1) @ x
-
-    model, x = Odd(body), torch.randn(2, 6, 8)
-    x[1, :, 0] = -1.0
-    options: dict[str, Any] = {"method": "painting", "kinds": {"add": "allow"}}
-    if is_compiled:
-        torch._dynamo.reset()
-        run = torch.compile(model, backend="halfstep", options=options)
-    else:
-        run = hs.rewrite(model, hs.plan(model, [x], **options))
-    torch.testing.assert_close(run(x), model(x), rtol=0.05, atol=0.05)
-
-
 def test_a_recurrent_layer_is_one() -> None:
     """Law: painting runs an LSTM and the parts of its result in one format: 16 bits."""
 

@@ -16,7 +16,6 @@ from late_scalars import Slow
 from small_training import same
 from torch import nn
 
-import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.masters import MasterWeights
 from halfstep.session.session import Session
@@ -148,16 +147,6 @@ def test_no_false_alarm(
             if number == 4:
                 session.optimizer.add_param_group({"params": later})
                 model.zero_grad()
-
-
-@cases.every_form
-def test_a_weight_is_added_once(form: str) -> None:
-    """Law: torch refuses a parameter that is in a group; its master is another one."""
-    session = trained(form)
-    weight = session.model.linear.weight
-    session.optimizer.add_param_group({"params": [weight]})
-    with pytest.raises(hs.UserError, match=r"\(.*\) was added to an optimizer that up"):
-        cases.go(session, cases.slopes_of(session.model, 2))
 
 
 @cases.every_form

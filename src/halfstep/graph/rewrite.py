@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from halfstep.casting import active_context
@@ -204,11 +202,7 @@ def rewrite_graph(
             source: in_format(source, wanted if source in castable else torch.float32)
             for source in node.all_input_nodes
         }
-        copied = copies[node] = graph.node_copy(node, arguments.__getitem__)
-        if dtype == torch.bfloat16:
-            copied.args, copied.kwargs = map_aggregate(
-                (copied.args, copied.kwargs), _in_bf16_range
-            )
+        copies[node] = graph.node_copy(node, arguments.__getitem__)
     graph._codegen = copy.copy(graph_module.graph._codegen)  # noqa: SLF001
     rewritten = PlannedModule(graph_module, graph, type(graph_module).__name__)
     planned = {created: node.name in low for node, created in copies.items()}
@@ -216,16 +210,6 @@ def rewrite_graph(
     verify(rewritten, graph_module, planned, dtype, device, shared)
     active_context.num_planned += 1
     return rewritten
-
-
-def _in_bf16_range(number: Any) -> Any:  # noqa: ANN401
-    """Return fp32's largest number, of which masks are made, as bf16's.
-
-    A cast of it would be inf, and a row of such numbers NaN after a softmax.
-    """
-    limit = formats.BF16.max
-    is_beyond = isinstance(number, float) and limit < abs(number) < math.inf
-    return math.copysign(limit, number) if is_beyond else number
 
 
 def _is_input(node: fx.Node) -> bool:

@@ -136,17 +136,9 @@ class MasterWeights:
         if all(map(self.param_index.__contains__, params)):
             return
         self.sync_external_writes()
-        by_weight_id = self.by_weight_id()
         for group in groups:
             for index, param in enumerate(group["params"]):
                 current = param
-                if id(param) in by_weight_id:
-                    # torch looks for it among the master weights, and finds none.
-                    raise UserError(
-                        f"a weight of shape {tuple(param.shape)} was added to an "
-                        "optimizer that updates it already: leave it out of the new "
-                        "parameter group, or change the group in which it is."
-                    )
                 if is_low(param.dtype):
                     forms.check(self.encoding, param.dtype)
                     value = (originals or {}).pop(param, param.detach()).float()

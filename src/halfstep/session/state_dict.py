@@ -35,7 +35,6 @@ INNER = {
 }
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """State of torch's optimizers with the shape of the parameter."""
-_OTHER = " of the optimizer"
 SCALARS = ("step", "mu_product", "eta", "mu")
 """State of torch's optimizers that is a scalar."""
 
@@ -89,15 +88,8 @@ def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
     for number, group in enumerate(masters.optimizer.param_groups):
         for param in group["params"]:
             stored = id(masters.model_param(param))
-            group_of[names.get(stored, f"{len(group_of)}{_OTHER}")] = number
+            group_of[names.get(stored, f"{len(group_of)} of the optimizer")] = number
     return group_of
-
-
-def _others(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
-    """Return the optimizer's parameters that are not in the model, by `_parameters`."""
-    params = [p for group in masters.optimizer.param_groups for p in group["params"]]
-    named = zip(_parameters(model, masters), params, strict=True)
-    return {name: param for name, param in named if name.endswith(_OTHER)}
 
 
 def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, Any]:
@@ -125,10 +117,6 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
             "seed": masters.rng.seed,
             "step": masters.rng.step,
             "low": low,
-            "others": {
-                name: masters.fp32_value(param)
-                for name, param in _others(model, masters).items()
-            },
         },
     }
 
@@ -181,9 +169,7 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
         # A session without a schedule saves {}.
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
-    _check_weights(state["weights"], stored_tensors(model))
-    if "others" in state["masters"]:  # earlier states lack it
-        _check_weights(state["masters"]["others"], _others(model, masters))
+    _check_weights(state["weights"], model)
     for name, tensor in stored_tensors(model).items():
         if is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
             named = [(name, state["weights"][name])]
@@ -203,7 +189,8 @@ def _require(state: dict[str, Any], *path: str) -> None:
         inner = inner[key]
 
 
-def _check_weights(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
+    own = stored_tensors(model)
     for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
         mine, other = own.get(name), saved.get(name)
         if mine is None or other is None or mine.shape != other.shape:
@@ -329,8 +316,6 @@ def load(
             # Round to nearest: the random numbers belong to the next step.
             weight = fp32_value.to(slot.weight.dtype)
         masters.set_fp32_(slot.master, fsdp.shard_like(fp32_value, tensor), weight)
-    for name, param in _others(model, masters).items() if "others" in saved else ():
-        masters.set_fp32_(param, fsdp.shard_like(saved["others"][name], param))
     masters.normalize_states()
     for name, value in (state["weights"] | state["extra"]).items():
         if _is_extra(name):
