@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from transformers import (
     BertConfig,
     BertModel,
+    PerceiverConfig,
+    PerceiverForSequenceClassification,
     PreTrainedTokenizerFast,
     XLNetConfig,
     XLNetModel,
@@ -268,6 +270,16 @@ def test_a_vocabulary_that_does_not_fit(bert: Path) -> None:
         file.unlink()
     lost = f"--model {folder}: its tokenizer knows no words; save the tokenizer that "
     assert refused(fetched, folder).startswith(lost)
+
+
+def test_a_model_without_an_embedding_of_tokens(tmp_path: Path) -> None:
+    """Law: Perceiver is taken, whose input embeddings are a bare parameter."""
+    heads = {"num_self_attends_per_block": 1, "num_self_attention_heads": 1}
+    sizes = {"num_latents": 4, "d_latents": 8, "d_model": 8, "vocab_size": 12}
+    config = PerceiverConfig(**sizes, **heads, num_cross_attention_heads=1)
+    PerceiverForSequenceClassification(config).save_pretrained(tmp_path)
+    word_pieces().save_pretrained(tmp_path)
+    assert fetched(tmp_path).model.config.model_type == "perceiver"
 
 
 def test_a_model_of_any_length(tmp_path: Path) -> None:

@@ -177,10 +177,13 @@ def test_no_run(copy: Path, tmp_path: Path) -> None:
     inside = copy / "model"
     assert refused(Predictor, inside) == f"{inside} is the model of a run; give {copy}."
     shutil.move(inside, copy / "elsewhere")
-    assert refused(Predictor, copy) == (
-        f"{copy} is not finished: there is no {copy / 'model'}; train with --resume "
-        f"--out {copy}."
-    )
+    unfinished = copy
+    for name in (copy.name, "model"):
+        unfinished = unfinished.rename(tmp_path / name)
+        assert refused(Predictor, unfinished) == (
+            f"{unfinished} is not finished: there is no {unfinished / 'model'}; train "
+            f"with --resume --out {unfinished}."
+        )
 
 
 def without_classifier(path: Path) -> None:

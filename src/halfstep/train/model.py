@@ -156,12 +156,13 @@ def _check_vocabulary(name: str, tokenizer: Any, model: Any) -> None:  # noqa: A
             "the model was trained with there too, by its save_pretrained."
         )
     with contextlib.suppress(NotImplementedError):  # CANINE has no embedding by token
-        size = len(model.get_input_embeddings().weight)
-        if max(ids) >= size:
+        # Perceiver's are no embedding of tokens, and have no weight.
+        table = getattr(model.get_input_embeddings(), "weight", None)
+        if table is not None and max(ids) >= len(table):
             raise UserError(
                 f"--model {name}: its tokenizer has ids up to {max(ids)}, its "
-                f"embedding {size} rows; choose the tokenizer that belongs to it, or "
-                "call resize_token_embeddings of the model, and save it."
+                f"embedding {len(table)} rows; choose the tokenizer that belongs to "
+                "it, or call resize_token_embeddings of the model, and save it."
             )
 
 

@@ -73,11 +73,11 @@ class Predictor:
     def __init__(self, run: Path) -> None:
         folder = RunFolder(run)
         if not folder.model.is_dir():
-            if RunFolder(run.parent).model == run and run.is_dir():
-                raise UserError(f"{run} is the model of a run; give {run.parent}.")
-            state, flag = "holds no run", ""
+            place, state, flag = run.resolve(), "holds no run", ""
             if folder.has_checkpoint():
                 state, flag = "is not finished", "--resume "
+            elif RunFolder(place.parent).model == place and run.is_dir():
+                raise UserError(f"{run} is the model of a run; give {place.parent}.")
             out = f"{flag}--out {shlex.quote(str(run))}"
             message = f"{run} {state}: there is no {folder.model}; train with {out}."
             raise UserError(message)
