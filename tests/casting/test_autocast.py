@@ -167,6 +167,7 @@ def test_a_decorated_generator_is_warned_of(kind: str) -> None:
     for function in (batches, predict):
         with pytest.warns(UserWarning, match=rf"effect in {function.__name__}, a ge"):
             autocast("cpu", torch.bfloat16, **KINDS[kind])(function)
+        autocast("cpu", torch.bfloat16, enabled=False, **KINDS[kind])(function)
 
 
 @BOTH

@@ -180,7 +180,7 @@ class Autocast(torch_autocast):
 
     def __call__(self, func: Any) -> Any:  # noqa: ANN401 -- torch's signature
         """Return a function that runs inside this context."""
-        _warn_of_generator(func)
+        _warn_of_generator(func, enabled=self._enabled)
         return super().__call__(func)  # type: ignore[no-untyped-call]
 
     def report(self) -> Table:
@@ -200,15 +200,16 @@ def _explain(error: BaseException | None, *, enabled: bool) -> None:
         dtype_mismatch.add_cure(error)
 
 
-def _warn_of_generator(function: object) -> None:
+def _warn_of_generator(function: object, *, enabled: bool) -> None:
     """Warn of a decorated function whose body runs after the context has ended."""
     is_coroutine = inspect.iscoroutinefunction(function)
     is_generator = inspect.isgeneratorfunction(function)
-    if is_coroutine or is_generator or inspect.isasyncgenfunction(function):
+    is_async_generator = inspect.isasyncgenfunction(function)
+    if enabled and (is_coroutine or is_generator or is_async_generator):
+        name = getattr(function, "__name__", function)
         warn_caller(
-            f"autocast has no effect in {getattr(function, '__name__', function)}, a "
-            "generator or coroutine: its body runs after the call that it decorates. "
-            "Write 'with autocast(...):' in the body."
+            f"autocast has no effect in {name}, a generator or coroutine: its body "
+            "runs after the decorated call. Write 'with autocast(...):' in the body."
         )
 
 
@@ -344,9 +345,9 @@ class PolicyAutocast:
                 f"autocast(...)(function) needs a function, not {target!r}; as a "
                 "context manager write: with autocast(...):"
             )
-        _warn_of_generator(function)
         own = self._torch_context
         is_enabled, cache = own._enabled, own._cache_enabled  # noqa: SLF001
+        _warn_of_generator(function, enabled=is_enabled)
         settings = (self.device, own.fast_dtype, is_enabled, cache)
         record = self._recorder is not None
         rules = self.policy.rules if self.policy else ()

@@ -80,7 +80,7 @@ def explain(error: BaseException, *, enabled: bool = True) -> DtypeMismatch | No
     text = _text_of(error)
     text_dtypes = _mismatched_dtypes(text)
     if text_dtypes is None:
-        return _unsupported(error, enabled=enabled)
+        return _unsupported(error, text, enabled=enabled)
     frames, in_backward = frames_of(error)
     call = failed_call(frames)
     path, module = innermost_module(frames)
@@ -121,9 +121,10 @@ def _advice_for_function(function: str, method: str, call: FailedCall) -> str:
     )
 
 
-def _unsupported(error: BaseException, *, enabled: bool) -> DtypeMismatch | None:
+def _unsupported(
+    error: BaseException, text: str, *, enabled: bool
+) -> DtypeMismatch | None:
     """Return the exception to raise if one 16-bit dtype is not supported, else None."""
-    text = _text_of(error)
     line = next((one for one in text.splitlines() if _UNSUPPORTED.search(one)), "")
     low = [dtype for dtype in _dtypes_in(line) if dtype.itemsize == 2]  # noqa: PLR2004
     if not low:
