@@ -59,7 +59,8 @@ def build(
         torch._foreach_add_(list(model.parameters()), seed)
     if parts:
         fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy(level, dtype))
-    optimizer = OPTIMIZERS[name](model.parameters())
+    outside = torch.nn.Parameter(torch.full((3,), 1.0 + seed))
+    optimizer = OPTIMIZERS[name]([*model.parameters(), outside])
     return hs.prepare(model, optimizer, level, dtype=dtype, master=form)
 
 
@@ -69,8 +70,9 @@ def train(session: Session, steps: tuple[int, ...], share: int | None) -> None:
         with session.autocast():
             halves = (0, 1) if share is None else (share % 2,)
             losses = [session.model(batch(step, half)) / ROWS for half in halves]
+            outside = session.optimizer.param_groups[0]["params"][-1]
             loss = sum(losses, torch.zeros(())) / len(losses)
-        session.backward(loss)
+        session.backward(loss + outside.sum())
         session.step()
 
 
@@ -144,7 +146,7 @@ def refused(word: str) -> dict[str, Any]:
 WORDS = {
     "another model": "weight 'bias': the state holds nothing, the model shape (3,); "
     "build the model that was saved.",
-    "as a Stateful": "the state was saved with moments of 6 parameters, and holds "
+    "as a Stateful": "the state was saved with moments of 7 parameters, and holds "
     "those of 0. With torch.distributed.checkpoint, save and load "
     "halfstep.sharded.Stateful(session).",
 }

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,3 +345,68 @@ def test_what_modules_remember(level: str, kept: Any) -> None:
         bare.load_state_dict(first.state_dict())
     with pytest.raises(UserError, match=r"'0\._extra_state' is in the model alone"):
         first.load_state_dict(bare.state_dict())
+
+
+def with_outside(kind: str, sizes: tuple[int, int] = (3, 4)) -> tuple[Session, Any]:
+    """Return a session, and the parameters outside its model: in fp32 and 16 bits."""
+    level, dtype, master = kind.split()
+    model = net()
+    low = nn.Parameter(torch.ones(sizes[1], dtype=getattr(torch, LONG[dtype])))
+    outside = nn.Parameter(torch.ones(sizes[0])), low
+    optimizer = OPTIMIZERS["adamw"]([outside[0], *model.parameters(), low])
+    return hs.prepare(model, optimizer, level, dtype=dtype, master=master), outside
+
+
+def train_outside(session: Session, outside: Any, step: int) -> None:
+    with session.autocast():
+        loss = session.model(torch.ones(2, 6)).float().mean()
+        loss = loss + sum((p.float() * step / 4).sum() for p in outside)
+    session.backward(loss)
+    session.step()
+
+
+LONG = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "O0" not in k])
+def test_parameters_outside_the_model(kind: str, tmp_path: Path) -> None:
+    """Law: what the loss learns, as a temperature, is saved and resumed to the bit."""
+    (session, outside), (other, loaded) = with_outside(kind), with_outside(kind)
+    for step in (1, 2):
+        train_outside(session, outside, step)
+    state = copy.deepcopy(session.state_dict())
+    hs.sharded.save(session, tmp_path / "at")
+    train_outside(session, outside, 3)
+    assert "0 of the optimizer" not in session.weights()
+    for load in (
+        lambda: other.load_state_dict(state),
+        lambda: hs.sharded.load(other, tmp_path / "at"),
+    ):
+        load()
+        assert same(other.state_dict(), state)
+        assert not same(loaded[0].detach(), torch.ones(3))
+        train_outside(other, loaded, 3)
+        assert same(bits(other), bits(session))
+
+
+def test_parameters_outside_the_model_that_do_not_fit() -> None:
+    """Law: they are refused by name; a state without them leaves them, and says so."""
+    session, _ = with_outside("O2 fp16 fp32")
+    state = copy.deepcopy(session.state_dict())
+    other, _ = with_outside("O2 fp16 fp32", (3, 5))
+    words = "weight '14 of the optimizer': the state holds shape (4,), the optimizer "
+    with pytest.raises(UserError, match=re.escape(words)):
+        other.load_state_dict(state)
+    plain = build("O2 fp16 fp32", "adamw")
+    with pytest.raises(UserError, match=r"the state's optimizer has groups of \[15\]"):
+        plain.load_state_dict(state)
+    before = copy.deepcopy(bits(session))
+    state["weights"]["14 of the optimizer"].fill_(1e6)
+    with pytest.raises(UserError, match=r"14 of the optimizer"):
+        session.load_state_dict(state)
+    assert same(bits(session), before)
+    for number in (0, 14):
+        del state["weights"][f"{number} of the optimizer"]
+    with pytest.warns(UserWarning, match=r"no values of '0 of the optimizer', '14 of"):
+        session.load_state_dict(state)
+    assert same(bits(session), before)

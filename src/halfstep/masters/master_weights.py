@@ -135,15 +135,19 @@ class MasterWeights:
         params = chain.from_iterable(map(itemgetter("params"), groups))
         if all(map(self.param_index.__contains__, params)):
             return
+        # A weight that left the optimizer and comes back keeps its state, as in torch.
+        master_of = {id(weight): master for weight, master in self.pairs}
+        _refuse_shared(groups, master_of)
         self.sync_external_writes()
         for group in groups:
             for index, param in enumerate(group["params"]):
-                current = param
-                if is_low(param.dtype):
+                current = master_of.get(id(param), param)
+                if is_low(current.dtype):
                     forms.check(self.encoding, param.dtype)
                     value = (originals or {}).pop(param, param.detach()).float()
-                    current = group["params"][index] = self._new_master(param, value)
+                    current = master_of[id(param)] = self._new_master(param, value)
                     del value  # free it before the next large allocation
+                group["params"][index] = current
                 self.param_index.setdefault(current, len(self.param_index))
         model_params = [self.model_param(param) for param in self.param_index]
         chosen = _choose_kernel(self.optimizer, model_params)
@@ -250,8 +254,11 @@ class MasterWeights:
             self._consume(param)
 
     def grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (optimizer's parameter, gradient) pairs, in fp32 or 16 bits."""
-        grads = []
+        """Return (optimizer's parameter, gradient) pairs, in fp32 or 16 bits.
+
+        A parameter that is twice in its group is returned once.
+        """
+        grads = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 master_param = self.master_params.get(param)
@@ -261,8 +268,8 @@ class MasterWeights:
                 if gradient is None and master_param is not None:
                     gradient = master_param.weight.grad
                 if gradient is not None:
-                    grads.append((param, gradient))
-        return grads
+                    grads[id(param)] = (param, gradient)
+        return [*grads.values()]
 
     @torch.no_grad()
     def update(
@@ -563,6 +570,21 @@ COMPARED_UPDATES = 2
 """Comparisons of the weights with those after the last update, before the next one."""
 
 
+def _refuse_shared(
+    groups: list[dict[str, Any]], master_of: dict[int, nn.Parameter]
+) -> None:
+    """Raise if two groups share a weight: torch finds no master weight for it."""
+    group_of: dict[Tensor, int] = {}
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            first = group_of.setdefault(master_of.get(id(param), param), number)
+            if first != number:
+                raise UserError(
+                    f"a weight of shape {tuple(param.shape)} is in the optimizer's "
+                    f"parameter groups {first} and {number}: take it out of one."
+                )
+
+
 def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:
     """Make `optimizer.zero_grad` also clear the model's 16-bit gradients."""
     own = optimizer.zero_grad
@@ -603,11 +625,13 @@ def _choose_kernel(
 def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
     """Return why no kernel can update these parameters; "" if one can."""
     devices = sorted({str(param.device) for param in model_params})
-    reason = ""
+    reason, groups = "", optimizer.param_groups
     if type(optimizer) not in fused_step.OPTIMIZERS:
         reason = "only the arithmetic of SGD, Adam and AdamW is built in"
     elif not model_params:
         reason = "it has no parameters"
+    elif any(len({*group["params"]}) < len(group["params"]) for group in groups):
+        reason = "a parameter is twice in its group"
     elif len(devices) > 1:
         reason = f"its parameters are on several devices: {', '.join(devices)}"
     elif any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in model_params):

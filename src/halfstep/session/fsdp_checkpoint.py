@@ -194,7 +194,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return a state as name -> tensor; all small values are in one, as bytes."""
     names = [*state["parameters"]]
     groups = state["optimizer"]["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = dict.fromkeys(number for group in groups for number in group["params"])
     tensors = {_WEIGHT + name: tensor for name, tensor in state["weights"].items()}
     small: dict[str, Any] = {}
     for number, name in zip(numbers, names, strict=True):
@@ -219,7 +219,7 @@ def _nested(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
     """Return the state that `_flat` was called with."""
     names = [*rest["parameters"]]
     groups, small = rest.pop("groups"), rest.pop("small")
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = dict.fromkeys(number for group in groups for number in group["params"])
     number_of = dict(zip(names, numbers, strict=True))
     state = {
         number_of[name]: {

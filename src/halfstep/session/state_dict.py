@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting import convert_model
-from halfstep.errors import UserError
+from halfstep.errors import UserError, warn_caller
 from halfstep.numerics.formats import is_low
 from halfstep.session import fsdp
 
@@ -33,13 +33,14 @@ INNER = {
     "masters": ("form", "seed", "step", "low"),
     "schedule": ("followed", "state"),
 }
+_OUTSIDE = " of the optimizer"
+"""Ends the names of the optimizer's parameters outside the model."""
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """State of torch's optimizers with the shape of the parameter."""
 SCALARS = ("step", "mu_product", "eta", "mu")
 """State of torch's optimizers that is a scalar."""
 
 
-@torch.no_grad()
 def weights(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
     """Return every weight and buffer by name, those stored in 16 bits in fp32.
 
@@ -47,16 +48,23 @@ def weights(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
     are one tensor.
     """
     masters.sync_external_writes()
+    fp32_tensors = _in_fp32(stored_tensors(model), masters)
+    return fp32_tensors | {n: e for n, e in _extra(model).items() if torch.is_tensor(e)}
+
+
+@torch.no_grad()
+def _in_fp32(tensors: dict[str, Tensor], masters: MasterWeights) -> dict[str, Tensor]:
+    """Return tensors by name, those in 16 bits as their master weights or in fp32."""
     by_weight = masters.by_weight_id()
     fp32_tensors: dict[str, Tensor] = {}
     converted: dict[int, Tensor] = {}
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in tensors.items():
         if id(tensor) not in converted:
             slot = by_weight.get(id(tensor))
             value = tensor.detach() if slot is None else masters.fp32_value(slot.master)
             converted[id(tensor)] = value.float() if is_low(value.dtype) else value
         fp32_tensors[name] = converted[id(tensor)]
-    return fp32_tensors | {n: e for n, e in _extra(model).items() if torch.is_tensor(e)}
+    return fp32_tensors
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -76,20 +84,32 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
-    """Return name -> group number of the optimizer's parameters, in order.
+def _all_tensors(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
+    """Return `stored_tensors`, and the optimizer's parameters outside the model.
 
-    Parameters that are not in the model are named by their number.
+    The latter, such as a temperature in the loss, are named by their number.
     """
+    tensors = stored_tensors(model)
+    in_model = {id(tensor) for tensor in tensors.values()}
+    params = dict.fromkeys(
+        masters.model_param(param)
+        for group in masters.optimizer.param_groups
+        for param in group["params"]
+    )
+    outside = {f"{i}{_OUTSIDE}": p for i, p in enumerate(params)}
+    return tensors | {n: p for n, p in outside.items() if id(p) not in in_model}
+
+
+def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
+    """Return name -> group number of the optimizer's parameters, in order."""
     names: dict[int, str] = {}
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in _all_tensors(model, masters).items():
         names.setdefault(id(tensor), name)
-    group_of: dict[str, int] = {}
-    for number, group in enumerate(masters.optimizer.param_groups):
-        for param in group["params"]:
-            stored = id(masters.model_param(param))
-            group_of[names.get(stored, f"{len(group_of)} of the optimizer")] = number
-    return group_of
+    return {
+        names[id(masters.model_param(param))]: number
+        for number, group in enumerate(masters.optimizer.param_groups)
+        for param in group["params"]
+    }
 
 
 def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, Any]:
@@ -97,17 +117,18 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
     masters.add_new_params()
     masters.sync_external_writes()
     by_weight, low = masters.by_weight_id(), {}
+    tensors = _all_tensors(model, masters)
+    outside = {name: t for name, t in tensors.items() if name.endswith(_OUTSIDE)}
     if masters.encoding.residual == torch.bfloat16:
         # The fp32 sum does not determine weight and compensation term: save weights.
-        stored = stored_tensors(model).items()
-        low = {name: t.detach() for name, t in stored if id(t) in by_weight}
+        low = {n: t.detach() for n, t in tensors.items() if id(t) in by_weight}
     optimizer = masters.optimizer.state_dict()
     extra = _extra(model).items()
     return {
         "version": VERSION,
         "level": choice.level.name,
         "dtype": choice.format.name,
-        "weights": weights(model, masters),
+        "weights": weights(model, masters) | _in_fp32(outside, masters),
         "extra": {name: value for name, value in extra if not torch.is_tensor(value)},
         "optimizer": optimizer,
         "parameters": _parameters(model, masters),
@@ -130,7 +151,7 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
     masters.add_new_params()
     optimizer, rng = masters.optimizer, masters.rng
     rates = [group["lr"] for group in optimizer.param_groups]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = dict.fromkeys(p for g in optimizer.param_groups for p in g["params"])
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
     for param in params:
@@ -169,13 +190,22 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
         # A session without a schedule saves {}.
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
-    _check_weights(state["weights"], model)
-    for name, tensor in stored_tensors(model).items():
-        if is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
-            named = [(name, state["weights"][name])]
-            convert_model.refuse_overflow(named, tensor.dtype)
+    saved, own = state["weights"], _all_tensors(model, masters)
+    inside = {name for name in own.keys() | saved if not name.endswith(_OUTSIDE)}
+    _check_weights(saved, own, inside, "model")
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
+    outside = (own.keys() | saved) - inside
+    if outside.isdisjoint(saved) and outside:
+        warn_caller(
+            f"the state holds no values of {', '.join(map(repr, sorted(outside)))}, "
+            "parameters that are not in the model: they keep those they have."
+        )
+    else:
+        _check_weights(saved, own, outside, "optimizer")
+    for name, tensor in own.items():
+        if name in saved and is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
+            convert_model.refuse_overflow([(name, saved[name])], tensor.dtype)
 
 
 def _require(state: dict[str, Any], *path: str) -> None:
@@ -189,19 +219,21 @@ def _require(state: dict[str, Any], *path: str) -> None:
         inner = inner[key]
 
 
-def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
-    own = stored_tensors(model)
-    for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
+def _check_weights(
+    saved: dict[str, Tensor], own: dict[str, Tensor], names: set[str], owner: str
+) -> None:
+    """Raise if the tensors of a model or an optimizer, its `owner`, do not fit."""
+    for name in sorted(name for name in names if not _is_extra(name)):
         mine, other = own.get(name), saved.get(name)
         if mine is None or other is None or mine.shape != other.shape:
             raise UserError(
-                f"weight {name!r}: the state holds {_shape(other)}, the model "
-                f"{_shape(mine)}; build the model that was saved."
+                f"weight {name!r}: the state holds {_shape(other)}, the {owner} "
+                f"{_shape(mine)}; build the {owner} that was saved."
             )
         if _kind(mine) != _kind(other):
             raise UserError(
-                f"weight {name!r}: the state holds {other.dtype}, the model "
-                f"{mine.dtype}; build the model that was saved."
+                f"weight {name!r}: the state holds {other.dtype}, the {owner} "
+                f"{mine.dtype}; build the {owner} that was saved."
             )
 
 
@@ -303,7 +335,9 @@ def load(
     masters.set_rng(saved["seed"], saved["step"])
     low = saved["low"] if saved["form"] == masters.encoding.name else {}
     master_params = masters.by_weight_id()
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in _all_tensors(model, masters).items():
+        if name not in state["weights"]:
+            continue  # `check` warned of it
         fp32_value, slot = state["weights"][name], master_params.get(id(tensor))
         if slot is None:
             tensor.copy_(fsdp.shard_like(fp32_value, tensor))
