@@ -86,7 +86,7 @@ def content(session: Session) -> dict[str, Any]:
     }
     words = ("steps", "scales", "parameters", "moments")
     return {
-        "weights": full_tensors(state["weights"]),
+        "weights": full_tensors(state["weights"] | state["outside"]),
         "states": moments,
         **{word: state[word] for word in words},
         "clock": [state["masters"]["seed"], state["masters"]["step"]],

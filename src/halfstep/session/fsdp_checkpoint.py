@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Stateful", "fsdp_policy", "full_tensors", "load", "save"]
 
 _REST = "rest"
-_WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"
+_WEIGHT, _OUTSIDE, _LOW, _MOMENT = "weights/", "outside/", "low/", "optimizer/"
 
 
 class Stateful:
@@ -196,6 +196,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     groups = state["optimizer"]["param_groups"]
     numbers = dict.fromkeys(number for group in groups for number in group["params"])
     tensors = {_WEIGHT + name: tensor for name, tensor in state["weights"].items()}
+    tensors |= {_OUTSIDE + name: tensor for name, tensor in state["outside"].items()}
     small: dict[str, Any] = {}
     for number, name in zip(numbers, names, strict=True):
         for key, value in state["optimizer"]["state"].get(number, {}).items():
@@ -206,7 +207,8 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
             small.setdefault(name, {})[key] = None if is_separate else value
     masters = dict(state["masters"])
     tensors |= {_LOW + name: tensor for name, tensor in masters.pop("low").items()}
-    rest = {key: state[key] for key in state if key not in {"weights", "optimizer"}}
+    in_tensors = {"weights", "outside", "optimizer"}
+    rest = {key: state[key] for key in state if key not in in_tensors}
     rest |= {"masters": masters, "groups": groups, "small": small}
     file = io.BytesIO()
     torch.save(rest, file)
@@ -228,13 +230,16 @@ def _nested(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
         }
         for name, values in small.items()
     }
-    weights, low = (
+    weights, outside, low = (
         {p.removeprefix(kind): t for p, t in tensors.items() if p.startswith(kind)}
-        for kind in (_WEIGHT, _LOW)
+        for kind in (_WEIGHT, _OUTSIDE, _LOW)
     )
-    optimizer = {"state": state, "param_groups": groups}
-    masters = rest["masters"] | {"low": low}
-    return rest | {"weights": weights, "optimizer": optimizer, "masters": masters}
+    return rest | {
+        "weights": weights,
+        "outside": outside,
+        "optimizer": {"state": state, "param_groups": groups},
+        "masters": rest["masters"] | {"low": low},
+    }
 
 
 def _template(

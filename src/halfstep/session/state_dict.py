@@ -33,8 +33,6 @@ INNER = {
     "masters": ("form", "seed", "step", "low"),
     "schedule": ("followed", "state"),
 }
-_OUTSIDE = " of the optimizer"
-"""Ends the names of the optimizer's parameters outside the model."""
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """State of torch's optimizers with the shape of the parameter."""
 SCALARS = ("step", "mu_product", "eta", "mu")
@@ -84,26 +82,27 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _all_tensors(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
-    """Return `stored_tensors`, and the optimizer's parameters outside the model.
+def _outside(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
+    """Return the optimizer's parameters that are not in the model, as stored.
 
-    The latter, such as a temperature in the loss, are named by their number.
+    Such as a temperature in the loss. They are named by their number.
     """
-    tensors = stored_tensors(model)
-    in_model = {id(tensor) for tensor in tensors.values()}
+    in_model = {id(tensor) for tensor in stored_tensors(model).values()}
+    groups = masters.optimizer.param_groups
     params = dict.fromkeys(
-        masters.model_param(param)
-        for group in masters.optimizer.param_groups
-        for param in group["params"]
+        masters.model_param(param) for group in groups for param in group["params"]
     )
-    outside = {f"{i}{_OUTSIDE}": p for i, p in enumerate(params)}
-    return tensors | {n: p for n, p in outside.items() if id(p) not in in_model}
+    return {
+        f"{number} of the optimizer": param
+        for number, param in enumerate(params)
+        if id(param) not in in_model
+    }
 
 
 def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
     """Return name -> group number of the optimizer's parameters, in order."""
     names: dict[int, str] = {}
-    for name, tensor in _all_tensors(model, masters).items():
+    for name, tensor in (stored_tensors(model) | _outside(model, masters)).items():
         names.setdefault(id(tensor), name)
     return {
         names[id(masters.model_param(param))]: number
@@ -117,18 +116,19 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
     masters.add_new_params()
     masters.sync_external_writes()
     by_weight, low = masters.by_weight_id(), {}
-    tensors = _all_tensors(model, masters)
-    outside = {name: t for name, t in tensors.items() if name.endswith(_OUTSIDE)}
+    outside = _outside(model, masters)
     if masters.encoding.residual == torch.bfloat16:
         # The fp32 sum does not determine weight and compensation term: save weights.
-        low = {n: t.detach() for n, t in tensors.items() if id(t) in by_weight}
+        stored = (stored_tensors(model) | outside).items()
+        low = {name: t.detach() for name, t in stored if id(t) in by_weight}
     optimizer = masters.optimizer.state_dict()
     extra = _extra(model).items()
     return {
         "version": VERSION,
         "level": choice.level.name,
         "dtype": choice.format.name,
-        "weights": weights(model, masters) | _in_fp32(outside, masters),
+        "weights": weights(model, masters),
+        "outside": _in_fp32(outside, masters),
         "extra": {name: value for name, value in extra if not torch.is_tensor(value)},
         "optimizer": optimizer,
         "parameters": _parameters(model, masters),
@@ -190,20 +190,19 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
         # A session without a schedule saves {}.
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
-    saved, own = state["weights"], _all_tensors(model, masters)
-    inside = {name for name in own.keys() | saved if not name.endswith(_OUTSIDE)}
-    _check_weights(saved, own, inside, "model")
+    _check_weights(state["weights"], stored_tensors(model), "model")
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
-    outside = (own.keys() | saved) - inside
-    if outside.isdisjoint(saved) and outside:
-        warn_caller(
-            f"the state holds no values of {', '.join(map(repr, sorted(outside)))}, "
-            "parameters that are not in the model: they keep those they have."
-        )
+    saved, own = state.get("outside"), _outside(model, masters)
+    if saved or not own:
+        _check_weights(saved or {}, own, "optimizer")
     else:
-        _check_weights(saved, own, outside, "optimizer")
-    for name, tensor in own.items():
+        warn_caller(
+            f"the state holds no values of {', '.join(map(repr, own))}, which are not "
+            "in the model: they keep those they have."
+        )
+    saved = state["weights"] | (saved or {})
+    for name, tensor in (stored_tensors(model) | own).items():
         if name in saved and is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
             convert_model.refuse_overflow([(name, saved[name])], tensor.dtype)
 
@@ -220,10 +219,10 @@ def _require(state: dict[str, Any], *path: str) -> None:
 
 
 def _check_weights(
-    saved: dict[str, Tensor], own: dict[str, Tensor], names: set[str], owner: str
+    saved: dict[str, Tensor], own: dict[str, Tensor], owner: str
 ) -> None:
-    """Raise if the tensors of a model or an optimizer, its `owner`, do not fit."""
-    for name in sorted(name for name in names if not _is_extra(name)):
+    """Raise if the tensors of a model or an optimizer, their `owner`, do not fit."""
+    for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
         mine, other = own.get(name), saved.get(name)
         if mine is None or other is None or mine.shape != other.shape:
             raise UserError(
@@ -335,10 +334,12 @@ def load(
     masters.set_rng(saved["seed"], saved["step"])
     low = saved["low"] if saved["form"] == masters.encoding.name else {}
     master_params = masters.by_weight_id()
-    for name, tensor in _all_tensors(model, masters).items():
-        if name not in state["weights"]:
-            continue  # `check` warned of it
-        fp32_value, slot = state["weights"][name], master_params.get(id(tensor))
+    fp32_values, tensors = state["weights"], stored_tensors(model)
+    if state.get("outside"):
+        fp32_values = fp32_values | state["outside"]
+        tensors |= _outside(model, masters)
+    for name, tensor in tensors.items():
+        fp32_value, slot = fp32_values[name], master_params.get(id(tensor))
         if slot is None:
             tensor.copy_(fsdp.shard_like(fp32_value, tensor))
             continue
