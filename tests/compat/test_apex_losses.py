@@ -502,3 +502,19 @@ def test_a_pass_outside_scale_loss() -> None:
     # Another optimizer's pass may leave its own; this one's are there.
     loss_of(net, 1).backward()
     optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_twice_in_its_group(level: str) -> None:
+    """Law: it is unscaled once; torch updates it twice."""
+    fresh()
+    model: Any = nn.Linear(2, 2, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer: Any = torch.optim.SGD([model.weight] * 2, 0.25)
+    more: Any = {"loss_scale": 64.0, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, level, **more)
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.full((2, 2), 0.5))

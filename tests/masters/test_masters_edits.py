@@ -196,7 +196,8 @@ def test_a_weight_in_two_groups(form: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
 @pytest.mark.parametrize("kind", portable.KINDS)
-def test_a_weight_twice_in_its_group(kind: str) -> None:
+@pytest.mark.parametrize("names", ["", "ab"])
+def test_a_weight_twice_in_its_group(kind: str, names: str) -> None:
     """Law: as torch does, it is updated twice; and it is unscaled and measured once."""
     level, dtype, master = kind.split()
     model = nn.Linear(2, 2, bias=False)
@@ -204,9 +205,10 @@ def test_a_weight_twice_in_its_group(kind: str) -> None:
     optimizer = torch.optim.SGD([model.weight] * 2, 0.25)
     more: dict[str, Any] = {"loss_scale": 64.0, "clip_grad_norm": 4.0}
     session = hs.prepare(model, optimizer, level, dtype=dtype, master=master, **more)
-    with session.autocast():
-        loss = session.model(torch.ones(1, 2)).float().sum()
-    session.backward(loss)
+    for name in names or ("",):
+        with session.autocast():
+            loss = session.model(torch.ones(1, 2)).float().sum()
+        session.backward(loss / max(len(names), 1), name=name)
     report = session.step()
     assert report.grad_norm == 2.0
     assert torch.equal(session.weights()["weight"], torch.full((2, 2), 0.5))

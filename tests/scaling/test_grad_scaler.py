@@ -92,6 +92,24 @@ def test_fused_sgd_may_skip_its_first_step(momentum: float) -> None:
     assert fused.scaler.get_scale() == plain.scaler.get_scale()
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
+@pytest.mark.parametrize("way", ["unscale_", "step", "backward"])
+def test_a_parameter_twice_in_its_group(way: str) -> None:
+    """Law: it is unscaled once, where torch.amp divides twice; torch updates twice."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight] * 2, 0.25)
+    scaler = hs.GradScaler("cpu", init_scale=64.0)
+    if way == "backward":
+        scaler.backward(weight.sum(), optimizer)
+    else:
+        scaler.scale(weight.sum()).backward()
+    if way == "unscale_":
+        scaler.unscale_(optimizer)
+        same(weight.grad, torch.ones(2))
+    scaler.step(optimizer)
+    same(weight.detach(), torch.full((2,), 0.5))
+
+
 def test_disabled() -> None:
     """Law: disabled, it reports no step, and no setting or state matters.
 

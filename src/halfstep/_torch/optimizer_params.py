@@ -1,4 +1,4 @@
-"""Reads an optimizer's gradients and parameter names."""
+"""Reads an optimizer's parameters, their gradients and parameter names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, once each: torch allows repeats in one."""
+    groups = optimizer.param_groups
+    return [*{id(p): p for group in groups for p in group["params"]}.values()]
+
+
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients that are not None, in the order of the parameters."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    return [p.grad for p in params if p.grad is not None]
+    grads = [param.grad for param in params_of(optimizer)]
+    return [grad for grad in grads if grad is not None]
 
 
 def first_gradient(optimizer: Optimizer) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._torch.async_read import to_device_async
-from halfstep._torch.optimizer_params import gradients_of, named_parameters
+from halfstep._torch.optimizer_params import gradients_of, named_parameters, params_of
 from halfstep.errors import UserError, require, require_int
 from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.local_tensor import local_values
@@ -313,9 +313,7 @@ class BackwardPasses:
             )
         self.check(name)
         sums = [self._sums_of(optimizer, state) for optimizer, state in optimizers]
-        owned = [
-            [p for g in o.param_groups for p in g["params"]] for o, _ in optimizers
-        ]
+        owned = [params_of(optimizer) for optimizer, _ in optimizers]
 
         def backward(keep_graph: bool) -> None:
             scaled = scaler.scale(loss)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from halfstep._torch.optimizer_params import unnamed
+from halfstep._torch.optimizer_params import params_of, unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
 from halfstep.errors import require_type, warn_caller
@@ -280,7 +280,7 @@ class Session:
             passes = BackwardPasses(self._loss_scalers, Retry(0), self._group)
             if self._window.num_pending:
                 self._sync_grads()
-                passes.unscale_earlier(self._params())
+                passes.unscale_earlier(params_of(self.optimizer))
             self._passes = passes
         passes.check(name, is_ddp=ddp.is_data_parallel(self.model))
         return self._loss_scalers.get_or_create(name, self._device)
@@ -296,7 +296,7 @@ class Session:
             self._run_backward(loss, scaler, second_pass=False, keep_graph=keep_graph)
             self._sync_grads()
 
-        dropped = passes.run(name, backward, self._params())
+        dropped = passes.run(name, backward, params_of(self.optimizer))
         if dropped is not None and self._running_stats is not None:
             self._running_stats.restore(dropped)
         if passes.keeps_graphs and not retain:
@@ -659,19 +659,16 @@ class Session:
         missed = {id(weight) for weight, master in pairs if master.grad is not None}
         missed |= {id(master) for weight, master in pairs if weight.grad is not None}
         if self._passes is not None and self._window.num_pending:
-            missed |= {*map(id, self._params()), *map(id, self._unwrapped.parameters())}
+            owned = chain(params_of(self.optimizer), self._unwrapped.parameters())
+            missed |= {*map(id, owned)}
         # The list of those with a gradient is empty if all are stored elsewhere.
         is_empty = not ids and bool(missed) and self._window.num_pending > 0
         if is_empty or ids & missed:
             raise misuse.clipped_outside(max_norm, is_empty=is_empty)
 
     def _check_not_replaced(self) -> None:
-        weights = map(self._masters.model_param, self._params())
+        weights = map(self._masters.model_param, params_of(self.optimizer))
         fsdp.check_not_replaced(self._unwrapped, weights)
-
-    def _params(self) -> list[Tensor]:
-        groups = self.optimizer.param_groups
-        return [*chain.from_iterable(map(itemgetter("params"), groups))]
 
     def _reachable_grads(self) -> list[Tensor]:
         """Return the `.grad` of all weights and master weights that have one."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep._torch.optimizer_params import params_of
 from halfstep.casting import convert_model
 from halfstep.errors import UserError, warn_caller
 from halfstep.numerics.formats import is_low
@@ -88,10 +89,7 @@ def _outside(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
     Such as a temperature in the loss. They are named by their number.
     """
     in_model = {id(tensor) for tensor in stored_tensors(model).values()}
-    groups = masters.optimizer.param_groups
-    params = dict.fromkeys(
-        masters.model_param(param) for group in groups for param in group["params"]
-    )
+    params = map(masters.model_param, params_of(masters.optimizer))
     return {
         f"{number} of the optimizer": param
         for number, param in enumerate(params)
@@ -151,7 +149,7 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
     masters.add_new_params()
     optimizer, rng = masters.optimizer, masters.rng
     rates = [group["lr"] for group in optimizer.param_groups]
-    params = dict.fromkeys(p for g in optimizer.param_groups for p in g["params"])
+    params = params_of(optimizer)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
     for param in params:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfstep._torch.optimizer_params import params_of
 from halfstep.compat.apex import models
 from halfstep.compat.apex.state import STATE, AmpError, maybe_print
 from halfstep.scaling import LossScaler, ScaleRule
@@ -60,9 +61,8 @@ class AmpOptimizerState:
         return param if self.masters is None else self.masters.model_param(param)
 
     def _params(self) -> list[Tensor]:
-        """Return the model's parameters."""
-        groups = self.optimizer.param_groups
-        return [self.stored(param) for group in groups for param in group["params"]]
+        """Return the model's parameters, once each."""
+        return [*map(self.stored, params_of(self.optimizer))]
 
     @property
     def _has_scaled(self) -> bool:
