@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import master_cases as cases
-import portable
 import pytest
 import torch
 from late_scalars import Slow
 from small_training import same
 from torch import nn
 
-import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.masters import MasterWeights
 from halfstep.session.session import Session
@@ -149,70 +147,6 @@ def test_no_false_alarm(
             if number == 4:
                 session.optimizer.add_param_group({"params": later})
                 model.zero_grad()
-
-
-def all_at_once(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> None:
-    optimizer.param_groups.clear()
-    optimizer.add_param_group({"params": weights})
-
-
-def in_its_group(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> None:
-    optimizer.param_groups[0]["params"] = weights
-
-
-@cases.every_form
-@cases.both_ways
-@pytest.mark.parametrize("give_back", [all_at_once, in_its_group])
-def test_weights_that_come_back(
-    form: str, give_back: Callable[[Any, Any], None], *, kernel: bool
-) -> None:
-    """Law: a weight that leaves the optimizer and returns keeps its state, to the bit.
-
-    As with torch, whose optimizers find the state of a parameter by the parameter.
-    """
-    stays, session = (trained(form, kernel=kernel) for _ in range(2))
-    give_back(session.optimizer, [*session.model.parameters()])
-    for each in (stays, session):
-        if not kernel:
-            cases.masters_of(each).add_new_params()
-            cases.masters_of(each).kernel = None
-        cases.go(each, cases.slopes_of(each.model, 2))
-    assert same(cases.everything(session), cases.everything(stays))
-
-
-@cases.every_form
-def test_a_weight_in_two_groups(form: str) -> None:
-    """Law: it is refused before anything changes, as torch refuses a parameter."""
-    stays, session = (trained(form) for _ in range(2))
-    session.optimizer.add_param_group({"params": [session.model.linear.weight]})
-    with pytest.raises(hs.UserError, match=r"shape \(6, 5\) is in .* groups 0 and 1"):
-        cases.go(session, cases.slopes_of(session.model, 2))
-    session.optimizer.param_groups.pop()
-    session.zero_grad()
-    for each in (stays, session):
-        cases.go(each, cases.slopes_of(each.model, 2))
-    assert same(cases.everything(session), cases.everything(stays))
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
-@pytest.mark.parametrize("kind", portable.KINDS)
-@pytest.mark.parametrize("names", ["", "ab"])
-def test_a_weight_twice_in_its_group(kind: str, names: str) -> None:
-    """Law: as torch does, it is updated twice; and it is unscaled and measured once."""
-    level, dtype, master = kind.split()
-    model = nn.Linear(2, 2, bias=False)
-    nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD([model.weight] * 2, 0.25)
-    more: dict[str, Any] = {"loss_scale": 64.0, "clip_grad_norm": 4.0}
-    session = hs.prepare(model, optimizer, level, dtype=dtype, master=master, **more)
-    for name in names or ("",):
-        with session.autocast():
-            loss = session.model(torch.ones(1, 2)).float().sum()
-        session.backward(loss / max(len(names), 1), name=name)
-    report = session.step()
-    assert report.grad_norm == 2.0
-    assert torch.equal(session.weights()["weight"], torch.full((2, 2), 0.5))
-    session.load_state_dict(copy.deepcopy(session.state_dict()))
 
 
 @cases.every_form

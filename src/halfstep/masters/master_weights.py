@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._torch import async_read, optimizer_hooks
+from halfstep._torch.optimizer_params import params_of
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
@@ -135,27 +136,53 @@ class MasterWeights:
         params = chain.from_iterable(map(itemgetter("params"), groups))
         if all(map(self.param_index.__contains__, params)):
             return
-        # A weight that left the optimizer and comes back keeps its state, as in torch.
-        master_of = {id(weight): master for weight, master in self.pairs}
-        _refuse_shared(groups, master_of)
+        known = self.by_weight_id()
+        self._check_new(groups, known)
         self.sync_external_writes()
         for group in groups:
             for index, param in enumerate(group["params"]):
-                current = master_of.get(id(param), param)
-                if is_low(current.dtype):
-                    forms.check(self.encoding, param.dtype)
+                current = known.get(id(param))
+                if current is not None and not self.encoding.is_compact:
+                    # It comes back; meanwhile, `.data` may have been written.
+                    current.reset_from_weight(self.encoding, self.rng)
+                elif current is None and is_low(param.dtype):
                     value = (originals or {}).pop(param, param.detach()).float()
-                    current = master_of[id(param)] = self._new_master(param, value)
+                    current = known[id(param)] = self._new_param(param, value)
                     del value  # free it before the next large allocation
-                group["params"][index] = current
-                self.param_index.setdefault(current, len(self.param_index))
+                if current is not None:
+                    group["params"][index] = current.master
+                    self._take_state(param, current)
+                self.param_index.setdefault(
+                    group["params"][index], len(self.param_index)
+                )
         model_params = [self.model_param(param) for param in self.param_index]
         chosen = _choose_kernel(self.optimizer, model_params)
         self.kernel, self.kernel_description = chosen
         self.mark_synced()
         self._checksums = self._checksums_to_compare()
 
-    def _new_master(self, param: nn.Parameter, fp32: Tensor) -> nn.Parameter:
+    def _check_new(
+        self, groups: list[dict[str, Any]], known: dict[int, MasterParam]
+    ) -> None:
+        """Raise if two groups share a weight, or no master weight can be made for one.
+
+        torch refuses a parameter in two groups, but finds a master weight in one.
+        """
+        group_of: dict[int, int] = {}
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                own = self.master_params.get(param)
+                weight = param if own is None else own.weight
+                first = group_of.setdefault(id(weight), number)
+                if first != number:
+                    raise UserError(
+                        f"a weight of shape {tuple(param.shape)} is in the optimizer's "
+                        f"parameter groups {first} and {number}: take it out of one."
+                    )
+                if is_low(param.dtype) and id(param) not in known:
+                    forms.check(self.encoding, param.dtype)
+
+    def _new_param(self, param: nn.Parameter, fp32: Tensor) -> MasterParam:
         param_index, encoding = len(self.param_index), self.encoding
         value = nan_placeholder(param) if encoding.is_compact else fp32
         master = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -168,10 +195,16 @@ class MasterWeights:
             master_param.encode_(encoding, fp32, self.rng)
         self.master_params[master] = master_param
         self.param_index[master] = param_index
-        if param in self.optimizer.state:
-            self.optimizer.state[master] = self.optimizer.state.pop(param)
-            generic_step.narrow_states(self.optimizer, master_param, encoding, None)
-        return master
+        return master_param
+
+    def _take_state(self, param: Tensor, master_param: MasterParam) -> None:
+        """Give the master weight the optimizer's state of the 16-bit weight, if any."""
+        state = self.optimizer.state
+        if param in state:
+            state[master_param.master] = state.pop(param)
+            generic_step.narrow_states(
+                self.optimizer, master_param, self.encoding, None
+            )
 
     def model_param(self, param: Tensor) -> Tensor:
         """Return the model's parameter for a parameter of the optimizer."""
@@ -347,9 +380,18 @@ class MasterWeights:
         self.mark_synced()
 
     def clear(self) -> None:
-        """Clear the 16-bit gradients."""
+        """Clear the gradients that the optimizer does not: see `_present`."""
         for master_param in self.master_params.values():
             master_param.weight.grad = None
+        counts = map(len, map(itemgetter("params"), self.optimizer.param_groups))
+        if sum(counts) < len(self.param_index):
+            present = set(self._present())
+            for master in self.master_params.keys() - present:
+                master.grad = None
+
+    def _present(self) -> list[Tensor]:
+        """Return the master weights that are still in the optimizer, once each."""
+        return [p for p in params_of(self.optimizer) if p in self.master_params]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -376,8 +418,9 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy fp32 master weights back to the model weights."""
-        if self.master_params and not self.encoding.is_compact:
-            weights, masters = zip(*self.pairs, strict=True)
+        masters = [] if self.encoding.is_compact else self._present()
+        weights: list[Tensor] = [self.master_params[p].weight for p in masters]
+        if weights:
             torch._foreach_copy_(weights, masters)
         self.advance_rng()
 
@@ -568,21 +611,6 @@ _LARGE = 1 << 16
 """Elements from which calling the kernel is faster."""
 COMPARED_UPDATES = 2
 """Comparisons of the weights with those after the last update, before the next one."""
-
-
-def _refuse_shared(
-    groups: list[dict[str, Any]], master_of: dict[int, nn.Parameter]
-) -> None:
-    """Raise if two groups share a weight: torch finds no master weight for it."""
-    group_of: dict[Tensor, int] = {}
-    for number, group in enumerate(groups):
-        for param in group["params"]:
-            first = group_of.setdefault(master_of.get(id(param), param), number)
-            if first != number:
-                raise UserError(
-                    f"a weight of shape {tuple(param.shape)} is in the optimizer's "
-                    f"parameter groups {first} and {number}: take it out of one."
-                )
 
 
 def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:

@@ -125,6 +125,9 @@ class OptimizerInBackward:
         gradient = weight.grad
         if gradient is None:
             return
+        if param not in self._group_of:  # it has left the optimizer
+            weight.grad = None
+            return
         if param in self.stepped_params:
             raise UserError(
                 f"a weight of shape {tuple(weight.shape)} got a second gradient after "

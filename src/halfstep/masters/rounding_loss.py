@@ -84,7 +84,8 @@ class RoundingLossCounter:
         samples = []
         for group in self._masters.optimizer.param_groups:
             model_param = self._masters.model_param
-            params = [p for p in group["params"] if model_param(p).requires_grad]
+            unique = dict.fromkeys(group["params"])  # torch allows repeats
+            params = [p for p in unique if model_param(p).requires_grad]
             total = sum(param.numel() for param in params)
             share, lr = min(1.0, SAMPLE / max(total, 1)), lr_of(group)
             places = [(param, self._indices_of(param, share)) for param in params]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._torch import async_read, fused_optimizers
+from halfstep._torch.optimizer_params import params_of
 from halfstep.errors import require_positive, warn_caller
 from halfstep.masters import cpu_kernels, fused_step, triton_kernels
 from halfstep.numerics.local_tensor import dense_values
@@ -100,8 +101,7 @@ class OptimizerStep:
 
     def _scaled_grads(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (optimizer's parameter, its gradient as it is: scaled, any dtype)."""
-        groups = self.masters.optimizer.param_groups
-        for param in (param for group in groups for param in group["params"]):
+        for param in params_of(self.masters.optimizer):
             # A 16-bit gradient may not be accumulated in its fp32 sum yet.
             low = self.masters.model_param(param).grad
             parts = [param.grad, None if low is param.grad else low]
@@ -126,7 +126,6 @@ class OptimizerStep:
         """
         masters = self.masters
         self._absmax = None
-        masters.add_new_params()
         pairs = masters.grads()
         self._uses_kernel = (
             masters.kernel is not None

@@ -501,6 +501,7 @@ class Session:
             RuntimeError: If there was no backward pass, or it left no gradient.
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
+        self._masters.add_new_params()  # it may refuse, and nothing is counted yet
         if not self._end_microbatch():
             self._contexts.after_microbatch()
             return StepReport(self._num_attempted, complete=False)
@@ -512,6 +513,7 @@ class Session:
         For the end of an epoch. The step uses the mean of the micro-batches so far.
         Without any, nothing happens, and the report is not complete.
         """
+        self._masters.add_new_params()
         if self._window.loss is not None or self._window.has_failed:
             report = self.step()
             if report.complete:

@@ -171,7 +171,7 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
 
 
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
-    """Raise if a state cannot be loaded."""
+    """Raise if a state cannot be loaded; warn if it is an older one without values."""
     if "version" not in state:
         raise UserError(
             "this is not the state of a session. Load states of a model and of an "
@@ -188,21 +188,27 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
         # A session without a schedule saves {}.
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
-    _check_weights(state["weights"], stored_tensors(model), "model")
+    _check_weights(state["weights"], stored_tensors(model))
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
     saved, own = state.get("outside"), _outside(model, masters)
     if saved or not own:
-        _check_weights(saved or {}, own, "optimizer")
+        _check_weights(saved or {}, own)
     else:
+        names = ", ".join(f"{name} {tuple(own[name].shape)}" for name in own)
         warn_caller(
-            f"the state holds no values of {', '.join(map(repr, own))}, which are not "
-            "in the model: they keep those they have."
+            f"the state holds no values of parameters outside the model: {names}. "
+            "They keep those they have."
         )
     saved = state["weights"] | (saved or {})
-    for name, tensor in (stored_tensors(model) | own).items():
-        if name in saved and is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
-            convert_model.refuse_overflow([(name, saved[name])], tensor.dtype)
+    params = {
+        name: tensor
+        for name, tensor in stored_tensors(model).items()
+        if isinstance(tensor, nn.Parameter)
+    }
+    for name, param in (params | own).items():
+        if name in saved and is_low(param.dtype):
+            convert_model.refuse_overflow([(name, saved[name])], param.dtype)
 
 
 def _require(state: dict[str, Any], *path: str) -> None:
@@ -216,21 +222,18 @@ def _require(state: dict[str, Any], *path: str) -> None:
         inner = inner[key]
 
 
-def _check_weights(
-    saved: dict[str, Tensor], own: dict[str, Tensor], owner: str
-) -> None:
-    """Raise if the tensors of a model or an optimizer, their `owner`, do not fit."""
+def _check_weights(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
         mine, other = own.get(name), saved.get(name)
         if mine is None or other is None or mine.shape != other.shape:
             raise UserError(
-                f"weight {name!r}: the state holds {_shape(other)}, the {owner} "
-                f"{_shape(mine)}; build the {owner} that was saved."
+                f"weight {name!r}: the state holds {_shape(other)}, the session "
+                f"{_shape(mine)}; build model and optimizer as they were saved."
             )
         if _kind(mine) != _kind(other):
             raise UserError(
-                f"weight {name!r}: the state holds {other.dtype}, the {owner} "
-                f"{mine.dtype}; build the {owner} that was saved."
+                f"weight {name!r}: the state holds {other.dtype}, the session "
+                f"{mine.dtype}; build model and optimizer as they were saved."
             )
 
 

@@ -410,6 +410,7 @@ class LevelEngine:
         step = entry.step
         if self.group is not None and entry.num_passes > 1:
             self._average_sums(entry, self.group)
+        step.masters.add_new_params()
         params, grads = step.collect(self.scaler, in_fp32=False, in_place=in_place)
         if not grads:
             return entry
