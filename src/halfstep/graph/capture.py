@@ -65,9 +65,13 @@ statistics of norms."""
 _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 """On CUDA their kernels require all arguments in one dtype."""
 
+_BOUNDED_OPS = {*FP32_ARGUMENTS, "scaled_dot_product_attention", "softmax"}
+"""Operations whose results are in bf16's range, whatever mask they take."""
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
+PARAMETER = "halfstep_parameter"
+"""Key in `meta` of inputs that are parameters."""
 _MAX_BREAKS = 3
 """Graph breaks listed in an error message."""
 _TORCH_MODULES = "/torch/nn/"
@@ -415,13 +419,48 @@ def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str], low: torch.dtype)
     other = [v for v in values if v.is_floating_point() and v.dtype != torch.float32]
     if other:
         return f"it also takes {str(other[0].dtype).removeprefix('torch.')}"
-    arguments = [*node.args, *node.kwargs.values()]
-    if any(isinstance(argument, torch.dtype) for argument in arguments):
+    if any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
         return "it names a dtype"
-    limit = torch.finfo(low).max
-    numbers = [a for a in arguments if isinstance(a, float) and math.isfinite(a)]
-    beyond = next((number for number in numbers if abs(number) > limit), None)
+    beyond = _number_beyond(node, torch.finfo(low).max)
     return "" if beyond is None else f"{formats.word(low)} does not hold its {beyond:g}"
+
+
+def _number_beyond(node: fx.Node, limit: float) -> float | None:
+    """Return the first finite number among the arguments that exceeds a limit."""
+    arguments = [*node.args, *node.kwargs.values()]
+    numbers = [a for a in arguments if isinstance(a, float) and math.isfinite(a)]
+    return next((number for number in numbers if abs(number) > limit), None)
+
+
+def extreme_nodes(graph_module: fx.GraphModule, low: Collection[str]) -> set[fx.Node]:
+    """Return the fp32 nodes that may hold finite numbers beyond bf16's largest one.
+
+    Why: masks hold fp32's lowest number; activations never come near it. It comes from
+    a number in the code, an input, a buffer, a write in place, or code under `no_grad`.
+    `low`: names of the nodes in 16 bits, which cannot hold it.
+    """
+    changing = changed_in_place(graph_module.graph)
+    extreme: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        is_bounded = op_name(node).partition(".")[0] in _BOUNDED_OPS
+        is_float = any(value.is_floating_point() for value in tensors(node))
+        if node.name in low or is_bounded or not is_float:
+            continue
+        if node.op == "placeholder":
+            may_be = not node.meta.get(PARAMETER)
+        elif node.op == "get_attr":
+            value = attrgetter(str(node.target))(graph_module)
+            may_be = not isinstance(value, nn.Parameter)
+        else:
+            may_be = (
+                any(each in extreme for each in node.all_input_nodes)
+                or _number_beyond(node, formats.BF16.max) is not None
+                or node in changing
+                or not (hasattr(node.target, "_schema") or is_getitem(node))
+            )
+        if may_be:
+            extreme.add(node)
+    return extreme
 
 
 def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -163,5 +163,8 @@ def _aten_graph(
         run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
     )
     traced: fx.GraphModule = trace(*example_inputs)
+    inputs = traced.graph.find_nodes(op="placeholder")
+    for node, value in zip(inputs, example_inputs, strict=True):
+        node.meta[capture.PARAMETER] = isinstance(value, nn.Parameter)
     capture.make_functional(traced)
     return traced

@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 _CAST = torch.ops.aten.to.dtype
 
 
+def saturating_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast fp32 to bf16; finite numbers become at most bf16's largest, not inf.
+
+    Why: bf16 rounds fp32's lowest number, of which masks are made, to -inf. A softmax
+    of only such numbers is NaN, and so is a matmul of one with 0. Infinities, NaN and
+    the gradient are those of torch's cast.
+    """
+    limit, numbers = torch.finfo(dtype).max, tensor.detach()
+    excess = numbers - numbers.clamp(-limit, limit)  # exact: limits differ by 0.4%
+    return (tensor - excess.clamp(-limit, limit)).to(dtype)  # inf - limit is inf
+
+
 class PlannedModule(fx.GraphModule):
     """A rewritten model, for one mode and inputs of the planned shapes.
 
@@ -176,6 +188,8 @@ def rewrite_graph(
     copies: dict[fx.Node, fx.Node] = {}
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     changing = capture.changed_in_place(graph_module.graph)
+    is_bf16 = dtype == torch.bfloat16  # fp16 must overflow: loss scaling detects it
+    extreme = capture.extreme_nodes(graph_module, low) if is_bf16 else set()
     # Cast inputs first: a cast must not be inside the `no_grad` of its first use.
     nodes = sorted(graph_module.graph.nodes, key=lambda node: not _is_input(node))
     last_input = nodes[max(0, sum(map(_is_input, nodes)) - 1)]
@@ -187,12 +201,13 @@ def rewrite_graph(
         now = dtype if source.name in low else torch.float32
         if not has_fp32 or now == to:
             return copies[source]
+        cast = saturating_cast if source in extreme else _CAST
         if source in changing:
-            return graph.call_function(_CAST, (copies[source], to))  # memory changes
+            return graph.call_function(cast, (copies[source], to))  # memory changes
         if (source, to) not in casts:
             after = last_input if _is_input(source) else source
             with graph.inserting_after(copies[after]):
-                casts[source, to] = graph.call_function(_CAST, (copies[source], to))
+                casts[source, to] = graph.call_function(cast, (copies[source], to))
         return casts[source, to]
 
     for node in nodes:

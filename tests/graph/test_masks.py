@@ -1,0 +1,274 @@
+"""Masks of fp32's lowest number: bf16 plans cast them to bf16's lowest, not to -inf."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import halfstep as hs
+from halfstep.graph import load_plan
+from halfstep.graph.rewrite import saturating_cast
+
+LOWEST = torch.finfo(torch.float32).min
+LOWEST_BF16 = torch.finfo(torch.bfloat16).min
+IN_BF16 = {"method": "painting", "kinds": {"add": "allow", "softmax": "allow"}}
+"""Options of a plan that adds masks to scores in bf16."""
+
+
+class Masked(nn.Module):
+    """Attention without heads, whose scores a test masks."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((6,), LOWEST))
+        self.body = body
+
+    def scores(self, x: Tensor) -> Tensor:
+        queries, keys = self.a(x), self.b(x)
+        return queries @ keys.mT  # type: ignore[no-any-return]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.body(self, *inputs)
+
+
+def padded_batch() -> Tensor:
+    """Return three texts of 6 tokens: one of full length, one of 2, one of padding."""
+    x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    x[:, :, 0] = 1.0
+    x[1, 2:, 0] = x[2, :, 0] = -1.0
+    return x
+
+
+def hidden(x: Tensor) -> Tensor:
+    """Return which tokens are padding, of shape (B, 1, T)."""
+    return (x[:, :, 0] < 0)[:, None]
+
+
+def attend(m: Masked, x: Tensor, mask: Tensor) -> Tensor:
+    return (m.scores(x) + mask).softmax(-1) @ x
+
+
+def multiplied(m: Masked, x: Tensor) -> Tensor:
+    return attend(m, x, (1.0 - (~hidden(x)).float()) * LOWEST)
+
+
+def filled(m: Masked, x: Tensor) -> Tensor:
+    mask = torch.full((6, 6), LOWEST).triu(1).expand(3, -1, -1)
+    return attend(m, x, mask.masked_fill(hidden(x), LOWEST))
+
+
+def biased(m: Masked, x: Tensor) -> Tensor:
+    """Add a learned bias to the mask, as T5 does."""
+    return attend(m, x, hidden(x).float() * LOWEST + m.a.bias[:6])
+
+
+def scores_filled(m: Masked, x: Tensor) -> Tensor:
+    return m.scores(x).masked_fill(hidden(x), LOWEST).softmax(-1) @ m.b(x)
+
+
+def chosen_tensor(m: Masked, x: Tensor) -> Tensor:
+    return attend(m, x, torch.where(hidden(x), torch.tensor(LOWEST), 0.0))
+
+
+def chosen_number(m: Masked, x: Tensor) -> Tensor:
+    return attend(m, x, torch.where(hidden(x), LOWEST, 0.0))
+
+
+def written(m: Masked, x: Tensor) -> Tensor:
+    mask = torch.zeros(3, 1, 6)
+    mask[hidden(x)] = LOWEST
+    return attend(m, x, mask)
+
+
+def without_grad(m: Masked, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        mask = hidden(x).float() * LOWEST
+    return attend(m, x, mask)
+
+
+def fused(m: Masked, x: Tensor) -> Tensor:
+    mask = hidden(x).float() * LOWEST
+    return scaled_dot_product_attention(m.a(x), m.b(x), x, mask.expand(-1, 6, -1))
+
+
+def windowed(m: Masked, x: Tensor) -> Tensor:
+    """Spread a mask by a matmul, as LED and Longformer do."""
+    mask = hidden(x).float().masked_fill(hidden(x), LOWEST)
+    window = torch.eye(6) + torch.eye(6).roll(1, 0)
+    return attend(m, x, (mask @ window).clamp_min(LOWEST))
+
+
+def from_buffer(m: Masked, x: Tensor) -> Tensor:
+    return attend(m, x, m.mask.where(hidden(x), 0.0))
+
+
+BODIES = [
+    *(multiplied, filled, biased, scores_filled, chosen_tensor, chosen_number, written),
+    *(without_grad, fused, windowed, from_buffer),
+]
+
+
+def planned(model: nn.Module, *inputs: Tensor, **options: Any) -> Any:
+    return hs.rewrite(model, hs.plan(model, inputs, **options))
+
+
+def compiled(model: nn.Module, *_: Tensor, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="halfstep", options=options)
+
+
+def grads_after(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+    return {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's
+@pytest.mark.parametrize("options", [IN_BF16, {}], ids=["bf16", "min-cut"])
+@pytest.mark.parametrize("way", [planned, compiled])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_text_of_padding_is_as_in_fp32(
+    body: Callable[..., Any], way: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """Law: a plan gives fp32's results and gradients, to bf16's precision; no NaN."""
+    model, x = Masked(body), padded_batch()
+    expected = model(x)
+    expected_grads = grads_after(model, expected)
+    output = way(model, x, **options)(x)
+    torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
+    grads = grads_after(model, output)
+    assert grads.keys() == expected_grads.keys()
+    torch.testing.assert_close(grads, expected_grads, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("way", [planned, compiled])
+def test_a_mask_as_input(way: Callable[..., Any]) -> None:
+    """Law: it does not matter whether the model makes the mask or is given it."""
+    model, x = Masked(attend), padded_batch()
+    mask = hidden(x).float() * LOWEST
+    output = way(model, x, mask, **IN_BF16)(x, mask)
+    torch.testing.assert_close(output, model(x, mask), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("way", [planned, compiled])
+def test_infinity_stays_infinite(way: Callable[..., Any]) -> None:
+    """Law: a text masked with -inf is NaN where fp32 is, and weighs 0 elsewhere."""
+    model, x = Masked(attend), padded_batch()
+    for value in (-math.inf, math.inf):
+        mask = torch.zeros(3, 1, 6).masked_fill(hidden(x), value)
+        output, expected = way(model, x, mask, **IN_BF16)(x, mask), model(x, mask)
+        assert expected.isnan().any()
+        kwargs = {"rtol": 0.05, "atol": 0.05, "equal_nan": True}
+        torch.testing.assert_close(output, expected, **kwargs)
+    mask = torch.full((3, 6, 6), LOWEST).masked_fill(hidden(x), -math.inf)
+    spread = Masked(lambda m, x, mask: (m.scores(x) + mask, mask))
+    sums, _ = way(spread, x, mask, **IN_BF16)(x, mask)
+    assert sums.isinf().equal(mask.isinf())
+
+
+@pytest.mark.parametrize("options", [IN_BF16, {}], ids=["bf16", "min-cut"])
+@pytest.mark.parametrize("way", [planned, compiled])
+def test_what_fp32_code_reads_is_exact(
+    way: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """Law: comparisons, returned masks and float64 numbers are those of fp32."""
+
+    def body(m: Masked, x: Tensor, mask: Tensor) -> Any:
+        own = torch.full((6,), LOWEST).masked_fill(hidden(x)[0, 0], 0.0)
+        exact = own, mask == LOWEST, mask <= LOWEST, own.abs() >= -LOWEST, m.mask
+        double = torch.full((2,), -1e200, dtype=torch.float64), x.double() * 1e300
+        scores = (m.scores(x) + own + mask).softmax(-1)
+        return scores, exact, double, x.double().clamp(max=1e45)
+
+    model, x = Masked(body), padded_batch()
+    mask = hidden(x).float() * LOWEST
+    output, expected = way(model, x, mask, **options)(x, mask), model(x, mask)
+    torch.testing.assert_close(output[1:], expected[1:], rtol=0, atol=0)
+
+
+def test_a_saved_plan_saturates_too(tmp_path: Path) -> None:
+    """Law: so do a plan from its file, a copy and a pickle of the rewritten model."""
+    model, x = Masked(multiplied), padded_batch()
+    plan = hs.plan(model, [x], **IN_BF16)
+    plan.save(tmp_path / "plan.toml")
+    rewritten = hs.rewrite(model, plan)
+    expected = rewritten(x)
+    assert expected.isfinite().all()
+    loaded = load_plan(tmp_path / "plan.toml", model, [x])
+    assert hs.rewrite(model, loaded)(x).equal(expected)
+    assert copy.deepcopy(rewritten)(x).equal(expected)
+    assert pickle.loads(pickle.dumps(rewritten))(x).equal(expected)  # noqa: S301
+
+
+def test_only_masks_saturate() -> None:
+    """Law: weights, activations and probabilities are cast by torch's plain cast."""
+
+    def body(m: Masked, x: Tensor, mask: Tensor) -> Tensor:
+        return m.b(multiplied(m, m.a(x)) + mask)
+
+    inputs = padded_batch(), padded_batch()
+    nodes = planned(Masked(body), *inputs, method="painting").graph.nodes
+    casts = [n for n in nodes if n.args[1:] == (torch.bfloat16,)]
+    saturating = {n.args[0].name for n in casts if n.target is saturating_cast}
+    plain = {n.args[0].name for n in casts} - saturating
+    assert saturating == {"inputs_0", "inputs_1"}  # inputs may be masks
+    assert {"a_weight", "softmax"} <= plain
+
+
+NUMBERS = [
+    -0.0,
+    1.0 + 2**-9,
+    -3e38,
+    1e-45,
+    LOWEST,
+    -LOWEST,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
+
+
+def test_the_saturating_cast() -> None:
+    """Law: it is torch's cast but for what overflows; its gradient is torch's."""
+    x = torch.tensor(NUMBERS, requires_grad=True)
+    low, plain = saturating_cast(x, torch.bfloat16), x.bfloat16()
+    overflows = x.detach().isfinite() & plain.isinf()
+    assert low[overflows].tolist() == [LOWEST_BF16, -LOWEST_BF16]
+    same = low[~overflows].view(torch.int16), plain[~overflows].view(torch.int16)
+    assert same[0].equal(same[1])  # bits: NaN and -0.0
+    given = torch.arange(1.0, 10.0, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(low, x, given)
+    assert grad.dtype == torch.float32
+    assert grad.equal(given.float())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's
+def test_led_trains() -> None:
+    """Law: gradients of LED, which spreads masks by matmuls, are finite."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        "vocab_size": 64,
+    }
+    config = transformers.LEDConfig(attention_window=[4], **sizes)
+    torch.manual_seed(0)
+    model = transformers.LEDModel(config).get_encoder()
+    ids, mask = torch.randint(4, 64, (3, 16)), torch.ones(3, 16, dtype=torch.int64)
+    mask[1, 5:] = mask[2] = 0
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="halfstep", options={"method": "painting"})
+    grads = grads_after(model, run(input_ids=ids, attention_mask=mask)[0])
+    assert all(grad.isfinite().all() for grad in grads.values())
