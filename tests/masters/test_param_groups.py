@@ -68,6 +68,7 @@ def test_weights_that_come_back(
     torch.testing.assert_close(*moments, rtol=FEW_BITS, atol=2.0**-10)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
 @cases.every_form
 @cases.both_ways
 @pytest.mark.parametrize(
@@ -78,14 +79,19 @@ def test_a_weight_that_was_away(
 ) -> None:
     """Law: nobody updates it meanwhile, and its gradients of meanwhile are cleared."""
     model = cases.Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    with torch.no_grad():
+        model.linear.weight *= 1000  # and so are the compensation terms
+    # The group holds one weight twice, as torch allows.
+    optimizer = torch.optim.SGD([*model.parameters(), model.linear.bias], 0.125)
     session = cases.prepare(model, optimizer, kernel=kernel, master=form, **settings)
     micro_batches = [{n: torch.ones_like(p) for n, p in model.named_parameters()}]
     micro_batches *= settings.get("accumulate", 1)
     cases.go(session, *micro_batches)
     (group,) = optimizer.param_groups
     held = cases.by_name(session)
-    group["params"] = [p for name, p in held.items() if name != "linear.weight"]
+    bias = held["linear.bias"]
+    kept = [p for name, p in held.items() if name != "linear.weight"]
+    group["params"] = [*kept, bias]
     cases.go(session, *micro_batches)
     weight = model.linear.weight
     weight.data.fill_(0.5)  # autograd does not count it
@@ -109,7 +115,9 @@ def test_groups_that_are_refused(form: str) -> None:
     """Law: nothing has changed then, whoever looks first: the context or the step."""
     stays, session = (trained(form) for _ in range(2))
     model, optimizer = session.model, session.optimizer
-    refused = [([model.linear.weight], r"shape \(6, 5\) is in .* groups 0 and 1")]
+    refused: list[Any] = [
+        ([model.linear.weight], r"shape \(6, 5\) is in .* groups 0 and 1")
+    ]
     if form != "fp32":
         low = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         refused.append(([low, of_fp16()], "needs bf16 weights, not torch.float16"))
@@ -129,6 +137,23 @@ def test_groups_that_are_refused(form: str) -> None:
         optimizer.param_groups.pop()
     session.step()
     cases.go(stays, slopes)
+    assert same(cases.everything(session), cases.everything(stays))
+
+
+@cases.every_form
+def test_a_group_amid_a_step_in_backward(form: str) -> None:
+    """Law: it is no edit of the weights that this backward pass has updated."""
+    stays, session = (trained(form, optimizer_in_backward=True) for _ in range(2))
+    slopes = cases.slopes_of(session.model, 2)
+    for each in (stays, session):
+        with each.autocast():
+            loss = each.model(slopes)
+        each.backward(loss)
+        if each is session:
+            extra = nn.Parameter(torch.ones(2))
+            session.optimizer.add_param_group({"params": [extra]})
+        each.step()
+        cases.go(each, slopes)
     assert same(cases.everything(session), cases.everything(stays))
 
 

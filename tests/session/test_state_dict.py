@@ -376,6 +376,7 @@ def test_parameters_outside_the_model(kind: str, tmp_path: Path) -> None:
     for step in (1, 2):
         train_outside(session, outside, step)
     state = copy.deepcopy(session.state_dict())
+    assert ("14 of the optimizer" in state["masters"]["low"]) == ("kahan" in kind)
     hs.sharded.save(session, tmp_path / "shards")
     rest = copy.deepcopy(state)
     single.save(tmp_path / "one", rest.pop("weights"), rest, {})

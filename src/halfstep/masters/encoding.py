@@ -166,6 +166,19 @@ class MasterParam:
         if residual.dtype == torch.float32:
             self.master.data = self.residual
 
+    def follow_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> None:
+        """Reset what does not belong to the weight, if `.data` may have been written.
+
+        Of a compact encoding that is a compensation term beyond half an ulp.
+        """
+        if not encoding.is_compact:
+            self.reset_from_weight(encoding, rng)
+        elif self.residual is not None and self.residual.dtype == torch.bfloat16:
+            weight = self.weight.detach().float()
+            half_ulp = torch.exp2(torch.frexp(weight).exponent.float() - 9)  # 8 digits
+            beyond = self.residual.float().abs() > half_ulp * weight.ne(0)
+            self.residual.masked_fill_(beyond, 0)
+
     def reset_from_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> int:
         """Reset the master from the weight; return how many elements changed."""
         weight = self.weight.detach()

@@ -142,9 +142,9 @@ class MasterWeights:
         for group in groups:
             for index, param in enumerate(group["params"]):
                 current = known.get(id(param))
-                if current is not None and not self.encoding.is_compact:
+                if current is not None:
                     # It comes back; meanwhile, `.data` may have been written.
-                    current.reset_from_weight(self.encoding, self.rng)
+                    current.follow_weight(self.encoding, self.rng)
                 elif current is None and is_low(param.dtype):
                     value = (originals or {}).pop(param, param.detach()).float()
                     current = known[id(param)] = self._new_param(param, value)
@@ -380,14 +380,13 @@ class MasterWeights:
         self.mark_synced()
 
     def clear(self) -> None:
-        """Clear the gradients that the optimizer does not: see `_present`."""
+        """Clear 16-bit gradients, and sums of weights that left the optimizer."""
+        groups = self.optimizer.param_groups
+        present = {id(param) for group in groups for param in group["params"]}
         for master_param in self.master_params.values():
             master_param.weight.grad = None
-        counts = map(len, map(itemgetter("params"), self.optimizer.param_groups))
-        if sum(counts) < len(self.param_index):
-            present = set(self._present())
-            for master in self.master_params.keys() - present:
-                master.grad = None
+            if id(master_param.master) not in present:
+                master_param.master.grad = None
 
     def _present(self) -> list[Tensor]:
         """Return the master weights that are still in the optimizer, once each."""

@@ -501,7 +501,8 @@ class Session:
             RuntimeError: If there was no backward pass, or it left no gradient.
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        self._masters.add_new_params()  # it may refuse, and nothing is counted yet
+        if self._in_backward is None:  # else this step's updates would look like edits
+            self._masters.add_new_params()  # may refuse, and nothing is counted yet
         if not self._end_microbatch():
             self._contexts.after_microbatch()
             return StepReport(self._num_attempted, complete=False)
@@ -513,7 +514,8 @@ class Session:
         For the end of an epoch. The step uses the mean of the micro-batches so far.
         Without any, nothing happens, and the report is not complete.
         """
-        self._masters.add_new_params()
+        if self._in_backward is None:
+            self._masters.add_new_params()
         if self._window.loss is not None or self._window.has_failed:
             report = self.step()
             if report.complete:

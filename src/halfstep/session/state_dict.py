@@ -191,16 +191,17 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
     _check_weights(state["weights"], stored_tensors(model))
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
-    saved, own = state.get("outside"), _outside(model, masters)
-    if saved or not own:
-        _check_weights(saved or {}, own)
+    # Earlier versions saved no such entry, or, in shards, no tensor of it.
+    outside, own = state.get("outside") or {}, _outside(model, masters)
+    if outside or not own:
+        _check_weights(outside, own)
     else:
         names = ", ".join(f"{name} {tuple(own[name].shape)}" for name in own)
         warn_caller(
             f"the state holds no values of parameters outside the model: {names}. "
             "They keep those they have."
         )
-    saved = state["weights"] | (saved or {})
+    saved = state["weights"] | outside
     params = {
         name: tensor
         for name, tensor in stored_tensors(model).items()
