@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import halfstep as hs
 from halfstep.graph import load_plan
-from halfstep.graph.rewrite import saturating_cast
+from halfstep.graph.rewrite import restoring_cast, saturating_cast
 
 LOWEST = torch.finfo(torch.float32).min
 LOWEST_BF16 = torch.finfo(torch.bfloat16).min
@@ -111,9 +111,18 @@ def from_buffer(m: Masked, x: Tensor) -> Tensor:
     return attend(m, x, m.mask.where(hidden(x), 0.0))
 
 
+def made_finite(m: Masked, x: Tensor) -> Tensor:
+    mask = torch.zeros(3, 1, 6).masked_fill(hidden(x), -math.inf)
+    return attend(m, x, mask.nan_to_num())
+
+
+def doubled(m: Masked, x: Tensor) -> Tensor:
+    return attend(m, x, hidden(x).float() * (LOWEST / 2) * 2)
+
+
 BODIES = [
     *(multiplied, filled, biased, scores_filled, chosen_tensor, chosen_number, written),
-    *(without_grad, fused, windowed, from_buffer),
+    *(without_grad, fused, windowed, from_buffer, made_finite, doubled),
 ]
 
 
@@ -212,18 +221,35 @@ def test_a_saved_plan_saturates_too(tmp_path: Path) -> None:
 
 
 def test_only_masks_saturate() -> None:
-    """Law: weights, activations and probabilities are cast by torch's plain cast."""
+    """Law: data of layers, weights and probabilities have torch's plain cast."""
 
     def body(m: Masked, x: Tensor, mask: Tensor) -> Tensor:
-        return m.b(multiplied(m, m.a(x)) + mask)
+        return attend(m, m.a(x.relu()), mask)
 
-    inputs = padded_batch(), padded_batch()
-    nodes = planned(Masked(body), *inputs, method="painting").graph.nodes
+    inputs = padded_batch(), padded_batch()[:, :, :6]
+    nodes = planned(Masked(body), *inputs, **IN_BF16).graph.nodes
     casts = [n for n in nodes if n.args[1:] == (torch.bfloat16,)]
     saturating = {n.args[0].name for n in casts if n.target is saturating_cast}
     plain = {n.args[0].name for n in casts} - saturating
-    assert saturating == {"inputs_0", "inputs_1"}  # inputs may be masks
-    assert {"a_weight", "softmax"} <= plain
+    assert saturating == {"inputs_1"}
+    assert {"a_weight", "inputs_0"} <= plain
+
+
+@pytest.mark.parametrize("way", [planned, compiled])
+@pytest.mark.parametrize("options", [IN_BF16, {}], ids=["bf16", "min-cut"])
+def test_masked_scores_are_compared_as_in_fp32(
+    way: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """Law: bf16's largest number is fp32's again where fp32 code reads it."""
+
+    def body(m: Masked, x: Tensor) -> tuple[Tensor, ...]:
+        scores = m.scores(x) + hidden(x).float() * LOWEST
+        pooled = (m.a(x) + hidden(x).mT.float() * LOWEST).amax(1)
+        return scores, scores <= LOWEST, scores < 0.998 * LOWEST, pooled <= LOWEST
+
+    model, x = Masked(body), padded_batch()
+    output, expected = way(model, x, **options)(x), model(x)
+    torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
 
 
 NUMBERS = [
@@ -240,7 +266,7 @@ NUMBERS = [
 
 
 def test_the_saturating_cast() -> None:
-    """Law: it is torch's cast but for what overflows; its gradient is torch's."""
+    """Law: it is torch's cast but for what overflows, and back; so are gradients."""
     x = torch.tensor(NUMBERS, requires_grad=True)
     low, plain = saturating_cast(x, torch.bfloat16), x.bfloat16()
     overflows = x.detach().isfinite() & plain.isinf()
@@ -248,9 +274,14 @@ def test_the_saturating_cast() -> None:
     same = low[~overflows].view(torch.int16), plain[~overflows].view(torch.int16)
     assert same[0].equal(same[1])  # bits: NaN and -0.0
     given = torch.arange(1.0, 10.0, dtype=torch.bfloat16)
-    (grad,) = torch.autograd.grad(low, x, given)
+    (grad,) = torch.autograd.grad(low, x, given, retain_graph=True)
     assert grad.dtype == torch.float32
     assert grad.equal(given.float())
+    back = restoring_cast(low, torch.float32)
+    right = torch.where(overflows, x.sign() * -LOWEST, plain.float())
+    torch.testing.assert_close(back, right, rtol=0, atol=0, equal_nan=True)
+    (grad,) = torch.autograd.grad(back, low, given.float())
+    assert grad.equal(given)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's

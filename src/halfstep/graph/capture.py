@@ -65,8 +65,11 @@ statistics of norms."""
 _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 """On CUDA their kernels require all arguments in one dtype."""
 
-_BOUNDED_OPS = {*FP32_ARGUMENTS, "scaled_dot_product_attention", "softmax"}
-"""Operations whose results are in bf16's range, whatever mask they take."""
+_WEIGHTED_OPS = {"linear", "conv1d", "conv2d", "conv3d", "convolution"}
+_BOUNDED_OPS = {
+    *(*FP32_ARGUMENTS, *_WEIGHTED_OPS),
+    *("scaled_dot_product_attention", "softmax"),
+}
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
@@ -432,19 +435,19 @@ def _number_beyond(node: fx.Node, limit: float) -> float | None:
     return next((number for number in numbers if abs(number) > limit), None)
 
 
-def extreme_nodes(graph_module: fx.GraphModule, low: Collection[str]) -> set[fx.Node]:
-    """Return the fp32 nodes that may hold finite numbers beyond bf16's largest one.
+def may_exceed_bf16(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes whose fp32 values may be finite and beyond bf16's largest.
 
-    Why: masks hold fp32's lowest number; activations never come near it. It comes from
-    a number in the code, an input, a buffer, a write in place, or code under `no_grad`.
-    `low`: names of the nodes in 16 bits, which cannot hold it.
+    Why: masks hold fp32's lowest number, and so do scores to which they are added. It
+    comes from a number in the code, an input, a buffer or a write in place. Not those
+    that only `linear` and convolutions read: with weights it would overflow fp32, too.
     """
     changing = changed_in_place(graph_module.graph)
-    extreme: set[fx.Node] = set()
+    beyond: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
-        is_bounded = op_name(node).partition(".")[0] in _BOUNDED_OPS
-        is_float = any(value.is_floating_point() for value in tensors(node))
-        if node.name in low or is_bounded or not is_float:
+        strided = [v for v in tensors(node) if v.layout == torch.strided]
+        is_float = any(value.is_floating_point() for value in strided)
+        if is_bounded(node) or not is_float:
             continue
         if node.op == "placeholder":
             may_be = not node.meta.get(PARAMETER)
@@ -452,15 +455,32 @@ def extreme_nodes(graph_module: fx.GraphModule, low: Collection[str]) -> set[fx.
             value = attrgetter(str(node.target))(graph_module)
             may_be = not isinstance(value, nn.Parameter)
         else:
+            is_opaque = not (hasattr(node.target, "_schema") or is_getitem(node))
             may_be = (
-                any(each in extreme for each in node.all_input_nodes)
-                or _number_beyond(node, formats.BF16.max) is not None
+                any(each in beyond for each in node.all_input_nodes)
+                # Half of fp32's lowest may be doubled later.
+                or _number_beyond(node, formats.BF16.max / 2**8) is not None
+                or _base_name(node) == "nan_to_num"
                 or node in changing
-                or not (hasattr(node.target, "_schema") or is_getitem(node))
+                or is_opaque  # code under `no_grad`
             )
         if may_be:
-            extreme.add(node)
-    return extreme
+            beyond.add(node)
+    read: set[fx.Node] = set()
+    for node in reversed(graph_module.graph.nodes):
+        is_passed_on = node in beyond and node not in read
+        if not (is_passed_on or _base_name(node) in _WEIGHTED_OPS):
+            read.update(node.all_input_nodes)
+    return beyond & read
+
+
+def is_bounded(node: fx.Node) -> bool:
+    """Return whether results are in bf16's range, whatever mask the operation takes."""
+    return _base_name(node) in _BOUNDED_OPS
+
+
+def _base_name(node: fx.Node) -> str:
+    return op_name(node).partition(".")[0]
 
 
 def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -193,15 +193,13 @@ def plan_graph(
         slowdown = measure_slowdown(problem, graph_module, times, batch)
         problem = slowdown.of(problem)
     times.save()
-    exact = _exact(problem)
-    if method == "painting":  # masks that are compared or returned stay exact, too
-        extreme = {node.name for node in capture.extreme_nodes(graph_module, ())}
-        exact &= extreme & paint(problem)
-    for node, fact in facts.items():
-        if node.name in exact:
-            facts[node] = replace(fact, kind=DENY, reason=_EXACT)
-    denied = {n: replace(problem.operations[n], kind=DENY) for n in exact}
-    problem = replace(problem, operations={**problem.operations, **denied})
+    if method == "min-cut":
+        exact = _exact(problem)
+        for node, fact in facts.items():
+            if node.name in exact:
+                facts[node] = replace(fact, kind=DENY, reason=_EXACT)
+        denied = {n: replace(problem.operations[n], kind=DENY) for n in exact}
+        problem = replace(problem, operations={**problem.operations, **denied})
     chosen_low = (minimum_cut if method == "min-cut" else paint)(problem)
     for node, fact in facts.items():
         facts[node] = replace(fact, reason=_why(fact, low=node.name in chosen_low))

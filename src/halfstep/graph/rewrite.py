@@ -25,7 +25,7 @@ from halfstep.graph.plan import Plan
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 _CAST = torch.ops.aten.to.dtype
 
@@ -40,6 +40,17 @@ def saturating_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     limit, numbers = torch.finfo(dtype).max, tensor.detach()
     excess = numbers - numbers.clamp(-limit, limit)  # exact: limits differ by 0.4%
     return (tensor - excess.clamp(-limit, limit)).to(dtype)  # inf - limit is inf
+
+
+def restoring_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast bf16 to fp32; its largest numbers become fp32's, as before the first cast.
+
+    Why: code compares scores that are masked with fp32's lowest number.
+    """
+    limit, wide = torch.finfo(torch.bfloat16).max, tensor.to(dtype)
+    numbers = wide.detach()
+    lacks = numbers.sign() * (torch.finfo(dtype).max - limit)  # exact
+    return wide + lacks.masked_fill_(numbers.abs() != limit, 0.0)
 
 
 class PlannedModule(fx.GraphModule):
@@ -189,7 +200,7 @@ def rewrite_graph(
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     changing = capture.changed_in_place(graph_module.graph)
     is_bf16 = dtype == torch.bfloat16  # fp16 must overflow: loss scaling detects it
-    extreme = capture.extreme_nodes(graph_module, low) if is_bf16 else set()
+    beyond = capture.may_exceed_bf16(graph_module) if is_bf16 else set()
     # Cast inputs first: a cast must not be inside the `no_grad` of its first use.
     nodes = sorted(graph_module.graph.nodes, key=lambda node: not _is_input(node))
     last_input = nodes[max(0, sum(map(_is_input, nodes)) - 1)]
@@ -201,7 +212,13 @@ def rewrite_graph(
         now = dtype if source.name in low else torch.float32
         if not has_fp32 or now == to:
             return copies[source]
-        cast = saturating_cast if source in extreme else _CAST
+        cast: Callable[..., Any] = _CAST
+        if source in beyond and to == dtype:
+            cast = saturating_cast
+        elif source in beyond and not all(
+            user.name in low or capture.is_bounded(user) for user in source.users
+        ):
+            cast = restoring_cast
         if source in changing:
             return graph.call_function(cast, (copies[source], to))  # memory changes
         if (source, to) not in casts:
