@@ -439,39 +439,38 @@ def may_exceed_bf16(graph_module: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes whose fp32 values may be finite and beyond bf16's largest.
 
     Why: masks hold fp32's lowest number, and so do scores to which they are added. It
-    comes from a number in the code, an input, a buffer or a write in place. Not those
-    that only `linear` and convolutions read: with weights it would overflow fp32, too.
+    comes from a number in the code; or perhaps from an input, a buffer, or a write in
+    place, unless only `linear` and convolutions read these: they are their data.
     """
     changing = changed_in_place(graph_module.graph)
-    beyond: set[fx.Node] = set()
+    may_be: set[fx.Node] = set()
+    surely: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
         strided = [v for v in tensors(node) if v.layout == torch.strided]
         is_float = any(value.is_floating_point() for value in strided)
         if is_bounded(node) or not is_float:
             continue
         if node.op == "placeholder":
-            may_be = not node.meta.get(PARAMETER)
+            is_source = not node.meta.get(PARAMETER)
         elif node.op == "get_attr":
             value = attrgetter(str(node.target))(graph_module)
-            may_be = not isinstance(value, nn.Parameter)
+            is_source = not isinstance(value, nn.Parameter)
         else:
             is_opaque = not (hasattr(node.target, "_schema") or is_getitem(node))
-            may_be = (
-                any(each in beyond for each in node.all_input_nodes)
-                # Half of fp32's lowest may be doubled later.
-                or _number_beyond(node, formats.BF16.max / 2**8) is not None
-                or _base_name(node) == "nan_to_num"
-                or node in changing
-                or is_opaque  # code under `no_grad`
-            )
-        if may_be:
-            beyond.add(node)
+            is_source = node in changing or is_opaque  # code under `no_grad`
+        # Half of fp32's lowest may be doubled later.
+        has_number = _number_beyond(node, formats.BF16.max / 2**8) is not None
+        has_number = has_number or _base_name(node) == "nan_to_num"
+        if has_number or not surely.isdisjoint(node.all_input_nodes):
+            surely.add(node)
+        if is_source or not may_be.isdisjoint(node.all_input_nodes):
+            may_be.add(node)
     read: set[fx.Node] = set()
     for node in reversed(graph_module.graph.nodes):
-        is_passed_on = node in beyond and node not in read
+        is_passed_on = node in may_be and node not in read
         if not (is_passed_on or _base_name(node) in _WEIGHTED_OPS):
             read.update(node.all_input_nodes)
-    return beyond & read
+    return surely | (may_be & read)
 
 
 def is_bounded(node: fx.Node) -> bool:
