@@ -159,8 +159,9 @@ def test_a_group_amid_a_step_in_backward(form: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
 @pytest.mark.parametrize("kind", portable.KINDS)
-@pytest.mark.parametrize("names", ["", "ab"])
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("make", "names"), [(torch.optim.SGD, "ab"), (torch.optim.AdamW, "")]
+)
 def test_a_weight_twice_in_its_group(
     kind: str, names: str, make: Callable[..., torch.optim.Optimizer], tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def test_another_model(
     monkeypatch.setitem(model.SIZES["mini"], "intermediate_size", 96)
     line = refused(copy, capsys)
     assert "the state holds shape (" in line
-    assert line.endswith("; build the model that was saved.")
+    assert line.endswith("; build model and optimizer as they were saved.")
 
 
 def test_other_data(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

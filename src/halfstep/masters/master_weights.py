@@ -382,7 +382,7 @@ class MasterWeights:
     def clear(self) -> None:
         """Clear 16-bit gradients, and sums of weights that left the optimizer."""
         groups = self.optimizer.param_groups
-        present = {id(param) for group in groups for param in group["params"]}
+        present = set(map(id, chain(*map(itemgetter("params"), groups))))
         for master_param in self.master_params.values():
             master_param.weight.grad = None
             if id(master_param.master) not in present:
