@@ -136,18 +136,18 @@ class MasterWeights:
         params = chain.from_iterable(map(itemgetter("params"), groups))
         if all(map(self.param_index.__contains__, params)):
             return
-        known = self.by_weight_id()
-        self._check_new(groups, known)
+        by_weight = self.by_weight_id()
+        self._check_new(groups, by_weight)
         self.sync_external_writes()
         for group in groups:
             for index, param in enumerate(group["params"]):
-                current = known.get(id(param))
+                current = by_weight.get(id(param))
                 if current is not None:
                     # It comes back; meanwhile, `.data` may have been written.
                     current.follow_weight(self.encoding, self.rng)
                 elif current is None and is_low(param.dtype):
                     value = (originals or {}).pop(param, param.detach()).float()
-                    current = known[id(param)] = self._new_param(param, value)
+                    current = by_weight[id(param)] = self._new_param(param, value)
                     del value  # free it before the next large allocation
                 if current is not None:
                     group["params"][index] = current.master
@@ -162,7 +162,7 @@ class MasterWeights:
         self._checksums = self._checksums_to_compare()
 
     def _check_new(
-        self, groups: list[dict[str, Any]], known: dict[int, MasterParam]
+        self, groups: list[dict[str, Any]], by_weight: dict[int, MasterParam]
     ) -> None:
         """Raise if two groups share a weight, or no master weight can be made for one.
 
@@ -179,7 +179,7 @@ class MasterWeights:
                         f"a weight of shape {tuple(param.shape)} is in the optimizer's "
                         f"parameter groups {first} and {number}: take it out of one."
                     )
-                if is_low(param.dtype) and id(param) not in known:
+                if is_low(param.dtype) and id(param) not in by_weight:
                     forms.check(self.encoding, param.dtype)
 
     def _new_param(self, param: nn.Parameter, fp32: Tensor) -> MasterParam:
