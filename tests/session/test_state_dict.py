@@ -351,8 +351,8 @@ def with_outside(kind: str, sizes: tuple[int, int] = (3, 64)) -> tuple[Session, 
     """Return a session, and the parameters outside its model: in fp32 and 16 bits."""
     level, dtype, master = kind.split()
     model = net()
-    numbers = torch.linspace(1, 2, sizes[1], dtype=getattr(torch, LONG[dtype]))
-    low = nn.Parameter(numbers)
+    low_dtype = LOW[dtype == "fp16"]
+    low = nn.Parameter(torch.linspace(1, 2, sizes[1], dtype=low_dtype))
     outside = nn.Parameter(torch.ones(sizes[0])), low
     optimizer = OPTIMIZERS["adamw"]([outside[0], *model.parameters(), low])
     return hs.prepare(model, optimizer, level, dtype=dtype, master=master), outside
@@ -364,9 +364,6 @@ def train_outside(session: Session, outside: Any, step: int) -> None:
         loss = loss + sum((p.float() * step / 4).sum() for p in outside)
     session.backward(loss)
     session.step()
-
-
-LONG = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if "O0" not in k])

@@ -66,10 +66,10 @@ _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 """On CUDA their kernels require all arguments in one dtype."""
 
 _WEIGHTED_OPS = {"linear", "conv1d", "conv2d", "conv3d", "convolution"}
-_BOUNDED_OPS = {
-    *(*FP32_ARGUMENTS, *_WEIGHTED_OPS),
-    *("scaled_dot_product_attention", "softmax"),
-}
+"""Operations whose data is multiplied by weights: no mask is."""
+_NORMALIZING_OPS = {"scaled_dot_product_attention", "softmax"}
+_BOUNDED_OPS = {*FP32_ARGUMENTS, *_WEIGHTED_OPS, *_NORMALIZING_OPS}
+"""Operations whose results are in bf16's range, whatever mask they take."""
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
@@ -439,8 +439,8 @@ def may_exceed_bf16(graph_module: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes whose fp32 values may be finite and beyond bf16's largest.
 
     Why: masks hold fp32's lowest number, and so do scores to which they are added. It
-    comes from a number in the code; or perhaps from an input, a buffer, or a write in
-    place, unless only `linear` and convolutions read these: they are their data.
+    comes from a number in the code, or perhaps from an input, a buffer or a write in
+    place; not if only `linear` and convolutions read these, as their data.
     """
     changing = changed_in_place(graph_module.graph)
     may_be: set[fx.Node] = set()
@@ -459,9 +459,9 @@ def may_exceed_bf16(graph_module: fx.GraphModule) -> set[fx.Node]:
             is_opaque = not (hasattr(node.target, "_schema") or is_getitem(node))
             is_source = node in changing or is_opaque  # code under `no_grad`
         # Half of fp32's lowest may be doubled later.
-        has_number = _number_beyond(node, formats.BF16.max / 2**8) is not None
-        has_number = has_number or _base_name(node) == "nan_to_num"
-        if has_number or not surely.isdisjoint(node.all_input_nodes):
+        large = _number_beyond(node, formats.BF16.max / 2**8)
+        makes_one = large is not None or _base_name(node) == "nan_to_num"
+        if makes_one or not surely.isdisjoint(node.all_input_nodes):
             surely.add(node)
         if is_source or not may_be.isdisjoint(node.all_input_nodes):
             may_be.add(node)

@@ -145,16 +145,15 @@ class MasterWeights:
                 if current is not None:
                     # It comes back; meanwhile, `.data` may have been written.
                     current.follow_weight(self.encoding, self.rng)
-                elif current is None and is_low(param.dtype):
+                elif is_low(param.dtype):
                     value = (originals or {}).pop(param, param.detach()).float()
                     current = by_weight[id(param)] = self._new_param(param, value)
                     del value  # free it before the next large allocation
-                if current is not None:
-                    group["params"][index] = current.master
-                    self._take_state(param, current)
-                self.param_index.setdefault(
-                    group["params"][index], len(self.param_index)
-                )
+                else:
+                    self.param_index.setdefault(param, len(self.param_index))
+                    continue
+                group["params"][index] = current.master
+                self._take_state(param, current)
         model_params = [self.model_param(param) for param in self.param_index]
         chosen = _choose_kernel(self.optimizer, model_params)
         self.kernel, self.kernel_description = chosen
@@ -166,7 +165,8 @@ class MasterWeights:
     ) -> None:
         """Raise if two groups share a weight, or no master weight can be made for one.
 
-        torch refuses a parameter in two groups, but finds a master weight in one.
+        torch refuses a parameter in two groups, but sees the master weight in one and
+        the 16-bit weight in the other.
         """
         group_of: dict[int, int] = {}
         for number, group in enumerate(groups):
@@ -388,10 +388,6 @@ class MasterWeights:
             if id(master_param.master) not in present:
                 master_param.master.grad = None
 
-    def _present(self) -> list[Tensor]:
-        """Return the master weights that are still in the optimizer, once each."""
-        return [p for p in params_of(self.optimizer) if p in self.master_params]
-
     @torch.no_grad()
     def step(self) -> None:
         """Accumulate gradients, step the optimizer, copy back to the model weights."""
@@ -417,9 +413,10 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy fp32 master weights back to the model weights."""
-        masters = [] if self.encoding.is_compact else self._present()
-        weights: list[Tensor] = [self.master_params[p].weight for p in masters]
-        if weights:
+        if self.master_params and not self.encoding.is_compact:
+            # Not those of weights that left the optimizer: nobody updates them.
+            masters = [p for p in params_of(self.optimizer) if p in self.master_params]
+            weights: list[Tensor] = [self.master_params[p].weight for p in masters]
             torch._foreach_copy_(weights, masters)
         self.advance_rng()
 

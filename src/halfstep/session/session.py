@@ -514,14 +514,13 @@ class Session:
         For the end of an epoch. The step uses the mean of the micro-batches so far.
         Without any, nothing happens, and the report is not complete.
         """
-        if self._in_backward is None:
-            self._masters.add_new_params()
         if self._window.loss is not None or self._window.has_failed:
             report = self.step()
             if report.complete:
                 return report
         if not self._window.num_done:
             return StepReport(self._num_attempted, complete=False)
+        self._masters.add_new_params()
         return self._step_window()
 
     def _step_window(self) -> StepReport:

@@ -84,9 +84,9 @@ def _is_extra(name: str) -> bool:
 
 
 def _outside(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
-    """Return the optimizer's parameters that are not in the model, as stored.
+    """Return the optimizer's parameters that are not in the model, named by number.
 
-    Such as a temperature in the loss. They are named by their number.
+    A temperature in the loss is one.
     """
     in_model = {id(tensor) for tensor in stored_tensors(model).values()}
     params = map(masters.model_param, params_of(masters.optimizer))
@@ -171,7 +171,7 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
 
 
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
-    """Raise if a state cannot be loaded; warn if it is an older one without values."""
+    """Raise if a state cannot be loaded; warn of parameters without values in it."""
     if "version" not in state:
         raise UserError(
             "this is not the state of a session. Load states of a model and of an "
@@ -193,23 +193,19 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
     _check_optimizer(state, model, masters)
     # Earlier versions saved no such entry, or, in shards, no tensor of it.
     outside, own = state.get("outside") or {}, _outside(model, masters)
-    if outside or not own:
-        _check_weights(outside, own)
-    else:
+    if own and not outside:
         names = ", ".join(f"{name} {tuple(own[name].shape)}" for name in own)
         warn_caller(
             f"the state holds no values of parameters outside the model: {names}. "
             "They keep those they have."
         )
+        own = {}
+    _check_weights(outside, own)
     saved = state["weights"] | outside
-    params = {
-        name: tensor
-        for name, tensor in stored_tensors(model).items()
-        if isinstance(tensor, nn.Parameter)
-    }
-    for name, param in (params | own).items():
-        if name in saved and is_low(param.dtype):
-            convert_model.refuse_overflow([(name, saved[name])], param.dtype)
+    for name, tensor in (stored_tensors(model) | own).items():
+        is_param = name in own or isinstance(tensor, nn.Parameter)
+        if is_param and is_low(tensor.dtype):
+            convert_model.refuse_overflow([(name, saved[name])], tensor.dtype)
 
 
 def _require(state: dict[str, Any], *path: str) -> None:
