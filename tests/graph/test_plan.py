@@ -383,6 +383,7 @@ def test_eager_and_graph_agree(policy: str, seed: int) -> None:
     graph_reasons = decisions(
         (node.op, node.reason.removeprefix("no row: ").partition("; its neigh")[0])
         for node in plan.nodes
+        if not node.reason.startswith("it takes numbers")  # x may be a mask
     )
     for op, reasons in decisions((r["operation"], r["reason"]) for r in eager).items():
         assert graph_reasons.get(op, reasons) == reasons, op

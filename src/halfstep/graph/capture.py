@@ -65,11 +65,11 @@ statistics of norms."""
 _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 """On CUDA their kernels require all arguments in one dtype."""
 
-_WEIGHTED_OPS = {"linear", "conv1d", "conv2d", "conv3d", "convolution"}
-"""Operations whose data is multiplied by weights: no mask is."""
-_NORMALIZING_OPS = {"scaled_dot_product_attention", "softmax"}
-_BOUNDED_OPS = {*FP32_ARGUMENTS, *_WEIGHTED_OPS, *_NORMALIZING_OPS}
-"""Operations whose results are in bf16's range, whatever mask they take."""
+_BOUNDED_OPS = {*FP32_ARGUMENTS, "linear", "softmax", "scaled_dot_product_attention"}
+_BOUNDED_OPS |= {"conv1d", "conv2d", "conv3d", "convolution"}
+"""Operations whose results are in the range of 16 bits, whatever mask they take."""
+_MASKING_OPS = CLEAR_OPS | {"_to_copy", "add", "nan_to_num", "sub", "to"}
+"""Operations that move masks, make them, or add them to scores."""
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
@@ -335,7 +335,7 @@ def _functional_overload(node: fx.Node) -> Any:  # noqa: ANN401
 
 
 def facts(
-    graph: fx.Graph,
+    graph_module: fx.GraphModule,
     *,
     device: str,
     policy: Policy,
@@ -346,14 +346,19 @@ def facts(
 
     All other nodes run as captured. `kinds` overrides the policy, by operation.
     """
-    in_place = changed_in_place(graph)
+    changing = changed_in_place(graph_module.graph)
+    is_bf16 = low == torch.bfloat16  # fp16: `ranges` measures
+    large = _may_exceed_bf16(graph_module, changing) if is_bf16 else set()
     node_facts = {}
-    for node in graph.nodes:
+    for node in graph_module.graph.nodes:
         if node.op != "call_function" or not has_fp32(node):
             continue
         op = op_name(node)
         module, types = _module(node)
-        fixed = _why_fixed(node, in_place, low)
+        fixed = "its memory is written to in place" if node in changing else ""
+        fixed = fixed or _why_fixed(node, low)
+        if node in large and not fixed:
+            fixed = "it takes numbers that bf16 may not hold"
         kind, reason = DENY, fixed
         if not fixed:
             dtypes = [value.dtype for value in tensors(node.args)]
@@ -408,11 +413,10 @@ def _kind(category: str, op: str, low: torch.dtype) -> str:
     return CLEAR if is_clear else INFER
 
 
-def _why_fixed(node: fx.Node, in_place: Mapping[fx.Node, str], low: torch.dtype) -> str:
+def _why_fixed(node: fx.Node, low: torch.dtype) -> str:
     """Return why a node must run as captured; "" if the policy decides."""
-    is_off = NO_AUTOCAST in (node.meta.get("custom") or {})
-    if node in in_place or is_off:
-        return in_place.get(node, "autocast is off there")
+    if NO_AUTOCAST in (node.meta.get("custom") or {}):
+        return "autocast is off there"
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return "" if is_getitem(node) else "it is no operation of aten"
@@ -435,61 +439,79 @@ def _number_beyond(node: fx.Node, limit: float) -> float | None:
     return next((number for number in numbers if abs(number) > limit), None)
 
 
-def may_exceed_bf16(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes whose fp32 values may be finite and beyond bf16's largest.
+def _may_exceed_bf16(
+    graph_module: fx.GraphModule, changing: Mapping[fx.Node, fx.Node]
+) -> set[fx.Node]:
+    """Return the nodes that take or compute finite numbers beyond bf16's largest.
 
-    Why: masks hold fp32's lowest number, and so do scores to which they are added. It
-    comes from a number in the code, or perhaps from an input, a buffer or a write in
-    place; not if only `linear` and convolutions read these, as their data.
+    Why: masks hold fp32's lowest number, and so do scores to which they are added. In
+    bf16 it would be -inf, and a row of it NaN after a softmax. A number or a tensor in
+    the code surely is that large, and whatever is computed from it may be. An input
+    may be a mask until it is multiplied, and so may results of code under `no_grad`.
     """
-    changing = changed_in_place(graph_module.graph)
-    may_be: set[fx.Node] = set()
+    limit = formats.BF16.max / 2**8  # half of fp32's lowest may be doubled later
     surely: set[fx.Node] = set()
+    maybe: set[fx.Node] = set()
+    bounded: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
-        strided = [v for v in tensors(node) if v.layout == torch.strided]
-        is_float = any(value.is_floating_point() for value in strided)
-        if is_bounded(node) or not is_float:
-            continue
+        op = _base_name(node)
+        inputs = {*node.all_input_nodes} - {attention_mask(node)}  # saturating_cast
+        is_large = _number_beyond(node, limit) is not None
+        is_mask = op == "nan_to_num"
         if node.op == "placeholder":
-            is_source = not node.meta.get(PARAMETER)
+            is_mask = not node.meta.get(PARAMETER)
         elif node.op == "get_attr":
             value = attrgetter(str(node.target))(graph_module)
-            is_source = not isinstance(value, nn.Parameter)
-        else:
-            is_opaque = not (hasattr(node.target, "_schema") or is_getitem(node))
-            is_source = node in changing or is_opaque  # code under `no_grad`
-        # Half of fp32's lowest may be doubled later.
-        large = _number_beyond(node, formats.BF16.max / 2**8)
-        makes_one = large is not None or _base_name(node) == "nan_to_num"
-        if makes_one or not surely.isdisjoint(node.all_input_nodes):
-            surely.add(node)
-        if is_source or not may_be.isdisjoint(node.all_input_nodes):
-            may_be.add(node)
-    read: set[fx.Node] = set()
-    for node in reversed(graph_module.graph.nodes):
-        is_passed_on = node in may_be and node not in read
-        if not (is_passed_on or _base_name(node) in _WEIGHTED_OPS):
-            read.update(node.all_input_nodes)
-    return surely | (may_be & read)
+            is_large = isinstance(value, Tensor) and _holds_beyond(value, limit)
+        elif not hasattr(node.target, "_schema"):
+            is_mask = not is_getitem(node)  # code under `no_grad`
+        is_large |= not surely.isdisjoint(inputs)
+        if op in _MASKING_OPS or op == "softmax" or is_getitem(node):
+            is_mask |= not maybe.isdisjoint(inputs)
+        if op in _BOUNDED_OPS:
+            if is_large or is_mask:
+                bounded.add(node)
+        elif (is_large or is_mask) and any(
+            v.is_floating_point() for v in tensors(node)
+        ):
+            root = changing.get(node)
+            same_memory = {n for n in changing if changing[n] is root} if root else ()
+            (surely if is_large else maybe).update({node, *same_memory})
+    return surely | maybe | bounded
 
 
-def is_bounded(node: fx.Node) -> bool:
-    """Return whether results are in bf16's range, whatever mask the operation takes."""
-    return _base_name(node) in _BOUNDED_OPS
+def _holds_beyond(tensor: Tensor, limit: float) -> bool:
+    """Return whether a constant or buffer holds finite numbers beyond a limit."""
+    is_dense = tensor.is_floating_point() and tensor.layout == torch.strided
+    if isinstance(tensor, nn.Parameter) or not is_dense:
+        return False
+    sizes = tensor.detach().abs()
+    return bool(((sizes > limit) & sizes.isfinite()).any())
+
+
+def attention_mask(node: fx.Node) -> fx.Node | None:
+    """Return the mask that `scaled_dot_product_attention` adds to its scores."""
+    if _base_name(node) != "scaled_dot_product_attention":
+        return None
+    mask = dict(enumerate(node.args)).get(_MASK, node.kwargs.get("attn_mask"))
+    return mask if isinstance(mask, fx.Node) else None
+
+
+_MASK = 3
+"""Index of the mask among the arguments of `scaled_dot_product_attention`."""
 
 
 def _base_name(node: fx.Node) -> str:
     return op_name(node).partition(".")[0]
 
 
-def changed_in_place(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the nodes whose memory is written in place, with the reason."""
+def changed_in_place(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return node -> the node that owns its memory, where that is written in place."""
     roots = _alias_roots(graph)
     written = {
         roots[value] for node in graph.nodes for value in _aliased(node, written=True)
     }
-    reason = "its memory is written to in place"
-    return {node: reason for node in graph.nodes if roots[node] in written}
+    return {node: root for node, root in roots.items() if root in written}
 
 
 def _alias_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -527,7 +549,7 @@ def _returned(node: fx.Node) -> list[fx.Node]:
     try:
         with torch.no_grad(), without_autocast():
             results = [*tensors(target(*args, **kwargs))]
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, IndexError):  # a cast has no value
         return inputs[:1]
     return [owners[each] for each in map(_storage, results) if each in owners]
 

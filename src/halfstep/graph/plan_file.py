@@ -59,7 +59,7 @@ def load_plan(
     device = device_of(model, example_inputs)
     format_ = formats.FORMATS[content["dtype"]]
     facts = capture.facts(
-        graph_module.graph,
+        graph_module,
         device=device.type,
         policy=Policy.parse("lean"),
         low=format_.dtype,

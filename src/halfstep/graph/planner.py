@@ -170,7 +170,7 @@ def plan_graph(
     """
     low = format_.dtype
     facts = capture.facts(
-        graph_module.graph, device=device.type, policy=policy, low=low, kinds=kinds
+        graph_module, device=device.type, policy=policy, low=low, kinds=kinds
     )
     needs_grad = capture.differentiable(graph_module, inputs)
     times = OpTimes(device, low, needs_grad, refresh=refresh)

@@ -30,27 +30,14 @@ if TYPE_CHECKING:
 _CAST = torch.ops.aten.to.dtype
 
 
-def saturating_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast fp32 to bf16; finite numbers become at most bf16's largest, not inf.
+def saturating_cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a mask to 16 bits; finite numbers become at most the largest one, not inf.
 
-    Why: bf16 rounds fp32's lowest number, of which masks are made, to -inf. A softmax
-    of only such numbers is NaN, and so is a matmul of one with 0. Infinities, NaN and
-    the gradient are those of torch's cast.
+    Why: bf16 rounds fp32's lowest number, of which masks are made, to -inf, and a
+    softmax of only such numbers is NaN. Infinities and NaN stay.
     """
-    limit, numbers = torch.finfo(dtype).max, tensor.detach()
-    excess = numbers - numbers.clamp(-limit, limit)  # exact: limits differ by 0.4%
-    return (tensor - excess.clamp(-limit, limit)).to(dtype)  # inf - limit is inf
-
-
-def restoring_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast bf16 to fp32; its largest numbers become fp32's, as before the first cast.
-
-    Why: code compares scores that are masked with fp32's lowest number.
-    """
-    limit, wide = torch.finfo(torch.bfloat16).max, tensor.to(dtype)
-    numbers = wide.detach()
-    lacks = numbers.sign() * (torch.finfo(dtype).max - limit)  # exact
-    return wide + lacks.masked_fill_(numbers.abs() != limit, 0.0)
+    limit = torch.finfo(dtype).max
+    return mask.clamp(-limit, limit).where(mask.isfinite(), mask).to(dtype)
 
 
 class PlannedModule(fx.GraphModule):
@@ -199,8 +186,7 @@ def rewrite_graph(
     copies: dict[fx.Node, fx.Node] = {}
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     changing = capture.changed_in_place(graph_module.graph)
-    is_bf16 = dtype == torch.bfloat16  # fp16 must overflow: loss scaling detects it
-    beyond = capture.may_exceed_bf16(graph_module) if is_bf16 else set()
+    masks = {capture.attention_mask(node) for node in graph_module.graph.nodes}
     # Cast inputs first: a cast must not be inside the `no_grad` of its first use.
     nodes = sorted(graph_module.graph.nodes, key=lambda node: not _is_input(node))
     last_input = nodes[max(0, sum(map(_is_input, nodes)) - 1)]
@@ -212,13 +198,8 @@ def rewrite_graph(
         now = dtype if source.name in low else torch.float32
         if not has_fp32 or now == to:
             return copies[source]
-        cast: Callable[..., Any] = _CAST
-        if source in beyond and to == dtype:
-            cast = saturating_cast
-        elif source in beyond and not all(
-            user.name in low or capture.is_bounded(user) for user in source.users
-        ):
-            cast = restoring_cast
+        is_mask = source in masks and to == dtype
+        cast: Callable[..., Any] = saturating_cast if is_mask else _CAST
         if source in changing:
             return graph.call_function(cast, (copies[source], to))  # memory changes
         if (source, to) not in casts:
