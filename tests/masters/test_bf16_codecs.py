@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from halfstep.masters import bf16_codecs
 
 BF16 = torch.bfloat16
-CHUNK = 1 << 24
 INF = 0x7F800000
 LOWS = (0, 1, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
-ALL = 1 << 16
-DRAWS = torch.arange(ALL, dtype=torch.int32)
 
 
 def dense() -> NDArray[np.uint32]:
@@ -116,21 +113,6 @@ def test_split() -> None:
     np.testing.assert_array_equal(bits(joined(weight, remainder)), come_back(patterns))
 
 
-@pytest.mark.slow
-def test_split_of_every_number() -> None:
-    """Law: all of the 2**32 patterns come back so; no two numbers share a code."""
-    counted = torch.arange(CHUNK, dtype=torch.int32)
-    for start in range(-(1 << 31), 1 << 31, CHUNK):
-        patterns = counted + start
-        master = patterns.view(torch.float32)
-        weight, remainder = split(master)
-        nan = master.isnan()
-        expected = torch.where(nan, patterns | 0x00400000, patterns)
-        found = joined(weight, remainder).view(torch.int32)
-        assert torch.equal(found, expected), f"from {start:#x} on"
-        assert torch.equal(weight.isnan(), nan), f"from {start:#x} on"
-
-
 def test_split_of_every_code() -> None:
     """Law: decoding and encoding give back each code that a master can have.
 
@@ -160,13 +142,6 @@ def test_split_of_every_code() -> None:
 # kahan: bf16 and a compensation term
 
 
-def bound(master: Tensor) -> Tensor:
-    fraction, exponent = torch.frexp(master.double())
-    # frexp's fractions are from a half to 1, the format's from 1 to 2.
-    one = torch.ones_like(fraction)
-    return torch.ldexp(one, exponent - 1 - 17).clamp(2.0**-134)
-
-
 def test_kahan() -> None:
     """Law: the weight is torch's cast; the other torch's cast of what is missing.
 
@@ -191,33 +166,6 @@ def test_kahan() -> None:
     assert not back[master == 0].signbit().any()
 
 
-def test_kahan_is_close() -> None:
-    """Law: off by at most 2**-17 of it, or 2**-134; both bounds are reached."""
-    master = floats(dense())
-    weight, compensation = kahan(master)
-    kept = weight.isfinite()
-    master, back = master[kept], added(weight, compensation)[kept]
-    error = (back.double() - master.double()).abs()
-    assert bool((error <= bound(master)).all())
-    normal = master.abs() >= 2.0**-117
-    assert float((error / master.double().abs())[normal].max()) <= 2.0**-17
-    assert bool((error == bound(master))[normal].any())
-    assert bool((error == 2.0**-134)[~normal].any())
-
-
-def test_kahan_is_stable() -> None:
-    """Law: a truth that came back once comes back equal for ever.
-
-    Except for the last 2**-17 of what has a finite weight: it comes back as the least
-    number that has an infinite one.
-    """
-    weight, compensation = kahan(floats(dense()))
-    truth = added(weight, compensation)
-    truth = truth[weight.isfinite() & (truth.abs() < float.fromhex("0x1.ffp127"))]
-    assert torch.equal(added(*kahan(truth)), truth)
-    assert len(truth) > 500_000
-
-
 # Random numbers, and rounding with them
 
 
@@ -226,25 +174,13 @@ def drawn(seed: int, step: int, index: int, stream: int, numel: int) -> list[Ten
     return list(bf16_codecs.random_bits16(words, numel, "cpu"))
 
 
-@pytest.mark.parametrize(
-    ("drawn_before", "number"),
-    [
-        (0, 6457827717110365317),
-        (1, 3203168211198807973),
-        (2, 9817491932198370423),
-    ],
-)
-def test_splitmix(drawn_before: int, number: int) -> None:
-    """Law: it is splitmix64, by the numbers published for the seed 1234567."""
-    state = (1234567 + drawn_before * 0x9E3779B97F4A7C15) % 2**64
-    assert bf16_codecs.splitmix(state) == number
-
-
 def test_random_numbers_stay() -> None:
     """Law: these are the numbers, past 2**32 and 2**64 too; a resumed run needs them.
 
-    They were computed once by the kernel in C, which has an arithmetic of its own.
+    They were computed once by the kernel in C, which has an arithmetic of its own;
+    that of splitmix64 is published.
     """
+    assert bf16_codecs.splitmix(1234567) == 6457827717110365317
     words = bf16_codecs.key(-3, 2**64 + 5, 7, 1)
     high, low = bf16_codecs.random_bits16(words, 4, "cpu", 2**32 - 2)
     assert words == (3858987772, 2823142861)
@@ -331,20 +267,6 @@ def test_rounding(draw: int) -> None:
     np.testing.assert_array_equal(found[nan], undrawn[nan])
 
 
-def test_the_mean_is_the_value() -> None:
-    """Law: the mean of n is within 4 standard errors, each ulp * sqrt(p (1-p) / n)."""
-    numel, ulp = 1 << 16, 2.0**-7
-    shares = torch.linspace(0.001, 0.999, 33)
-    for step, share in enumerate(shares.tolist()):
-        value = torch.tensor(1 + share * ulp)
-        exact = (value.double() - 1) / ulp
-        values = value.expand(numel).contiguous()
-        for half in drawn(7, step, 0, 0, numel):
-            mean = rounded(values, half).double().mean()
-            error = ulp * (exact * (1 - exact) / numel).sqrt()
-            assert abs(float(mean - value.double())) < 4 * float(error)
-
-
 # All of them
 
 
@@ -370,7 +292,9 @@ def test_shapes(shape: tuple[int, ...]) -> None:
 WRITES: list[Callable[[Tensor, Tensor, Tensor], None]] = [
     bf16_codecs.split_encode_,
     bf16_codecs.kahan_encode_,
-    lambda master, weight, _: bf16_codecs.stochastic_round_(master, weight, DRAWS[:3]),
+    lambda master, weight, _: bf16_codecs.stochastic_round_(
+        master, weight, torch.zeros(3, dtype=torch.int32)
+    ),
 ]
 
 

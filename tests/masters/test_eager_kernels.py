@@ -64,31 +64,6 @@ def test_forms_are_plain(
 
 
 @every_kernel
-@pytest.mark.parametrize("rule", [twin.NESTEROV, twin.ADAMW, twin.AMSGRAD])
-def test_split_is_fp32(kernel: Any, rule: Sgd | Adam) -> None:
-    """Law: after 1,000 steps both exact forms hold the same truth and moments."""
-    twin.ready(kernel)
-    masters = twin.make(rule, "fp32", sizes=((513,), (3,)))
-    halves = twin.make(rule, "split", sizes=((513,), (3,)))
-    for one, other in zip(masters, halves, strict=True):
-        twin.encode("split", one.residual, other, None)
-    for number in range(1000):
-        twin.next_step(masters, torch.bfloat16, number)
-        for one, other in zip(masters, halves, strict=True):
-            other.gradient, other.is_first_step = one.gradient, one.is_first_step
-            if other.step is not None:
-                other.step += 1
-        for items, form in ((masters, "fp32"), (halves, "split")):
-            kernel.update(
-                items, rule, form, inverse=torch.tensor(0.5), clock=(0, number)
-            )
-    for one, other in zip(masters, halves, strict=True):
-        assert twin.same_bits(twin.truth_of(one, "fp32"), twin.truth_of(other, "split"))
-        for mine, yours in zip(one.states, other.states, strict=True):
-            assert twin.same_bits(mine, yours)
-
-
-@every_kernel
 @twin.every_form
 @pytest.mark.parametrize("rule", [twin.NESTEROV, twin.AMSGRAD])
 def test_threads(kernel: Any, rule: Sgd | Adam, form: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from master_cases import Make
 from small_training import same
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.masters import MasterWeights, generic_step
 from halfstep.session.session import Session
@@ -177,34 +177,6 @@ def test_groups_have_rates_of_their_own(form: str, *, kernel: bool) -> None:
 
 @cases.every_form
 @cases.both_ways
-def test_groups_added_after_prepare(form: str, *, kernel: bool) -> None:
-    """Law: low and fp32 parameters of a later group join in; nobody is warned."""
-    model = cases.Mixed()
-    later = [*model.conv.parameters(), *model.norm.parameters()]
-    first = [p for p in model.parameters() if not any(p is other for other in later)]
-    session = cases.prepare(model, torch.optim.SGD(first, 1.0), master=form)
-    cases.go(session, cases.slopes_of(model, 1))
-    assert model.conv.weight.dtype == torch.bfloat16
-    model.zero_grad()  # whose parameters the optimizer did not have
-    session.optimizer.add_param_group({"params": later, "lr": 0.5})
-    before = {n: p.detach().float().clone() for n, p in model.named_parameters()}
-    if not kernel:
-        cases.masters_of(session).add_new_params()
-        cases.masters_of(session).kernel = None
-    slopes = {n: torch.ones_like(p) for n, p in model.named_parameters()}
-    cases.go(session, slopes)
-    for name in ("conv.weight", "conv.bias", "norm.weight", "norm.bias"):
-        off = session.weights()[name] - (before[name] - 0.5)
-        own = 0.0 if "norm" in name else 2.0**-7 * 2
-        limit = {"fp32": 0.0, "split": 0.0}.get(form, own)
-        assert off.abs().max() <= limit, name
-    assert (
-        len(cases.masters_of(session).master_params) == len([*model.parameters()]) - 2
-    )
-
-
-@cases.every_form
-@cases.both_ways
 def test_zero_grad_by_hand(form: str, *, kernel: bool) -> None:
     """Law: whoever zeroes gradients, and however, the next step counts its own."""
     sessions = [cases.start(cases.SGD, form, kernel=kernel) for _ in range(2)]
@@ -215,47 +187,6 @@ def test_zero_grad_by_hand(form: str, *, kernel: bool) -> None:
         sessions[0].optimizer.zero_grad(set_to_none=False)
         sessions[0].model.zero_grad(set_to_none=bool(number % 2))
     assert same(*(cases.everything(session) for session in sessions))
-
-
-@cases.every_form
-@cases.both_ways
-def test_frozen_tied_and_unused(form: str, *, kernel: bool) -> None:
-    """Law: a frozen or unused weight keeps every bit; a tied one has one master."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(4, 4, bias=False)
-            self.two = nn.Linear(4, 4, bias=False)
-            self.two.weight = self.one.weight
-            self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
-            self.unused = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(torch.tanh(self.one(x)))  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model = Tied()
-    session = cases.start(cases.MOMENTUM, form, model, kernel=kernel)
-    twin = cases.Twin(cases.MOMENTUM, session)
-    seen = cases.Watched(model)
-    before = {n: v.clone() for n, v in session.weights().items()}
-    for _ in range(2):
-        with session.autocast():
-            loss = model(torch.randn(8, 4)).square().mean()
-        session.backward(loss)
-        session.step()
-        twin.step(seen.seen)
-        seen.clear()
-    after = session.weights()
-    assert len(cases.masters_of(session).master_params) == 5
-    for name, value in after.items():
-        if name.startswith(("frozen", "unused")):
-            assert torch.equal(value, before[name])
-        else:
-            assert not torch.equal(value, before[name])
-    if form in cases.FORMS[:2] and not kernel:
-        assert_same(session, twin)
 
 
 @cases.every_form

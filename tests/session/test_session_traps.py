@@ -329,17 +329,6 @@ def test_gradients_that_no_kernel_reads(*, bad: bool) -> None:
     assert session.step().skipped == bad
 
 
-@pytest.mark.parametrize("name", cases.OPTIMIZERS)
-def test_every_optimizer_is_explained(name: str) -> None:
-    """Law: `explain` says how each of torch's optimizers updates, before and after."""
-    session = cases.start(cases.OPTIMIZERS[name], "split", cases.model_for(name))
-    word = type(session.optimizer).__name__
-    for number in range(2):
-        notes = session.explain().notes
-        assert any(f"update: {word}" in note for note in notes), notes
-        window(session, number)
-
-
 @every_form
 @pytest.mark.parametrize("others", [True, False])
 def test_passes_of_others_and_updates_in_backward(form: str, *, others: bool) -> None:
@@ -384,21 +373,24 @@ def test_an_unfrozen_weight(form: str, way: dict[str, Any], name: str) -> None:
 
 
 @crossed("make", cases.ADAMW, cases.OPTIMIZERS["rmsprop"], every=2)
-def test_a_parameter_appended(form: str, way: dict[str, Any], make: cases.Make) -> None:
-    """Law: what is appended to a group gets a master, as if there before."""
+def test_parameters_appended(form: str, way: dict[str, Any], make: cases.Make) -> None:
+    """Law: what joins a group trains as if there before; 16-bit ones get a master."""
     sessions = []
     for late in (True, False):
         model = cases.Mixed()
         weight = model.other.weight
         weight.data = weight.data.bfloat16().float()
-        rest = [p for p in model.parameters() if p is not weight]
-        optimizer = make(rest if late else [*rest, weight])
+        joining = [model.norm.bias, weight]
+        rest = [p for p in model.parameters() if not any(p is q for q in joining)]
+        optimizer = make(rest if late else [*rest, *joining])
         session = cases.prepare(model, optimizer, master=form, **way)
-        weight = model.other.weight
-        step(session, *without(model, "other.weight"))
+        slopes = cases.slopes_of(model, 1)
+        for name in ("other.weight", "norm.bias"):
+            slopes.pop(name, None)
+        cases.go(session, *[slopes] * session.accumulate)
         before = weight.detach().clone()
         if late:
-            optimizer.param_groups[0]["params"].append(weight)
+            optimizer.param_groups[0]["params"].extend(joining)
         step(session, 1, 3)
         step(session, 4, 5)
         last = optimizer.param_groups[0]["params"][-1]
