@@ -25,6 +25,7 @@ from halfstep.checkpoint import (
     load,
     save,
 )
+from halfstep.numerics.formats import map_tensors
 
 FILES = ("weights.safetensors", "state.pt", "manifest.json")
 DTYPES = (
@@ -60,21 +61,13 @@ STATES = st.recursive(
 
 
 def same(left: Any, right: Any) -> bool:
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, Tensor):
-        pair = [
-            (t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).tolist())
-            for t in (left, right)
-        ]
-        return pair[0] == pair[1]
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(
-            same(left[k], right[k]) for k in left
-        )
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+    """Return whether nested values are alike to the bit, in their types too."""
+
+    def shown(tensor: Tensor) -> Any:
+        flat = tensor.contiguous().reshape(-1)
+        return tensor.dtype, tensor.shape, flat.view(torch.uint8).tolist()
+
+    return repr(map_tensors(left, shown)) == repr(map_tensors(right, shown))
 
 
 def trained() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -105,7 +98,7 @@ def test_round_trip(
     directory = tmp_path_factory.mktemp("round") / "deep" / "name"
     save(directory, weights, {"state": state}, NOTES)
     found = load(directory)
-    assert same(found.weights, weights)
+    assert same(dict(sorted(found.weights.items())), dict(sorted(weights.items())))
     assert same(found.state, {"state": state})
     assert found.notes == NOTES
     assert {file.name for file in directory.iterdir()} == set(FILES)
@@ -146,7 +139,7 @@ def test_memory_shared_but_not_tied(tmp_path: Path) -> None:
     plain = {n: t.detach().resolve_conj().resolve_neg() for n, t in weights.items()}
     assert weights["learned"].requires_grad
     found = load(tmp_path / "c").weights
-    assert same(found, plain)
+    assert same(dict(sorted(found.items())), dict(sorted(plain.items())))
     assert found["none"] is not found["nothing"]
 
 
@@ -246,18 +239,6 @@ def test_replaced(kept: Path) -> None:
         assert load(kept.parent / name).state == {"name": name}
     names = sorted(path.name for path in kept.parent.iterdir())
     assert names == ["file", "kept", "link", "new"]
-
-
-@pytest.mark.parametrize("call", [1, 4])
-def test_failure_while_replacing(
-    call: int, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a replacement that fails leaves what was there."""
-    crash_at(call, monkeypatch, os, "fsync")
-    with pytest.raises(Crash):
-        save(kept, {}, {"new": 1}, {}, replace=True)
-    assert load(kept).notes == NOTES
-    assert [path.name for path in kept.parent.iterdir()] == ["kept"]
 
 
 # Refused on loading

@@ -76,25 +76,6 @@ def test_in_fp32_it_is_accelerate_to_the_bit(steps: int) -> None:
     assert before[2].get_last_lr() == after[2].get_last_lr()
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize(
-    ("precision", "level"),
-    [("bf16", "O1"), ("bf16", "O2"), ("fp16", "O1"), ("fp16", "O2")],
-)
-def test_losses_are_those_of_accelerate(precision: str, level: str, steps: int) -> None:
-    """Law: 16 bits end near the loss of Accelerate in fp32."""
-    theirs, _ = run(accelerate.Accelerator, gradient_accumulation_steps=steps)
-    ours, _ = run(
-        Accelerator,
-        mixed_precision=precision,
-        level=level,
-        gradient_accumulation_steps=steps,
-        kwargs_handlers=[LOW_SCALE],
-    )
-    assert ours == pytest.approx(theirs, rel=0.05)
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_is_told(precision: str, fused: bool) -> None:

@@ -21,7 +21,6 @@ from halfstep.testing import overflow_in_backward
 pytestmark = [
     pytest.mark.numeric,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:fp16 .*emulate"),
 ]
 STEPS = 12
 SCALE = {"fp16": ScaleRule(init_scale=2.0**10), "bf16": "none"}

@@ -33,7 +33,7 @@ from halfstep.compat.lightning import FabricMixedPrecision
 from halfstep.scaling import ScaleRule
 from halfstep.testing import assert_unchanged, overflow_in_backward
 
-pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore:fp16 .*emulate")]
+pytestmark = pytest.mark.numeric
 CASES = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
 
 

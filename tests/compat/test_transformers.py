@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 import halfstep.compat.transformers as adapter
-from halfstep.compat.transformers import Trainer, TrainerMixin
+from halfstep.compat.transformers import Trainer
 from halfstep.testing import overflow_in_backward
 
 CONFIG = BertConfig(
@@ -153,29 +153,6 @@ def test_saved_weights_are_the_masters(tmp_path: Path) -> None:
     for name, weight in loaded.named_parameters():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, weights[name]), name
-
-
-def test_evaluation_before_and_after_training(tmp_path: Path) -> None:
-    """Law: evaluate and predict run in 16 bits, without a session and with one."""
-    trainer = make(tmp_path, bf16=True)
-    before = trainer.evaluate(Texts())["eval_loss"]
-    trainer = make(tmp_path, bf16=True)
-    trainer.train()
-    after = trainer.evaluate(Texts())["eval_loss"]
-    assert after < before
-    assert trainer.predict(Texts()).predictions.dtype.name == "float32"
-
-
-def test_the_mixin_serves_subclasses(tmp_path: Path) -> None:
-    """Law: a Trainer of the user's own keeps its methods."""
-
-    class Own(TrainerMixin, transformers.Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    trainer = make(tmp_path, Own, {"level": "O2"}, bf16=True, max_steps=2)
-    trainer.train()
-    assert trainer.session.steps_applied == 2
 
 
 def test_example_of_the_module_runs() -> None:

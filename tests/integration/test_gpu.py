@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from session_cases import KINDS, any_machine, build, everything, same  # noqa: F401
+from session_cases import KINDS, build, everything, same
 from torch import nn
 
 from halfstep.cli import main

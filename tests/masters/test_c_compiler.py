@@ -426,16 +426,10 @@ def test_unknown_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "=native" not in log.read_text(encoding="utf-8")
 
 
-PROGRAM = """
-from halfstep.masters import cpu_kernels as native
-print(native.describe())
-"""
-
-
 @needs_compiler
 def test_race(cache: Path) -> None:
     """Law: processes that compile at once all get kernels, and leave one file."""
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", HARMLESS]
     started = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

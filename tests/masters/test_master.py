@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from master_cases import adopted
 from torch import Tensor, nn
 
 from halfstep.errors import UserError
@@ -26,10 +27,6 @@ def gradients(params: list[nn.Parameter], seed: int) -> list[Tensor]:
 def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
-
-
-def adopted(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def test_buffers_are_reused() -> None:

@@ -84,7 +84,7 @@ def test_a_step_is_torchs_own(
 
 
 @cases.every_form
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3)])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "asgd"])
 def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:
     """Law: scalars and empty tensors follow a plain fp32 loop, counters included.
@@ -97,7 +97,7 @@ def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:
     make = cases.OPTIMIZERS[name]
     optimizer, reference = make([weight]), make([wide])
     masters = MasterWeights(optimizer, master=form)
-    steps = 20
+    steps = 5
     for _ in range(steps):
         weight.grad, wide.grad = torch.ones_like(weight), torch.ones_like(wide)
         masters.step()

@@ -22,13 +22,6 @@ FEW_BITS = 2.0**-7
 """Relative, of weights in bf16."""
 
 
-def trained(form: str, **more: Any) -> Session:
-    session = cases.start(cases.ADAMW, form, **more)
-    for number in range(2):
-        cases.go(session, cases.slopes_of(session.model, number))
-    return session
-
-
 def in_a_new_group(session: Session) -> None:
     session.optimizer.param_groups.clear()
     session.optimizer.add_param_group({"params": [*session.model.parameters()]})
@@ -48,7 +41,7 @@ def test_weights_that_come_back(
     form: str, give_back: Callable[[Session], None], *, kernel: bool
 ) -> None:
     """Law: they keep their masters and moments to the bit."""
-    stays, session = (trained(form, kernel=kernel) for _ in range(2))
+    stays, session = (cases.trained(form, kernel=kernel) for _ in range(2))
     give_back(session)
     for each in (stays, session):
         if not kernel:
@@ -64,7 +57,7 @@ def test_moments_loaded_for_weights_that_come_back(
     form: str, give_back: Callable[[Session], None]
 ) -> None:
     """Law: they are taken, as torch casts them: to the dtype of the 16-bit weight."""
-    session = trained(form)
+    session = cases.trained(form)
     saved = copy.deepcopy(session.optimizer.state_dict())
     give_back(session)
     for each in session.optimizer.state.values():
@@ -115,7 +108,7 @@ def test_a_weight_that_was_away(
 @cases.every_form
 def test_groups_that_are_refused(form: str) -> None:
     """Law: nothing has changed then, whoever looks first: the context or the step."""
-    stays, session = (trained(form) for _ in range(2))
+    stays, session = (cases.trained(form) for _ in range(2))
     model, optimizer = session.model, session.optimizer
     refused: list[Any] = [
         ([model.linear.weight], r"shape \(6, 5\) is in .* groups 0 and 1")
@@ -146,7 +139,7 @@ def test_groups_that_are_refused(form: str) -> None:
 @cases.every_form
 def test_a_group_amid_a_step_in_backward(form: str) -> None:
     """Law: it is no edit of the weights that this backward pass has updated."""
-    stays, session = (trained(form, optimizer_in_backward=True) for _ in range(2))
+    stays, session = (cases.trained(form, optimizer_in_backward=True) for _ in range(2))
     slopes = cases.slopes_of(session.model, 2)
     for each in (stays, session):
         with each.autocast():

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from session_cases import (  # noqa: F401
+from session_cases import (
     KINDS,
     SGD,
-    any_machine,
     build,
     everything,
     network,

@@ -10,7 +10,7 @@ import pytest
 import session_cases
 import torch
 from processes import group_of_one
-from session_cases import any_machine, same  # noqa: F401
+from session_cases import same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from session_cases import any_machine  # noqa: F401
 from torch import nn
 
 import halfstep as hs
@@ -70,10 +69,8 @@ LBFGS = "LBFGS evaluates the model inside its step; use another optimizer."
 PAIRS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     f"optimizer is of type dict; {MUST}": lambda m, o: (m, {"all": o}),
     f"optimizer is of type Parameter; {MUST}": lambda m, _: (m, tuple(m.parameters())),
-    f"optimizer is of type NoneType; {MUST}": lambda m, _: (m, None),
     f"optimizer is the class SGD; {MUST}": lambda m, _: (m, torch.optim.SGD),
     f"optimizer is of type list; {MUST[:-1]}, or a list of them.": lambda m, _: (m, []),
-    "model is of type NoneType; it must be an nn.Module.": lambda *_: (None, None),
     "model is of type method; it must be an nn.Module.": lambda m, o: (m.forward, o),
     "model is the class Linear; it must be an nn.Module.": lambda *_: (
         *(nn.Linear, torch.optim.SGD),

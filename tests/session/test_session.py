@@ -10,11 +10,9 @@ import pytest
 import session_cases
 import torch
 from grids import thinned
-from session_cases import (  # noqa: F401
+from session_cases import (
     KINDS,
-    any_machine,
     everything,
-    network,
     same,
     spoil,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from session_cases import any_machine, same  # noqa: F401
+from session_cases import same
 from torch import Tensor, nn
 
 import halfstep as hs

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from processes import group_of_one
-from session_cases import KINDS, any_machine  # noqa: F401
+from session_cases import KINDS
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

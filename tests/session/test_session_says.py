@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from session_cases import any_machine, build, network, spoil  # noqa: F401
+from session_cases import build, network, spoil
 from torch import nn
 
 import halfstep as hs

@@ -27,7 +27,6 @@ FORMS = ("fp32", "split", "stochastic")
 every_form = pytest.mark.parametrize("form", FORMS)
 every_window = pytest.mark.parametrize("accumulate", [1, 2])
 every_kernel = pytest.mark.parametrize("kernel", [True, False])
-every_late = pytest.mark.parametrize("late", [True, False])
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulate": {"accumulate": 2},
@@ -72,29 +71,6 @@ def without(model: nn.Module, name: str) -> tuple[int, int]:
     place = names.index(name)
     assert name not in cases.slopes_of(model, place)
     return place, place + len(names)
-
-
-@every_form
-@every_kernel
-def test_a_window_is_forgotten(form: str, *, kernel: bool) -> None:
-    """Law: after `session.zero_grad()` a step is as if nothing had come before."""
-    for given_up in ("pass", "micro", "both"):
-        more = {"accumulate": 2, "kernel": kernel}
-        sessions = [cases.start(cases.ADAMW, form, **more) for _ in range(2)]
-        ours = sessions[0]
-        if given_up != "pass":
-            cases.go(ours, cases.slopes_of(ours.model, 7))
-        if given_up != "micro":
-            backward(ours, cases.slopes_of(ours.model, 8))
-        held = [*ours.model.parameters(), *cases.adopted(ours.optimizer)]
-        assert any(param.grad is not None for param in held)
-        ours.zero_grad()
-        assert all(param.grad is None for param in held)
-        with pytest.raises(RuntimeError, match="without a backward pass"):
-            ours.step()
-        for session in sessions:
-            window(session, 1)
-        assert same(*map(cases.everything, sessions))
 
 
 def plainly(model: nn.Module, slopes: dict[str, Tensor]) -> None:
@@ -144,35 +120,25 @@ def test_passes_of_others(
 
 
 @every_form
-@every_late
 @pytest.mark.parametrize("scheduler", ["before", "after", None])
-def test_a_step_that_was_replaced(
-    form: str, scheduler: str | None, *, late: bool
-) -> None:
+def test_a_step_that_was_replaced(form: str, scheduler: str | None) -> None:
     """Law: a user's `optimizer.step` is called once a step, and never for a skip."""
     model = cases.Mixed()
     optimizer = cases.ADAMW(model.parameters())
     calls: list[int] = []
     schedule = partial(torch.optim.lr_scheduler.ConstantLR, optimizer, factor=0.5)
+    if scheduler == "before":
+        schedule()
+    own = optimizer.step
 
-    def replace() -> None:
-        if scheduler == "before":
-            schedule()
-        own = optimizer.step
+    def step(_: Any, *args: Any, **more: Any) -> Any:
+        calls.append(1)
+        return own(*args, **more)
 
-        def step(_: Any, *args: Any, **more: Any) -> Any:
-            calls.append(1)
-            return own(*args, **more)
-
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        if scheduler == "after":
-            schedule()
-
-    if not late:
-        replace()
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    if scheduler == "after":
+        schedule()
     session = cases.prepare(model, optimizer, master=form)
-    if late:
-        replace()
     for number in range(3):
         assert cases.go(session, cases.slopes_of(model, number)).applied
         assert len(calls) == number + 1

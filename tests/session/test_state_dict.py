@@ -23,16 +23,10 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep import UserError
 from halfstep.checkpoint import single
-from halfstep.machine import hardware
 from halfstep.session.session import Session
 
 LEAN = ("split", "kahan", "stochastic")
 LOW = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 @functools.cache
@@ -208,21 +202,15 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "this is not the state of a session. Load ",
     ),
     "no scales": (lambda s: s.pop("scales"), "session state has no 'scales'; "),
-    "no masters": (lambda s: s.pop("masters"), "session state has no 'masters'; "),
     "no clock": (
         lambda s: s["masters"].pop("step"),
         "session state has no 'masters.step'; it holds ['form', 'seed', 'low'].",
-    ),
-    "no counts": (
-        lambda s: s["steps"].pop("skipped"),
-        "session state has no 'steps.skipped'; it holds ['attempted'].",
     ),
     "half a schedule": (
         lambda s: s.update(schedule={"followed": 3}),
         "session state has no 'schedule.state'; it holds ['followed'].",
     ),
     "half a scale": (lambda s: s["scales"][""].pop("scale"), "has no 'scale'"),
-    "half a named scale": (lambda s: s["scales"].update(b={}), "has no 'scale'"),
     "no watch": (
         lambda s: s["scales"][""].update(watch=None),
         "'watch' is of type NoneType",

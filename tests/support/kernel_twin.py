@@ -4,6 +4,7 @@ In: a rule, and items before a step. Out: items to work on, torch's own optimize
 the same numbers, and how far two fp32 computations of one step may lie apart.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.masters import bf16_codecs
+from halfstep.masters.encoding import ENCODINGS, RoundingRng
 from halfstep.masters.fused_step import Adam, ParamUpdate, Sgd
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,54 +78,24 @@ def next_step(items: Sequence[ParamUpdate], dtype: torch.dtype, number: int) -> 
             item.step += 1
 
 
-def copied(items: Sequence[ParamUpdate]) -> list[ParamUpdate]:
-    return [
-        ParamUpdate(
-            item.weight.clone(),
-            item.gradient.clone(),
-            None if item.residual is None else item.residual.clone(),
-            tuple(state.clone() for state in item.states),
-            None if item.step is None else item.step.clone(),
-            item.is_first_step,
-            item.param_index,
-        )
-        for item in items
-    ]
+copied = copy.deepcopy
 
 
 def truth_of(item: ParamUpdate, form: str) -> Tensor:
     """Return the fp32 truth that an item holds, in memory of its own."""
     truth = torch.empty(item.weight.shape)
-    if item.residual is None:
+    if form == "plain":
         return truth.copy_(item.weight)
-    if form == "split":
-        bf16_codecs.split_decode_(item.weight, item.residual, truth)
-    elif form == "kahan":
-        bf16_codecs.kahan_decode_(item.weight, item.residual, truth)
-    else:
-        truth.copy_(item.residual)
+    ENCODINGS[form].decode_(item.weight, item.residual, truth)
     return truth
 
 
 def encode(form: str, truth: Tensor, item: ParamUpdate, sixteen: Tensor | None) -> None:
-    """Put a truth into an item, as the rooms of pure torch operations do it."""
-    if form == "split" and item.residual is not None:
-        bf16_codecs.split_encode_(truth, item.weight, item.residual)
-    elif form == "kahan" and item.residual is not None:
-        bf16_codecs.kahan_encode_(truth, item.weight, item.residual)
-    elif form == "stochastic" and sixteen is not None:
-        bf16_codecs.stochastic_round_(truth, item.weight, sixteen)
-    else:
+    """Put a truth into an item, by torch's operations."""
+    if form == "plain":
         item.weight.copy_(truth)
-        if item.residual is not None:
-            item.residual.copy_(truth)
-
-
-def draws(item: ParamUpdate, number: int, clock: tuple[int, int]) -> Tensor:
-    """Return 16 bits for each number of the weight (0) or a state (1 and on)."""
-    stream, half = divmod(number, 2)
-    key = bf16_codecs.key(*clock, item.param_index, stream)
-    return bf16_codecs.random_bits16(key, item.weight.numel(), "cpu")[half]
+    else:
+        ENCODINGS[form].encode_(truth, item.weight, item.residual, sixteen)
 
 
 def plainly(item: ParamUpdate, form: str) -> ParamUpdate:
@@ -137,16 +108,16 @@ def plainly(item: ParamUpdate, form: str) -> ParamUpdate:
     )
 
 
+@torch.no_grad()
 def in_form(
     plain: ParamUpdate, like: ParamUpdate, form: str, clock: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     """Return weight, extra and states that fp32 results become in a form."""
-    out = copied([like])[0]
-    encode(form, plain.weight, out, draws(like, 0, clock))
+    out, rng = copied(like), RoundingRng(*clock)
+    encode(form, plain.weight, out, rng.random_bits16(like.param_index, 0, out.weight))
     for number, state in enumerate(plain.states):
         if form in LEAN:
-            sixteen = draws(like, number + 1, clock)
-            bf16_codecs.stochastic_round_(state, out.states[number], sixteen)
+            rng.round_(like.param_index, number + 1, state, out.states[number])
         else:
             out.states[number].copy_(state)
     return held(out)

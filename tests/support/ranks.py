@@ -24,8 +24,6 @@ from small_training import same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from halfstep.machine import hardware
-
 FILES = (
     "tests.scaling.test_scaler_ranks",
     "tests.session.test_session_ranks",
@@ -190,7 +188,6 @@ def shared() -> Path:
 
 def process(folder: Path, *files: str) -> None:
     warnings.simplefilter("ignore")
-    hardware.emulation_warning = lambda *_: None  # type: ignore[assignment]
     with group(timedelta(seconds=60)):
         found = {
             name: _attempt(name, case)

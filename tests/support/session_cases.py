@@ -5,12 +5,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.machine import hardware
 from halfstep.session.session import Session
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -20,12 +18,6 @@ KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 f
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
 
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-@pytest.fixture(autouse=True)
-def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of the tests of a file that imports this."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def network(seed: int = 0, device: str = "cpu") -> nn.Sequential:

@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
 from halfstep._torch import optimizer_hooks
+from halfstep._torch.optimizer_params import first_gradient
 from halfstep._torch.patches import AttributePatch, SharedPatches
 from halfstep.casting.convert_model import DtypeErrorHook, called_modules
 from halfstep.errors import UserError, warn_caller
@@ -88,53 +89,35 @@ class LowStateDictHook:
 def check_external_steps(
     masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
 ) -> None:
-    """Check from now on whether steps by hand, `optimizer.step()`, are right."""
-    check = _ExternalStepCheck(masters, scaler, window)
-    for each in optimizers_of(masters.optimizer):
-        optimizer_hooks.register_pre_step_check(each, check)
+    """From now on, raise if `optimizer.step()` by hand is wrong; otherwise warn once.
 
-
-class _ExternalStepCheck:
-    """Raises if `optimizer.step()` by hand would be wrong; otherwise warns.
-
-    It belongs to the optimizer, which may outlive the session.
+    The check belongs to the optimizer, which may outlive the session. A step without
+    any gradient is harmless, and avoids warnings of schedulers.
     """
+    rule, window_reference, warned = scaler.rule, weakref.ref(window), False
 
-    def __init__(
-        self, masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
-    ) -> None:
-        self._masters = masters
-        self._rule = scaler.rule
-        self._window = weakref.ref(window)
-        self._warned = False
-
-    def __call__(self) -> None:
-        """Check a step that is about to be taken.
-
-        A step without any gradient is harmless, and avoids warnings of schedulers.
-        """
-        if self._masters.stepping:
+    def check() -> None:
+        nonlocal warned
+        if masters.stepping:
             return
-        pairs = self._masters.pairs
-        if any(w.grad is not None or m.grad is not None for w, m in pairs):
+        if any(w.grad is not None or m.grad is not None for w, m in masters.pairs):
             raise UserError(
                 f"{_step_call()} was called while the session holds gradients of "
                 "16-bit weights: call session.step(), which unscales and clips them, "
                 "steps, and copies back to the model weights."
             )
-        groups, window = self._masters.optimizer.param_groups, self._window()
-        has_grads = any(p.grad is not None for group in groups for p in group["params"])
-        if not has_grads or window is None:
+        window = window_reference()
+        if first_gradient(masters.optimizer) is None or window is None:
             return
-        if window.num_pending and self._rule.scales:
+        if window.num_pending and rule.scales:
             raise UserError(
                 f"{_step_call()} was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
-        if self._warned or not (self._rule.scales or window.num_pending):
+        if warned or not (rule.scales or window.num_pending):
             return
-        self._warned = True
+        warned = True
         if window.num_pending:
             warn_caller(
                 f"{_step_call()} was called after session.backward(): it neither "
@@ -147,6 +130,9 @@ class _ExternalStepCheck:
                 "another scaler scales the loss, small gradients become zero in fp16. "
                 "Call session.backward(loss), then session.step()."
             )
+
+    for each in optimizers_of(masters.optimizer):
+        optimizer_hooks.register_pre_step_check(each, check)
 
 
 def _step_call() -> str:
