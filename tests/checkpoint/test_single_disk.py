@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import safetensors.torch
 import torch
 from forks import run_forked
 
@@ -154,32 +153,6 @@ def test_killed_while_saving(ran: tuple[Path, Any]) -> None:
     save(folder / "c", *contents("state.pt"))
     assert names(folder) == ["c"]
     load(folder / "c")
-
-
-@pytest.mark.parametrize("moment", ["save_file", "save", "digest", "flush"])
-def test_directory_that_vanishes(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a directory that is taken away while it is written to is missed.
-
-    Below a file nothing can be made, and that is told.
-    """
-    owners = {"save_file": safetensors.torch, "save": torch}
-    owner = owners.get(moment, atomic_directory)
-    original = getattr(owner, moment)
-
-    def after(*given: Any, **words: Any) -> Any:
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        return original(*given, **words)
-
-    monkeypatch.setattr(owner, moment, after)
-    path = tmp_path / "run" / "c"
-    with refused(path, errno.ENOENT):
-        save(path, {"w": torch.ones(2)}, {}, {})
-    assert not list(tmp_path.iterdir())
-    path.parent.write_text("x")
-    with refused(path, errno.ENOTDIR):
-        save(path, {}, {}, {})
 
 
 def test_the_reason_comes_first(

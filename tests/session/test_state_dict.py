@@ -97,20 +97,6 @@ def test_any_to_any(source: str, target: str) -> None:
     assert all(loss < 10 for loss in train(session, 3))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_split_and_back(name: str) -> None:
-    """Law: fp32 to split to fp32 goes on as if it had never been away."""
-    straight, there = build("O2 bf16 fp32", name), build("O2 bf16 split", name, seed=1)
-    train(straight, 0, 1, 2)
-    there.load_state_dict(straight.state_dict())
-    back = build("O2 bf16 fp32", name, seed=2)
-    back.load_state_dict(there.state_dict())
-    first, last = straight.state_dict(), back.state_dict()
-    assert same(last, first)
-    assert train(back, 3, 4) == train(straight, 3, 4)
-    assert same(bits(back), bits(straight))
-
-
 def test_loading_ends_an_unfinished_window() -> None:
     """Law: a loaded session holds no half-accumulated gradient of before."""
     used, fresh = (build("O2 bf16 fp32", "sgd", accumulate=2) for _ in range(2))
