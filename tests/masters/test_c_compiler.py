@@ -102,7 +102,6 @@ BROKEN: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "silent": (lambda path: fake(path, "exit 1"), "failed with status 1: nothing"),
     "idle": (lambda path: fake(path, "exit 0"), "fakecc wrote nothing"),
-    "killed": (lambda path: fake(path, "kill -9 $$"), "failed with status -9: nothing"),
     "garbage": (lambda path: fake(path, GARBAGE), "kernels.so: "),
     "undefined": (lambda path: instead(path, UNDEFINED), "halfstep_update"),
     "wrong": (

@@ -8,7 +8,7 @@ dozens each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,9 +48,10 @@ def update(
 ) -> None:
     """Update parameters of one device in place: see `fused_step.Kernel`."""
     factor = -inverse if rule.maximize else inverse
-    for (first, step), group in _group_updates(items, rule).items():
-        for pieces in cut_chunks([item.weight for item in group]):
-            chunk = Chunk(group, pieces, rule, encoding)
+    for (first, step), group in groupby(items, _step_of):
+        same_step = [*group]
+        for pieces in cut_chunks([item.weight for item in same_step]):
+            chunk = Chunk(same_step, pieces, rule, encoding)
             chunk.gradient.mul_(factor)
             _apply(rule, chunk, first=first, step=step)
             chunk.write(clock)
@@ -76,21 +77,9 @@ def check_finite(
     return (~torch.isfinite(total)).float(), total if norm else None
 
 
-def _group_updates(
-    items: Sequence[ParamUpdate], rule: Rule
-) -> dict[tuple[bool, float], list[ParamUpdate]]:
-    """Group items that one op can update together, by first step and step count."""
-    if isinstance(rule, Sgd):
-        keys = [(item.is_first_step and rule.momentum != 0, 0.0) for item in items]
-    else:
-        steps = [item.step for item in items if item.step is not None]
-        # One host-device synchronization instead of one per parameter.
-        counts = torch.stack(steps).tolist() if steps else []
-        keys = [(False, count) for count in counts]
-    groups: dict[tuple[bool, float], list[ParamUpdate]] = {}
-    for key, item in zip(keys, items, strict=True):
-        groups.setdefault(key, []).append(item)
-    return groups
+def _step_of(item: ParamUpdate) -> tuple[bool, float]:
+    """Return what items that one op can update together have in common."""
+    return item.is_first_step, 0.0 if item.step is None else float(item.step)
 
 
 def _apply(rule: Rule, chunk: Chunk, *, first: bool, step: float) -> None:
@@ -162,8 +151,6 @@ class Piece:
 
 def cut_chunks(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
     """Yield chunks: ranges of one large tensor, or several whole small tensors."""
-    if not tensors:
-        return
     pieces: list[Piece] = []
     total = 0
     for index, tensor in enumerate(tensors):

@@ -622,13 +622,12 @@ def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> Non
 
 
 def _choose_kernel(
-    optimizer: Optimizer, params: Iterable[Tensor]
+    optimizer: Optimizer, model_params: list[Tensor]
 ) -> tuple[Kernel | None, str]:
     """Return the kernel for an optimizer, or None and the reason.
 
-    `params` are the parameters of the model, not their master weights.
+    `model_params` are the parameters of the model, not their master weights.
     """
-    model_params = list(params)
     reason = _unsupported(optimizer, model_params)
     if reason:
         return None, reason

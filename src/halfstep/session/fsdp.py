@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfstep.casting.module_rules import hooks_for
 from halfstep.errors import UserError
+from halfstep.machine.recommendation import resolve
 from halfstep.masters import MasterWeights, NoMasters
 from halfstep.masters.generic_step import narrow_all
 from halfstep.numerics import formats
@@ -278,11 +279,8 @@ def fsdp_policy(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    at, low = levels.parse(level), formats.parse(dtype)
-    if at.low and low is formats.FP32:
-        message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
-        raise UserError(message)
-    param_dtype = low.dtype if at.low_weights and at.masters else None
+    choice = resolve(levels.parse(level), formats.parse(dtype), "cpu")
+    param_dtype = choice.format.dtype if choice.level.masters else None
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
         # If None, newer versions of torch reduce in the dtype of the shards.
