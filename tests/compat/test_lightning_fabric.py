@@ -1,19 +1,18 @@
 """Lightning's Fabric at halfstep's levels; it and the Trainer under DDP, too."""
 
 import contextlib
-import sys
-import warnings
-from collections.abc import Callable
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forks import run_ranks
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
+from ranks import cases, saw, start
 from small_training import same
 from tests.compat.test_lightning import (
     SCALE,
@@ -34,7 +33,7 @@ from halfstep.scaling import ScaleRule
 from halfstep.testing import assert_unchanged, overflow_in_backward
 
 pytestmark = pytest.mark.numeric
-CASES = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
+KINDS = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
 
 
 class Run:
@@ -72,7 +71,7 @@ class Run:
 
 @pytest.mark.parametrize("optimizer_later", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KINDS)
 def test_as_a_session(case: str, accumulate: int, *, optimizer_later: bool) -> None:
     """Law: with clipping and accumulation, the weights are those of a session."""
     expected = weights_of_session(*case.split(), accumulate)
@@ -83,7 +82,7 @@ def test_as_a_session(case: str, accumulate: int, *, optimizer_later: bool) -> N
     assert run.plugin.last_step.step == STEPS // accumulate
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KINDS)
 def test_overflow(case: str) -> None:
     """Law: an overflow changes nothing and is reported, from the first step on."""
     for num_before in (0, 3):
@@ -101,7 +100,7 @@ def test_overflow(case: str) -> None:
         assert run.plugin.last_step.scale == expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KINDS)
 def test_resume(case: str, tmp_path: Path) -> None:
     """Law: saved in fp32 and loaded before the first step, a run goes on to the bit."""
     run = Run(case)
@@ -229,7 +228,9 @@ def planted(model: nn.Module, bad: bool) -> Any:
     return overflow_in_backward(model, at=3) if bad else contextlib.nullcontext()
 
 
-def by_trainer(case: str, rank: int, overflow: bool) -> dict[str, Any]:
+def by_trainer(_: object, case: str, overflow: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
+
     class Ranked(Module):
         def train_dataloader(self) -> Any:
             return DataLoader(half(rank), batch_size=None)  # type: ignore[arg-type]
@@ -249,7 +250,8 @@ def by_trainer(case: str, rank: int, overflow: bool) -> dict[str, Any]:
     return {"weights": module.net.state_dict(), **plugin.state_dict()}
 
 
-def by_fabric(case: str, rank: int, overflow: bool) -> dict[str, Any]:
+def by_fabric(_: object, case: str, overflow: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
     plugin = plugin_for(case, FabricMixedPrecision)
     strategy = FabricDDP(cluster_environment=TorchElasticEnvironment())
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
@@ -271,41 +273,21 @@ def by_fabric(case: str, rank: int, overflow: bool) -> dict[str, Any]:
     return {"weights": network.state_dict(), **plugin.state_dict()}
 
 
-WAYS: dict[str, Callable[[str, int, bool], dict[str, Any]]] = {
-    "trainer": by_trainer,
-    "fabric": by_fabric,
-}
-
-
-def main(folder: str) -> None:
-    warnings.simplefilter("ignore")
-    rank = TorchElasticEnvironment().global_rank()
-    seen = {
-        (way, case, overflow): run(case, rank, overflow)
-        for way, run in WAYS.items()
-        for case in RANKED
-        for overflow in (False, True)
-    }
-    torch.save(seen, Path(folder) / f"{rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(__file__, str(folder), timeout=300)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+RUNS = list(itertools.product(RANKED, (False, True)))
+CASES = cases(by_trainer, *RUNS) | cases(by_fabric, *RUNS)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("case", RANKED)
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks(ranks: list[dict[Any, Any]], way: str, case: str) -> None:
+@pytest.mark.parametrize("way", ["by_trainer", "by_fabric"])
+def test_ranks(way: str, case: str) -> None:
     """Law: ranks end with the same bits, near to one process with whole batches.
 
     An overflow on one rank skips the step on both.
     """
-    for overflow in (False, True):
-        one, other = (rank[way, case, overflow] for rank in ranks)
+    ranks = start(2, ("tests.compat.test_lightning_fabric",))
+    for overflow in (True, False):
+        one, other = saw(ranks, f"{way} {(case, overflow)}")
         for name, weight in one["weights"].items():
             assert torch.equal(weight, other["weights"][name])
         attempts = STEPS // ACCUMULATE
@@ -314,9 +296,5 @@ def test_ranks(ranks: list[dict[Any, Any]], way: str, case: str) -> None:
     module = Module()
     trainer(plugin_for(case), accumulate_grad_batches=ACCUMULATE).fit(module)
     expected = module.net.state_dict()
-    for name, weight in ranks[0][way, case, False]["weights"].items():
+    for name, weight in one["weights"].items():
         torch.testing.assert_close(weight, expected[name], rtol=0.05, atol=2e-3)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

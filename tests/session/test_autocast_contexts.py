@@ -1,29 +1,27 @@
 """A session at O0 and O1 beside a plain loop of torch: its bits, fewer casts.
 
-Under torchrun, this file trains both under DDP.
+Under torchrun, `ranks` trains both under DDP, in each of two processes.
 """
 
 import contextlib
 import functools
 import itertools
 import math
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from forks import run_ranks
+import torch.distributed as dist
 from late_scalars import slow_device  # noqa: F401
+from ranks import cases, saw, start
 from session_cases import same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.casting import weight_cache
-from halfstep.distributed import process_group
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -356,45 +354,39 @@ def test_torchs_bits(
 
 
 UNDER_DDP = ["plain", "fp16 clipped", "skipped", "recomputed", "evaluation"]
+RUNS = list(
+    itertools.product(UNDER_DDP[:-1] if forgets_gradients() else UNDER_DDP, (1, 4))
+)
 
 
-def process(folder: Path) -> None:
-    names = UNDER_DDP[:-1] if forgets_gradients() else UNDER_DDP
-    found = {}
-    with process_group.join("cpu") as world, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number, accumulate in itertools.product(range(len(names)), (1, 4)):
-            name, views = names[number], (number + accumulate) % 2 > 0
-            found[name, accumulate, views] = [
-                under_ddp(kind, PROGRAMS[name], accumulate, views, world.rank)
-                for kind in (Ours, Torchs)
-            ]
-        torch.save(found, folder / f"{world.rank}.pt")
-
-
-def under_ddp(
-    kind: Any, program: Program, accumulate: int, views: bool, rank: int
-) -> list[Tensor]:
-    loop = kind(program, accumulate)
-    ddp = nn.parallel.DistributedDataParallel
-    loop.wrap(functools.partial(ddp, gradient_as_bucket_view=views))
+def both(_: object, name: str, accumulate: int) -> dict[str, Any]:
+    """Train both under DDP; its two ways to store gradients take turns."""
+    program, ends = PROGRAMS[name], []
+    views = bool(RUNS.index((name, accumulate)) % 3)
 
     def micro(loop: Loop, seed: int) -> Any:
-        return program.micro(loop, seed + 1000 * rank)
+        return program.micro(loop, seed + 1000 * dist.get_rank())
 
-    return train(loop, program._replace(micro=micro), accumulate)
+    for kind in (Ours, Torchs):
+        loop = kind(program, accumulate)
+        ddp = nn.parallel.DistributedDataParallel
+        loop.wrap(functools.partial(ddp, gradient_as_bucket_view=views))
+        ends.append(train(loop, program._replace(micro=micro), accumulate))
+    return {"ends": ends}
 
 
-def test_torchs_bits_under_ddp(tmp_path: Path) -> None:
+CASES = cases(both, *RUNS)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_torchs_bits_under_ddp(run: tuple[str, int]) -> None:
     """Law: on each of two processes losses and weights are torch's, and ranks agree."""
-    run_ranks(__file__, str(tmp_path))
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    ranks = saw(start(2, ("tests.session.test_autocast_contexts",)), f"both {run}")
     for rank in ranks:
-        for ours, torchs in rank.values():
-            exact(ours, torchs)
-    for run, (ours, _) in ranks[0].items():
-        exact(ours[1:], ranks[1][run][0][1:])
-        assert not torch.equal(ours[0], ranks[1][run][0][0])
+        exact(*rank["ends"])
+    (ours, _), (other, _) = (rank["ends"] for rank in ranks)
+    exact(ours[1:], other[1:])
+    assert not torch.equal(ours[0], other[0])
 
 
 @pytest.mark.parametrize("name", ["plain", "fp16", "losses", "recomputed"])
@@ -450,7 +442,3 @@ def test_a_region_is_left_by_an_error() -> None:
             loop.net(torch.ones(2, 5))
         assert not torch.is_autocast_enabled("cpu")
         one_loss(loop, 0)
-
-
-if __name__ == "__main__":
-    process(Path(sys.argv[1]))
