@@ -25,8 +25,6 @@ from halfstep.session.session import Session
 
 FORMS = ("fp32", "split", "stochastic")
 every_form = pytest.mark.parametrize("form", FORMS)
-every_window = pytest.mark.parametrize("accumulate", [1, 2])
-every_kernel = pytest.mark.parametrize("kernel", [True, False])
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulate": {"accumulate": 2},
@@ -149,7 +147,7 @@ def test_a_step_that_was_replaced(form: str, scheduler: str | None) -> None:
 
 
 @every_form
-@every_window
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_many_losses(form: str, accumulate: int) -> None:
     """Law: losses of one step add up in fp32: 1 + 300 * 1/300 is 2.
 
@@ -183,7 +181,7 @@ def test_a_model_that_was_cast(form: str, cast: str, word: str) -> None:
 
 
 @pytest.mark.parametrize("make", [cases.SGD, cases.ADAMW, cases.NADAM])
-@every_kernel
+@cases.both_ways
 def test_masters_in_other_memory(make: cases.Make, *, kernel: bool) -> None:
     """Law: fp32 masters may get other memory; the weights still are what they say."""
     sessions = [cases.start(make, "fp32", kernel=kernel) for _ in range(2)]
@@ -409,7 +407,7 @@ def test_what_may_be_set(release: bool) -> None:
 
 
 @every_form
-@every_kernel
+@cases.both_ways
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_all_gradients_bad(form: str, value: float, *, kernel: bool) -> None:
     """Law: a step that moved nothing is a skipped one."""
@@ -439,7 +437,7 @@ def words_model() -> nn.Sequential:
 
 
 @every_form
-@every_kernel
+@cases.both_ways
 def test_sparse_gradients(form: str, *, kernel: bool) -> None:
     """Law: sparse gradients are released as they are used in an ordinary step.
 

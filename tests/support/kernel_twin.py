@@ -7,7 +7,7 @@ the same numbers, and how far two fp32 computations of one step may lie apart.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -137,44 +137,23 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def optimizer_of(rule: Sgd | Adam, item: ParamUpdate, inverse: float) -> Tensor:
+    """Return the weight after torch's own step, which updates the item's states."""
     param = nn.Parameter(item.weight.clone())
     param.grad = item.gradient.float() * torch.tensor(inverse)
-    common: dict[str, Any] = {
-        "lr": rule.lr,
-        "weight_decay": rule.weight_decay,
-        "maximize": rule.maximize,
-        "foreach": False,
-    }
-    optimizer: torch.optim.Optimizer
-    if isinstance(rule, Sgd):
-        optimizer = torch.optim.SGD(
-            [param],
-            momentum=rule.momentum,
-            dampening=rule.dampening,
-            nesterov=rule.nesterov,
-            **common,
-        )
-        if item.states and not item.is_first_step:
-            optimizer.state[param]["momentum_buffer"] = item.states[0]
-        optimizer.step()
-        if item.states:
-            item.states[0].copy_(optimizer.state[param]["momentum_buffer"])
-        return param.detach()
-    kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
-    optimizer = kind(
-        [param],
-        betas=(rule.beta1, rule.beta2),
-        eps=rule.eps,
-        amsgrad=rule.amsgrad,
-        **common,
-    )
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    assert item.step is not None
-    # torch counts the step itself.
-    optimizer.state[param] = {"step": item.step - 1} | dict(
-        zip(names, item.states, strict=False)
-    )
+    numbers: dict[str, Any] = asdict(rule) | {"foreach": False}
+    kind: Any = torch.optim.SGD
+    if isinstance(rule, Adam):
+        numbers["betas"] = numbers.pop("beta1"), numbers.pop("beta2")
+        kind = torch.optim.AdamW if numbers.pop("decoupled") else torch.optim.Adam
+    optimizer = kind([param], **numbers)
+    if isinstance(rule, Adam) or not item.is_first_step:
+        state = dict(zip(rule.state_keys, item.states, strict=True))
+        if item.step is not None:
+            state["step"] = item.step - 1  # torch counts the step itself
+        optimizer.state[param] = state
     optimizer.step()
+    for key, kept in zip(rule.state_keys, item.states, strict=True):
+        kept.copy_(optimizer.state[param][key])
     return param.detach()
 
 
