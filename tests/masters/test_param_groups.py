@@ -138,7 +138,7 @@ def test_groups_that_are_refused(form: str) -> None:
 
 @cases.every_form
 def test_a_group_amid_a_step_in_backward(form: str) -> None:
-    """Law: it is no edit of the weights that this backward pass has updated."""
+    """Law: what looks at weights before the step takes no update of it for an edit."""
     stays, session = (cases.trained(form, optimizer_in_backward=True) for _ in range(2))
     slopes = cases.slopes_of(session.model, 2)
     for each in (stays, session):
@@ -147,7 +147,12 @@ def test_a_group_amid_a_step_in_backward(form: str) -> None:
         each.backward(loss)
         if each is session:
             extra = nn.Parameter(torch.ones(2))
+            session.weights()
             session.optimizer.add_param_group({"params": [extra]})
+            session.model.eval()
+            with torch.no_grad(), session.autocast():
+                session.model(slopes)
+            session.model.train()
         each.step()
         cases.go(each, slopes)
     assert same(cases.everything(session), cases.everything(stays))

@@ -106,7 +106,7 @@ class MasterWeights:
         self._fused_step: FusedStep | None = None
         self.stepping = False
         """Whether this class is calling `optimizer.step`."""
-        self._versions: list[int] = []
+        self._versions: dict[Tensor, int] = {}
         self._warned_of_writes = False
         self._checksums: tuple[list[object], Tensor] | None = None
         """Layouts of the weights, and sums of their bits, after the last update."""
@@ -446,9 +446,16 @@ class MasterWeights:
 
     def mark_synced(self) -> None:
         """Record that the model weights match the master weights now."""
-        params = self.master_params.values()
-        self._versions = [param.weight._version for param in params]  # noqa: SLF001
+        self._versions = {
+            param: master_param.weight._version  # noqa: SLF001
+            for param, master_param in self.master_params.items()
+        }
         self._checksums = None
+
+    def mark_param_synced(self, param: Tensor) -> None:
+        """Record so for one parameter, which has just been updated alone."""
+        if param in self._versions:
+            self._versions[param] = self.model_param(param)._version  # noqa: SLF001
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
@@ -529,8 +536,11 @@ class MasterWeights:
 
     def _externally_written(self) -> list[MasterParam]:
         """Return the parameters whose weights were written since `mark_synced`."""
-        pairs = zip(self.master_params.values(), self._versions, strict=True)
-        return [p for p, version in pairs if p.weight._version != version]  # noqa: SLF001
+        return [
+            master_param
+            for param, master_param in self.master_params.items()
+            if master_param.weight._version != self._versions[param]  # noqa: SLF001
+        ]
 
 
 class NoMasters(MasterWeights):

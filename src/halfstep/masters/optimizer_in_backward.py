@@ -152,6 +152,7 @@ class OptimizerInBackward:
                 one = torch.ones((), dtype=torch.float32, device=weight.device)
                 only = self._group_of[param], param
                 self.masters.update(one, found_inf=found_inf, only=only)
+            self.masters.mark_param_synced(param)
         weight.grad = param.grad = None
 
     def finish_step(self) -> tuple[dict[Tensor, tuple[bool, bool]], Tensor | None]:

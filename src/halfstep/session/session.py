@@ -501,8 +501,7 @@ class Session:
             RuntimeError: If there was no backward pass, or it left no gradient.
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        if self._in_backward is None:  # else this step's updates would look like edits
-            self._masters.add_new_params()  # may refuse, and nothing is counted yet
+        self._masters.add_new_params()  # may refuse, and nothing is counted yet
         if not self._end_microbatch():
             self._contexts.after_microbatch()
             return StepReport(self._num_attempted, complete=False)
