@@ -46,16 +46,11 @@ class Net(nn.Module):
         return self.outer(self.mid(self.inner(x)))
 
 
-def found(
-    model: nn.Module, x: Any = X, dtype: torch.dtype | None = None, rule: str = ""
-) -> BadOp | None:
-    """Return what is said of a model in fp32, or in a region of another format."""
+def found(model: nn.Module, x: Any = X, *, fp16: bool = False) -> BadOp | None:
+    """Return what is said of a model in fp32, or in a region of float16."""
 
     def step() -> Tensor:
-        if dtype is None:
-            return model(x).float().square().mean()
-        policy = f"torch + {rule}" if rule else None
-        with hs.autocast("cpu", dtype, policy=policy, model=model if rule else None):
+        with torch.autocast("cpu", torch.float16, enabled=fp16):
             return model(x).float().square().mean()
 
     return hs.find_nonfinite(model, step)
@@ -163,11 +158,6 @@ ODD = {
         *(lambda x: torch.log(torch.fft.fft(x * 0)).real, "log", *ZERO, "is 0 at 32"),
         *(lambda x: torch.log(torch.fft.fft(x * 0) + 1e-3).real, ADD),
     ),
-    "root behind where": Odd(
-        *(lambda x: x + torch.where(x > 0, (x * 0).sqrt(), 0.0), "sqrt", *BACK),
-        "its slope is infinite",
-        *(lambda x: x + torch.where(x > 0, (x * 0 + 1e-6).sqrt(), 0.0), ADD),
-    ),
     "equal eigenvalues": Odd(
         lambda x: x @ torch.linalg.eigh(torch.eye(8) + 0 * (x.mT @ x))[1],
         *("linalg_eigh", *BACK, "its divisor is 0"),
@@ -193,22 +183,6 @@ def test_it_is_told(name: str) -> None:
     assert found(Net(odd.mended)) is None
 
 
-def test_a_row_for_a_layer_that_runs_twice() -> None:
-    """Law: where a row is advised, it parses, and the step is finite under it."""
-
-    class Twice(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.outer(self.inner(self.inner(x)) * 1e-6)
-
-    model = Twice(lambda x: x)
-    nn.init.constant_(model.inner.weight, 100.0)
-    bad = required(found(model, X.abs() + 1, torch.float16))
-    assert (bad.module, bad.cause) == ("inner", "forward range")
-    assert hs.Policy.parse(f"torch + {bad.rule}")
-    assert found(model, X.abs() + 1, torch.float16, bad.rule) is None
-    assert found(model, X.abs() + 1, torch.bfloat16) is None
-
-
 def test_blocks_recomputed_in_blocks() -> None:
     """Law: the innermost module of nested checkpoints is told, in either pass."""
 
@@ -226,7 +200,7 @@ def test_blocks_recomputed_in_blocks() -> None:
     assert (bad.module, bad.op, bad.phase) == ("inside.inside", "sqrt", "backward")
     wide = nn.Linear(8, 8)
     nn.init.constant_(wide.weight, 6e4)
-    bad = required(found(Block(Block(wide)), torch.ones(4, 8), torch.float16))
+    bad = required(found(Block(Block(wide)), torch.ones(4, 8), fp16=True))
     assert (bad.module, bad.op) == ("inside.inside", "linear")
 
 
@@ -390,30 +364,6 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
     assert added_up(model, divided, 1.0)
 
 
-@pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
-@pytest.mark.parametrize(("level", "skipped"), [("O2", False), ("O3", True)])
-def test_the_level_that_is_advised_adds_up_in_fp32(
-    level: str, *, skipped: bool
-) -> None:
-    """Law: at O2 the same gradients make a step, where at O3 they make none."""
-    model = Half().float()
-    session = hs.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1e-9),
-        level,
-        dtype="fp16",
-        loss_scale=1.0,
-        accumulate=PARTS,
-    )
-    for _ in range(PARTS):
-        with session.autocast():
-            # The session divides by the micro-batches.
-            loss = (session.model(X_SUMS) * (3e4 * PARTS)).float().sum()
-        session.backward(loss)
-        report = session.step()
-    assert report.skipped == skipped
-
-
 def test_a_smaller_scale_cures_a_sum() -> None:
     """Law: a sum that is finite at scale 1 is told to be normal."""
     model = Half()
@@ -439,17 +389,22 @@ def test_the_micro_batch_is_named() -> None:
 
 
 def test_micro_batches_draw_on_from_each_other() -> None:
-    """Law: each begins with the random numbers that the one before it has left."""
+    """Law: each begins with the random numbers that the one before it has left.
+
+    The first begins with `generator_state`, not with the current state.
+    """
     model, drawn = Half(), []
 
     def step() -> Tensor:
         drawn.append(float(torch.rand(())))
         return model(X_SUMS).float().sum()
 
-    torch.manual_seed(3)
     state = torch.get_rng_state()
+    expected = torch.rand(2).tolist()
+    now = torch.get_rng_state()
     assert hs.find_nonfinite(model, [step, step], generator_state=state) is None
-    assert drawn == torch.rand(2).tolist()
+    assert drawn == expected
+    assert torch.equal(torch.get_rng_state(), now)
 
 
 def test_hardware_is_named_once_the_sum_was_looked_at() -> None:
@@ -508,24 +463,3 @@ def test_a_sum_beyond_float32_is_not_cured_by_bfloat16() -> None:
         hs.find_nonfinite(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
     )
     assert (bad.dtype, bad.advice) == ("float32", "Divide each loss by 2.")
-
-
-@pytest.mark.parametrize("is_bad", [False, True])
-def test_a_replay_draws_from_the_state_given(is_bad: bool) -> None:
-    """Law: `generator_state`, not the current state, decides what a step draws."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    states = {}
-    for seed in range(16):
-        torch.manual_seed(seed)
-        state = torch.get_rng_state()
-        states[bool(torch.rand(()) <= 0.5)] = state
-    assert len(states) == 2
-
-    def step() -> Tensor:
-        factor = torch.where(torch.rand(()) <= 0.5, torch.inf, 1.0)
-        return (model(torch.ones(1, 4)) * factor).sum()
-
-    torch.set_rng_state(states[not is_bad])
-    origin = hs.find_nonfinite(model, step, generator_state=states[is_bad])
-    assert (origin is not None) == is_bad
-    assert torch.equal(torch.get_rng_state(), states[not is_bad])

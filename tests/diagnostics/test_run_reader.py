@@ -16,8 +16,7 @@ from halfstep import cli
 from halfstep.diagnostics.doctor import examination, examine, run_reader, text
 from halfstep.diagnostics.doctor.html_report import page
 from halfstep.diagnostics.doctor.rule import Examination
-from halfstep.diagnostics.doctor.run_record import Config, MachineFacts, RunFacts, Step
-from halfstep.diagnostics.profiling import Profile
+from halfstep.diagnostics.doctor.run_record import Config, RunFacts, Step
 from halfstep.reporting.finding import Finding
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m\n{{ 7 * 7 }}\ud800"
@@ -96,15 +95,6 @@ def test_an_event_may_name_its_scale(tmp_path: Path) -> None:
     assert bare.stats["a:grad"][0].scale == 1.0
 
 
-def test_lost_updates_arrive(tmp_path: Path) -> None:
-    """Law: what rounding swallowed is judged, where there are no masters."""
-    event = {"step": 9, "event": "lost_updates", "groups": [{"group": 1, "share": 0.7}]}
-    told = {"level": "O3", "dtype": "bf16", "loss_scale": "none"}
-    facts = run_reader.read(write(tmp_path, [step(1, scale=1.0), event], settings=told))
-    (found,) = [each for each in examine(facts) if each.rule == "swamped updates"]
-    assert (found.severity, found.where) == ("error", "parameter group 1")
-
-
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
     """Law: of many events some are kept, evenly, the first among them."""
     tensors = {"a:grad": tally(0, 1)}
@@ -153,12 +143,8 @@ LINES: list[tuple[str, str]] = [
                     f"{said} {SCALE}",
                 )
                 for scale, said in (
-                    *(("-1", "'scale' is -1;"), ("0", "'scale' is 0;")),
                     *(("NaN", "'scale' is nan;"), ("1e999", "'scale' is inf;")),
-                    *(
-                        ("1e-320", "'scale' is 1e-320;"),
-                        ("1e308", "'scale' is 1e+308;"),
-                    ),
+                    ("1e-320", "'scale' is 1e-320;"),
                 )
             ),
             ('"event": "bad_op", "op": 5', "'op' is 5; it must be text."),
@@ -232,12 +218,8 @@ def test_steps_that_come_again(
     assert names == (["new:output"] if before else ["old:output", "new:output"])
 
 
-@pytest.mark.parametrize("name", ["is_dir", "exists"])
 def test_no_permission(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: a folder that may not be looked into is refused in one line."""
     folder = sound(tmp_path / "run")
@@ -245,7 +227,7 @@ def test_no_permission(
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(type(folder), name, refuse)
+    monkeypatch.setattr(type(folder), "exists", refuse)
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", str(folder)])
     assert caught.value.code == 2
@@ -318,15 +300,6 @@ def test_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "<script" not in page
     assert "\x1b" not in page
     assert "49" not in page.partition("alert")[2][:40]
-
-
-def test_profile_and_machine_by_hand() -> None:
-    """Law: what may be missing is 0 or None, and what is there keeps its unit."""
-    bare = Profile.from_data({"wall_s": 0.5})
-    assert (bare.rows, bare.casts_s, bare.device) == ((), 0.0, None)
-    assert bare.share(0.25) == 0.5
-    assert replace(bare, wall_s=0.0).share(1.0) == 0.0
-    assert MachineFacts.from_data({}) == MachineFacts()
 
 
 def test_lines_fit_and_hang() -> None:

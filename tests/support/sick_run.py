@@ -13,11 +13,7 @@ from typing import Any
 def tally(middle: int, width: int = 6, dtype: str = "float16", **more: Any) -> Any:
     """Return statistics of numbers around 2**middle, as `TensorStats.data()` has them.
 
-    Args:
-        middle: Power of two that most of them have.
-        width: Powers of two to both sides.
-        dtype: Their format.
-        more: What else is to be said, or said otherwise.
+    They reach `width` powers of two to both sides.
     """
     exponents = {
         str(middle + off): round(4096 * math.exp(-((2.5 * off / width) ** 2)))
@@ -42,19 +38,6 @@ def counted(exponents: dict[int, int], **more: Any) -> Any:
     powers = {str(power): count for power, count in exponents.items()}
     amax = 1.5 * 2.0 ** max(exponents, default=0)
     return tally(0, exponents=powers, amax=amax, count=sum(exponents.values()), **more)
-
-
-def in_fp16(told: dict[str, Any]) -> dict[str, Any]:
-    """Return statistics as fp16 would hold the numbers: what is too small is zero."""
-    held: dict[str, int] = {}
-    zeros = 0
-    for word, count in told["exponents"].items():
-        if int(word) < -25:
-            zeros += count
-        else:
-            power = str(max(int(word), -24))
-            held[power] = held.get(power, 0) + count
-    return told | {"exponents": held, "zeros": zeros}
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
@@ -129,11 +112,7 @@ def write(
 ) -> Path:
     """Write a run's folder; return it.
 
-    Args:
-        folder: Made if need be.
-        records: Lines of metrics.jsonl.
-        settings: In place of those of a sound run.
-        files: Names without ".json", and what they hold.
+    `records` are lines of metrics.jsonl; `settings` replace those of a sound run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -153,9 +132,7 @@ def write(
 def sick(folder: Path, hostile: str = "") -> Path:
     """Write a run in fp16 that has many faults; return its folder.
 
-    Args:
-        folder: Where.
-        hostile: Put into names of modules and of parameters.
+    `hostile` is put into names of modules and of parameters.
     """
     records: list[dict[str, Any]] = []
     scale = 65536.0
@@ -173,9 +150,9 @@ def sick(folder: Path, hostile: str = "") -> Path:
             for layer in range(6):
                 name = f"bert.encoder.layer.{layer}.attention.self{hostile}.query"
                 tensors[f"{name}:output"] = tally(2 * layer - 2, dtype="float16")
-                tensors[f"{name}:grad"] = in_fp16(
-                    tally(-22 + 3 * layer - number // 100, 7)
-                )
+                low = 3 * layer - 24
+                powers = {low: 2000, low + 4: 4000}
+                tensors[f"{name}:grad"] = counted(powers, zeros=2000)
                 wide = f"bert.encoder.layer.{layer}.intermediate{hostile}.dense"
                 tensors[f"{wide}:output"] = tally(3 + 2 * layer // 2, dtype="float16")
             last = f"bert.encoder.layer.5.output{hostile}.dense:output"

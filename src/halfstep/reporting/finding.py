@@ -71,8 +71,8 @@ class Finding:
         return cls(**data)
 
 
-def findings_table(findings: Iterable[Finding], notes: tuple[str, ...] = ()) -> Table:
+def findings_table(findings: Iterable[Finding]) -> Table:
     """Return findings as a table."""
     columns = ("severity", "rule", "where", "measured", "limit", "advice")
     rows = tuple(tuple(getattr(one, name) for name in columns) for one in findings)
-    return Table("Findings", columns, rows, notes)
+    return Table("Findings", columns, rows)

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
-_ANY = 2.0**-126, 2.0**127
-"""Smallest and largest scale: normal powers of two in fp32."""
 _SAMPLE = 65_536
 """Values of a tensor that are compared."""
 
@@ -257,7 +255,7 @@ class ModelCopy:
         """Restore random state and buffers, and set the loss scale."""
         self._random.restore()
         self._snapshot.restore()
-        scaler, scale = self.session.scaler, min(max(scale, _ANY[0]), _ANY[1])
+        scaler = self.session.scaler
         if scale != scaler.state.scale.item():  # a scale of 1 that is set is unscaled
             power = torch.full_like(scaler.state.scale, scale)
             scaler.set_state(power, scaler.state.clean_steps)
