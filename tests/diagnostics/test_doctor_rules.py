@@ -83,9 +83,9 @@ ADDCDIV = [{"op": "_foreach_addcdiv_", "shapes": [], "dtypes": [], "self_s": 0.0
 """The row of an update that is not fused."""
 
 
-def product(*shapes: list[int], op: str = "mm", self_s: float = 0.05) -> dict[str, Any]:
+def product(*shapes: list[int], self_s: float = 0.05) -> dict[str, Any]:
     """Return a row of a profile: one product of 16-bit numbers."""
-    row = {"op": op, "shapes": list(shapes), "dtypes": ["bf16"] * len(shapes)}
+    row = {"op": "mm", "shapes": list(shapes), "dtypes": ["bf16"] * len(shapes)}
     return row | {"calls": 12, "self_s": self_s}
 
 
@@ -101,9 +101,9 @@ def rates(bf16: float, dtype: str = "bf16") -> RunFacts:
     return RunFacts(config=replace(ON_CPU, dtype=dtype), machine=machine)
 
 
-def weights(*words: str, level: str = "O1") -> RunFacts:
+def weights(*words: str) -> RunFacts:
     named = {f"layer.{number}": word for number, word in enumerate(words)}
-    return RunFacts(config=replace(BF16, level=level), weights=named)
+    return RunFacts(config=replace(BF16, level="O1"), weights=named)
 
 
 def lost(share: float) -> RunFacts:

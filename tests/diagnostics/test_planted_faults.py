@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from planted_faults import FAULTS, HEALTHY, Run, alarmed, searched, spoilt
+from planted_faults import FAULTS, HEALTHY, planted
 from processes import group_of_one
 from required import required
 
@@ -19,15 +19,6 @@ MOST_ROWS = 8
 """After which rows count as no cure."""
 
 
-def planted(name: str, rule: str = "") -> Run:
-    """Return a run with a fault in it, under a row; it is not said to have failed."""
-    fault = FAULTS[name]
-    run = Run(**fault.run, rule=rule)
-    fault.plant(run)
-    run.more["failed"] = False
-    return run
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_process() -> Iterator[None]:
     """Be a process group of one, for DDP."""
@@ -37,13 +28,13 @@ def _one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, BadOp]:
-    return {name: required(searched(name)) for name in FAULTS}
+    return {name: required(planted(name, failed=True).found()) for name in FAULTS}
 
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in STRUCK])
 def test_each_fault_is_one(name: str) -> None:
     """Law: what is planted spoils loss or gradients, as torch alone sees them."""
-    loss, gradient = spoilt(name)
+    loss, gradient = planted(name).spoilt()
     assert loss or gradient
     assert not (loss and FAULTS[name].phase == "backward")
 
@@ -59,7 +50,7 @@ def test_places_and_causes(found: dict[str, BadOp]) -> None:
 
 def test_healthy_runs_raise_no_alarm() -> None:
     """Law: infinities that are meant, or that reach nothing, are no faults."""
-    alarms = {name: alarmed(name) for name in HEALTHY}
+    alarms = {name: planted(name).found() for name in HEALTHY}
     assert not {name: str(bad) for name, bad in alarms.items() if bad is not None}
 
 
@@ -111,7 +102,7 @@ def test_the_advised_rows_cure_it(name: str, found: dict[str, BadOp]) -> None:
         assert last.rule not in rules, str(last)
         rules.append(last.rule)
         assert len(rules) <= MOST_ROWS
-        last = planted(name, " + ".join(rules)).found()
+        last = planted(name, rule=" + ".join(rules)).found()
     remedy = last is not None and "train in bfloat16" in last.advice
     in_backward = fault.cause == "backward range"
     assert last is None or last.normal or (in_backward and remedy), (rules, str(last))

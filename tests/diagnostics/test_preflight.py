@@ -15,7 +15,6 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.diagnostics.preflight import CheckReport
-from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
 
 LOW = [(level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16")]
@@ -230,19 +229,6 @@ def test_forward_overflow_and_its_cure(level: str) -> None:
     mended = checked(model, level, "fp16", policy=report.facts.policy)
     assert mended.verdict == "good"
     assert not mended.findings
-    # And a session of its own trains: with the rule it steps, without it it skips.
-    for policy, skipped in ((report.facts.policy, False), ("lean", True)):
-        twin = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
-        if skipped and level == "O2":
-            with pytest.raises(UserError, match=r"^parameter 'loud\.weight' reaches "):
-                hs.prepare(twin, optimizer, level, dtype="fp16", policy=policy)
-            continue
-        session = hs.prepare(twin, optimizer, level, dtype="fp16", policy=policy)
-        with session.autocast():
-            value = loss(session.model, batch())
-        session.backward(value)
-        assert session.step().skipped is skipped
 
 
 class Normed(Net):
@@ -273,15 +259,6 @@ def test_an_inf_that_a_division_hides(level: str) -> None:
     assert mended.verdict == "good"
     assert checked(Normed(3.0), level, "fp16").verdict == "good"
     assert checked(Normed(3000.0), level, "bf16").verdict == "good"
-
-
-def test_no_rule_mends_it() -> None:
-    """Law: where no rule on modules helps, the verdict says so, and names bf16."""
-    report = checked(Net(LOUD), "O3", "fp16")
-    assert report.verdict.startswith("fails: loud (linear): inf at loss scale 65536: ")
-    assert "train in bf16" in report.findings[0].advice
-    assert not report.facts.rules
-    assert checked(Net(LOUD), "O3", "bf16").verdict == "good"
 
 
 def test_a_rule_around_the_module() -> None:
@@ -325,11 +302,7 @@ def largest(model: nn.Module, level: str, loss_fn: Any) -> float:
 
 @pytest.mark.parametrize(
     ("level", "factor"),
-    [
-        *(("O1", 1e-6), ("O1", 3000.0), ("O2", 1.0), ("O2", 3000.0)),
-        *(("O3", 1e-6), ("O3", 100.0)),
-        *(("O1", -1e-6), ("O2", -1e-9), ("O3", -1e-6)),
-    ],
+    [("O1", 1e-6), ("O2", 3000.0), ("O3", 100.0), ("O1", -1e-6), ("O3", -1e-6)],
 )
 def test_the_largest_safe_scale(level: str, factor: float) -> None:
     """Law: it is at most the true one, found by trying all, and at least half of it.
@@ -365,29 +338,11 @@ def test_the_largest_safe_scale(level: str, factor: float) -> None:
         assert report.verdict.startswith("good")
 
 
-def test_tiny_gradients() -> None:
-    """Law: gradients that fp16 flushes at the default scale are counted, and cured."""
-    model = Net()
-
-    def tiny(model: nn.Module, batch: Any) -> Tensor:
-        return loss(model, batch) * 1e-11
-
-    report = checked(model, "O2", "fp16", loss_fn=tiny)
-    facts = report.facts
-    assert facts.curve[0].scale == 2.0**16
-    assert facts.curve[0].flushed > 0.5
-    assert "underflow" in rules_of(report)
-    assert facts.safe_scale is not None
-    assert facts.safe_scale > 2.0**30
-    assert facts.scale == facts.safe_scale
-    assert report.verdict == f"good with a loss scale of 2**{math.log2(facts.scale):g}"
-    assert facts.gradients is not None
-    assert facts.gradients.cosine > 0.99
-    assert checked(model, "O2", "bf16", loss_fn=tiny).verdict == "good"
-
-
 def test_the_share_lost_is_that_of_a_cast() -> None:
-    """Law: the curve is what casting fp32's weight gradients to fp16 would lose."""
+    """Law: the curve is what casting fp32's weight gradients to fp16 would lose.
+
+    What fp16 flushes at the default scale is told, and cured by a larger one.
+    """
     torch.manual_seed(0)
     model = nn.Linear(16, 8, bias=False)
 
@@ -406,37 +361,12 @@ def test_the_share_lost_is_that_of_a_cast() -> None:
         # Those just below a normal number are rounded up to it by the cast.
         lost = pytest.approx(small.double().mean().item(), abs=0.01)
         assert point.subnormal == lost
-
-
-def test_gradients_that_stray() -> None:
-    """Law: gradients unlike fp32's are found, unless the batch's noise is larger."""
-
-    class Rounded(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            del ctx
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            del ctx
-            coarse = grads[0].sign() * grads[0].abs().amax()
-            return coarse if grads[0].dtype == torch.bfloat16 else grads[0]
-
-    class Coarse(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(Rounded.apply(self.loud(self.inner(x))))
-
-    x, y = batch()
-    twice = torch.cat([x, x]), torch.cat([y, y])  # halves are alike: no noise
-    report = checked(Coarse(), "O2", "bf16", batch=twice)
-    assert report.verdict.startswith("fails: gradients: cosine of all")
-    where = {one.where for one in report.findings if one.rule == "gradient"}
-    assert "loud" in where
-    assert "head" not in where
-    noise = report.facts.noise
-    assert noise is not None
-    assert noise.cosine > 0.999
+    facts = report.facts
+    assert facts.curve[0].scale == 2.0**16
+    assert "underflow" in rules_of(report)
+    assert facts.scale == facts.safe_scale > 2.0**30
+    assert report.verdict == f"good with a loss scale of 2**{math.log2(facts.scale):g}"
+    assert checked(model, "O1", "bf16", loss_fn=tiny).verdict == "good"
 
 
 def test_more_batches() -> None:
@@ -463,14 +393,6 @@ def test_a_level_that_fails() -> None:
     assert report.verdict.startswith("fails: O3 bf16: raises ")
     assert "level" in rules_of(report)
     assert checked(Stubborn(), "O1", "bf16").facts.failed == ""
-
-
-def test_not_finite_in_fp32() -> None:
-    """Law: a loss that is bad in fp32 is no format's fault."""
-    x, y = batch()
-    report = checked(Net(), "O2", "fp16", batch=(x / 0, y))
-    assert "not finite in fp32" in report.verdict
-    assert report.findings[0].severity == "error"
 
 
 def test_times_and_memory() -> None:
@@ -509,6 +431,8 @@ def test_data_and_tables() -> None:
         "Findings",
     ]
     assert len(broken.tables()) < len(titles)
+    assert broken.verdict.startswith("fails: loud (linear): inf at loss scale 65536: ")
+    assert "train in bf16" in broken.findings[0].advice
     for report in (whole, broken):
         told = json.loads(json.dumps(report.data(), allow_nan=False))
         assert told["verdict"] == report.verdict

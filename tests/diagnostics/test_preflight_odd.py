@@ -275,8 +275,7 @@ def notes_of(report: CheckReport) -> list[str]:
     return [one.measured for one in report.findings if one.rule == "note"]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("gain", [1.0, LOUD])
+@pytest.mark.parametrize(("level", "gain"), [("O1", LOUD), ("O2", 1.0)])
 def test_products_in_fp32(
     level: str, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

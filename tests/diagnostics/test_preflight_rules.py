@@ -22,7 +22,6 @@ from halfstep.diagnostics.preflight.model_check import rounds
 from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,
     findings,
-    power,
     speed_up_interval,
     verdict,
 )
@@ -94,10 +93,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"scale": 2.0**10, "safe_scale": 2.0**10}, "good with a loss scale of 1024"),
     ({"scale": 2.0**40, "safe_scale": 2.0**40}, "good with a loss scale of 2**40"),
     (
-        {"fault": FAULT, "rules": ("module:a.b=fp32",)},
-        "keep these modules in float32: module:a.b=fp32",
-    ),
-    (
         {
             "fault": FAULT,
             "rules": ("module:a.b=fp32", "module:c=fp32"),
@@ -156,12 +151,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "fails: gradients: cosine of all gradients to fp32's 0.98000",
     ),
     (timed(1, 95), "not worth it: 1.00 times the speed of fp32, 5% less memory"),
-    (timed(1, 104), "not worth it: 1.00 times the speed of fp32, 4% more memory"),
     (
         timed(1, 1001, 1000),
         "not worth it: 1.00 times the speed of fp32, as much memory",
     ),
-    (timed(1.11, 100), "good"),
     (timed(0.833, 80), "good"),
     (timed(0.5, 50), "not worth it: 0.50 times the speed of fp32, 50% less memory"),
     # Numbers before costs: an overflow is never hidden behind them.
@@ -178,10 +171,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
             "overflows: use a loss scale of 1024; not worth it: 0.50 times the speed "
             "of fp32, as much memory"
         ),
-    ),
-    (
-        SLOW | {"fault": FAULT, "gradients": None},
-        "fails: a.b (linear): inf at loss scale 65536: inputs reach 1e+05",
     ),
     (
         {"fault": FAULT, "gradients": likeness(0.1), "noise": None},
@@ -203,7 +192,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
             "fp32 in 5 rounds, as much memory"
         ),
     ),
-    (SLOW | {"ratios": (1.6,) * 5}, "good"),
     (
         SLOW | {"ratios": (0.6,) * 5},
         "not worth it: 0.60 times the speed of fp32, as much memory",
@@ -342,19 +330,6 @@ def test_layers_that_do_not_matter() -> None:
     close = likeness(0.95, "b", norm=0.1)
     assert "gradient" not in found(layers=(close,), noise_layers=noisy)
     assert "gradient" in found(layers=(close,), noise_layers=(likeness(0.9, "b"),))
-
-
-@pytest.mark.parametrize(
-    ("scale", "words"),
-    [
-        *((1.0, "1"), (65536.0, "65536"), (131072.0, "131072"), (0.25, "2**-2")),
-        *((2.0**40, "2**40"), (1000.0, "1000")),
-    ],
-)
-def test_power(scale: float, words: str) -> None:
-    """Law: a scale is written so that Python reads it back."""
-    assert power(scale) == words
-    assert eval(power(scale)) == scale  # noqa: S307
 
 
 # Gradients beside gradients, at the edges; test_preflight has numpy beside them.

@@ -28,12 +28,12 @@ SOUND = {
 }
 
 
-def sound(folder: Path, **more: Any) -> Path:
+def sound(folder: Path) -> Path:
     tensors = {"fc:output": tally(0, dtype="bfloat16"), "fc:grad": tally(-9)}
     records = [step(n, scale=1.0) for n in range(1, 59)]
     records.append({"step": 10, "event": "stats", "tensors": tensors})
     records.append(evaluation(58))
-    return write(folder, records, **(SOUND | more))
+    return write(folder, records, **SOUND)
 
 
 def damage(folder: Path, name: str, content: bytes) -> list[str]:
@@ -186,8 +186,8 @@ def test_damaged_lines_are_named(tmp_path: Path, line: str, said: str) -> None:
     assert examine(run_reader.read(folder)) == []
 
 
-def tried(*numbers: int, **more: Any) -> list[dict[str, Any]]:
-    return [step(n, scale=2.0 ** (16 - n), **more) for n in numbers]
+def tried(*numbers: int) -> list[dict[str, Any]]:
+    return [step(n, scale=2.0 ** (16 - n)) for n in numbers]
 
 
 @pytest.mark.parametrize(

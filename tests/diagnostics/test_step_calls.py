@@ -27,11 +27,11 @@ SCALERS = {"torch": torch.amp.GradScaler, "halfstep": hs.GradScaler}
 class Loop:
     """A small fp16 program, of which nobody tells `diagnose` anything."""
 
-    def __init__(self, kind: str = "torch", scale: float = 256.0) -> None:
+    def __init__(self, kind: str = "torch") -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(8, 4)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.scaler: Any = SCALERS[kind]("cpu", init_scale=scale)
+        self.scaler: Any = SCALERS[kind]("cpu", init_scale=256.0)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.x = torch.randn(16, 8)
 
@@ -278,7 +278,6 @@ def rules(found: Any) -> set[str]:
 def by_hand(
     dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
-    scaler: torch.amp.GradScaler | None = None,
     lr: float = 1e-3,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Return a program without a session: its parts, and its step."""
@@ -291,16 +290,10 @@ def by_hand(
         optimizer.zero_grad()
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             loss = model(x).float().square().mean()
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-            return
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss.backward()
+        optimizer.step()
 
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    return parts, step
+    return {"model": model, "optimizer": optimizer}, step
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -406,14 +399,11 @@ def test_what_it_says() -> None:
     [
         ({"step": 5}, "step is of type int; it must be a function"),
         ({"dtype": "fp8"}, "dtype='fp8' is not a format"),
-        ({"dtype": 5}, "dtype=5 is not a format"),
         ({"level": "O9"}, "level='O9' is not a level"),
-        ({"level": 2}, "level=2 is not a level"),
         ({"device": "gpu"}, "device='gpu' must be that of a device here"),
         ({"device": "meta"}, "device='meta' must be that of a device here"),
         ({"device": 1.5}, "device=1.5 must be that of a device here"),
         ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
-        ({"steps": "3"}, "steps='3' must be a whole number of at least 1"),
         ({"warmup": None}, "warmup=None must be a whole number of at least 0"),
         ({"profiled": 1.5}, "profiled=1.5 must be a whole number of at least 1"),
         ({"batches": 5}, "batches is of type int; it must be a collection of batches"),

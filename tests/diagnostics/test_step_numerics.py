@@ -4,6 +4,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -50,9 +51,9 @@ def batches(bad: int = 99, count: int = 9) -> list[Tensor]:
 Parts: TypeAlias = "tuple[Callable[[Tensor], object], dict[str, Any], nn.Module]"
 
 
-def plain(model: nn.Module, lr: float = 0.01) -> Parts:
+def plain(model: nn.Module) -> Parts:
     """Return a loop in float32, its parts and its model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
@@ -66,31 +67,20 @@ def nobody(model: nn.Module) -> Parts:
     return plain(model)[0], {}, model
 
 
-def scaled(model: nn.Module, scale: float = 2.0**8) -> Parts:
+def scaled(model: nn.Module, scale: float = 2.0**8, *, drop_in: bool = False) -> Parts:
+    """Return a loop with torch's classes, or ours, whose scaler runs the pass."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    amp: Any = hs if drop_in else torch.amp
+    scaler = amp.GradScaler("cpu", init_scale=scale)
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", FP16):
+        with amp.autocast("cpu", FP16):
             loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step, {"model": model, "optimizer": optimizer, "scaler": scaler}, model
-
-
-def drop_in(model: nn.Module) -> Parts:
-    """Return a loop with our autocast and our scaler, which runs the backward pass."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = hs.GradScaler("cpu", init_scale=2.0**8)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        with hs.autocast("cpu", FP16):
-            loss = model(x).float().square().mean()
-        scaler.backward(loss, optimizer)
+        if drop_in:
+            scaler.backward(loss, optimizer)
+        else:
+            scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -115,7 +105,7 @@ LOOPS: dict[str, Callable[[nn.Module], Parts]] = {
     "plain": plain,
     "nobody": nobody,
     "scaled": scaled,
-    "drop_in": drop_in,
+    "drop_in": partial(scaled, drop_in=True),
     "ours": ours,
 }
 

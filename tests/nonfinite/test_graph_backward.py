@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from calls import calls_of
-from planted_faults import FAULTS, HEALTHY, Run
+from planted_faults import HEALTHY, planted
 from processes import group_of_one
 from required import required
 from torch import Tensor, nn
@@ -22,16 +22,6 @@ TARGETS = torch.tensor([0, 1, 2, 0])
 
 
 SPOILT = ("mlp data nan", "t5 overflow plain", "bert zero row plain")
-
-
-def planted(fault: str) -> Run:
-    if fault in HEALTHY:
-        plant, given = HEALTHY[fault]
-    else:
-        plant, given = FAULTS[fault].plant, FAULTS[fault].run
-    run = Run(**given)
-    plant(run)
-    return run
 
 
 def name(parameter: Tensor) -> str:

@@ -94,8 +94,8 @@ class Run:
     def found(self) -> BadOp | None:
         """Return what a replay finds."""
         model = self.wrapped()
-        more = {"failed": True, "scale": self.scale} | self.more
-        return find_nonfinite(model, partial(self.step, model), **more)
+        step = partial(self.step, model)
+        return find_nonfinite(model, step, scale=self.scale, **self.more)
 
 
 @dataclass(frozen=True)
@@ -629,26 +629,10 @@ HEALTHY: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
 }
 
 
-def searched(name: str) -> BadOp | None:
-    """Return what is found where a fault is planted."""
-    fault = FAULTS[name]
-    run = Run(**fault.run)
-    fault.plant(run)
-    return run.found()
-
-
-def spoilt(name: str) -> tuple[bool, bool]:
-    """Return what a fault does to the loss and to the gradients, by torch alone."""
-    fault = FAULTS[name]
-    run = Run(**fault.run)
-    fault.plant(run)
-    return run.spoilt()
-
-
-def alarmed(name: str) -> BadOp | None:
-    """Return what is found in a healthy run: None, if all is well."""
-    plant, given = HEALTHY[name]
-    run = Run(**given)
-    plant(run)
-    run.more["failed"] = False
-    return run.found()
+def planted(name: str, *, failed: bool = False, **given: Any) -> Run:
+    """Return the run of a fault, or of a healthy oddity; `failed`: so it is told."""
+    plant, run = HEALTHY.get(name) or (FAULTS[name].plant, FAULTS[name].run)
+    result = Run(**run, **given)
+    plant(result)
+    result.more["failed"] = failed
+    return result

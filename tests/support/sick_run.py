@@ -91,7 +91,7 @@ def data(**more: int) -> dict[str, dict[str, int]]:
     return {"train": counts | more, "dev": counts}
 
 
-def environment(**more: Any) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Return what is known of a sound machine and of weights that came in fp32."""
     machine = {
         "chip": "a processor",
@@ -100,7 +100,7 @@ def environment(**more: Any) -> dict[str, Any]:
         "fp16_accumulation": False,
     }
     weights = {"layer.0.weight": "fp32", "head.weight": "fp32"}
-    return {"machine": machine | more, "weights": weights}
+    return {"machine": machine, "weights": weights}
 
 
 def write(

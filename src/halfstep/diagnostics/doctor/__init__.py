@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor import (
@@ -11,10 +10,12 @@ from halfstep.diagnostics.doctor import (
     rules_scale,
     rules_speed,
 )
-from halfstep.diagnostics.doctor.rule import Rule, evaluate
+from halfstep.diagnostics.doctor.rule import NEEDS, Examination, Rule
 from halfstep.diagnostics.doctor.run_record import RunFacts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from halfstep.reporting.finding import Finding
 
 __all__ = ["RULES", "RunFacts", "examination", "examine"]
@@ -28,7 +29,29 @@ RULES: tuple[Rule[RunFacts], ...] = (
 """All rules, in the order of the docs."""
 
 
-examination = partial(evaluate, RULES)
+def examination(facts: RunFacts, hints: Mapping[str, str] | None = None) -> Examination:
+    """Evaluate the rules that apply to a run.
+
+    Args:
+        facts: The facts of the run.
+        hints: Missing fact -> the reason to report. Rules that need another missing
+            fact are left out. None: all reasons in `NEEDS`, for the folder of a run.
+    """
+    if hints is None:
+        whys = {name: why for name, (_, why) in NEEDS.items()}
+        hints = {n: y if isinstance(y, str) else y(facts) for n, y in whys.items()}
+    findings: list[Finding] = []
+    reasons: dict[str, list[str]] = {}
+    num_evaluated = 0
+    for rule in (each for each in RULES if each.concerns(facts)):
+        missing = next((name for name in rule.needs if not NEEDS[name][0](facts)), None)
+        if missing is None:
+            num_evaluated += 1
+            findings += rule.evaluate(facts)
+        elif missing in hints:
+            reasons.setdefault(hints[missing], []).append(rule.name)
+    findings.sort(key=lambda each: each.rank)
+    return Examination(tuple(findings), reasons, num_evaluated)
 
 
 def examine(facts: RunFacts) -> list[Finding]:

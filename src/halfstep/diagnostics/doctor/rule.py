@@ -272,36 +272,6 @@ class Examination:
     num_evaluated: int
 
 
-def evaluate(
-    rules: Iterable[Rule[RunFacts]],
-    facts: RunFacts,
-    hints: Mapping[str, str] | None = None,
-) -> Examination:
-    """Evaluate the rules that apply to a run.
-
-    Args:
-        rules: The rules to evaluate.
-        facts: The facts of the run.
-        hints: Missing fact -> the reason to report. Rules that need another missing
-            fact are left out. None: all reasons in `NEEDS`, for the folder of a run.
-    """
-    if hints is None:
-        whys = {name: why for name, (_, why) in NEEDS.items()}
-        hints = {n: y if isinstance(y, str) else y(facts) for n, y in whys.items()}
-    findings: list[Finding] = []
-    reasons: dict[str, list[str]] = {}
-    num_evaluated = 0
-    for rule in (each for each in rules if each.concerns(facts)):
-        missing = next((name for name in rule.needs if not NEEDS[name][0](facts)), None)
-        if missing is None:
-            num_evaluated += 1
-            findings += rule.evaluate(facts)
-        elif missing in hints:
-            reasons.setdefault(hints[missing], []).append(rule.name)
-    findings.sort(key=lambda each: each.rank)
-    return Examination(tuple(findings), reasons, num_evaluated)
-
-
 def percent(share: float) -> str:
     """Format a share as a percentage, with one more digit near 0 and near 1."""
     is_round = not share or 0.1 <= share < 0.99 or share == 1  # noqa: PLR2004

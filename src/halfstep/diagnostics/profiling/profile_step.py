@@ -218,19 +218,17 @@ class _Runner:
 
     def once(self) -> None:
         """Run one step."""
-        began = time.perf_counter()
-        batch = () if self._source is None else (next(self._source),)
-        self.fetched += time.perf_counter() - began
+        batch: tuple[Any, ...] = ()
+        if self._source is not None:
+            began = time.perf_counter()
+            with record_function(INPUT):
+                batch = (next(self._source),)
+            self.fetched += time.perf_counter() - began
         self._step(*batch)
 
     def profiled_step(self) -> None:
-        """Run one step with profiler marks, up to the end of the device's work."""
-        if self._source is None:
-            self._step()
-        else:
-            with record_function(INPUT):
-                batch = next(self._source)
-            self._step(batch)
+        """Run one step up to the end of the device's work."""
+        self.once()
         with record_function(DRAIN):
             self.drain()
 

@@ -17,9 +17,10 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from halfstep.diagnostics.replay import op_names, tensor_facts
+from halfstep.diagnostics.replay import tensor_facts
 from halfstep.distributed.ddp import is_bypassed, unwrap
 from halfstep.errors import UserError
+from halfstep.nonfinite.graph import op_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -226,7 +227,7 @@ class ModuleStack:
         if leaf is not None:
             return self._owners.get(id(leaf), Place(ROOT, "")), ""
         place = Place(LOSS if number > self._highest else ROOT, "")
-        return place, op_names.node_name(node.name())
+        return place, op_name(node.name())
 
 
 def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:

@@ -67,13 +67,6 @@ def user_name(name: str, rank: int, args: Sequence[object], *, weighted: bool) -
     return _USER_NAMES.get(name.lstrip("_")) or _USER_NAMES.get(short) or short
 
 
-def node_name(name: str) -> str:
-    """Return the user's name of the operation of a node such as "SqrtBackward0"."""
-    return re.sub(
-        r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", name)
-    ).lower()
-
-
 def op_rule(name: str) -> str:
     """Return a rule that keeps an operation in fp32; "" if no rule can match it."""
     rule = Rule("op", name, "fp32")
