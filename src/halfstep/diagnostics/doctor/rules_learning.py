@@ -193,8 +193,6 @@ def overfitting(facts: RunFacts) -> Iterator[Observation]:
 def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
     """Dev texts of a class (entities of a type) that the model never predicts."""
     evaluations = [one for one in facts.evaluations if one.classes]
-    if not evaluations:
-        return
     last = evaluations[-1]
     second_half = evaluations[len(evaluations) // 2 :]
     ever = {c.label for one in second_half for c in one.classes if c.predicted}

@@ -40,15 +40,13 @@ def _in_fp16(facts: RunFacts) -> bool:
     return facts.dtype in {None, "fp16"}
 
 
-def safe_scale(facts: RunFacts) -> float | None:
+def safe_scale(facts: RunFacts) -> float:
     """Return the largest loss scale at which no sampled gradient is near overflow.
 
     It is 2**(15 - largest exponent of the unscaled gradients - 1), at most 2**24, the
-    default maximum of a dynamic scale. None without a non-zero gradient.
+    default maximum of a dynamic scale. There must be gradients.
     """
     samples = [s for history in facts.gradients.values() for s in history]
-    if not samples:
-        return None
     largest = max(s.summary.amax / s.scale for s in samples)
     highest = math.frexp(largest)[1] - 1
     return float(2.0 ** min(max_exponent(formats.FP16) - highest - _MARGIN, _HIGHEST))
@@ -64,14 +62,12 @@ def _scale_advice(facts: RunFacts) -> str:
     It names one loss scale, since a run has one for all tensors. Estimate: if small
     values are evenly distributed, each doubling of the scale halves the flushed share.
     """
-    safe = safe_scale(facts) or facts.scale
+    safe = safe_scale(facts)
     word, low = _scale_word(safe), underflow_exponent(formats.FP16)
     per_tensor = facts.gradients.values()
-    worst_flushed = max(
-        (flushed_share(samples, formats.FP16) for samples in per_tensor), default=0.0
-    )
+    worst_flushed = max(flushed_share(s, formats.FP16) for s in per_tensor)
     raised = max(0, math.ceil(math.log2(worst_flushed / _FINE))) if worst_flushed else 0
-    lost = max((share_below(merged(s, safe), low) for s in per_tensor), default=0.0)
+    lost = max(share_below(merged(s, safe), low) for s in per_tensor)
     if raised and facts.scale * 2.0**raised > safe:
         needed = _scale_word(facts.scale * 2.0**raised)
         return (

@@ -280,8 +280,6 @@ def _constant(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
         return None
     values = event.nonfinite.kind + _places(event)
     in_loss = event.place.is_loss and not event.is_selected
-    if event.source_kind and not in_loss:
-        return None
     filled = f"the {values} that it fills in reaches the loss"
     if event.is_selected:
         evidence, advice = filled, "Mask no class that a target names."
