@@ -247,6 +247,9 @@ def test_nothing_that_torch_did() -> None:
     bad = required(hs.find_nonfinite(model, lambda: Odd.apply(model(X))))
     assert bad.nonfinite_kind == "NaN"
     assert bad.reproduced
+    outside = torch.from_numpy(X.numpy()[0, :1] * math.nan)
+    bad = required(hs.find_nonfinite(model, lambda: outside))
+    assert "none of the 0 traced operations of torch made it" in bad.evidence
 
 
 def test_nan_of_small_numbers_is_no_matter_of_range() -> None:
@@ -363,7 +366,6 @@ RETURNED = "return the loss, one floating-point number, such as loss_fn"
     ("step", "says"),
     [
         (None, f"step is of type NoneType; {CALLED}"),
-        (MODEL(ONES).sum(), f"step is of type Tensor; {CALLED}"),
         ([], r"step=\[\] is empty; it must be a function, or a list of"),
         ([shape, "loss"], f"step is of type str; {CALLED}"),
         (with_backward, "step ran the backward pass itself, which find_nonfinite does"),
@@ -373,10 +375,6 @@ RETURNED = "return the loss, one floating-point number, such as loss_fn"
             rf"'shape' .* a tensor of shape \(3, 2\) and torch.float32: {RETURNED}",
         ),
         (lambda: ONES.sum().long(), rf"shape \(\) and torch.int64: {RETURNED}"),
-        (
-            [lambda: MODEL(ONES).sum(), nothing],
-            f"'nothing' returned a NoneType: {RETURNED}",
-        ),
     ],
 )
 def test_a_bad_step_is_refused(step: Any, says: str) -> None:
@@ -392,25 +390,11 @@ def test_a_bad_step_is_refused(step: Any, says: str) -> None:
     assert len(str(caught.value).split()) <= 35
 
 
-@pytest.mark.parametrize("kind", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d()])
-def test_a_model_without_shapes_is_refused(kind: Any) -> None:
-    """Law: a lazy module that has not run is named, with what to do."""
-    model = nn.Sequential(MODEL, kind(2))
-    with pytest.raises(
-        hs.UserError, match=r"'1.weight' of the model .* call the model once"
-    ):
-        hs.find_nonfinite(model, lambda: model(ONES).sum())
-    model(ONES)
-    assert hs.find_nonfinite(model, lambda: model(ONES).sum()) is None
-
-
 @pytest.mark.parametrize(
     ("name", "value", "right"),
     [
-        ("summed_in", torch.int32, "a floating dtype"),
         ("summed_in", "fp32", "a floating dtype"),
         ("scale", 0.0, "a finite number above 0"),
-        ("scale", float("nan"), "a finite number above 0"),
         ("scale", "big", "a finite number above 0"),
     ],
 )

@@ -107,7 +107,6 @@ NOT_JSON, OBJECT = "it is not valid JSON.", "it must be an object."
 INTEGER = "it must be a whole number of at least 0."
 DAMAGED: list[tuple[str, str, str]] = [
     ("profile.json", "{", NOT_JSON),
-    ("profile.json", "\xff\xfe", NOT_JSON),
     ("profile.json", "[1]", f"'profile' is [1]; {OBJECT}"),
     (
         *("profile.json", '{"wall_s": -1}'),
