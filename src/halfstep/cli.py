@@ -19,12 +19,16 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.bench.commands import add_workloads, flag, run_workload
 from halfstep.errors import UserError
+from halfstep.launch import DTYPES
 from halfstep.reporting.argument_parser import Parser, print_error
+from halfstep.train import flags as train_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from halfstep.bench.commands import Flags
     from halfstep.reporting.table import Table
 
 _STANDARD_OUTPUT = Path("-")
@@ -97,22 +101,14 @@ def run(words: Sequence[str] | None = None) -> int:
         advice = advice if command == "train" else ""
         return print_error(f"interrupted{advice}", 130)
     except Exception as error:
-        status = _outcome(error)
-        if status is None:
+        from halfstep.distributed.process_group import PeerLost
+        from halfstep.scaling import LossScaleCollapse
+        from halfstep.train.signals import Diverged, Stopped
+
+        if not isinstance(error, Stopped | LossScaleCollapse | Diverged | PeerLost):
             raise
-        return print_error(error, status)
+        return print_error(error, getattr(error, "status", 1))
     return 0
-
-
-def _outcome(error: Exception) -> int | None:
-    """Return the exit status of an expected error; None for a bug."""
-    from halfstep.distributed.process_group import PeerLost
-    from halfstep.scaling import LossScaleCollapse
-    from halfstep.train.signals import Diverged, Stopped
-
-    if isinstance(error, Stopped):
-        return error.status
-    return 1 if isinstance(error, LossScaleCollapse | Diverged | PeerLost) else None
 
 
 def _show_warning(
@@ -129,6 +125,22 @@ def _show_warning(
     print(f"halfstep: warning: {words}", file=file or sys.stderr)
 
 
+_COMMANDS: dict[str, tuple[Callable[..., None], Flags, dict[str, str]]] = {}
+"""Name -> function, its flags, and texts of its help; in the order of the help."""
+
+
+def _command(
+    flags: Flags, **texts: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that registers a function as the command of its name."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        _COMMANDS[function.__name__.removeprefix("_")] = function, flags, texts
+        return function
+
+    return register
+
+
 def _parser() -> argparse.ArgumentParser:
     from halfstep import __version__
 
@@ -141,35 +153,40 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         metavar="COMMAND", required=True, parser_class=Parser
     )
-    _add_train(commands)
-    _add_predict(commands)
-    _add_doctor(commands)
-    _add_bench(commands)
-    _add_run(commands)
-    _add_plan(commands)
-    _add_compare(commands)
-    _add_env(commands)
-    _add_levels(commands)
+    for name, (function, flags, texts) in _COMMANDS.items():
+        command = commands.add_parser(name, **texts)
+        command.set_defaults(command=function)
+        for each, arguments in flags.items():
+            command.add_argument(each, **arguments)
+        if function is _train:
+            train_flags.add_flags(command)
+        elif function is _bench:
+            add_workloads(command)
     return parser
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the result as JSON; - prints JSON instead of text",
-    )
+def _file(text: str) -> dict[str, Any]:
+    return flag(text, None, Path, "FILE")
+
+
+def _switch(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+_JSON = {"--json": _file("write the result as JSON; - prints JSON instead of text")}
 
 
 def _show(
     tables: Sequence[Table],
     json_file: Path | None,
     data: Callable[[], object] | None = None,
+    *last: str,
 ) -> None:
-    """Print tables, and write them, or other data, as JSON on request."""
+    """Print tables and last lines; write tables, or other data, as JSON on request."""
     _print_and_write(
-        lambda width: "\n\n".join(table.text(width).rstrip() for table in tables),
+        lambda width: "\n\n".join(
+            [*(table.text(width).rstrip() for table in tables), *last]
+        ),
         data or (lambda: [table.data() for table in tables]),
         json_file,
     )
@@ -206,40 +223,16 @@ def _write(text: str, path: Path, flag: str) -> None:
         raise UserError(message) from error
 
 
-def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its type private
-    from halfstep.train import flags
-
-    parser = commands.add_parser(
-        "train",
-        help="train a text model in mixed precision",
-        usage="%(prog)s [--data PATH] [--out DIR] [flags]",
-        description=flags.DESCRIPTION,
-        epilog=flags.EPILOG,
-    )
-    flags.add_flags(parser)
-    modes = parser.add_argument_group("mode, at most one of")
-    mode = modes.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--check",
-        action="store_true",
-        help="train a few steps, print the time and memory that the run will take and "
-        "whether level and dtype suit it, and write nothing to --out",
-    )
-    mode.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out from its newest checkpoint",
-    )
-    mode.add_argument(
-        "--overwrite", action="store_true", help="replace the run in --out"
-    )
-    parser.set_defaults(command=_train)
-
-
+@_command(
+    {},
+    help="train a text model in mixed precision",
+    usage="%(prog)s [--data PATH] [--out DIR] [flags]",
+    description=train_flags.DESCRIPTION,
+    epilog=train_flags.EPILOG,
+)
 def _train(arguments: argparse.Namespace) -> None:
     from halfstep.reporting.table import terminal_width, wrap
     from halfstep.train import dependencies
-    from halfstep.train.flags import explicit_settings
 
     # The next import needs some.
     dependencies.check("halfstep train", dependencies.TO_TRAIN)
@@ -248,7 +241,7 @@ def _train(arguments: argparse.Namespace) -> None:
     # Only rank 0 prints.
     leads = os.environ.get("RANK", "0") == "0"
     result = train(
-        explicit_settings(arguments),
+        train_flags.explicit_settings(arguments),
         resume=arguments.resume,
         overwrite=arguments.overwrite,
         check=arguments.check,
@@ -264,33 +257,26 @@ def _train(arguments: argparse.Namespace) -> None:
             print(f"\nreport: {result.folder.path / 'report.html'}")
 
 
-def _add_predict(commands: Any) -> None:  # noqa: ANN401
-    parser = commands.add_parser(
-        "predict",
-        help="label texts, or find entities in them, with a trained model",
-        description="Run the model of a finished run on texts: print a label and the "
-        "probability of each class, or the entities.",
-    )
-    parser.add_argument(
-        "run", type=Path, metavar="RUN_DIR", help="folder of a finished run"
-    )
-    parser.add_argument(
-        "texts",
-        nargs="+",
-        metavar="TEXT",
-        help="one or more texts; - reads standard input, one text per line; blank "
-        "texts are left out",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write one JSON object per text to a file, and show progress instead of "
-        "a table; - writes to standard output",
-    )
-    parser.set_defaults(command=_predict)
-
-
+@_command(
+    {
+        "run": flag("folder of a finished run", None, Path, "RUN_DIR"),
+        "texts": flag(
+            "one or more texts; - reads standard input, one text per line; blank "
+            "texts are left out",
+            None,
+            str,
+            "TEXT",
+        )
+        | {"nargs": "+"},
+        "--json": _file(
+            "write one JSON object per text to a file, and show progress instead of "
+            "a table; - writes to standard output"
+        ),
+    },
+    help="label texts, or find entities in them, with a trained model",
+    description="Run the model of a finished run on texts: print a label and the "
+    "probability of each class, or the entities.",
+)
 def _predict(arguments: argparse.Namespace) -> None:
     from halfstep.train import dependencies
 
@@ -314,26 +300,18 @@ def _predict(arguments: argparse.Namespace) -> None:
         _show(predict.tables(results, predictor.outputs, numbers, notes), None)
 
 
-def _add_doctor(commands: Any) -> None:  # noqa: ANN401
-    parser = commands.add_parser(
-        "doctor",
-        help="find numerical and speed problems of a run, and their fixes",
-        description="Check a run from its files: metrics, statistics of a probe, "
-        "profile, machine. Print the problems, the worst first, with their fixes, and "
-        "the checks for which data is missing. Problems do not change the exit status: "
-        "programs read --json.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of a run")
-    _add_json(parser)
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page with histograms and profile",
-    )
-    parser.set_defaults(command=_doctor)
-
-
+@_command(
+    {
+        "run": flag("folder of a run", None, Path, "RUN_DIR"),
+        **_JSON,
+        "--html": _file("write a page with histograms and profile"),
+    },
+    help="find numerical and speed problems of a run, and their fixes",
+    description="Check a run from its files: metrics, statistics of a probe, "
+    "profile, machine. Print the problems, the worst first, with their fixes, and "
+    "the checks for which data is missing. Problems do not change the exit status: "
+    "programs read --json.",
+)
 def _doctor(arguments: argparse.Namespace) -> None:
     from halfstep.diagnostics.doctor import examination, html_report, run_reader, text
 
@@ -348,63 +326,45 @@ def _doctor(arguments: argparse.Namespace) -> None:
         _write(html_report.page(facts, result), arguments.html, "--html")
 
 
-def _add_bench(commands: Any) -> None:  # noqa: ANN401
-    from halfstep.bench.commands import add_workloads
-
-    parser = commands.add_parser(
-        "bench",
-        help="compare levels and other libraries in time, memory and accuracy",
-        description="Measure halfstep against torch.amp and other libraries, in turn "
-        "in one run.",
-    )
-    add_workloads(parser)
-    parser.set_defaults(command=_bench)
-
-
+@_command(
+    {},
+    help="compare levels and other libraries in time, memory and accuracy",
+    description="Measure halfstep against torch.amp and other libraries, in turn "
+    "in one run.",
+)
 def _bench(arguments: argparse.Namespace) -> None:
-    from halfstep.bench.commands import run_workload
-
     run_workload(arguments, lambda tables, data: _show(tables, arguments.json, data))
 
 
-def _add_run(commands: Any) -> None:  # noqa: ANN401
-    from halfstep.launch import DTYPES
-
-    parser = commands.add_parser(
-        "run",
-        help="run an unmodified training script in mixed precision",
-        usage="%(prog)s [--level LEVEL] [--dtype DTYPE] [-m] SCRIPT [ARGUMENT ...]",
-        description="Run an unmodified PyTorch script in mixed precision: its modules "
-        "compute in 16 bits, fp16 losses are scaled, and optimizer steps with inf or "
-        "NaN in a gradient are skipped. The environment variable HALFSTEP=bf16 does "
-        "the same for any program.",
-    )
-    parser.add_argument(
-        "--level",
-        default="O1",
-        help="O1; O0 (the script as it is); or auto: O1 if 16 bits were measured to be "
-        "faster on this machine, otherwise O0 (default O1)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help=f"{', '.join(DTYPES)} (default auto: bf16; fp16 on a GPU without bf16)",
-    )
-    parser.add_argument(
-        "-m",
-        action="store_true",
-        dest="module",
-        help="SCRIPT is the name of a module, as in python -m",
-    )
-    parser.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT",
-        help="the script, and its own arguments",
-    )
-    parser.set_defaults(command=_run)
-
-
+@_command(
+    {
+        "--level": flag(
+            "O1; O0 (the script as it is); or auto: O1 if 16 bits were measured to be "
+            "faster on this machine, otherwise O0",
+            "O1",
+            str,
+            "LEVEL",
+        ),
+        "--dtype": {
+            "default": "auto",
+            "help": f"{', '.join(DTYPES)} (default auto: bf16; fp16 on a GPU without "
+            "bf16)",
+        },
+        "-m": _switch("SCRIPT is the name of a module, as in python -m")
+        | {"dest": "module"},
+        "words": {
+            "nargs": argparse.REMAINDER,
+            "metavar": "SCRIPT",
+            "help": "the script, and its own arguments",
+        },
+    },
+    help="run an unmodified training script in mixed precision",
+    usage="%(prog)s [--level LEVEL] [--dtype DTYPE] [-m] SCRIPT [ARGUMENT ...]",
+    description="Run an unmodified PyTorch script in mixed precision: its modules "
+    "compute in 16 bits, fp16 losses are scaled, and optimizer steps with inf or "
+    "NaN in a gradient are skipped. The environment variable HALFSTEP=bf16 does "
+    "the same for any program.",
+)
 def _run(arguments: argparse.Namespace) -> None:
     from halfstep.launch.command import exec_script
 
@@ -425,96 +385,6 @@ _KINDS = {
 }
 
 
-def _add_plan(commands: Any) -> None:  # noqa: ANN401
-    from halfstep.bench.commands import positive_int
-
-    parser = commands.add_parser(
-        "plan",
-        help="plan which operations of a model run in 16 bits, and print why",
-        usage="%(prog)s [flags] MODEL",
-        description="Plan the precision of a model for this machine: measure the time "
-        "of its operations and casts, and print the fastest assignment of dtypes that "
-        "the policy allows.",
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="module:function that returns a model and a tuple of inputs; a .pt2 file "
-        "of torch.export.save; or the folder of a transformers model or of a run "
-        "(weights are not read)",
-    )
-    parser.add_argument("--dtype", default="bf16", help="bf16 or fp16 (default bf16)")
-    parser.add_argument(
-        "--policy",
-        default="lean",
-        help="lean or torch, and rules after it, such as 'lean + op:softmax=fp32' "
-        "(default lean)",
-    )
-    parser.add_argument(
-        "--level",
-        default="O1",
-        help="O1, fp32 weights; or O2, weights stored in 16 bits (default O1)",
-    )
-    parser.add_argument(
-        "--method",
-        default="min-cut",
-        help="min-cut, the least predicted time; or painting, TensorFlow's rule "
-        "(default min-cut)",
-    )
-    for kind, which in _KINDS.items():
-        parser.add_argument(
-            f"--{kind}", metavar="OP,OP", default="", help=f"operations {which}"
-        )
-    parser.add_argument(
-        "--batch",
-        type=positive_int,
-        default=8,
-        metavar="N",
-        help="texts of a batch, for a folder (default 8)",
-    )
-    parser.add_argument(
-        "--length",
-        type=positive_int,
-        default=128,
-        metavar="N",
-        help="tokens of a text, for a folder (default 128)",
-    )
-    parser.add_argument(
-        "--trust-file",
-        action="store_true",
-        help="load a .pt2 file, which can run code that it holds",
-    )
-    parser.add_argument(
-        "--explain",
-        metavar="NODE",
-        help="print inputs, casts, users and times of one operation",
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="also run the planned model, torch.autocast and fp32, and print times",
-    )
-    parser.add_argument(
-        "--refresh",
-        action="store_true",
-        help="measure all operations again instead of using cached times",
-    )
-    parser.add_argument(
-        "--load",
-        type=Path,
-        metavar="FILE",
-        help="print the plan in a file instead of planning",
-    )
-    parser.add_argument(
-        "--save", type=Path, metavar="FILE", help="write the plan as TOML, to edit"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with the graph"
-    )
-    _add_json(parser)
-    parser.set_defaults(command=_plan)
-
-
 def _given_kinds(arguments: argparse.Namespace) -> dict[str, str]:
     """Return operation -> kind from the flags."""
     kinds: dict[str, str] = {}
@@ -526,6 +396,58 @@ def _given_kinds(arguments: argparse.Namespace) -> dict[str, str]:
     return kinds
 
 
+@_command(
+    {
+        "model": {
+            "metavar": "MODEL",
+            "help": "module:function that returns a model and a tuple of inputs; a "
+            ".pt2 file of torch.export.save; or the folder of a transformers model or "
+            "of a run (weights are not read)",
+        },
+        "--dtype": flag("bf16 or fp16", "bf16", str, "DTYPE"),
+        "--policy": flag(
+            "lean or torch, and rules after it, such as 'lean + op:softmax=fp32'",
+            "lean",
+            str,
+            "POLICY",
+        ),
+        "--level": flag(
+            "O1, fp32 weights; or O2, weights stored in 16 bits", "O1", str, "LEVEL"
+        ),
+        "--method": flag(
+            "min-cut, the least predicted time; or painting, TensorFlow's rule",
+            "min-cut",
+            str,
+            "METHOD",
+        ),
+        **{
+            f"--{kind}": flag(f"operations {which}", None, str, "OP,OP")
+            | {"default": ""}
+            for kind, which in _KINDS.items()
+        },
+        "--batch": flag("texts of a batch, for a folder", 8),
+        "--length": flag("tokens of a text, for a folder", 128),
+        "--trust-file": _switch("load a .pt2 file, which can run code that it holds"),
+        "--explain": flag(
+            "print inputs, casts, users and times of one operation", None, str, "NODE"
+        ),
+        "--measure": _switch(
+            "also run the planned model, torch.autocast and fp32, and print times"
+        ),
+        "--refresh": _switch(
+            "measure all operations again instead of using cached times"
+        ),
+        "--load": _file("print the plan in a file instead of planning"),
+        "--save": _file("write the plan as TOML, to edit"),
+        "--html": _file("write a page with the graph"),
+        **_JSON,
+    },
+    help="plan which operations of a model run in 16 bits, and print why",
+    usage="%(prog)s [flags] MODEL",
+    description="Plan the precision of a model for this machine: measure the time "
+    "of its operations and casts, and print the fastest assignment of dtypes that "
+    "the policy allows.",
+)
 def _plan(arguments: argparse.Namespace) -> None:
     from halfstep.bench import plan as measuring
     from halfstep.bench import plan_model, plan_report
@@ -579,58 +501,40 @@ def _plan(arguments: argparse.Namespace) -> None:
         _write(page, arguments.html, "--html")
 
 
-def _add_compare(commands: Any) -> None:  # noqa: ANN401
-    from halfstep.bench.commands import positive_int
-
-    parser = commands.add_parser(
-        "compare",
-        help="test over seeds whether levels train as well as fp32",
-        usage="%(prog)s [--train FILE] [--out DIR] [flags]",
-        description="Train in fp32 and at other levels, in pairs that start alike, and "
-        "say for each level whether it is as good as fp32, by how much it is worse, or "
-        "how many seeds it takes to know. Finished runs are stored in --out: the same "
-        "command continues there, also with more levels or seeds.",
-    )
-    parser.add_argument(
-        "--train",
-        type=Path,
-        metavar="FILE",
-        help="settings of halfstep train, as for its --config: task, data, model, "
-        "epochs; the resolved.toml of a run, too (default: the built-in sentences)",
-    )
-    parser.add_argument(
-        "--levels",
-        nargs="+",
-        default=["O1", "O2"],
-        metavar="LEVEL",
-        help="O1 to O3; after a colon each, bf16 or fp16, form of the master weights, "
-        "loss_scale=: O2:split O1:fp16 O1:fp16:loss_scale=none (default O1 O2)",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=positive_int,
-        default=5,
-        metavar="N",
-        help="pairs of runs of each level, 2 or more (default 5)",
-    )
-    parser.add_argument(
-        "--margin",
-        type=float,
-        metavar="X",
-        help="largest difference of the score that counts as none (default: 1 %% of "
-        "fp32's score)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/compare"),
-        metavar="DIR",
-        help="folder of the runs and of report.html (default runs/compare)",
-    )
-    _add_json(parser)
-    parser.set_defaults(command=_compare)
-
-
+@_command(
+    {
+        "--train": _file(
+            "settings of halfstep train, as for its --config: task, data, model, "
+            "epochs; the resolved.toml of a run, too (default: the built-in sentences)"
+        ),
+        "--levels": flag(
+            "O1 to O3; after a colon each, bf16 or fp16, form of the master weights, "
+            "loss_scale=: O2:split O1:fp16 O1:fp16:loss_scale=none (default O1 O2)",
+            None,
+            str,
+            "LEVEL",
+        )
+        | {"nargs": "+", "default": ["O1", "O2"]},
+        "--seeds": flag("pairs of runs of each level, 2 or more", 5),
+        "--margin": flag(
+            "largest difference of the score that counts as none (default: 1 %% of "
+            "fp32's score)",
+            None,
+            float,
+            "X",
+        ),
+        "--out": flag(
+            "folder of the runs and of report.html", Path("runs/compare"), Path, "DIR"
+        ),
+        **_JSON,
+    },
+    help="test over seeds whether levels train as well as fp32",
+    usage="%(prog)s [--train FILE] [--out DIR] [flags]",
+    description="Train in fp32 and at other levels, in pairs that start alike, and "
+    "say for each level whether it is as good as fp32, by how much it is worse, or "
+    "how many seeds it takes to know. Finished runs are stored in --out: the same "
+    "command continues there, also with more levels or seeds.",
+)
 def _compare(arguments: argparse.Namespace) -> None:
     from halfstep.parity.candidate import parse_all
     from halfstep.parity.compare_levels import run_comparison
@@ -652,51 +556,28 @@ def _compare(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         advice = "the same command continues after the last finished run"
         sys.exit(print_error(f"interrupted; {advice}", 130))
-    result.page(arguments.out / "report.html")
-    _print_and_write(
-        lambda width: "\n\n".join(
-            [
-                *(table.text(width).rstrip() for table in result.tables()),
-                f"report: {arguments.out / 'report.html'}",
-            ]
-        ),
-        result.data,
-        arguments.json,
-    )
+    report = arguments.out / "report.html"
+    result.page(report)
+    _show(result.tables(), arguments.json, result.data, f"report: {report}")
 
 
-def _add_env(commands: Any) -> None:  # noqa: ANN401
-    parser = commands.add_parser(
-        "env",
-        help="print the 16-bit speed of this machine and the recommended level",
-        description="Print what this machine has, the measured rates of matmuls, and "
-        "the recommended level and dtype.",
-    )
-    parser.add_argument(
-        "--refresh",
-        action="store_true",
-        help="measure again instead of using cached rates",
-    )
-    _add_json(parser)
-    parser.set_defaults(command=_env)
-
-
+@_command(
+    {"--refresh": _switch("measure again instead of using cached rates"), **_JSON},
+    help="print the 16-bit speed of this machine and the recommended level",
+    description="Print what this machine has, the measured rates of matmuls, and "
+    "the recommended level and dtype.",
+)
 def _env(arguments: argparse.Namespace) -> None:
     from halfstep.machine import hardware
 
     _show(hardware.tables(refresh=arguments.refresh), arguments.json)
 
 
-def _add_levels(commands: Any) -> None:  # noqa: ANN401
-    parser = commands.add_parser(
-        "levels",
-        help="print the levels O0 to O3 as a table",
-        description="Print what each level stores and computes in 16 bits.",
-    )
-    _add_json(parser)
-    parser.set_defaults(command=_levels)
-
-
+@_command(
+    _JSON,
+    help="print the levels O0 to O3 as a table",
+    description="Print what each level stores and computes in 16 bits.",
+)
 def _levels(arguments: argparse.Namespace) -> None:
     from halfstep.policy import levels
 

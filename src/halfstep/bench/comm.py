@@ -158,10 +158,13 @@ def _answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     with Collectives() as collectives:
         for _ in range(work.steps):
             loop.step(batches)
+    weights = loop.session.weights() if loop.session else None
+    state = loop.optimizer.state_dict()["state"]
+    replicated = [loop.model.state_dict(), weights, state]  # equal on every rank
     return {
         "bytes": collectives.bytes / work.steps,
         "calls": collectives.calls / work.steps,
-        "checksum": checksum(_replicated(loop)),
+        "checksum": checksum(replicated),
     }
 
 
@@ -182,12 +185,6 @@ def make_loop(settings: dict[str, Any], work: Namespace, rank: int) -> loops.Loo
         hook = getattr(default_hooks, f"{work.dtype}_compress_hook")
         wrapper.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
     return loops.plain(loops.Task(wrapper, optimizer, recipe.loss_of, work))
-
-
-def _replicated(loop: loops.Loop) -> list[object]:
-    """Return the nested tensors that must be equal on every rank."""
-    weights = loop.session.weights() if loop.session else None
-    return [loop.model.state_dict(), weights, loop.optimizer.state_dict()["state"]]
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -44,7 +44,14 @@ def exec_script(
         if word not in choices:
             raise UserError(f"--{flag} {word} must be {one_of(choices)}.")
     if level == "auto":
-        level = _recommended_level()
+        import torch
+
+        from halfstep.machine import hardware
+
+        advice = hardware.recommend("cuda" if torch.cuda.is_available() else "cpu")
+        level = "O0" if advice.level == "O0" else "O1"
+        if level == "O0":
+            sys.stderr.write(f"halfstep: O0, the script as it is: {advice.reason}\n")
     environment = {**os.environ, PID_VARIABLE: str(os.getpid())}
     environment.pop(VARIABLE, None)
     if level == "O1":
@@ -114,15 +121,3 @@ def _check_autoload() -> None:
             "halfstep is not installed in this environment (its entry point for torch "
             "is missing): run pip install halfstep, or pip install -e . in its folder."
         )
-
-
-def _recommended_level() -> str:
-    import torch
-
-    from halfstep.machine import hardware
-
-    advice = hardware.recommend("cuda" if torch.cuda.is_available() else "cpu")
-    if advice.level == "O0":
-        sys.stderr.write(f"halfstep: O0, the script as it is: {advice.reason}\n")
-        return "O0"
-    return "O1"

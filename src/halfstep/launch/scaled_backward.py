@@ -122,7 +122,6 @@ def unscaled_leaves(
 def wrap_register_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Tensor.register_hook`: hooks on leaves receive unscaled gradients."""
 
-    @functools.wraps(original)
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401
         if not tensor.is_leaf:
             return original(tensor, hook)

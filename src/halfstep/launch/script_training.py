@@ -83,10 +83,9 @@ def install(dtype: str) -> None:
 
 def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:  # noqa: ANN401
     original = vars(owner)[name]
-    if isinstance(original, staticmethod):
-        setattr(owner, name, staticmethod(wrap(original.__func__)))
-    else:
-        setattr(owner, name, wrap(original))
+    kind = staticmethod if isinstance(original, staticmethod) else lambda each: each
+    function = getattr(original, "__func__", original)
+    setattr(owner, name, kind(functools.update_wrapper(wrap(function), function)))
 
 
 def _subclasses(kind: type) -> list[type]:
@@ -149,7 +148,6 @@ class ScriptTraining:
         """Wrap `nn.Module.__call__`: its outermost call runs under the policy."""
         thread = self._thread
 
-        @functools.wraps(original)
         def call(module: nn.Module, *args: object, **kwargs: object) -> object:
             if (
                 thread.forward_or_backward
@@ -270,7 +268,6 @@ class ScriptTraining:
     def wrap_autocast_enter(self, original: Function) -> Function:
         """Wrap `autocast.__enter__` to detect scripts that use autocast."""
 
-        @functools.wraps(original)
         def enter(context: torch.autocast) -> object:
             thread = self._thread
             is_low = context._enabled and context.fast_dtype in _LOW_DTYPES  # noqa: SLF001
@@ -288,7 +285,6 @@ class ScriptTraining:
     def wrap_grad_scaler_init(self, original: Function) -> Function:
         """Wrap `GradScaler.__init__` to detect scripts that scale losses."""
 
-        @functools.wraps(original)
         def init(scaler: GradScaler, *args: object, **kwargs: object) -> None:
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
@@ -300,12 +296,7 @@ class ScriptTraining:
 
     def wrap_grad(self, original: Function) -> Function:
         """Wrap `torch.autograd.grad`: runs it outside the policy, without scaling."""
-
-        @functools.wraps(original)
-        def grad(*args: object, **kwargs: object) -> object:
-            return self._run_backward(original, *args, **kwargs)
-
-        return grad
+        return lambda *args, **kwargs: self._run_backward(original, *args, **kwargs)
 
     def _run_backward(
         self, original: Function, *args: object, **kwargs: object
@@ -323,7 +314,6 @@ class ScriptTraining:
     def wrap_backward(self, original: Function) -> Function:
         """Wrap `torch.autograd.backward`: scale losses, unscale before `.grad`."""
 
-        @functools.wraps(original)
         def backward(
             tensors: object,
             grad_tensors: object = None,
@@ -374,12 +364,7 @@ class ScriptTraining:
 
     def wrap_profile_hook_step(self, original: Function) -> Function:
         """Wrap torch's wrapper of an optimizer class's `step`."""
-
-        @functools.wraps(original)
-        def profile_hook_step(step: Function) -> Function:
-            return self._wrap_step(original(step))
-
-        return profile_hook_step
+        return lambda step: self._wrap_step(original(step))
 
     def _wrap_step(self, original: Function) -> Function:
         """Wrap a step: skip it if a gradient is non-finite."""
@@ -482,7 +467,6 @@ class ScriptTraining:
     def wrap_scheduler_init(self, original: Function) -> Function:
         """Wrap `LRScheduler.__init__`, to wrap classes that a script defines."""
 
-        @functools.wraps(original)
         def init(scheduler: LRScheduler, *args: object, **kwargs: object) -> None:
             for kind in type(scheduler).__mro__:
                 self.wrap_schedulers_of(kind)

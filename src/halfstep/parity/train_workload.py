@@ -94,9 +94,7 @@ class TrainRuns:
 
         def loss_fn(model: Any, batch: MicroBatch) -> Tensor:  # noqa: ANN401
             part, weight = batch
-            moved = {name: tensor.to(world.device) for name, tensor in part.items()}
-            targets = moved.pop("labels")
-            return job.steps.objective.loss_sum(model(**moved).logits, targets) * weight
+            return job.loss_sum(model, part) * weight
 
         arguments = {
             "policy": config.policy,

@@ -435,6 +435,9 @@ def gradients_at_steps(
     results: dict[str, tuple[Gradients, ...]] = {}
     """Name of a candidate -> gradients of each step."""
 
+    def owner(name: str) -> str:  # of the root module: the parameter's own name
+        return name.rpartition(".")[0] or name
+
     def on_step(step: int, session: Session, micro_batches: list[Any]) -> None:
         if step not in steps:
             return
@@ -451,7 +454,7 @@ def gradients_at_steps(
 
         expected = gradients(REFERENCE)
         for each in candidates:
-            pair = compare_gradients(expected, gradients(each), _owner)
+            pair = compare_gradients(expected, gradients(each), owner)
             row = Gradients(step, *pair)
             results[each.name] = (*results.get(each.name, ()), row)
 
@@ -480,8 +483,3 @@ def _gradients(
             break
         session.step()  # skips, and halves the scale
     return gradients
-
-
-def _owner(name: str) -> str:
-    """Return the module of a parameter; for one of the root module, its own name."""
-    return name.rpartition(".")[0] or name

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST = 1 << 63
@@ -19,14 +19,14 @@ def _refuse(key: str, value: object, expected: str) -> NoReturn:
     raise UserError(f"{key!r} is {reprlib.repr(value)}; it must be {expected}.")
 
 
-def plain(value: Any) -> Any:  # noqa: ANN401 -- JSON
+def plain(value: Any, spell: Callable[[float], object] = str) -> Any:  # noqa: ANN401 -- JSON
     """Return a nested value with non-finite numbers as text, which `real` reads."""
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return spell(value)
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: plain(item, spell) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, spell) for item in value]
     return value
 
 

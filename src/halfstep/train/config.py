@@ -306,8 +306,13 @@ def resume_config(
     return TrainConfig(**{**saved, **changed})
 
 
-MODES = ("check", "resume", "overwrite")
-"""Flags of `halfstep train` that select what to do and are not settings."""
+MODES = {
+    "check": "train a few steps, print the time and memory that the run will take and "
+    "whether level and dtype suit it, and write nothing to --out",
+    "resume": "continue the run in --out from its newest checkpoint",
+    "overwrite": "replace the run in --out",
+}
+"""Flag of `halfstep train` that selects what to do and is no setting -> its help."""
 _HEADER = """\
 # The settings of a run of `halfstep train`, every default resolved. What is not here
 # was not set: all rows, all parameters, a fine-tuned model's own dropout.

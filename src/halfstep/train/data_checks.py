@@ -30,8 +30,17 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
 
     `faults` are lines about damaged checkpoints; they come first.
     """
-    corpus = trainer.job.corpus
-    findings = [*faults, *corpus_findings(corpus)]
+    corpus, findings = trainer.job.corpus, [*faults]
+    if left_out := corpus.left_out:
+        listed = " ".join(left_out[:_MAX_LISTED])
+        rest = len(left_out) - _MAX_LISTED
+        more = f" And {rest} more." if rest > 0 else ""
+        sentences = format_count(len(left_out), "sentence is", "sentences are")
+        findings.append(f"{sentences} left out for invalid tags: {listed}{more}")
+    if corpus.repeats:
+        equal = format_count(corpus.repeats, "text equals", "texts equal")
+        findings.append(f"{equal} an earlier one: equal texts are in the same split.")
+    findings += [*_absent_label_findings(corpus), *_small_dev_findings(corpus)]
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
         findings.append(
             "The test texts hold no entity: whatever the model finds there, its F1 is "
@@ -54,21 +63,6 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
             "is inside a token, or beyond --max-length."
         )
     return tuple(findings)
-
-
-def corpus_findings(corpus: Corpus) -> list[str]:
-    """Return findings about omitted sentences, repeats, labels, a small dev split."""
-    findings = []
-    if faults := corpus.left_out:
-        listed = " ".join(faults[:_MAX_LISTED])
-        rest = len(faults) - _MAX_LISTED
-        more = f" And {rest} more." if rest > 0 else ""
-        sentences = format_count(len(faults), "sentence is", "sentences are")
-        findings.append(f"{sentences} left out for invalid tags: {listed}{more}")
-    if corpus.repeats:
-        equal = format_count(corpus.repeats, "text equals", "texts equal")
-        findings.append(f"{equal} an earlier one: equal texts are in the same split.")
-    return [*findings, *_absent_label_findings(corpus), *_small_dev_findings(corpus)]
 
 
 def _absent_label_findings(corpus: Corpus) -> list[str]:

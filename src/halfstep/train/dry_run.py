@@ -153,12 +153,9 @@ def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> Chec
     config = job.plan.config
     step_batch = job.steps[1]
     share = world.size * session.accumulate / step_batch.weight
-    batch = {name: one.to(world.device) for name, one in step_batch.parts[0].items()}
 
-    def loss_fn(model: nn.Module, part: dict[str, Any]) -> Tensor:
-        inputs = dict(part)
-        targets = inputs.pop("labels")
-        return job.steps.objective.loss_sum(model(**inputs).logits, targets) * share
+    def loss_fn(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        return job.loss_sum(model, part) * share
 
     # A fresh copy of the run's model with its current weights.
     model: nn.Module = portable_model(ready.network, weights).to(world.device).train()
@@ -169,7 +166,7 @@ def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> Chec
     return check(
         model,
         loss_fn,
-        batch,
+        step_batch.parts[0],
         level=session.choice,
         policy=config.policy,
         optimizer=param_groups.make_optimizer(model, config, job.plan.lr),

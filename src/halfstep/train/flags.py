@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfstep.train.config import SETTINGS, flag_of, read_file, type_of
+from halfstep.train.config import MODES, SETTINGS, flag_of, read_file, type_of
 
 DESCRIPTION = (
     "Train a model that classifies texts, or finds entities in them. Without flags, a "
@@ -159,7 +159,7 @@ continue with --resume
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per setting, in groups, and --config.
+    """Add one flag per setting, in groups, --config, and the modes.
 
     A flag that is not typed sets no attribute, so that resuming can tell it apart from
     one typed with its default.
@@ -180,6 +180,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="take settings from a TOML file, see below (default: none)",
         metavar="FILE",
     )
+    modes = parser.add_argument_group("mode, at most one of")
+    mode = modes.add_mutually_exclusive_group()
+    for name, text in MODES.items():
+        mode.add_argument(f"--{name}", action="store_true", help=text)
 
 
 def explicit_settings(arguments: argparse.Namespace) -> dict[str, Any]:

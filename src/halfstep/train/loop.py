@@ -250,14 +250,8 @@ class Trainer:
 
     def micro_batch_loss(self, part: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of a micro-batch."""
-        device = self.world.device
-        moved = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in part.items()
-        }
-        targets = moved.pop("labels")
         with self.session.autocast():
-            logits = self.session.model(**moved).logits
-            return self.job.steps.objective.loss_sum(logits, targets)
+            return self.job.loss_sum(self.session.model, part)
 
     def _reduce_loss_and_stop(self, summed: Tensor) -> float:
         """Sum the loss over all ranks; the same all-reduce agrees on a stop signal."""

@@ -6,7 +6,7 @@ import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halfstep.policy import levels
 from halfstep.train import model
@@ -14,6 +14,8 @@ from halfstep.train.step_dataset import Order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
 
     from halfstep.distributed.process_group import World
     from halfstep.policy.levels import Level
@@ -56,6 +58,13 @@ class TrainJob:
     steps: StepDataset
     plan: Plan
     longest: int
+
+    def loss_sum(self, model: Any, part: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401 -- of transformers
+        """Return the summed loss of a micro-batch, which is moved to the device."""
+        device = self.steps.world.device
+        moved = {k: tensor.to(device, non_blocking=True) for k, tensor in part.items()}
+        targets = moved.pop("labels")
+        return self.steps.objective.loss_sum(model(**moved).logits, targets)
 
 
 @dataclass

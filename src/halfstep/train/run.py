@@ -265,30 +265,26 @@ def make_job(
     elif config.weights is not None:
         weights = tasks.check_class_weights(config.weights, corpus.labels)
     objective = Objective(weights, config.label_smoothing)
+    tokenizer, masking = network.tokenizer, None
+    if plan.mask_tokens:
+        if tokenizer.mask_token_id is None:
+            raise UserError(
+                f"--mask-tokens {plan.mask_tokens}: this model's tokenizer has no mask "
+                "token; use --mask-tokens 0."
+            )
+        special = torch.tensor(tokenizer.all_special_ids)
+        masking = TokenMasking(plan.mask_tokens, tokenizer.mask_token_id, special)
     steps = StepDataset(
         encoded["train"],
         plan.order,
         objective,
         world,
-        pad_id=network.tokenizer.pad_token_id,
+        pad_id=tokenizer.pad_token_id,
         multiple=model.PAD_MULTIPLE if world.device.type == "cuda" else 1,
-        masking=_token_masking(plan, network.tokenizer),
+        masking=masking,
     )
-    longest = network.tokenizer.model_max_length
-    job = TrainJob(corpus, encoded, steps, plan, longest)
+    job = TrainJob(corpus, encoded, steps, plan, tokenizer.model_max_length)
     return job, tokenise_seconds
-
-
-def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: ANN401
-    if not plan.mask_tokens:
-        return None
-    if tokenizer.mask_token_id is None:
-        raise UserError(
-            f"--mask-tokens {plan.mask_tokens}: this model's tokenizer has no mask "
-            "token; use --mask-tokens 0."
-        )
-    special = torch.tensor(tokenizer.all_special_ids)
-    return TokenMasking(plan.mask_tokens, tokenizer.mask_token_id, special)
 
 
 def _session(

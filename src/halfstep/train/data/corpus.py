@@ -410,24 +410,19 @@ def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
             "a classifier needs at least two."
         )
     for name in ("dev", "test"):
-        _check_words(name, splits[name], train_words, _NOUNS[task])
-
-
-def _check_words(name: str, split: Split, train_words: set[str], noun: str) -> None:
-    store = split.store
-    foreign = np.array([word not in train_words for word in store.words], bool)
-    rows, words = store.uses()
-    bad = foreign[words]
-    has_unknown_word = np.zeros(len(store), bool)
-    has_unknown_word[rows[bad]] = True
-    unknown_rows = np.flatnonzero(has_unknown_word[split.rows])
-    if len(unknown_rows):
-        at = int(unknown_rows[0])
-        word = store.words[words[bad & (rows == split.rows[at])][0]]
-        raise UserError(
-            f"{split.where(at)}: {noun} {word!r} of {name} is absent from train; add "
-            "rows with it, take more rows, or drop this one."
-        )
+        split, store = splits[name], splits[name].store
+        rows, words = store.uses()
+        bad = np.array([word not in train_words for word in store.words], bool)[words]
+        has_unknown_word = np.zeros(len(store), bool)
+        has_unknown_word[rows[bad]] = True
+        unknown_rows = np.flatnonzero(has_unknown_word[split.rows])
+        if len(unknown_rows):
+            at = int(unknown_rows[0])
+            word = store.words[words[bad & (rows == split.rows[at])][0]]
+            raise UserError(
+                f"{split.where(at)}: {_NOUNS[task]} {word!r} of {name} is absent from "
+                "train; add rows with it, take more rows, or drop this one."
+            )
 
 
 def _fingerprint(task: str, labels: tuple[str, ...], splits: dict[str, Split]) -> str:

@@ -182,17 +182,13 @@ def encode_split(split: Split, tokenizer: Any, task: str) -> EncodedTexts:  # no
         "tokens", facts, lambda path: _build(path, split.store, tokenizer)
     )
     encoded = EncodedTexts(**_mapped(folder), rows=split.rows, source=folder)
-    if task == "ner":
-        return replace(encoded, meaning=_targets_of_tags(split.ids))
-    return replace(encoded, labels=split.labels())
-
-
-def _targets_of_tags(ids: np.ndarray) -> np.ndarray:
-    """Map stored tags to targets: the corpus numbers entity types differently."""
-    targets = np.zeros(2 + 2 * len(ids), dtype=np.int64)
-    targets[1:-1:2], targets[2:-1:2] = 1 + 2 * ids, 2 + 2 * ids
+    if task != "ner":
+        return replace(encoded, labels=split.labels())
+    # Stored tag -> target: the corpus numbers entity types differently.
+    targets = np.zeros(2 + 2 * len(split.ids), dtype=np.int64)
+    targets[1:-1:2], targets[2:-1:2] = 1 + 2 * split.ids, 2 + 2 * split.ids
     targets[-1] = IGNORED
-    return targets
+    return replace(encoded, meaning=targets)
 
 
 def _mapped(folder: Path) -> dict[str, Any]:

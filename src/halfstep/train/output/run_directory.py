@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import filelock
@@ -19,6 +19,7 @@ import filelock
 from halfstep.checkpoint import atomic_directory
 from halfstep.checkpoint.single import CheckpointError
 from halfstep.errors import UserError
+from halfstep.reporting import json_fields
 from halfstep.reporting.table import write_text
 from halfstep.train import torchrun
 from halfstep.train.data import cache
@@ -42,15 +43,8 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 """Names of the temporary files of `write_text`."""
 
 
-def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Replace inf and NaN, which JSON lacks, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+finite = partial(json_fields.plain, spell=lambda _: None)
+"""Replaces inf and NaN, which JSON lacks, by None."""
 
 
 def _json_lines(records: Iterable[Mapping[str, Any]]) -> str:
