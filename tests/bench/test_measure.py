@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from halfstep.bench import measure
-from halfstep.machine import hardware
 
 TIMES = measure.Times({"ours": (2.0, 9.0, 40.0), "theirs": (1.0, 10.0, 8.0)})
 
@@ -102,9 +101,3 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     assert measure.per_call(lambda: calls.append(0), 4, "cpu") == 2.5
     assert len(calls) == 4
-
-
-def test_device() -> None:
-    """Law: without a flag it is the machine's device."""
-    assert hardware.pick_device(None) == hardware.capabilities().device
-    assert hardware.pick_device("cpu") == "cpu"

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from bench_runs import flags, run, tables
+from bench_runs import flags, tables
 
 from halfstep.bench import measure, scaler
 from halfstep.scaling.grad_scaler import GradScaler
@@ -143,16 +143,6 @@ def test_noise(torchs: float, ours: float, monkeypatch: pytest.MonkeyPatch) -> N
     (table,) = tables("scaler", words)
     assert table.rows[0][5] is None
     assert table.rows[0][-3:] == (None, 0.5, None)
-
-
-def test_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: the command prints a row for each shape and optimizer, and its own line."""
-    small = "--shapes 3x2,2x4 --calls 1 --rounds 1 --device cpu"
-    assert run("scaler", f"{small} --optimizer all") == 0
-    out, err = capsys.readouterr()
-    assert len(err.splitlines()) == 2 * len(scaler.OPTIMIZERS)
-    names = ",".join(scaler.OPTIMIZERS)
-    assert f"--shapes 3x2,2x4 --optimizer {names} --calls 1" in out
 
 
 @pytest.mark.gpu

@@ -394,13 +394,6 @@ def test_fabric_in_fp16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         make_loop(f"fabric-{name}", work(dtype="fp16"))
 
 
-@pytest.mark.slow
-def test_trainer() -> None:
-    """Law: transformers' Trainer steps when it is given batches, and learns as fp32."""
-    own = work(width=64, optimizer="adamw")
-    assert trained("trainer", own) == pytest.approx(trained("fp32", own), rel=2**-7)
-
-
 # In the process of a candidate
 
 

@@ -111,12 +111,14 @@ def test_memory_is_counted_in_bytes(
 ) -> None:
     """Law: memory is what the system counts; without a count, it is the peak."""
     monkeypatch.setattr(cpu, "PROC", tmp_path)
-    monkeypatch.setattr(hardware, "peak_memory", lambda _: 7)
-    assert worker_process.resident("cpu") == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(hardware, "peak_memory", lambda _: 7)
+        assert worker_process.resident("cpu") == 7
     (tmp_path / "self").mkdir()
     status = tmp_path / "self" / "status"
     status.write_text("Name:\tpython\nVmHWM:\t  3 kB\nVmRSS:\t  2 kB\nan odd line\n")
     assert worker_process.resident("cpu") == 2048
+    assert hardware.peak_memory("cpu") == 3072
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux's /proc")

@@ -67,17 +67,6 @@ def test_capabilities_of_this_machine() -> None:
     assert (AMX.device, replace(AMX, gpus=(CARD,)).device) == ("cpu", "cuda")
 
 
-def test_peak_memory_counts_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: the peak is the system's figure, and the unit is the byte."""
-    (tmp_path / "self").mkdir()
-    status = tmp_path / "self" / "status"
-    status.write_text("VmPeak:\t  9 kB\nVmHWM:\t  3 kB\n", encoding="ascii")
-    monkeypatch.setattr(cpu, "PROC", tmp_path)
-    assert hardware.peak_memory("cpu") == 3072
-
-
 # Memory
 
 

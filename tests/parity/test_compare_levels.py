@@ -480,7 +480,6 @@ PAIR = "2 or more different seeds, or their number: a verdict needs "
             unseeded,
             "other initial weights in a second call, first in '3.weight'",
         ),
-        ("levels", ["O5"], "levels holds 'O5': 'O5' is unknown; choose O0, O1, "),
         (
             "levels",
             ["O2:fp16:split"],

@@ -76,11 +76,3 @@ def test_shares_part_a_batch_evenly(
     loads = [sum(lengths[index] for index in part) for part in parts]
     longest = max((lengths[index] for index in batch), default=0)
     assert max(loads) - min(loads) <= longest
-
-
-def test_a_share_by_hand() -> None:
-    """Law: by length, every second one; a rank may go empty."""
-    lengths, batch = array([50, 10, 40, 20, 30]), np.arange(5)
-    assert share(batch, lengths, 0, 2).tolist() == [1, 4, 0]
-    assert share(batch, lengths, 1, 2).tolist() == [3, 2]
-    assert share(array([2]), lengths, 1, 2).tolist() == []

@@ -1,6 +1,6 @@
 """Stopped, killed and resumed: the same run to the bit.
 
-Started as a program, this file makes runs that are killed at chosen moments.
+Started as a program, this file makes a run that is killed at a chosen moment.
 """
 
 import importlib
@@ -44,6 +44,11 @@ MOMENTS = {
 }
 """Kind of run, what is struck, and in which of its calls: before it; in a line of
 metrics after it, with the end of its file not on disk."""
+WAITS = {
+    f"before wait {n}": ("O2 bf16", "checkpoint.atomic_directory", "os.fsync", n)
+    for n in range(1, 42)
+}
+"""Likewise: before each time that a run waits for the disk, the summary its last."""
 
 
 def small_and_spoilt(patch: pytest.MonkeyPatch) -> None:
@@ -143,26 +148,25 @@ def test_a_damaged_checkpoint_is_passed_over(
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork, no kill -9")
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    (done,) = run_forked(__file__, str(folder), timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 @unix
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [*MOMENTS, *(pytest.param(each, marks=pytest.mark.slow) for each in WAITS)],
+)
 def test_killed_and_resumed(
-    killed: Path, straight: Callable[[str], Path], moment: str
+    tmp_path: Path, straight: Callable[[str], Path], moment: str
 ) -> None:
     """Law: kill -9 at any moment loses time, and not a bit; half files are swept."""
-    kind = MOMENTS[moment][0]
-    place = killed / moment / kind
+    kind = (MOMENTS | WAITS)[moment][0]
+    (done,) = run_forked(__file__, str(tmp_path), moment, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    place = tmp_path / kind
     assert not (place / "summary.json").exists()
-    parts = place.glob("checkpoints/.*.part-*")
-    assert bool([*parts]) == (moment == "in a checkpoint")
-    run({"out": str(place)}, resume=True)
+    if moment in MOMENTS:
+        parts = place.glob("checkpoints/.*.part-*")
+        assert bool([*parts]) == (moment == "in a checkpoint")
+    run(settings(tmp_path, kind), resume=(place / "config.json").exists())
+    RunFolder(place).prune(2)  # of a last checkpoint that a kill has left unpruned
     assert_same_run(place, straight(kind))
     assert not [*place.glob("checkpoints/.*")]
 
@@ -187,21 +191,9 @@ def strike(patch: pytest.MonkeyPatch, room: str, target: str, call: int) -> None
     patch.setattr(owner, name, struck)
 
 
-def kill_at_each_moment(folder: Path) -> None:
-    for moment, (kind, *blow) in MOMENTS.items():
-        child = os.fork()
-        if child == 0:
-            try:
-                with pytest.MonkeyPatch.context() as patch:
-                    small_and_spoilt(patch)
-                    strike(patch, *blow)
-                    run(settings(folder / moment, kind))
-            finally:
-                os._exit(1)  # It was to be killed.
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), moment
-        assert os.WTERMSIG(status) == signal.SIGKILL, moment
-
-
 if __name__ == "__main__":
-    kill_at_each_moment(Path(sys.argv[1]))
+    with pytest.MonkeyPatch.context() as own:
+        small_and_spoilt(own)
+        kind_of_run, *blow = (MOMENTS | WAITS)[sys.argv[2]]
+        strike(own, *blow)
+        run(settings(Path(sys.argv[1]), kind_of_run))

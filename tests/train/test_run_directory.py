@@ -236,20 +236,6 @@ def test_steps(folder: RunFolder) -> None:
     assert RunFolder(folder.path / "nothing").newest(single.load) is None
 
 
-def test_a_crash_while_writing(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: an error in mid-checkpoint leaves the one before, whole, and says so."""
-    for step in (1, 2):
-        before = tree(folder.path)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "save", no_space)
-            message = refused(save, folder, step)
-        assert message == not_written(folder.checkpoint_path(step))
-        assert tree(folder.path) == before
-        save(folder, step)
-
-
 def test_newest(folder: RunFolder) -> None:
     """Law: the newest is loaded; one that is damaged is named, the one before used.
 
