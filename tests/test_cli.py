@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from data_files import complaint, leave
 from small_training import small_and_measured, write_letters
 
 import halfstep
@@ -61,23 +62,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def beside(finished: Path, here: Path) -> Path:
     return shutil.copytree(finished / "run", here / "run")
-
-
-def leave(*words: str) -> int:
-    try:
-        return cli.run(words)
-    except SystemExit as left:
-        return int(str(left.code))
-
-
-def complaint(err: str) -> str:
-    start = "halfstep: error: "
-    assert err.startswith(start), err
-    assert err.endswith("\n")
-    line = err.removeprefix(start)[:-1]
-    assert "\n" not in line
-    assert "Traceback" not in line
-    return line
 
 
 def test_examples_are_commands() -> None:

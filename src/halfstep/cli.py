@@ -125,7 +125,7 @@ def _show_warning(
     print(f"halfstep: warning: {words}", file=file or sys.stderr)
 
 
-_COMMANDS: dict[str, tuple[Callable[..., None], Flags, dict[str, str]]] = {}
+_COMMANDS: dict[str, tuple[Callable[..., None], Flags, dict[str, Any]]] = {}
 """Name -> function, its flags, and texts of its help; in the order of the help."""
 
 

@@ -36,11 +36,6 @@ def test_one_that_did_not_run() -> None:
     assert measure.within(1.5, 1.0) is False
 
 
-def test_rounds_are_counted() -> None:
-    """Law: the note on a table names its rounds."""
-    assert measure.in_turn(1).startswith("median of 1 round, candidates in turn; ")
-
-
 def test_result() -> None:
     """Law: a difference within the spread is none; few rounds and itself give none.
 

@@ -439,10 +439,3 @@ def test_rejections_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "prepare", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         server({"seed": 0})
-
-
-def test_floor() -> None:
-    """Law: a floor is FLOPs over their rate, plus bytes over the copy rate."""
-    floor = Floor({"fp32": 1.0, "bf16": 4.0}, copy_gbytes=2.0)
-    assert floor.ms("fp32", 1e12, 0) == 1000.0
-    assert floor.ms("bf16", 1e12, 2e9) == 250.0 + 1000.0

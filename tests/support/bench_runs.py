@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import Any, Self
 
 import pytest
-from data_files import refused_command
+from data_files import leave, refused_command
 
-from halfstep import cli
 from halfstep.bench import commands, results
 from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table
@@ -32,10 +31,7 @@ def tables(bench: str, words: str) -> list[Table]:
 
 
 def run(bench: str, words: str) -> int:
-    try:
-        return cli.run(["bench", bench, *shlex.split(words)])
-    except SystemExit as left:
-        return int(str(left.code))
+    return leave("bench", bench, *shlex.split(words))
 
 
 def rejected(bench: str, words: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -56,25 +56,35 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
+def leave(*words: str) -> int:
+    """Return the status with which a command ends."""
+    try:
+        return cli.run(words)
+    except SystemExit as left:
+        return int(str(left.code))
+
+
+def complaint(err: str) -> str:
+    """Return what follows "halfstep: error: " in the one line of standard error."""
+    start, _, line = err.partition("halfstep: error: ")
+    assert start == "", err
+    assert line.endswith("\n")
+    assert line.count("\n") == 1
+    assert "Traceback" not in line
+    return line[:-1]
+
+
 def refused_command(
     capsys: pytest.CaptureFixture[str], *words: str, most: int = LONGEST_MESSAGE
 ) -> str:
     """Return the one line that a command prints which ends with status 2."""
     capsys.readouterr()
-    try:
-        status = cli.run(words)
-    except SystemExit as left:
-        status = int(str(left.code))
-    assert status == 2
+    assert leave(*words) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    start = "halfstep: error: "
-    assert err.startswith(start)
-    line = err.removeprefix(start)
-    assert line.count("\n") == 1
-    assert "Traceback" not in line
+    line = complaint(err)
     assert len(line.split()) <= most + LIBRARY * ("transformers" in line)
-    return line[:-1]
+    return line
 
 
 def refused(call: Callable[..., object], *args: Any, **named: Any) -> str:
