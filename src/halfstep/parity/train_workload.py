@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -64,17 +65,13 @@ class TrainRuns:
         self.world = World(0, 1, device)
         self.corpus = run.load_corpus(config)
         self.split = "test" if self.corpus.test else "dev"
-        self._jobs: dict[int, TrainJob] = {}
+        self.job = lru_cache(maxsize=2)(self._make_job)
+        """Returns the job of a seed; the last, and the one to evaluate, are kept."""
 
-    def job(self, seed: int) -> TrainJob:
-        """Return the job of a seed; the last one, and the one to evaluate, are kept."""
-        if seed not in self._jobs:
-            config = replace(self.config, seed=seed)
-            network = run.build_network(config, self.corpus)
-            own = run.make_job(config, self.corpus, network, self.world)
-            evaluated = {k: v for k, v in self._jobs.items() if k == self.config.seed}
-            self._jobs = {**evaluated, seed: own[0]}
-        return self._jobs[seed]
+    def _make_job(self, seed: int) -> TrainJob:
+        config = replace(self.config, seed=seed)
+        network = run.build_network(config, self.corpus)
+        return run.make_job(config, self.corpus, network, self.world)[0]
 
     def make(self, seed: int) -> TrainingParts:
         """Return model, optimizer, loss function and arguments of `prepare`."""

@@ -15,7 +15,7 @@ from halfstep.reporting.table import format_count
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.train.data.corpus import Corpus, Split
+    from halfstep.train.data.corpus import Corpus
     from halfstep.train.loop import Trainer
 
 _MAX_LISTED = 20  # omitted sentences listed in a finding
@@ -124,8 +124,13 @@ def count_repeats(
     counts = {}
     for name, split in splits.items():
         texts = train if name == "train" else split.text_hashes()
-        # One row per text: its hash, and the hash of its label or entities.
-        both = np.stack([texts, _targets(split, texts, corpus.task)], axis=1)
+        if corpus.task == "classify":
+            targets = np.asarray(split.labels(), np.int64)
+        else:
+            numbers = (hash(tuple(sorted(split.spans(i)))) for i in range(len(texts)))
+            targets = np.fromiter(numbers, np.int64, len(texts))
+        # One row per text: its hash, and its label or the hash of its entities.
+        both = np.stack([texts, targets], axis=1)
         distinct = np.unique(both, axis=0)
         _, answers = np.unique(distinct[:, 0], return_counts=True)
         several = np.unique(distinct[:, 0])[answers > 1]
@@ -136,11 +141,3 @@ def count_repeats(
             "in_train": 0 if name == "train" else int(np.isin(texts, train).sum()),
         }
     return counts
-
-
-def _targets(split: Split, texts: np.ndarray, task: str) -> np.ndarray:
-    """Return the label, or a hash of the entities, of each text: int64, shape (N,)."""
-    if task == "classify":
-        return np.asarray(split.labels(), np.int64)
-    numbers = (hash(tuple(sorted(split.spans(i)))) for i in range(len(texts)))
-    return np.fromiter(numbers, np.int64, len(texts))

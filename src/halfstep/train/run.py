@@ -344,6 +344,7 @@ def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
     def make() -> None:
         if resume:
             folder.rewind(trainer.state.step)
+            folder.prune(config.keep)  # a run may have been killed before it did
         else:
             folder.begin(config.data_dict(), overwrite=overwrite)
         path = folder.path / "resolved.toml"

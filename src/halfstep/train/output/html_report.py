@@ -70,8 +70,8 @@ def page(report: ReportData) -> str:
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
     quality = (*_quality(report), report.baseline)
     worst = report.worst_examples
-    memory = _memory(report.summary, on_gpu=on_gpu)
-    cost = (report.against_fp32, *_cost(report.summary), *memory)
+    own = _cost(report.summary), _memory(report.summary, on_gpu=on_gpu)
+    cost = (report.against_fp32, *(table for table in own if table.rows))
     split, final = report.final
     grid = ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "predicted")
     sections = [
@@ -211,7 +211,7 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     return Section(heading, bars=(Bar(means),), tables=(table,))
 
 
-def _cost(summary: Mapping[str, Any]) -> list[Table]:
+def _cost(summary: Mapping[str, Any]) -> Table:
     titles = {
         "train_seconds": "time in training steps, s",
         "evaluate_seconds": "time in evaluations, s",
@@ -227,11 +227,10 @@ def _cost(summary: Mapping[str, Any]) -> list[Table]:
     }
     rows = [(words, summary[key]) for key, words in titles.items() if key in summary]
     note = "Times and memory are this process's, since it was started or resumed."
-    table = Table("Time and steps", ("what", "value"), tuple(rows), (note,), digits=2)
-    return [table] if rows else []
+    return Table("Time and steps", ("what", "value"), tuple(rows), (note,), digits=2)
 
 
-def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
+def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> Table:
     sizes = {"peak": summary.get("peak_memory_bytes"), **(summary.get("memory") or {})}
     peak = "peak allocated by torch on the GPU" if on_gpu else "peak of the process"
     words = {"peak": peak, "moments": "optimizer's moments"}
@@ -240,8 +239,7 @@ def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
         for name, size in sizes.items()
         if size is not None
     ]
-    table = Table("Memory", ("what", "MiB"), tuple(rows), digits=1)
-    return [table] if rows else []
+    return Table("Memory", ("what", "MiB"), tuple(rows), digits=1)
 
 
 def _settings(settings: Mapping[str, object], chosen: frozenset[str]) -> Table:
