@@ -1,14 +1,12 @@
 """Frames: in force where a context is open, and where its forward pass is run again."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from twins import patched
 
 from halfstep import custom_bwd, custom_fwd
 from halfstep.casting import active_context
@@ -103,24 +101,3 @@ def test_a_backward_pass(around: CastContext | None) -> None:
             backward(x)
         assert seen == (["-"] * 4 if function is Ask else ["A", "B", "A", "-"])
         seen.clear()
-
-
-@pytest.mark.parametrize("context", [A, None])
-def test_closed_in_another_thread(context: CastContext | None) -> None:
-    """Law: the frame goes where it came from, and the closing thread keeps its own."""
-    pushed = active_context.push("cpu", context, dtype=torch.bfloat16)
-
-    def close() -> str:
-        with region(B):
-            active_context.pop(pushed)
-            return name(active_context.active("cpu"))
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(close).result() == "B"
-    assert active_context.active("cpu") is None
-    assert not active_context.in_context()
-    # Only a policy leaves something to do to its own thread: at its next context.
-    assert patched() == (context is not None)
-    active_context.run_pending()
-    assert not patched()
-    assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)

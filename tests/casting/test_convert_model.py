@@ -255,24 +255,3 @@ def test_a_model_that_came_in_16_bits(
         before = given.originals.get(param, param.detach()).float()
         exact = after.originals.get(twins[name], twins[name].detach())
         torch.testing.assert_close(before, exact, rtol=0, atol=0, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "spared"),
-    [
-        ("LlamaRMSNorm", True),
-        ("T5LayerNorm", True),
-        ("MyGroupNorm", True),
-        ("LayerNormalizer", False),
-        ("WeightNorm", False),
-    ],
-)
-def test_norms_by_name(name: str, spared: bool) -> None:
-    """Law: at O2 the end of a class's name tells a norm; at O3 it does not matter."""
-    made: Any = type(name, (nn.Module,), {})
-    for level in ("O2", "O3"):
-        module = made()
-        module.weight = nn.Parameter(torch.ones(3))
-        model = nn.Sequential(module)
-        convert_(model, levels.parse(level), BF16, Policy(base="lean"))
-        assert module.weight.dtype == (FP32 if spared and level == "O2" else BF16)

@@ -22,20 +22,13 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 Decorator = Callable[[Any], Any]
 ROWS: list[tuple[Decorator, Contexts, tuple[torch.dtype, ...], torch.dtype]] = [
-    (low_precision, (BF16,), (FP32, FP32), BF16),
     (low_precision, (BF16,), (FP32, FP16), BF16),
-    (low_precision, (FP16,), (FP32, BF16), FP16),
     (low_precision, (None, FP16), (FP32, FP32), FP16),
-    (full_precision, (BF16,), (BF16, BF16), FP32),
     (full_precision, (BF16,), (FP32, FP16), FP32),
-    (full_precision, (FP16,), (FP16, FP16), FP32),
-    (full_precision, (None, FP16), (FP16, FP32), FP32),
-    (promote, (BF16,), (BF16, BF16), BF16),
-    (promote, (BF16,), (BF16, FP32), FP32),
+    (full_precision, (None, FP16), (FP16, FP16), FP32),
     (promote, (BF16,), (BF16, FP16), FP32),
     (promote, (FP16,), (FP16, FP16), FP16),
     (promote, (FP16,), (FP16, FP32), FP32),
-    (promote, (FP16,), (FP32, FP32), FP32),
     # The one of the two that is not autocast's counts as wider.
     (promote, (BF16,), (FP16, FP16), FP32),
 ]

@@ -262,13 +262,3 @@ def test_a_graph_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     end = "(graph not read: NotImplementedError: no such layout)"
     assert str(caught.value).endswith(end)
     assert caught.value.nan_in == ("w",)
-
-
-@pytest.mark.parametrize("strategy", ["measured", "logmax"])
-def test_strategies_begin_at_a_power_of_two(strategy: str) -> None:
-    """Law: a first scale that unscaling would round is refused by name."""
-    with pytest.raises(UserError) as caught:
-        hs.GradScaler("cpu", init_scale=1000.0, strategy=strategy)
-    assert str(caught.value) == (
-        f"init_scale=1000.0 must be a power of two for {strategy}."
-    )

@@ -248,14 +248,18 @@ BETWEEN = "between min_scale and"
         ("max_scale", math.inf, f"{BETWEEN} 3.40282e+38"),
         ("init_scale", 0.5, f"{BETWEEN} max_scale"),
         ("init_scale", math.nan, f"{BETWEEN} max_scale"),
+        ("init_scale", 1000.0, "a power of two for measured"),
         ("hysteresis", 0, "at least 1"),
         ("max_consecutive_skips", 0, "at least 1"),
     ],
 )
 def test_rule_messages(field: str, value: float, right: str) -> None:
     """Law: a number out of range is named with its value and the range."""
+    strategy = (
+        right.rpartition("power of two for ")[2] if "power" in right else "backoff"
+    )
     with pytest.raises(UserError) as caught:
-        ScaleRule(**{field: value})
+        ScaleRule(**{field: value, "strategy": strategy})
     assert str(caught.value) == f"{field}={value} must be {right}."
 
 
