@@ -29,8 +29,8 @@ _NUMERIC = {
     "casting": """
         autocast autocast_checkpoint autocast_defects autocast_policies
         autocast_torch_lists convert_model custom_functions
-        custom_functions_autograd custom_functions_operators dispatch_kernels
-        dtype_mismatch grad_accumulation weight_cache
+        custom_functions_autograd dispatch_kernels dtype_mismatch grad_accumulation
+        weight_cache
     """,
     "compat": "apex_casts",
     "diagnostics": """
@@ -45,7 +45,7 @@ _NUMERIC = {
     "nonfinite": "graph optimizer_eps",
     "numerics": "exponents tensor_stats",
     "policy": "decisions levels op_tables",
-    "scaling": "per_pass scaler strategies_logmax",
+    "scaling": "per_pass scaler strategies",
     "session": "autocast_contexts running_stats session_grad session_traps",
 }
 NUMERIC = {

@@ -1,11 +1,20 @@
 """Regions under policies: inside one another, around model code, and what they say."""
 
 import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from twins import patched
 
 from halfstep.casting import active_context
 from halfstep.casting.autocast_mode import autocast
@@ -261,3 +270,185 @@ def test_a_mismatch_is_explained(policy: str | None) -> None:
     assert not torch.is_autocast_enabled("cpu")
     with autocast("cpu", policy=f"torch + {error.rule}"):
         assert attend(V.bfloat16(), V) == 4
+
+
+# Any nest of contexts, left in any way: torch's state is as it was before
+
+
+TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
+DEVICES = tuple(filter(torch.amp.is_autocast_available, TYPES))
+States = tuple[object, ...]
+
+
+def state_now() -> States:
+    """Return all that torch keeps about autocast in this thread, and our frame."""
+    torch.autocast_increment_nesting()
+    return (
+        [torch.is_autocast_enabled(device) for device in DEVICES],
+        [torch.get_autocast_dtype(device) for device in DEVICES],
+        torch.is_autocast_cache_enabled(),
+        torch.autocast_decrement_nesting(),
+        id(active_context.active("cpu")),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+class Stop(Exception):  # noqa: N818 -- no error, a way out
+    """What a nest raises."""
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor, inside: Callable[[], None]) -> Tensor:
+        product: Tensor = x @ self.weight
+        inside()
+        return product
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = Inner(), Inner()
+
+    def forward(self, x: Tensor, inside: Callable[[], None]) -> Tensor:
+        hidden: Tensor = self.inner(x, lambda: None)
+        return self.other(hidden, inside)
+
+
+MODEL, CACHE = Model(), CastCache()
+RULES = "torch + op:add.Tensor=fp32 + module:inner=fp32 + type:Inner=low"
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dtype": torch.float16, "cache_enabled": False},
+    {"enabled": False},
+    {"policy": "torch"},
+    {"policy": "lean"},
+    {"policy": "lean", "dtype": torch.float16, "cache": CACHE},
+    {"policy": RULES, "model": MODEL},
+    {"policy": RULES, "model": MODEL, "enabled": False},
+    {"record": True},
+    {"record": True, "policy": RULES, "model": MODEL, "dtype": torch.float16},
+    {"cache": CACHE, "cache_enabled": False},
+)
+
+
+@dataclass(frozen=True)
+class Nest:
+    """One use of a region, what happens inside, and how it ends."""
+
+    setting: int
+    shared: bool = False
+    """One instance serves the whole example, or a new one is made."""
+    way: str = "with"
+    place: str = "here"
+    raises: bool = False
+    caught: bool = False
+    children: "tuple[Nest, ...]" = ()
+
+
+def nests(children: st.SearchStrategy[tuple[Nest, ...]]) -> st.SearchStrategy[Nest]:
+    return st.builds(
+        Nest,
+        st.integers(0, len(SETTINGS) - 1),
+        st.booleans(),
+        st.sampled_from(["with", "decorator", "torch"]),
+        st.sampled_from(["here", "module", "thread"]),
+        st.booleans(),
+        st.booleans(),
+        children,
+    )
+
+
+NESTS = st.recursive(
+    nests(st.just(())),
+    lambda inner: nests(st.lists(inner, max_size=3).map(tuple)),
+    max_leaves=8,
+)
+FRESH = state_now()
+
+
+def run_in(place: str, task: Callable[[], None]) -> None:
+    """Do a task here, inside a module's forward, or in a thread of its own."""
+    if place == "here":
+        task()
+    elif place == "module":
+        MODEL(torch.ones(2, 2), task)
+    else:
+        raised: list[BaseException] = []
+
+        def guarded() -> None:
+            assert state_now() == FRESH
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001 -- raised again below
+                raised.append(error)
+            finally:
+                assert state_now() == FRESH
+
+        thread = threading.Thread(target=guarded)
+        thread.start()
+        thread.join()
+        if raised:
+            raise raised[0]
+
+
+def use(nest: Nest, shared: list[Any]) -> None:
+    """Play a nest; check the state_now on entry, between children, and after."""
+    settings = SETTINGS[nest.setting]
+    on = settings.get("enabled", True)
+
+    def inside() -> None:
+        entered = state_now()
+        assert torch.is_autocast_enabled("cpu") == on
+        if nest.way != "torch" and "dtype" in settings:
+            assert torch.get_autocast_dtype("cpu") == settings["dtype"]
+        for child in nest.children:
+            run_in(child.place, lambda child=child: use(child, shared))  # type: ignore[misc]
+            assert state_now() == entered
+        if nest.raises:
+            raise Stop
+
+    before = state_now()
+    if nest.way == "torch":
+        region: Any = torch.autocast("cpu", enabled=on)
+    elif nest.shared:
+        region = shared[nest.setting]
+    else:
+        region = autocast("cpu", **settings)
+    try:
+        if nest.way == "decorator":
+            region(inside)()
+        else:
+            with region:
+                inside()
+        assert not nest.raises  # no exception is hidden
+    except Stop:
+        if not nest.caught:
+            raise
+    finally:
+        assert state_now() == before
+
+
+@pytest.fixture
+def _any_rule() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "policy rule", UserWarning)
+        yield
+
+
+@given(nest=NESTS)
+@settings(max_examples=150)
+@pytest.mark.usefixtures("_any_rule")
+def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
+    """Law: whatever is nested, shared, raised and caught, each exit restores all."""
+    assert state_now() == FRESH
+    shared = [autocast("cpu", **settings) for settings in SETTINGS]
+    with suppress(Stop):
+        use(nest, shared)
+    assert state_now() == FRESH
+    assert active_context.active("cpu") is None
+    assert not active_context.in_context()
+    assert not patched()

@@ -12,11 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.library import Library, custom_op
 from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils.checkpoint import checkpoint
 from twins import Contexts, autocast_state, entered, same_bits
 
 from halfstep.casting.custom_functions import full_precision, low_precision, promote
+from halfstep.errors import UserError
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -243,3 +246,299 @@ def test_each_device_has_its_own_region() -> None:
             assert function(x, y) == (BF16, FP16, False, False)
             assert function(y, y) == (FP16, FP16, True, False)
             assert torch.is_autocast_enabled("cuda")
+
+
+# Operators: the oracle is the same one, on operands cast by hand
+
+
+seen: list[Any] = []
+"""What the kernels below got, call by call; each test begins with none."""
+
+LIBRARY = Library("hs_test", "FRAGMENT")  # type: ignore[no-untyped-call]
+OPS: Any = torch.ops.hs_test
+
+
+def define(schema: str) -> None:
+    LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    LIBRARY.impl(schema.partition("(")[0], record, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def record(*args: Any, **kwargs: Any) -> Tensor:
+    values = [*args, *kwargs.values()]
+    seen.append([dtypes_in(value) for value in values])
+    return next(value for value in values if torch.is_tensor(value)).sum()
+
+
+def dtypes_in(value: Any) -> Any:
+    if isinstance(value, list):
+        return [dtypes_in(item) for item in value]
+    return value.dtype if isinstance(value, Tensor) else value
+
+
+for each in ("one", "far", "kept"):
+    define(f"{each}(Tensor x, Tensor y) -> Tensor")
+define(
+    "many(Tensor x, Tensor? y, Tensor[] rest, *, Tensor? key=None, int n=1) -> Tensor"
+)
+define("over(Tensor x) -> Tensor")
+define("over.pair(Tensor x, Tensor y) -> Tensor")
+define("over.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+define("writes(Tensor(a!) x) -> ()")
+define("view(Tensor(a) x) -> Tensor(a)")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    seen.clear()
+
+
+@custom_op("hs_test::matrix", mutates_args=())
+def matrix(x: Tensor, w: Tensor) -> Tensor:
+    seen.append([x.dtype, w.dtype])
+    return x @ w
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    return grad @ w.mT, x.mT @ grad
+
+
+matrix.register_autograd(_backward, setup_context=_keep)
+
+
+def matrices() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+
+
+# Which dtype
+
+
+@pytest.mark.parametrize(
+    ("decorator", "low", "given", "expected"),
+    [
+        (low_precision, BF16, [FP64, FP32], [FP64, BF16]),
+        (full_precision, FP16, [FP16, torch.int64], [FP32, torch.int64]),
+        (promote, BF16, [BF16, FP32], [FP32, FP32]),
+        (promote, FP16, [FP16, torch.bool], [FP16, torch.bool]),
+    ],
+)
+def test_casts(
+    decorator: Any, low: torch.dtype, given: list[Any], expected: list[Any]
+) -> None:
+    """Law: the operator sees the dtypes of its category, at call time; off, its own."""
+    decorator(OPS.one)
+    x, y = (torch.ones(2, dtype=dtype) for dtype in given)
+    with torch.autocast("cpu", low):
+        OPS.one(x, y)
+        OPS.one.default(y=y, x=x)
+        with torch.autocast("cpu", enabled=False):
+            OPS.one(x, y)
+    OPS.one(x, y)
+    assert seen == [expected, expected, given, given]
+
+
+def test_optional_lists_and_keywords() -> None:
+    """Law: optional tensors, lists and keyword arguments are cast like any other."""
+    low_precision("hs_test::many")
+    x = torch.ones(2)
+    with torch.autocast("cpu"):
+        OPS.many(x, None, [])
+        OPS.many(x, x, [x.double(), x, x.int()], key=x, n=3)
+        OPS.many(x, rest=[x], key=None, y=None)
+    assert [call[:3] for call in seen] == [
+        [BF16, None, []],
+        [BF16, BF16, [FP64, BF16, torch.int32]],
+        [BF16, None, [BF16]],
+    ]
+    assert seen[1][3:] == [BF16, 3]
+
+
+def test_other_devices_are_not_cast() -> None:
+    """Law: a tensor on a device that the key is not of stays as it is, and unasked."""
+    low_precision(OPS.far)
+    x = torch.ones(2)
+    with torch.autocast("cpu"):
+        OPS.far(x, x.to("meta"))
+        OPS.far(x.to("meta"), x)
+        promote(OPS.far)
+        OPS.far(x.bfloat16(), x.to("meta"))
+    assert seen == [[BF16, FP32], [FP32, BF16], [BF16, FP32]]
+
+
+@pytest.mark.gpu
+def test_an_operator_on_each_device() -> None:
+    """Law: tensors follow the autocast state and dtype of their own device."""
+    low_precision(OPS.far)
+    x, y = torch.ones(2), torch.ones(2, device="cuda")
+    with torch.autocast("cpu", BF16):
+        OPS.far(x, y)
+        with torch.autocast("cuda", FP16):
+            OPS.far(x, y)
+            OPS.far(y, y)
+    assert seen == [[BF16, FP32], [BF16, FP16], [FP16, FP16]]
+
+
+# What is registered
+
+
+@DECORATORS
+def test_returns_what_it_was_given(decorator: Any) -> None:
+    """Law: an operator in each of its forms is registered, and returned as it is."""
+    for form in (matrix, OPS.matrix, OPS.matrix.default, "hs_test::matrix"):
+        assert decorator(form) is form
+    with torch.autocast("cpu"):
+        matrix(*matrices())
+    assert seen == [[BF16, BF16] if decorator is low_precision else [FP32, FP32]]
+
+
+def test_above_custom_op() -> None:
+    """Law: it decorates what `custom_op` makes; made again, the later one counts."""
+    for scale, decorator in ((1, full_precision), (2, low_precision)):
+
+        @decorator
+        @custom_op("hs_test::again", mutates_args=())
+        def again(x: Tensor, scale: int = scale) -> Tensor:
+            seen.append([x.dtype, scale])
+            return x * scale
+
+        with torch.autocast("cpu"):
+            again(torch.ones(2))
+    assert seen == [[FP32, 1], [BF16, 2]]
+
+
+def test_made_again_it_keeps_its_category() -> None:
+    """Law: an operator that is only defined again keeps what was registered for it."""
+
+    def make(scale: int) -> Any:
+        @custom_op("hs_test::remade", mutates_args=())
+        def remade(x: Tensor) -> Tensor:
+            seen.append(x.dtype)
+            return x * scale
+
+        return remade
+
+    low_precision(make(1))
+    remade = make(2)
+    with torch.autocast("cpu", FP16):
+        assert same_bits(remade(torch.ones(2)), torch.full((2,), 2.0, dtype=FP16))
+    assert seen == [FP16]
+
+
+def test_overloads() -> None:
+    """Law: all overloads are cast but those that write; one can be named alone."""
+    low_precision(OPS.over)
+    full_precision(OPS.over.pair)
+    x = torch.ones(2)
+    with torch.autocast("cpu"):
+        OPS.over(x)
+        OPS.over(x.half(), x)
+        OPS.over(x, out=torch.empty(2))
+    assert seen == [[BF16], [FP32, FP32], [FP32, FP32]]
+
+
+def test_every_device_type() -> None:
+    """Law: there is a kernel at each autocast key of torch, and none before."""
+    devices = torch._C._autocast_supported_devices()
+    keys = [f"Autocast{torch._C._dispatch_key_for_device(d)}" for d in devices]
+    assert {"AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS"} <= set(keys)
+    # Without a backend of its own that key is where policies cast.
+    keys.remove("AutocastPrivateUse1")
+    for expected in (False, True):
+        for key in keys:
+            has = torch._C._dispatch_has_kernel_for_dispatch_key("hs_test::kept", key)
+            assert has is expected, key
+        low_precision(OPS.kept)
+
+
+# What is refused
+
+
+UNKNOWN = (
+    "op '{}' is not registered: import what registers it, and write its name as "
+    "'namespace::name'."
+)
+OWN = (
+    "op 'aten::{0}' is torch's own, not a custom operator: use a policy rule: "
+    "'op:{0}=CATEGORY'."
+)
+ALIAS = (
+    "op '{}' writes into an argument or returns a view of one, which a cast copy would "
+    "break: register an operator that returns a new tensor."
+)
+NEITHER = (
+    "{} is neither a function nor an operator: decorate the forward of a module, or "
+    "name an operator as 'namespace::name'."
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("hs_test::nonsense", UNKNOWN.format("hs_test::nonsense")),
+        (torch.ops.aten.add_, OWN.format("add_")),
+        ("aten::mm", OWN.format("mm")),
+        (OPS.writes, ALIAS.format("hs_test::writes")),
+        (OPS.view.default, ALIAS.format("hs_test::view")),
+        (3, NEITHER.format("int")),
+        (nn.Linear, NEITHER.format("Linear")),
+    ],
+)
+def test_refused(target: object, message: str) -> None:
+    """Law: what cannot be cast is refused, with the thing to do instead."""
+    words = {low_precision: "low", full_precision: "fp32", promote: "promote"}
+    for decorator, word in words.items():
+        with pytest.raises(UserError) as caught:
+            decorator(target)
+        assert str(caught.value) == message.replace("CATEGORY", word)
+
+
+# Gradients and company
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_gradients(low: torch.dtype, reentrant: bool | None) -> None:
+    """Law: gradients are those by hand, in fp32; recomputation casts alike."""
+    x, w = matrices()
+    by_hand = matrix(x.to(low), w.to(low))
+    expected = torch.autograd.grad(by_hand.float().square().sum(), (x, w))
+    low_precision(matrix)
+    seen.clear()
+    with torch.autocast("cpu", low):
+        if reentrant is None:
+            y = matrix(x, w)
+        else:
+            y = checkpoint(matrix, x, w, use_reentrant=reentrant)
+    assert same_bits(y, by_hand)
+    y.float().square().sum().backward()
+    assert same_bits(x.grad, expected[0])
+    assert same_bits(w.grad, expected[1])
+    assert expected[0].dtype == FP32
+    assert seen == [[low, low]] * (1 if reentrant is None else 2)
+
+
+def test_an_operator_runs_with_autocast_off() -> None:
+    """Law: inside, its device's autocast is off, after an error it is on again."""
+
+    @promote
+    @custom_op("hs_test::broken", mutates_args=())
+    def broken(x: Tensor) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        if x.numel():
+            raise ZeroDivisionError
+        return x.clone()
+
+    with torch.autocast("cpu", FP16):
+        broken(torch.ones(0))
+        with pytest.raises(ZeroDivisionError):
+            broken(torch.ones(2))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == FP16
+        broken(torch.ones(0))
+    assert seen == [False, False, False]

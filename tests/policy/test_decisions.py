@@ -93,13 +93,9 @@ def by_hand(name: str, call: Any, found: Decision) -> Any:
     if found.category == op_tables.FP32_RESULT:
         if not eligible(arguments[0]):
             return run(*arguments, **words)
-        if name == "norm.Scalar":
-            run, arguments = torch.ops.aten.norm.ScalarOpt_dtype, (*arguments, 2)
-        if name == "norm.ScalarOpt_dim":
-            run, arguments = (
-                torch.ops.aten.norm.ScalarOpt_dim_dtype,
-                (*arguments, False),
-            )
+        if name in op_arguments.WITH_DTYPE:
+            other, more = op_arguments.WITH_DTYPE[name]
+            run, arguments = overload_of(other), (*arguments, *more)
         return run(*arguments, **words, dtype=FP32)
     cast = _pytree.tree_map(
         lambda v: v.to(found.dtype) if found.dtype and eligible(v) else v, arguments

@@ -3,19 +3,22 @@
 The oracle of a 16-bit kernel is the fp32 kernel on the same numbers.
 """
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from forks import run_forked
+from op_arguments import WITH_DTYPE, arguments
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.casting.dispatch_kernels import overload_of
-from halfstep.policy import op_tables
+from halfstep.casting.dispatch_kernels import KEYS, overload_of
+from halfstep.policy import decide, op_tables
 from halfstep.policy.op_tables import (
+    BANNED,
     FOLLOW,
     FP32,
     FP32_RESULT,
@@ -25,48 +28,20 @@ from halfstep.policy.op_tables import (
     TABLES,
 )
 
-KEYS = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "mps": "AutocastMPS",
-    "xpu": "AutocastXPU",
-}
 DEVICES = pytest.mark.parametrize("device", KEYS)
 
 
 # torch's
 
 
-REGISTERED = """
-import json, sys, torch
-names = torch._C._dispatch_get_registrations_for_dispatch_key
-print(json.dumps({key: names(key) for key in sys.argv[1:]}))
-"""
-
-
-@pytest.fixture(scope="module")
-def registrations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return what torch registers for casting, by key.
-
-    Another process is asked: in this one other tests may have put kernels there.
-    """
-    file = tmp_path_factory.mktemp("registered") / "script.py"
-    file.write_text(REGISTERED)
-    (done,) = run_forked(str(file), *KEYS.values())
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
-
-
 @DEVICES
-def test_names_are_those_registered(
-    registrations: dict[str, list[str]], device: str
-) -> None:
+def test_names_are_those_registered(device: str) -> None:
     """Law: the table holds exactly the operations that torch registers for casting.
 
     Without those on named dimensions: torch 2.9 casts them, later versions do not.
     """
-    found = [n for n in registrations[KEYS[device]] if n.startswith("aten::")]
-    found = [name.removeprefix("aten::") for name in found]
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
+    found = [n.removeprefix("aten::") for n in registered if n.startswith("aten::")]
     # Only builds with cuDNN register it; it re-packs weights, and has no row.
     found = [name for name in found if "imname" not in name and ".names_" not in name]
     assert TABLES[device].keys() == {*found} - {"_cudnn_rnn"}
@@ -327,18 +302,95 @@ def test_a_fused_encoder_layer_takes_a_padding_mask(low: torch.dtype) -> None:
         assert encoder(torch.ones(2, 2, 4), src_key_padding_mask=mask).dtype == low
 
 
-@LOWS
-def test_fp32_results_without_a_copy(low: torch.dtype) -> None:
-    """Law: each operation with an fp32 result takes 16 bits and the word for it."""
-    named: dict[str, tuple[str, tuple[Any, ...]]] = {
-        "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
-        "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (2, [0], False)),
-        "sum.dim_IntList": ("sum.dim_IntList", ([0],)),
-    }
-    for dimensional in ("prod.dim_int", "cumprod", "cumsum", "log_softmax.int"):
-        named[dimensional] = (dimensional, (0,))
-    for operation, row in LEAN["cpu"].items():
-        if row.category == FP32_RESULT:
-            name, more = named.get(operation, (operation, ()))
-            found = overload_of(name)(LONG.to(low), *more, dtype=torch.float32)
-            assert found.dtype == torch.float32, operation
+# torch's tables for accelerators, on tensors without memory
+
+
+ACCELERATORS = ("cuda", "xpu", "mps")
+NO_MEMORY = FakeTensorMode()
+
+
+with NO_MEMORY:
+    ARGUMENTS = {device: arguments(device) for device in ACCELERATORS}
+
+
+def recast(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(recast(item, dtype) for item in value)
+    seen = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if dtype and seen else value
+
+
+def dtypes_of(value: Any) -> list[torch.dtype]:
+    if isinstance(value, tuple | list):
+        return [dtype for item in value for dtype in dtypes_of(item)]
+    seen = isinstance(value, Tensor) and value.is_floating_point()
+    return [value.dtype] if seen else []
+
+
+@contextmanager
+def region(device: str, low: torch.dtype) -> Iterator[None]:
+    before = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, low)
+    torch.set_autocast_enabled(device, True)  # noqa: FBT003 -- torch's own
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)  # noqa: FBT003
+        torch.set_autocast_dtype(device, before)
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down which kernels run on which dtypes, copies included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.prim.device.default:
+            self.seen.append(f"{func} {dtypes_of(args)}")
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(call: Any, given: Any, words: Any, dtype: torch.dtype | None) -> list[str]:
+    """Return what casts and call run, in no order, and how the call ends."""
+    with Kernels() as recorder:
+        try:
+            end = str(dtypes_of(call(*recast(given, dtype), **words)))
+        # Without the device some kernels are missing; the casts before them are not.
+        except (RuntimeError, AssertionError) as error:
+            end = type(error).__name__
+    return [*sorted(recorder.seen), end]
+
+
+@pytest.mark.parametrize(
+    ("device", "operation"),
+    [(device, operation) for device in ACCELERATORS for operation in TABLES[device]],
+)
+@pytest.mark.filterwarnings("ignore:.*(chain_matmul|torch.cross).*:UserWarning")
+def test_autocast_runs_what_is_decided(device: str, operation: str) -> None:
+    """Law: autocast runs the kernels, casts included, that `decide`'s casts run.
+
+    An fp32 result is what the same call with dtype=torch.float32 gives: no copy. Each
+    row has arguments.
+    """
+    low = torch.float16
+    first, *others = ARGUMENTS[device][operation]
+    with NO_MEMORY:
+        half = recast(first, low)
+        for given in ((first, *others), (half, *others), (half, *recast(others, low))):
+            found = decide(operation, dtypes_of(given), device, low=low)
+            with region(device, low):
+                theirs = kernels(overload_of(operation), given, {}, None)
+            if found.category == BANNED:
+                assert theirs == ["RuntimeError"]
+            elif found.category == FP32_RESULT:
+                name, more = WITH_DTYPE.get(operation, (operation, ()))
+                words = {"dtype": torch.float32}
+                assert theirs == kernels(
+                    overload_of(name), (*given, *more), words, None
+                )
+            else:
+                assert theirs == kernels(overload_of(operation), given, {}, found.dtype)

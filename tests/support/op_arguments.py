@@ -13,6 +13,12 @@ from halfstep.policy.op_tables import TABLES
 Case = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 """Kind of list, operation, arguments, keywords."""
 
+WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
+    "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (False,)),
+}
+"""Operations that take a dtype under another name, and what those want besides."""
+
 
 def torch_lists(device: str) -> Any:
     """Return torch's own lists of operations, each with arguments to call it with."""

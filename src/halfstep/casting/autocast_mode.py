@@ -25,8 +25,7 @@ from halfstep.casting.compile_region import traceable_autocast
 from halfstep.casting.recorder import Recorder
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError, warn_caller
-from halfstep.policy.context_history import context_history
-from halfstep.policy.rules import TORCH, Policy
+from halfstep.policy.rules import TORCH, Policy, context_history
 
 if TYPE_CHECKING:
     import os

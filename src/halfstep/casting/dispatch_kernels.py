@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 
 Call: TypeAlias = "Callable[..., Any]"
 
-KEYS = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "mps": "AutocastMPS",
-    "xpu": "AutocastXPU",
-}
+KEYS = {device: f"Autocast{device.upper()}" for device in op_tables.TABLES}
 """Device type -> torch's autocast dispatch key."""
 _KEY_NAME = active_context.KEY.name
 """The dispatch key of these kernels."""

@@ -9,7 +9,9 @@ import difflib
 import fnmatch
 import json
 import re
+import threading
 import tomllib
+from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,8 @@ from halfstep.policy import op_tables
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
+
+    from torch.autograd.graph import Node
 
 KINDS = ("op", "module", "type")
 _EXAMPLE = 'module = "classifier", run = "fp32"'
@@ -282,6 +286,29 @@ TORCH = Policy()
 """torch's own table for the device, without rules."""
 LEAN = Policy(base="lean")
 """halfstep's table, the same on all devices, without rules."""
+
+
+class _ContextHistory(threading.local):
+    """The autocast contexts with a policy that this thread entered last.
+
+    `casting` writes it on entry to a context, `scaling` reads it for the advice on a
+    loss.
+    """
+
+    def __init__(self) -> None:
+        self.last: deque[tuple[Policy, list[int]]] = deque(maxlen=16)
+        """Policy; autograd's sequence numbers on entry and on exit."""
+
+    def policy_of(self, nodes: Iterable[Node]) -> Policy:
+        """Return the policy under which one of these autograd nodes was made."""
+        numbers = [node._sequence_nr() for node in nodes]  # noqa: SLF001
+        for policy, (start, stop) in reversed(self.last):
+            if any(start <= number < stop for number in numbers):
+                return policy
+        return TORCH
+
+
+context_history = _ContextHistory()
 
 
 def _spellings(op: str) -> list[str]:

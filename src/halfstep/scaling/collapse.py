@@ -22,7 +22,7 @@ from halfstep.errors import UserError, require, require_type, warn_caller
 from halfstep.nonfinite import optimizer_eps
 from halfstep.nonfinite.graph import find_in_graph, nodes_of
 from halfstep.nonfinite.origin import BadOp
-from halfstep.policy.context_history import context_history
+from halfstep.policy.rules import context_history
 from halfstep.reporting.table import format_count
 from halfstep.scaling.skip_log import SkipLog, cause_text, second_opinion
 from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
