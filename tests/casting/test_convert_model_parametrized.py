@@ -29,19 +29,10 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).T
 
 
-def orthogonal(kind: str) -> Callable[[nn.Module], object]:
-    return lambda layer: parametrizations.orthogonal(layer, orthogonal_map=kind)
-
-
 NEW: dict[str, Callable[[nn.Module], object]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
-    "matrix_exp": orthogonal("matrix_exp"),
-    "cayley": orthogonal("cayley"),
-    "householder": orthogonal("householder"),
-    "untrivial": lambda layer: parametrizations.orthogonal(
-        layer, use_trivialization=False
-    ),
+    "orthogonal": parametrizations.orthogonal,
     "own": lambda layer: parametrize.register_parametrization(
         layer, "weight", Symmetric()
     ),
@@ -116,7 +107,7 @@ def test_training(kind: str, dtype: str, base: str, level: str) -> None:
         assert set(held[0].seen[1:]) == {(FP32, False)}
 
 
-@pytest.mark.parametrize("kind", ["matrix_exp", "cayley", "householder", "weight_norm"])
+@pytest.mark.parametrize("kind", ["orthogonal", "weight_norm"])
 @LOW
 def test_the_weight_is_rounded_once(kind: str, level: str) -> None:
     """Law: a computed weight is the fp32 one, rounded, in regions and outside."""
@@ -133,7 +124,7 @@ def test_the_weight_is_rounded_once(kind: str, level: str) -> None:
 @LOW
 def test_an_island_keeps_its_weight_exact(level: str) -> None:
     """Law: in a module that a rule keeps in fp32 the computed weight is fp32 too."""
-    model, twin = network(NEW["cayley"]), network(NEW["cayley"])
+    model, twin = network(NEW["orthogonal"]), network(NEW["orthogonal"])
     rules = Policy.parse("lean + module:0=fp32")
     converted = convert_(model, levels.parse(level), BF16, rules)
     assert converted.fp32_modules == ("0", "0.parametrizations.weight")

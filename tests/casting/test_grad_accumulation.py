@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfstep.casting.grad_accumulation import Fp32GradAccumulator
@@ -32,12 +30,9 @@ def added(total: Tensor, part: Tensor) -> Any:
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
-    "scalar": ((), lambda t: t),
     "empty": ((0, 3), lambda t: t),
-    "transposed": ((5, 7), lambda t: t.T),
     "every other": ((5, 8), lambda t: t[:, ::2]),
     "expanded": ((5, 1), lambda t: t.expand(5, 7)),
-    "channels last": ((2, 3, 4, 5), lambda t: t.to(memory_format=torch.channels_last)),
     "one chunk": ((1 << 18,), lambda t: t),
     "more": (((1 << 18) + 1,), lambda t: t),
     "large transposed": ((3, 1 << 18), lambda t: t.T),
@@ -61,22 +56,6 @@ def test_sums_are_fp32_arithmetic(shape: str, dtype: torch.dtype) -> None:
         np.testing.assert_array_equal(total.numpy(), expected)
         assert total.data_ptr() == place
         assert torch.equal(part, kept)
-
-
-@given(st.lists(st.floats(width=32), min_size=1), st.data())
-def test_any_numbers(wide: list[float], data: st.DataObject) -> None:
-    """Law: inf, NaN, subnormal numbers and zeros of both signs add as in fp32."""
-    narrow = st.floats(width=16)
-    low = data.draw(st.lists(narrow, min_size=len(wide), max_size=len(wide)))
-    total, part = torch.tensor(wide), torch.tensor(low, dtype=FP16)
-    expected = added(total, part)
-    add_(total, part)
-    found = total.numpy()
-    np.testing.assert_array_equal(found, expected)
-    numbers = ~np.isnan(expected)
-    np.testing.assert_array_equal(
-        np.signbit(found[numbers]), np.signbit(expected[numbers])
-    )
 
 
 def test_a_sum_makes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,20 +87,6 @@ def weight() -> nn.Parameter:
 def take(gradients: Fp32GradAccumulator, param: Tensor, part: Tensor) -> bool:
     """Offer a gradient as a backward pass does: grad mode is off."""
     return gradients.accumulate(param, part)
-
-
-@LOW
-def test_gradients_add_up(dtype: torch.dtype) -> None:
-    """Law: the first is copied, the next are added, in fp32."""
-    gradients, param = opened(), weight()
-    parts = [random(4, 3, dtype=dtype) for _ in range(3)]
-    expected = np.zeros((4, 3), np.float32)
-    for part in parts:
-        assert take(gradients, param, part)
-        expected += part.float().numpy()
-        assert param.grad.dtype == FP32
-        np.testing.assert_array_equal(param.grad.numpy(), expected)
-        assert not param.grad.requires_grad
 
 
 REFUSALS: dict[str, Callable[[Any, Any], object]] = {

@@ -150,32 +150,6 @@ def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
     assert fresh == {"version": counted, "none": True}
 
 
-def flag() -> bool:
-    return torch.is_autocast_cache_enabled()
-
-
-def test_the_cache_is_for_one_dtype() -> None:
-    """Law: while a thread's region has a dtype, regions of another do without."""
-    with ThreadPoolExecutor(1) as thread:
-        other = autocast("cpu", FP16)
-        for dtype, shared in ((FP16, True), (BF16, False)):
-            with autocast("cpu", dtype):
-                thread.submit(other.__enter__).result()
-                assert flag()
-                assert thread.submit(flag).result() == shared
-                thread.submit(other.__exit__, None, None, None).result()
-                assert thread.submit(flag).result()
-        with autocast("cpu", BF16):
-            same = autocast("cpu", BF16)
-            thread.submit(same.__enter__).result()
-            with autocast("cpu", FP16):
-                assert not flag()
-            assert flag()
-            thread.submit(same.__exit__, None, None, None).result()
-            with autocast("cpu", FP16):
-                assert flag()
-
-
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 2),

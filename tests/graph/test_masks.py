@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_models import Odd, compiled, planned
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -21,25 +22,8 @@ LOWEST_BF16 = torch.finfo(torch.bfloat16).min
 LOW_KINDS = dict.fromkeys(("add", "mul", "div", "masked_fill", "softmax"), "allow")
 IN_BF16 = {"method": "painting", "kinds": LOW_KINDS}
 """Options of a plan that would add masks to scores in bf16."""
-
-
-class Masked(nn.Module):
-    """Attention without heads, whose scores a test masks."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.mask: Tensor
-        self.register_buffer("mask", torch.full((6,), LOWEST))
-        self.body = body
-
-    def scores(self, x: Tensor) -> Tensor:
-        queries, keys = self.a(x), self.b(x)
-        return queries @ keys.mT  # type: ignore[no-any-return]
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.body(self, *inputs)
+OPTIONS = pytest.mark.parametrize("options", [IN_BF16, {"method": "min-cut"}])
+WAYS = pytest.mark.parametrize("way", [planned, compiled])
 
 
 def padded_batch() -> Tensor:
@@ -55,102 +39,102 @@ def hidden(x: Tensor) -> Tensor:
     return (x[:, :, 0] < 0)[:, None]
 
 
-def attend(m: Masked, x: Tensor, mask: Tensor) -> Tensor:
+def attend(m: Odd, x: Tensor, mask: Tensor) -> Tensor:
     return (m.scores(x) + mask).softmax(-1) @ x
 
 
-def multiplied(m: Masked, x: Tensor) -> Tensor:
+def multiplied(m: Odd, x: Tensor) -> Tensor:
     return attend(m, x, (1.0 - (~hidden(x)).float()) * LOWEST)
 
 
-def filled(m: Masked, x: Tensor) -> Tensor:
+def filled(m: Odd, x: Tensor) -> Tensor:
     mask = torch.full((6, 6), LOWEST).triu(1).expand(3, -1, -1)
     return attend(m, x, mask.masked_fill(hidden(x), LOWEST))
 
 
-def biased(m: Masked, x: Tensor) -> Tensor:
+def biased(m: Odd, x: Tensor) -> Tensor:
     """Add a learned bias to the mask, as T5 does."""
     return attend(m, x, hidden(x).float() * LOWEST + m.a.bias[:6])
 
 
-def scores_filled(m: Masked, x: Tensor) -> Tensor:
+def scores_filled(m: Odd, x: Tensor) -> Tensor:
     return m.scores(x).masked_fill(hidden(x), LOWEST).softmax(-1) @ m.b(x)
 
 
-def chosen_tensor(m: Masked, x: Tensor) -> Tensor:
+def chosen_tensor(m: Odd, x: Tensor) -> Tensor:
     return attend(m, x, torch.where(hidden(x), torch.tensor(LOWEST), 0.0))
 
 
-def chosen_number(m: Masked, x: Tensor) -> Tensor:
+def chosen_number(m: Odd, x: Tensor) -> Tensor:
     return attend(m, x, torch.where(hidden(x), LOWEST, 0.0))
 
 
-def written(m: Masked, x: Tensor) -> Tensor:
+def written(m: Odd, x: Tensor) -> Tensor:
     mask = torch.zeros(3, 1, 6)
     mask[hidden(x)] = LOWEST
     return attend(m, x, mask)
 
 
-def without_grad(m: Masked, x: Tensor) -> Tensor:
+def without_grad(m: Odd, x: Tensor) -> Tensor:
     with torch.no_grad():
         mask = hidden(x).float() * LOWEST
     return attend(m, x, mask)
 
 
-def fused(m: Masked, x: Tensor) -> Tensor:
+def fused(m: Odd, x: Tensor) -> Tensor:
     mask = hidden(x).float() * LOWEST
     return scaled_dot_product_attention(m.a(x), m.b(x), x, mask.expand(-1, 6, -1))
 
 
-def windowed(m: Masked, x: Tensor) -> Tensor:
+def windowed(m: Odd, x: Tensor) -> Tensor:
     """Spread a mask by a matmul, as LED and Longformer do."""
     mask = hidden(x).float().masked_fill(hidden(x), LOWEST)
     window = torch.eye(6) + torch.eye(6).roll(1, 0)
     return attend(m, x, (mask @ window).clamp_min(LOWEST))
 
 
-def from_buffer(m: Masked, x: Tensor) -> Tensor:
+def from_buffer(m: Odd, x: Tensor) -> Tensor:
     return attend(m, x, m.mask.where(hidden(x), 0.0))
 
 
-def made_finite(m: Masked, x: Tensor) -> Tensor:
+def made_finite(m: Odd, x: Tensor) -> Tensor:
     mask = torch.zeros(3, 1, 6).masked_fill(hidden(x), -math.inf)
     return attend(m, x, mask.nan_to_num())
 
 
-def doubled(m: Masked, x: Tensor) -> Tensor:
+def doubled(m: Odd, x: Tensor) -> Tensor:
     return attend(m, x, hidden(x).float() * (LOWEST / 2) * 2)
 
 
-def halves(m: Masked, x: Tensor) -> Tensor:
+def halves(m: Odd, x: Tensor) -> Tensor:
     causal = torch.full((6, 6), LOWEST / 2).triu(0)
     return attend(m, x, hidden(x).float() * (LOWEST / 2) + causal)
 
 
-def scaled(m: Masked, x: Tensor) -> Tensor:
+def scaled(m: Odd, x: Tensor) -> Tensor:
     return (m.scores(x).masked_fill(hidden(x), LOWEST / 4) / 0.25).softmax(-1) @ x
 
 
-def pooled(m: Masked, kept: Tensor) -> Tensor:
+def pooled(m: Odd, kept: Tensor) -> Tensor:
     """Give a layer the lowest number, with weights so small that fp32 holds the sum."""
     return nn.functional.linear(kept.amax(1), m.b.weight / 64) / -LOWEST
 
 
-def pooled_filled(m: Masked, x: Tensor) -> Tensor:
+def pooled_filled(m: Odd, x: Tensor) -> Tensor:
     return pooled(m, m.a(x).masked_fill(hidden(x).mT, LOWEST))
 
 
-def pooled_tensor(m: Masked, x: Tensor) -> Tensor:
+def pooled_tensor(m: Odd, x: Tensor) -> Tensor:
     return pooled(m, torch.where(hidden(x).mT, torch.tensor(LOWEST), m.a(x)))
 
 
-def pooled_written(m: Masked, x: Tensor) -> Tensor:
+def pooled_written(m: Odd, x: Tensor) -> Tensor:
     kept = m.a(x).clone()
     kept[hidden(x)[:, 0]] = LOWEST
     return pooled(m, kept)
 
 
-def pooled_view(m: Masked, x: Tensor) -> Tensor:
+def pooled_view(m: Odd, x: Tensor) -> Tensor:
     kept = m.a(x).clone()
     kept[2].fill_(LOWEST)
     return pooled(m, kept)
@@ -163,15 +147,6 @@ BODIES = [
 ]
 TRACED = [windowed, chosen_tensor, written, without_grad, fused, from_buffer]
 """What Dynamo's graphs hold in another form than those of torch.export."""
-
-
-def planned(model: nn.Module, *inputs: Tensor, **options: Any) -> Any:
-    return hs.rewrite(model, hs.plan(model, inputs, **options))
-
-
-def compiled(model: nn.Module, *_: Tensor, **options: Any) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(model, backend="halfstep", options=options)
 
 
 def grads_after(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
@@ -191,7 +166,7 @@ def test_a_text_of_padding_is_as_in_fp32(
     body: Callable[..., Any], way: Callable[..., Any]
 ) -> None:
     """Law: a plan gives fp32's results and gradients, to bf16's precision; no NaN."""
-    model, x = Masked(body), padded_batch()
+    model, x = Odd(body), padded_batch()
     expected = model(x)
     expected_grads = grads_after(model, expected)
     output = way(model, x, **IN_BF16)(x)
@@ -201,20 +176,20 @@ def test_a_text_of_padding_is_as_in_fp32(
     torch.testing.assert_close(grads, expected_grads, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("way", [planned, compiled])
+@WAYS
 def test_a_mask_as_input(way: Callable[..., Any]) -> None:
     """Law: it does not matter whether the model makes the mask or is given it."""
     body = lambda m, x, mask: attend(m, x, mask[:, :1].to(torch.float32))  # noqa: E731
-    model, x = Masked(body), padded_batch()
+    model, x = Odd(body), padded_batch()
     mask = hidden(x).float() * LOWEST
     output = way(model, x, mask, **IN_BF16)(x, mask)
     torch.testing.assert_close(output, model(x, mask), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("way", [planned, compiled])
+@WAYS
 def test_infinity_stays_infinite(way: Callable[..., Any]) -> None:
     """Law: a text masked with -inf is NaN where fp32 is, and weighs 0 elsewhere."""
-    model, x = Masked(attend), padded_batch()
+    model, x = Odd(attend), padded_batch()
     for value in (-math.inf, math.inf):
         mask = torch.zeros(3, 1, 6).masked_fill(hidden(x), value)
         output, expected = way(model, x, mask, **IN_BF16)(x, mask), model(x, mask)
@@ -222,26 +197,26 @@ def test_infinity_stays_infinite(way: Callable[..., Any]) -> None:
         kwargs = {"rtol": 0.05, "atol": 0.05, "equal_nan": True}
         torch.testing.assert_close(output, expected, **kwargs)
     mask = torch.full((3, 6, 6), LOWEST).masked_fill(hidden(x), -math.inf)
-    spread = Masked(lambda m, x, mask: (m.scores(x) + mask, mask))
+    spread = Odd(lambda m, x, mask: (m.scores(x) + mask, mask))
     sums, _ = way(spread, x, mask, **IN_BF16)(x, mask)
     assert sums.isinf().equal(mask.isinf())
 
 
-@pytest.mark.parametrize("options", [IN_BF16, {}], ids=["bf16", "min-cut"])
-@pytest.mark.parametrize("way", [planned, compiled])
+@OPTIONS
+@WAYS
 def test_what_fp32_code_reads_is_exact(
     way: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     """Law: comparisons, returned masks and float64 numbers are those of fp32."""
 
-    def body(m: Masked, x: Tensor, mask: Tensor) -> Any:
+    def body(m: Odd, x: Tensor, mask: Tensor) -> Any:
         own = torch.full((6,), LOWEST).masked_fill(hidden(x)[0, 0], 0.0)
         exact = own, mask == LOWEST, mask <= LOWEST, own.abs() >= -LOWEST, m.mask
         double = torch.full((2,), -1e200, dtype=torch.float64), x.double() * 1e300
         scores = (m.scores(x) + own + mask).softmax(-1)
         return scores, exact, double, x.double().clamp(max=1e45)
 
-    model, x = Masked(body), padded_batch()
+    model, x = Odd(body), padded_batch()
     mask = hidden(x).float() * LOWEST
     output, expected = way(model, x, mask, **options)(x, mask), model(x, mask)
     torch.testing.assert_close(output[1:], expected[1:], rtol=0, atol=0)
@@ -249,7 +224,7 @@ def test_what_fp32_code_reads_is_exact(
 
 def test_a_saved_plan_keeps_masks_too(tmp_path: Path) -> None:
     """Law: so do a plan from its file, a copy and a pickle of the rewritten model."""
-    model, x = Masked(fused), padded_batch()
+    model, x = Odd(fused), padded_batch()
     plan = hs.plan(model, [x], **IN_BF16)
     plan.save(tmp_path / "plan.toml")
     rewritten = hs.rewrite(model, plan)
@@ -261,11 +236,11 @@ def test_a_saved_plan_keeps_masks_too(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(rewritten))(x).equal(expected)  # noqa: S301
 
 
-@pytest.mark.parametrize("way", [planned, compiled])
+@WAYS
 def test_only_masks_stay_in_fp32(way: Callable[..., Any]) -> None:
     """Law: what multiplies an input, and what follows a softmax, is in bf16."""
 
-    def body(m: Masked, x: Tensor, mask: Tensor) -> Tensor:
+    def body(m: Odd, x: Tensor, mask: Tensor) -> Tensor:
         scores = (x @ m.a.weight).relu() @ m.b(x).mT
         return ((scores + mask).softmax(-1) @ x).relu() @ m.b.weight
 
@@ -277,23 +252,23 @@ def test_only_masks_stay_in_fp32(way: Callable[..., Any]) -> None:
 
     inputs = padded_batch(), torch.zeros(3, 1, 6)
     if way is planned:
-        note(hs.plan(Masked(body), inputs, **IN_BF16))
+        note(hs.plan(Odd(body), inputs, **IN_BF16))
     else:
-        way(Masked(body), on_plan=note, **IN_BF16)(*inputs)
+        way(Odd(body), on_plan=note, **IN_BF16)(*inputs)
     assert low["matmul"] == [True] * 4
     assert low["linear"] == [True]
     assert low["relu"] == [True] * 2
     assert low["add"] == [False]
 
 
-@pytest.mark.parametrize("way", [planned, compiled])
-@pytest.mark.parametrize("options", [IN_BF16, {}], ids=["bf16", "min-cut"])
+@WAYS
+@OPTIONS
 def test_masked_scores_are_compared_as_in_fp32(
     way: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     """Law: masks of fp32's, and of bf16's, lowest number are exact; so is -0.0."""
 
-    def body(m: Masked, x: Tensor) -> tuple[Tensor, ...]:
+    def body(m: Odd, x: Tensor) -> tuple[Tensor, ...]:
         scores = m.scores(x) + hidden(x).float() * LOWEST
         kept = (m.a(x) + hidden(x).mT.float() * LOWEST).amax(1)
         filled = m.scores(x).masked_fill(hidden(x), LOWEST_BF16)
@@ -301,7 +276,7 @@ def test_masked_scores_are_compared_as_in_fp32(
         zeros = torch.signbit(-(x @ m.a.weight).relu())
         return scores, *fp32, filled == LOWEST_BF16, zeros
 
-    model, x = Masked(body), padded_batch()
+    model, x = Odd(body), padded_batch()
     output, expected = way(model, x, **options)(x), model(x)
     torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
 

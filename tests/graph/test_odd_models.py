@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_models import Odd, compiled, planned
 from small_training import same
 from torch import Tensor, nn
 from torch.nn import (  # noqa: N812 -- torch's own name for it
@@ -21,37 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 
 Step = Callable[[nn.Module, Tensor], Tensor]
-REGISTER_HOOK = Tensor.register_hook
-
-
-class Odd(nn.Module):
-    """Layers, norms and buffers, around what a test is about."""
-
-    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-        self.batch = nn.BatchNorm1d(8)
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("total", torch.zeros(8))
-        self.body = body
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.body(self, *inputs)
-
-
-def planned(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    return hs.rewrite(model, hs.plan(model, [x], method="painting"))
-
-
-def compiled(model: nn.Module, _: Tensor) -> Callable[[Tensor], Tensor]:
-    torch._dynamo.reset()
-    options = {"method": "painting"}
-    return torch.compile(model, backend="halfstep", options=options)
-
-
 Way = Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]
+REGISTER_HOOK = Tensor.register_hook
 
 
 def used_without_gradients_first(model: nn.Module, x: Tensor) -> Tensor:
@@ -325,17 +297,6 @@ def test_gradients_of_weights_count() -> None:
     (node,) = plan.nodes
     assert not node.low
     assert "gradients of" in node.reason
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # torch's own
-def test_copies_of_a_planned_model() -> None:
-    """Law: a moving average may copy it."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    rewritten = hs.rewrite(model, hs.plan(model, [x], method="painting"))
-    average = torch.optim.swa_utils.AveragedModel(rewritten)
-    average.update_parameters(rewritten)
-    assert average(x).equal(rewritten(x))
 
 
 @pytest.mark.parametrize("change", ["buffer", "dtype"])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bit_patterns import WIDTHS, tensors, wide_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,37 +25,8 @@ from halfstep.numerics.exponents import (
 )
 
 ONE = torch.tensor(1.0)
-WIDTHS = {
-    torch.float16: (16, torch.int16),
-    torch.bfloat16: (16, torch.int16),
-    torch.float32: (32, torch.int32),
-    torch.float64: (64, torch.int64),
-}
 CHECKED: dict[str, Any] = {"check_invariants": True}
 LOW = [torch.float16, torch.bfloat16]
-
-
-@st.composite
-def patterns(
-    draw: st.DrawFn, dtypes: Sequence[torch.dtype] = tuple(WIDTHS)
-) -> tuple[Tensor, np.ndarray[Any, Any]]:
-    """Return a tensor of any bit patterns, and the same as fp64, made by numpy."""
-    dtype = draw(st.sampled_from(dtypes))
-    width, integer = WIDTHS[dtype]
-    half = 2 ** (width - 1)
-    ends = [0, -half, 1, 2, 2**10, 2**23 - 1, 2**23, half - 1]
-    number = st.integers(-half, half - 1) | st.sampled_from(
-        [end for end in ends if -half <= end < half]
-    )
-    bits = draw(st.lists(number, max_size=9))
-    raw = np.array(bits, dtype=f"int{width}")
-    if dtype == torch.bfloat16:
-        wide = (raw.astype(np.int32) << 16).view(np.float32)
-    else:
-        wide = raw.view(f"float{width}")
-    tensor = torch.tensor(bits, dtype=integer).view(dtype)
-    with np.errstate(invalid="ignore"):
-        return tensor, wide.astype(np.float64)
 
 
 def by_numpy(values: np.ndarray[Any, Any], shift: int) -> dict[int, int]:
@@ -87,18 +59,15 @@ def close(share: Tensor, expected: float) -> None:
     assert share.item() == pytest.approx(expected, abs=1e-6)
 
 
-@given(patterns(), st.integers(-126, 127))
-def test_exponents_are_frexps(
-    drawn: tuple[Tensor, np.ndarray[Any, Any]], shift: int
-) -> None:
+@given(tensors(), st.integers(-126, 127))
+def test_exponents_are_frexps(tensor: Tensor, shift: int) -> None:
     """Law: each number is counted at floor(log2) of its unscaled size, whatever it is.
 
     Bit patterns of all formats: subnormal, both zeros, inf, NaN, none at all.
     """
-    tensor, values = drawn
     histogram = exponents([tensor], torch.tensor(2.0**shift))
     assert histogram.dtype == torch.int64
-    assert by_us(histogram) == by_numpy(values, shift)
+    assert by_us(histogram) == by_numpy(wide_of(tensor), shift)
 
 
 def test_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,12 +187,12 @@ def test_subnormal_by_numpy(drawn: list[float], shift: int, low: torch.dtype) ->
 # The largest number
 
 
-@given(st.lists(patterns(), max_size=4))
-def test_largest(drawn: list[tuple[Tensor, np.ndarray[Any, Any]]]) -> None:
+@given(st.lists(tensors(), max_size=4))
+def test_largest(drawn: list[Tensor]) -> None:
     """Law: the largest absolute value of all; NaN if one is there; 0 of none."""
     like = torch.tensor(0.0, dtype=torch.float64)
-    found = largest_magnitude([tensor for tensor, _ in drawn], like).numpy()
-    values = np.concatenate([[0.0], *(values for _, values in drawn)])
+    found = largest_magnitude(drawn, like).numpy()
+    values = np.concatenate([[0.0], *map(wide_of, drawn)])
     np.testing.assert_equal(found, np.abs(values).max())
 
 

@@ -5,10 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from halfstep.errors import UserError
 from halfstep.numerics import formats
 from halfstep.numerics.formats import BF16, FORMATS, FP16, FloatFormat
+from halfstep.numerics.norms import total_norm
 
 
 def all_patterns(format_: FloatFormat) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -70,3 +73,26 @@ def test_is_low() -> None:
     """Law: exactly the 16-bit floats are low."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     assert {d for d in dtypes if formats.is_low(d)} == {torch.bfloat16, torch.float16}
+
+
+# Norms of lists of tensors, beside numpy's in float64
+
+
+SIZES = st.lists(
+    st.sampled_from([0, 1, 2, 7, 16, 33, 2047, 2048, 2049]), min_size=1, max_size=4
+)
+DTYPES = st.sampled_from([torch.float16, torch.float32])
+
+
+@given(sizes=SIZES, dtypes=st.lists(DTYPES, min_size=4, max_size=4))
+def test_total_norm(sizes: list[int], dtypes: list[torch.dtype]) -> None:
+    """Law: the norm is numpy's, in the precision of its parts.
+
+    Each tensor's own norm is rounded to its dtype; their squares add up in fp32.
+    """
+    parts = zip(sizes, dtypes, strict=False)
+    grads = [(torch.rand(n) * 0.875 + 0.125).to(dtype) for n, dtype in parts]
+    exact = np.concatenate([grad.double().numpy() for grad in grads])
+    expected = float(np.sqrt((exact**2).sum()))
+    found = float(total_norm(grads) or 0.0)
+    assert found == pytest.approx(expected, rel=2 * 2.0**-11, abs=2.0**-24)

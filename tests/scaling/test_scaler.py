@@ -196,16 +196,6 @@ def test_unscale_equals_float64(kind: str, exponent: int) -> None:
         assert torch.equal(grad.to_dense().resolve_conj(), rounded)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
-def test_unscale_by_any_number(kind: str) -> None:
-    """Law: a factor that is no power of two costs one ulp at most."""
-    grad = gradient(kind, 1)
-    expected = numbers(grad) / 3.0
-    unscale_([grad], torch.tensor(1 / 3))
-    ulp = torch.finfo(grad.dtype).eps
-    np.testing.assert_allclose(numbers(grad), expected, rtol=ulp, atol=0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_unscale_finds_what_is_planted(kind: str, value: float) -> None:
