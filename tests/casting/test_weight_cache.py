@@ -245,6 +245,24 @@ class Net(nn.Module):
         return out.float()
 
 
+@pytest.mark.parametrize(
+    "gradients", [lambda: None, Fp32GradAccumulator], ids=["plain", "fold"]
+)
+def test_second_derivatives_are_torchs(gradients: Callable[[], Any]) -> None:
+    """Law: gradients of gradients, of weights too, are torch.autocast's, to the bit."""
+    found, cache = [], CastCache(gradients())
+    for make in (lambda: torch.autocast("cpu", BF16), lambda: region(cache)):
+        net, x = Net(), torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        with make():
+            loss = net(x).square().sum()
+        chosen = [x, net.twice.weight, net.once.bias]
+        first = torch.autograd.grad(loss, chosen, create_graph=True)
+        torch.stack([grad.square().sum() for grad in first]).sum().backward()  # type: ignore[no-untyped-call]
+        found.append([*first, x.grad, *(param.grad for param in net.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert [grad is None for grad in found[1][-6:]] == [False] * 4 + [True] * 2
+
+
 def test_fake_tensors_are_not_cached() -> None:
     """Law: tracing leaves no fake cast behind, and is given fake ones."""
     cache, layer = CastCache(), nn.Linear(4, 4)
