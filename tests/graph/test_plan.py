@@ -390,6 +390,8 @@ def test_eager_and_graph_agree(policy: str, seed: int) -> None:
         assert graph_reasons.get(op, reasons) == reasons, op
     chosen = hs.Policy.parse(policy)
     for node in plan.nodes:
+        if node.reason.startswith("it takes numbers"):
+            continue
         category = decide(node.op, [torch.float32], "cpu", policy=chosen).category
         outs = {r["out"] for r in eager if r["operation"] == node.op}
         if category == op_tables.LOW:

@@ -65,11 +65,25 @@ statistics of norms."""
 _FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
 """On CUDA their kernels require all arguments in one dtype."""
 
-_BOUNDED_OPS = {*FP32_ARGUMENTS, "linear", "softmax", "scaled_dot_product_attention"}
-_BOUNDED_OPS |= {"conv1d", "conv2d", "conv3d", "convolution"}
+_BOUNDED_OPS = {
+    *FP32_ARGUMENTS,
+    *("linear", "conv1d", "conv2d", "conv3d", "convolution"),
+    *("softmax", "_softmax", "_safe_softmax", "cos", "sigmoid", "sin", "tanh"),
+    *("native_layer_norm", "rms_norm", "scaled_dot_product_attention"),
+}
 """Operations whose results are in the range of 16 bits, whatever mask they take."""
-_MASKING_OPS = CLEAR_OPS | {"_to_copy", "add", "nan_to_num", "sub", "to"}
-"""Operations that move masks, make them, or add them to scores."""
+_PRODUCTS = {
+    operation.partition(".")[0]
+    for rows in op_tables.LEAN.values()
+    for operation, row in rows.items()
+    if row.category == op_tables.LOW
+}
+"""Operations that multiply and add: data, and no mask unless a matmul spreads it."""
+_MASK_ARGUMENTS = {
+    "baddbmm": (0, "self"),
+    "scaled_dot_product_attention": (3, "attn_mask"),
+}
+"""Operation -> position and name of the mask that it adds to scores."""
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
@@ -442,63 +456,103 @@ def _number_beyond(node: fx.Node, limit: float) -> float | None:
 def _may_exceed_bf16(
     graph_module: fx.GraphModule, changing: Mapping[fx.Node, fx.Node]
 ) -> set[fx.Node]:
-    """Return the nodes that take or compute finite numbers beyond bf16's largest.
+    """Return the nodes that stay fp32 for finite numbers beyond bf16's largest.
 
     Why: masks hold fp32's lowest number, and so do scores to which they are added. In
     bf16 it would be -inf, and a row of it NaN after a softmax. A number or a tensor in
-    the code surely is that large, and whatever is computed from it may be. An input
-    may be a mask until it is multiplied, and so may results of code under `no_grad`.
+    the code surely is that large, and so is what is computed from it. An input may be,
+    or a result of code under `no_grad`: what is computed from it until it is multiplied
+    stays fp32 if a softmax, a comparison or the caller reads it.
     """
-    limit = formats.BF16.max / 2**8  # half of fp32's lowest may be doubled later
+    nodes = graph_module.graph.nodes
+    surely, maybe, takers = _follow_large(graph_module, changing)
+    exact: set[fx.Node | None] = set()
+    for node in reversed(nodes):
+        is_reader = "softmax" in _base_name(node) or not _is_float(node)
+        if is_reader or node in maybe & exact:
+            exact |= _read_values(node)
+        exact.add(attention_mask(node))
+    kept = surely | (maybe & exact)
+    return takers | {node for node in kept if _base_name(node) not in _PRODUCTS}
+
+
+def _follow_large(
+    graph_module: fx.GraphModule, changing: Mapping[fx.Node, fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
+    """Return the nodes whose values surely, and may be, large; and those who take them.
+
+    The latter compute numbers of usual size.
+    """
     surely: set[fx.Node] = set()
     maybe: set[fx.Node] = set()
-    bounded: set[fx.Node] = set()
+    takers: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
-        op = _base_name(node)
-        inputs = {*node.all_input_nodes} - {attention_mask(node)}  # saturating_cast
-        is_large = _number_beyond(node, limit) is not None
-        is_mask = op == "nan_to_num"
-        if node.op == "placeholder":
-            is_mask = not node.meta.get(PARAMETER)
-        elif node.op == "get_attr":
-            value = attrgetter(str(node.target))(graph_module)
-            is_large = isinstance(value, Tensor) and _holds_beyond(value, limit)
-        elif not hasattr(node.target, "_schema"):
-            is_mask = not is_getitem(node)  # code under `no_grad`
-        is_large |= not surely.isdisjoint(inputs)
-        if op in _MASKING_OPS or op == "softmax" or is_getitem(node):
-            is_mask |= not maybe.isdisjoint(inputs)
+        op, mask = _base_name(node), attention_mask(node)
+        inputs = _read_values(node)
+        takes_large = not surely.isdisjoint(inputs - {mask})
+        takes_mask = not maybe.isdisjoint(inputs)
         if op in _BOUNDED_OPS:
-            if is_large or is_mask:
-                bounded.add(node)
-        elif (is_large or is_mask) and any(
-            v.is_floating_point() for v in tensors(node)
-        ):
+            if takes_large or (takes_mask and "softmax" in op):
+                takers.add(node)
+        elif op in _PRODUCTS:
+            if takes_large:
+                takers.add(node)
+            if takes_large or mask in surely | maybe:
+                maybe.add(node)
+        elif _is_float(node):
+            is_large, is_mask = _is_source(graph_module, node)
             root = changing.get(node)
             same_memory = {n for n in changing if changing[n] is root} if root else ()
-            (surely if is_large else maybe).update({node, *same_memory})
-    return surely | maybe | bounded
+            if is_large or takes_large:
+                surely.update({node, *same_memory})
+            elif is_mask or takes_mask:
+                maybe.update({node, *same_memory})
+    return surely, maybe, takers
+
+
+def _is_source(graph_module: fx.GraphModule, node: fx.Node) -> tuple[bool, bool]:
+    """Return whether a node surely makes large numbers, and whether it may."""
+    limit = formats.BF16.max / 2**8  # half of fp32's lowest may be doubled later
+    if node.op == "placeholder":
+        return False, not node.meta.get(PARAMETER)
+    if node.op == "get_attr":
+        value = attrgetter(str(node.target))(graph_module)
+        return isinstance(value, Tensor) and _holds_beyond(value, limit), False
+    is_opaque = not (hasattr(node.target, "_schema") or is_getitem(node))  # `no_grad`
+    is_large = _number_beyond(node, limit) is not None
+    return is_large, is_opaque or _base_name(node) == "nan_to_num"
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Return whether a node computes floating-point tensors."""
+    is_output = node.op == "output"
+    return not is_output and any(v.is_floating_point() for v in tensors(node))
+
+
+def _read_values(node: fx.Node) -> set[fx.Node]:
+    """Return the inputs of a node of which it reads more than the shape or dtype."""
+    op = _base_name(node)
+    if op.endswith("_like") or op.startswith("new_"):
+        return set()
+    return {*(node.all_input_nodes[:1] if op.endswith("_as") else node.all_input_nodes)}
 
 
 def _holds_beyond(tensor: Tensor, limit: float) -> bool:
     """Return whether a constant or buffer holds finite numbers beyond a limit."""
-    is_dense = tensor.is_floating_point() and tensor.layout == torch.strided
-    if isinstance(tensor, nn.Parameter) or not is_dense:
+    is_wide = tensor.dtype in (torch.float32, torch.float64) and not tensor.is_meta
+    if isinstance(tensor, nn.Parameter) or not is_wide:
         return False
-    sizes = tensor.detach().abs()
+    sizes = tensor.detach().to_dense().abs()
     return bool(((sizes > limit) & sizes.isfinite()).any())
 
 
 def attention_mask(node: fx.Node) -> fx.Node | None:
-    """Return the mask that `scaled_dot_product_attention` adds to its scores."""
-    if _base_name(node) != "scaled_dot_product_attention":
+    """Return the mask that attention adds to its scores, in one operation."""
+    position, name = _MASK_ARGUMENTS.get(_base_name(node), (0, ""))
+    if not name:
         return None
-    mask = dict(enumerate(node.args)).get(_MASK, node.kwargs.get("attn_mask"))
+    mask = dict(enumerate(node.args)).get(position, node.kwargs.get(name))
     return mask if isinstance(mask, fx.Node) else None
-
-
-_MASK = 3
-"""Index of the mask among the arguments of `scaled_dot_product_attention`."""
 
 
 def _base_name(node: fx.Node) -> str:

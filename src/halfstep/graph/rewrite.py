@@ -34,7 +34,8 @@ def saturating_cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a mask to 16 bits; finite numbers become at most the largest one, not inf.
 
     Why: bf16 rounds fp32's lowest number, of which masks are made, to -inf, and a
-    softmax of only such numbers is NaN. Infinities and NaN stay.
+    softmax of only such numbers is NaN. Infinities and NaN stay. A number that is cut
+    gets no gradient.
     """
     limit = torch.finfo(dtype).max
     return mask.clamp(-limit, limit).where(mask.isfinite(), mask).to(dtype)
