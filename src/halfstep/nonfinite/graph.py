@@ -296,7 +296,7 @@ class _Op:
             transposed = last is None or last.name() == "TBackward0"
             return "linear" if transposed else _TRANSPOSED[self.kind]
         kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
-        return _OP_NAMES.get(kind) or op_name(kind)
+        return _OP_NAMES.get(kind) or snake_case(kind)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.saved.items():
@@ -327,10 +327,10 @@ class _Op:
             return torch.matmul(first, second)
 
 
-def op_name(node: str) -> str:
-    """Return the name of the operation of a node such as "SqrtBackward0"."""
-    kind = re.sub(r"Backward\d*$", "", node)
-    return re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
+def snake_case(kind: str) -> str:
+    """Return the name of an operation of which a node has the name, without "0"."""
+    words = r"(?<=[a-z0-9D])(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z]\d)"
+    return re.sub(words, "_", kind).lower()
 
 
 def _with_names(op: str, names: set[str]) -> str:
@@ -407,7 +407,7 @@ class _Graph:
 
     def domain_error(self, op: _Op, phase: str = "forward") -> BadOp | None:
         """Check for values at which it, or its derivative, is infinite or undefined."""
-        error = domains.find_domain_error(op_name(op.kind), op.saved, phase)
+        error = domains.find_domain_error(snake_case(op.kind), op.saved, phase)
         if error is None:
             return None
         value = self.values.get((op.node, 0))

@@ -66,7 +66,7 @@ class TrainRuns:
         self.corpus = run.load_corpus(config)
         self.split = "test" if self.corpus.test else "dev"
         self.job = lru_cache(maxsize=2)(self._make_job)
-        """Returns the job of a seed; the last, and the one to evaluate, are kept."""
+        """Returns the job of a seed; those of the last two seeds are kept."""
 
     def _make_job(self, seed: int) -> TrainJob:
         config = replace(self.config, seed=seed)

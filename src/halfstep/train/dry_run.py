@@ -153,6 +153,7 @@ def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> Chec
     config = job.plan.config
     step_batch = job.steps[1]
     share = world.size * session.accumulate / step_batch.weight
+    batch = {name: one.to(world.device) for name, one in step_batch.parts[0].items()}
 
     def loss_fn(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
         return job.loss_sum(model, part) * share
@@ -166,7 +167,7 @@ def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> Chec
     return check(
         model,
         loss_fn,
-        step_batch.parts[0],
+        batch,
         level=session.choice,
         policy=config.policy,
         optimizer=param_groups.make_optimizer(model, config, job.plan.lr),

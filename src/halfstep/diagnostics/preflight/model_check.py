@@ -280,7 +280,7 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     facts.output_error = search.output_error(low_copy, trial.policy)
     if scaled and (facts.output_error is not None or is_loss_far(facts)):
         batch = search.batches[0]
-        facts.hidden_overflow = low_copy.find_nonfinite(search.loss_fn, batch, 1.0)
+        facts.hidden_overflow = low_copy.find_overflow(search.loss_fn, batch)
     if steps and low_copy.emulates_fp16:
         search.notes.append(NOT_TIMED)
     elif steps:

@@ -7,6 +7,7 @@ node before its operation runs, so the first operation at a number made that nod
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -20,7 +21,7 @@ from torch.nn.modules.module import (
 from halfstep.diagnostics.replay import tensor_facts
 from halfstep.distributed.ddp import is_bypassed, unwrap
 from halfstep.errors import UserError
-from halfstep.nonfinite.graph import op_name
+from halfstep.nonfinite.graph import snake_case
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -227,7 +228,8 @@ class ModuleStack:
         if leaf is not None:
             return self._owners.get(id(leaf), Place(ROOT, "")), ""
         place = Place(LOSS if number > self._highest else ROOT, "")
-        return place, op_name(node.name())
+        kind = re.sub(r"Backward\d*$", "", node.name())
+        return place, snake_case(kind)
 
 
 def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
