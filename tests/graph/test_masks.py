@@ -186,8 +186,37 @@ def summed(m: Odd, x: Tensor, mask: Tensor) -> Tensor:
     return torch.baddbmm(mask, m.a(x), m.b(x).mT).softmax(-1) @ x
 
 
+def summed_flat(m: Odd, x: Tensor, mask: Tensor) -> Tensor:
+    rows = [
+        torch.addmm(each.expand(6, -1), one, two.mT)
+        for each, one, two in zip(mask, m.a(x), m.b(x), strict=True)
+    ]
+    return torch.stack(rows).softmax(-1) @ x
+
+
+def filled_too(m: Odd, x: Tensor, mask: Tensor) -> Tensor:
+    causal = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    return (m.scores(x) + mask).masked_fill(causal, LOWEST).softmax(-1) @ x
+
+
+def added_to_parts(m: Odd, x: Tensor, mask: Tensor) -> Tensor:
+    scores = m.scores(x)
+    scores[..., :3] += mask[..., :3] * 1.0
+    scores[..., 3:] += mask[..., 3:] * 1.0
+    return scores.softmax(-1) @ x
+
+
+def by_hand(m: Odd, x: Tensor, mask: Tensor) -> Tensor:
+    scores = m.scores(x) + mask
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (powers / powers.sum(-1, keepdim=True)) @ x
+
+
+GIVEN = [moved, summed, summed_flat, filled_too, added_to_parts, by_hand]
+
+
 @WAYS
-@pytest.mark.parametrize("body", [moved, summed])
+@pytest.mark.parametrize("body", GIVEN)
 def test_a_mask_as_input(body: Callable[..., Any], way: Callable[..., Any]) -> None:
     """Law: it does not matter whether the model makes the mask or is given it."""
     model, x = Odd(body), padded_batch()

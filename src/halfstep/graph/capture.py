@@ -79,11 +79,13 @@ _PRODUCTS = {
     if row.category == op_tables.LOW
 }
 """Operations that multiply and add: data, and no mask unless a matmul spreads it."""
-_MASK_ARGUMENTS = {
-    "baddbmm": (0, "self"),
+_ADDENDS = {
+    **dict.fromkeys(("addbmm", "addmm", "baddbmm"), (0, "self")),
     "scaled_dot_product_attention": (3, "attn_mask"),
 }
-"""Operation -> position and name of the mask that it adds to scores."""
+"""Operation -> position and name of what it adds to a product."""
+_ATTENTION_OPS = {"baddbmm", "scaled_dot_product_attention"}
+"""Operations that add masks to scores; `saturating_cast` casts these masks."""
 
 NO_AUTOCAST = "halfstep_no_autocast"
 """Key in `meta["custom"]` of nodes inside `torch.autocast(enabled=False)`."""
@@ -464,13 +466,17 @@ def _may_exceed_bf16(
     or a result of code under `no_grad`: what is computed from it until it is multiplied
     stays fp32 if a softmax, a comparison or the caller reads it.
     """
-    nodes = graph_module.graph.nodes
     surely, maybe, takers = _follow_large(graph_module, changing)
+    same_memory: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    for node, root in changing.items():
+        same_memory[root].add(node)
     exact: set[fx.Node | None] = set()
-    for node in reversed(nodes):
-        is_reader = "softmax" in _base_name(node) or not _is_float(node)
-        if is_reader or node in maybe & exact:
-            exact |= _read_values(node)
+    for node in reversed(graph_module.graph.nodes):
+        op = _base_name(node)
+        is_reader = "softmax" in op or op in ("exp", "logsumexp") or not _is_float(node)
+        if is_reader or node in surely | takers | (maybe & exact):
+            for each in _read_values(node):
+                exact |= {each, *same_memory[changing.get(each, each)]}
         exact.add(attention_mask(node))
     kept = surely | (maybe & exact)
     return takers | {node for node in kept if _base_name(node) not in _PRODUCTS}
@@ -490,6 +496,7 @@ def _follow_large(
         op, mask = _base_name(node), attention_mask(node)
         inputs = _read_values(node)
         takes_large = not surely.isdisjoint(inputs - {mask})
+        takes_large |= mask is None and _addend(node) in maybe
         takes_mask = not maybe.isdisjoint(inputs)
         if op in _BOUNDED_OPS:
             if takes_large or (takes_mask and "softmax" in op):
@@ -548,11 +555,15 @@ def _holds_beyond(tensor: Tensor, limit: float) -> bool:
 
 def attention_mask(node: fx.Node) -> fx.Node | None:
     """Return the mask that attention adds to its scores, in one operation."""
-    position, name = _MASK_ARGUMENTS.get(_base_name(node), (0, ""))
-    if not name:
-        return None
-    mask = dict(enumerate(node.args)).get(position, node.kwargs.get(name))
-    return mask if isinstance(mask, fx.Node) else None
+    return _addend(node) if _base_name(node) in _ATTENTION_OPS else None
+
+
+def _addend(node: fx.Node) -> fx.Node | None:
+    """Return what an operation adds to a product."""
+    position, name = _ADDENDS.get(_base_name(node), (0, ""))
+    value = dict(enumerate(node.args)).get(position) if name else None
+    value = node.kwargs.get(name) if value is None else value
+    return value if isinstance(value, fx.Node) else None
 
 
 def _base_name(node: fx.Node) -> str:
