@@ -37,7 +37,14 @@ from halfstep.policy import op_tables
 from halfstep.policy.decision import decide
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from halfstep.policy.rules import Policy
 
@@ -466,55 +473,61 @@ def _may_exceed_bf16(
     or a result of code under `no_grad`: what is computed from it until it is multiplied
     stays fp32 if a softmax, a comparison or the caller reads it.
     """
-    surely, maybe, takers = _follow_large(graph_module, changing)
     same_memory: dict[fx.Node, set[fx.Node]] = defaultdict(set)
     for node, root in changing.items():
         same_memory[root].add(node)
+
+    def with_aliases(node: fx.Node) -> set[fx.Node]:
+        return {node, *same_memory[changing.get(node, node)]}
+
+    large, possible, takers = _follow_large(graph_module, with_aliases)
     exact: set[fx.Node | None] = set()
     for node in reversed(graph_module.graph.nodes):
         op = _base_name(node)
         is_reader = "softmax" in op or op in ("exp", "logsumexp") or not _is_float(node)
-        if is_reader or node in surely | takers | (maybe & exact):
+        is_fp32 = (
+            node in large or node in takers or (node in possible and node in exact)
+        )
+        if is_reader or is_fp32:
             for each in _read_values(node):
-                exact |= {each, *same_memory[changing.get(each, each)]}
+                exact |= with_aliases(each)
         exact.add(attention_mask(node))
-    kept = surely | (maybe & exact)
+    kept = large | (possible & exact)
     return takers | {node for node in kept if _base_name(node) not in _PRODUCTS}
 
 
 def _follow_large(
-    graph_module: fx.GraphModule, changing: Mapping[fx.Node, fx.Node]
+    graph_module: fx.GraphModule, with_aliases: Callable[[fx.Node], set[fx.Node]]
 ) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """Return the nodes whose values surely, and may be, large; and those who take them.
+    """Return the nodes whose values are large, and may be; and those who take them.
 
-    The latter compute numbers of usual size.
+    The latter compute numbers of usual size. `with_aliases` returns a node and those
+    that share its memory, if that is written in place.
     """
-    surely: set[fx.Node] = set()
-    maybe: set[fx.Node] = set()
+    large: set[fx.Node] = set()
+    possible: set[fx.Node] = set()
     takers: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
         op, mask = _base_name(node), attention_mask(node)
         inputs = _read_values(node)
-        takes_large = not surely.isdisjoint(inputs - {mask})
-        takes_large |= mask is None and _addend(node) in maybe
-        takes_mask = not maybe.isdisjoint(inputs)
+        takes_large = not large.isdisjoint(inputs - {mask})
+        takes_large |= mask is None and _addend(node) in possible
+        takes_possible = not possible.isdisjoint(inputs)
         if op in _BOUNDED_OPS:
-            if takes_large or (takes_mask and "softmax" in op):
+            if takes_large or (takes_possible and "softmax" in op):
                 takers.add(node)
         elif op in _PRODUCTS:
             if takes_large:
                 takers.add(node)
-            if takes_large or mask in surely | maybe:
-                maybe.add(node)
+            if takes_large or mask in large or mask in possible:
+                possible.add(node)
         elif _is_float(node):
-            is_large, is_mask = _is_source(graph_module, node)
-            root = changing.get(node)
-            same_memory = {n for n in changing if changing[n] is root} if root else ()
+            is_large, is_possible = _is_source(graph_module, node)
             if is_large or takes_large:
-                surely.update({node, *same_memory})
-            elif is_mask or takes_mask:
-                maybe.update({node, *same_memory})
-    return surely, maybe, takers
+                large |= with_aliases(node)
+            elif is_possible or takes_possible:
+                possible |= with_aliases(node)
+    return large, possible, takers
 
 
 def _is_source(graph_module: fx.GraphModule, node: fx.Node) -> tuple[bool, bool]:
