@@ -492,8 +492,8 @@ def _may_exceed_bf16(
             for each in _read_values(node):
                 exact |= with_aliases(each)
         exact.add(attention_mask(node))
-    kept = large | (possible & exact)
-    return takers | {node for node in kept if _base_name(node) not in _PRODUCTS}
+    wide = large | (possible & exact)
+    return takers | {node for node in wide if _base_name(node) not in _PRODUCTS}
 
 
 def _follow_large(
