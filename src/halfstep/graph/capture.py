@@ -370,7 +370,7 @@ def facts(
     All other nodes run as captured. `kinds` overrides the policy, by operation.
     """
     changing = changed_in_place(graph_module.graph)
-    is_bf16 = low == torch.bfloat16  # fp16: `ranges` measures
+    is_bf16 = low == torch.bfloat16  # in fp16, `plan` measures ranges
     large = _may_exceed_bf16(graph_module, changing) if is_bf16 else set()
     node_facts = {}
     for node in graph_module.graph.nodes:

@@ -83,9 +83,10 @@ def install(dtype: str) -> None:
 
 def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:  # noqa: ANN401
     original = vars(owner)[name]
-    kind = staticmethod if isinstance(original, staticmethod) else lambda each: each
-    function = getattr(original, "__func__", original)
-    setattr(owner, name, kind(functools.update_wrapper(wrap(function), function)))
+    is_static = isinstance(original, staticmethod)
+    function = original.__func__ if is_static else original
+    wrapper = functools.update_wrapper(wrap(function), function)
+    setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
 
 
 def _subclasses(kind: type) -> list[type]:

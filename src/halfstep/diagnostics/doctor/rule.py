@@ -6,6 +6,7 @@ A rule's function returns observations; `Rule.evaluate` compares them with the l
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -274,5 +275,7 @@ class Examination:
 
 def percent(share: float) -> str:
     """Format a share as a percentage, with one more digit near 0 and near 1."""
+    if math.isnan(share):  # recorded times may sum beyond float64
+        return "an unknown part"
     is_round = not share or 0.1 <= share < 0.99 or share == 1  # noqa: PLR2004
     return f"{share:.0%}" if is_round else f"{share:.1%}"
