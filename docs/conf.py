@@ -62,7 +62,6 @@ html_title = "halfstep"
 html_show_sphinx = False
 html_static_path = ["_static"]
 html_css_files = ["docs.css"]
-html_js_files = [("messages.js", {"defer": "defer"})]
 
 
 RETURNED = (

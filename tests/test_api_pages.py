@@ -1,13 +1,9 @@
-"""docs/api and docs/errors.md hold what the source holds."""
+"""docs/api holds what the source holds."""
 
-import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
-
-from docs import errors
 
 import halfstep
 from halfstep import checkpoint, machine, policy, scaler, testing
@@ -74,87 +70,3 @@ def test_index_lists_every_public_name() -> None:
         )
         slugs = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads}
         assert anchor in slugs, (page, anchor)
-
-
-def test_errors_page_is_current() -> None:
-    """Law: docs/errors.md is what `python docs/errors.py` writes."""
-    assert errors.PAGE.read_text(encoding="utf-8") == errors.page(), (
-        "run: python docs/errors.py"
-    )
-
-
-def test_errors_page_reads_the_source() -> None:
-    """Law: a message is listed with its variants, its values by name, and its class."""
-    found = {
-        text: message
-        for messages in errors.messages().values()
-        for message in messages
-        for text in message.texts
-    }
-    rule = found[
-        "rule {word} is not KIND:PATTERN=CATEGORY; write for example "
-        "'module:classifier=fp32' or 'type:LayerNorm=fp32'."
-    ]
-    assert (rule.kind, rule.module, rule.function) == (
-        "UserError",
-        "policy.rules",
-        "Rule.parse",
-    )
-    loss = "loss is of type {type}; it must be a Tensor with its graph, as the loss "
-    assert found[f"{loss}function returns it."].function == "Session.backward"
-    assert any(message.kind == "warning" for message in found.values())
-
-
-SPEAKERS = {"require", "require_type", "require_positive", "require_int"}
-SPEAKERS |= {"warn", "warn_caller", "warning", "call_order_finding", "_find"}
-WITHIN_OTHERS = {
-    "Extra data after the value",
-    "Extra data after the array",
-    "Expecting [ and all entries; one entry a line is .jsonl",
-    "a number is too long or the nesting too deep",
-    "Give check the optimizer that will train.",
-    "targets are not inside 0 to 1",
-    "Expecting ',' or ']'",
-    "a step of",
-}
-"""Printed inside of messages, which are listed with {fault} or {advice} there."""
-
-
-def spoken(function: ast.FunctionDef) -> Iterator[str]:
-    expressions: list[ast.expr] = []
-    for node in ast.walk(function):
-        call = node.exc if isinstance(node, ast.Raise) else node
-        if isinstance(call, ast.Call) and (
-            call is not node or ast.unparse(call.func).split(".")[-1] in SPEAKERS
-        ):
-            if any(isinstance(each, ast.Starred) for each in call.args):
-                continue  # a finding of `diagnose`, which warns of nothing
-            expressions += [*call.args, *(keyword.value for keyword in call.keywords)]
-    names = {each.id for each in expressions if isinstance(each, ast.Name)}
-    expressions += [
-        node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign | ast.AugAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name) and target.id in names
-    ]
-    for constant in (node for each in expressions for node in ast.walk(each)):
-        if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
-            words = constant.value.split()
-            if len(words) > 2:
-                yield " ".join(words)
-
-
-def test_every_message_is_on_the_errors_page() -> None:
-    """Law: what any function of the package raises or warns of is on the page."""
-    page = " ".join(errors.PAGE.read_text(encoding="utf-8").split())
-    texts = {
-        text
-        for path in errors.SOURCE.rglob("*.py")
-        if path.name != "errors.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-        for text in spoken(node)
-    }
-    assert len(texts) > 300
-    assert {text for text in texts if text not in page} - WITHIN_OTHERS == set()
