@@ -74,7 +74,7 @@ def test_flags_of_every_command(refused: Any) -> None:
     """Law: each command names its own flags."""
     for words, near in (
         ("levels --jsn -", "nearest: --json; see halfstep levels --help"),
-        ("bench scaler --js x", "nearest: --json; see halfstep bench scaler"),
+        ("bench recipe --js x", "nearest: --json; see halfstep bench recipe"),
         ("--versoin levels", "nearest: --version; see halfstep --help"),
     ):
         assert near in refused(*words.split())

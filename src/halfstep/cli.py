@@ -449,8 +449,7 @@ def _given_kinds(arguments: argparse.Namespace) -> dict[str, str]:
     "the policy allows.",
 )
 def _plan(arguments: argparse.Namespace) -> None:
-    from halfstep.bench import plan as measuring
-    from halfstep.bench import plan_model, plan_report
+    from halfstep.bench import plan_model, plan_report, plan_times
     from halfstep.graph import load_plan
     from halfstep.graph.planner import plan
 
@@ -484,8 +483,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         )
     tables = plan_report.tables(
         chosen,
-        measuring.count_autocast_casts(model, inputs, chosen.dtype),
-        measuring.measure_plan(model, inputs, chosen) if arguments.measure else {},
+        plan_times.count_autocast_casts(model, inputs, chosen.dtype),
+        plan_times.measure_plan(model, inputs, chosen) if arguments.measure else {},
     )
     if arguments.explain:
         tables = [plan_report.explain(chosen, arguments.explain)]

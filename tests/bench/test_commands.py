@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from bench_runs import flags, rejected, run
+from bench_runs import Candidate, flags, planted_rates, rejected, run
 
 from halfstep import cli
-from halfstep.bench import commands
+from halfstep.bench import commands, training
 from halfstep.bench.jobs import NER
 
 
@@ -24,7 +23,7 @@ def test_benches_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_describes_the_candidates(capsys: pytest.CaptureFixture[str]) -> None:
     """Law: the help has a line for each candidate."""
-    for bench in ("recipe", "encoder", "plan"):
+    for bench in ("recipe", "encoder"):
         assert run(bench, "--help") == 0
         lines = capsys.readouterr().out.splitlines()
         lines = lines[lines.index("candidates:") + 1 :]
@@ -32,31 +31,28 @@ def test_help_describes_the_candidates(capsys: pytest.CaptureFixture[str]) -> No
         assert named == list(commands.load(bench).candidates or ())
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Law: what is printed is in the data too, numbers as numbers."""
+    planted_rates(monkeypatch)
+    monkeypatch.setattr(training, "WorkerProcess", Candidate)
     file = tmp_path / "result.json"
-    words = f"--sizes 2 --calls 1 --rounds 1 --device cpu --json {file}"
-    assert run("autocast", words) == 0
+    words = "--width 8 --batch 4 --rounds 1 --steps 1 --candidates fp32,O2"
+    assert run("recipe", f"{words} --device cpu --json {file}") == 0
     out, err = capsys.readouterr()
-    assert err.splitlines() == [
-        "stock operations, size 2: done",
-        "operations under rules, size 2: done",
-    ]
-    tables: list[Any] = json.loads(file.read_text(encoding="utf-8"))
-    assert len(tables) == 3
-    for table in tables:
-        assert f"{table['title']}\n" in out
-        assert all(isinstance(row[table["columns"][2]], float) for row in table["rows"])
+    assert err.splitlines() == ["fp32: ready", "O2: ready"]
+    (table,) = json.loads(file.read_text(encoding="utf-8"))
+    assert f"{table['title']}\n" in out
+    assert all(isinstance(row["ms a step"], float) for row in table["rows"])
 
 
 WHOLE = "must be a whole number of at least 1"
 SHARE = "must be a number from 0 to below 1"
-SHAPE = "must be a number of tensors x a size, such as 3x4096"
-STEPPED = "must be all or of none, sgd, adamw, sgd-fused, adamw-fused"
 REJECTED = {
-    "autocast --rounds 0": f"'0' {WHOLE}",
-    "autocast --calls -5": f"'-5' {WHOLE}",
-    "autocast --sizes 8,x": f"'x' {WHOLE}",
+    "recipe --rounds 0": f"'0' {WHOLE}",
+    "recipe --steps -5": f"'-5' {WHOLE}",
+    "recipe --batch x": f"'x' {WHOLE}",
     "recipe --width 1.5": f"'1.5' {WHOLE}",
     "recipe --dtype x": "'x' is not one of bf16, fp16",
     "recipe --optimizer lbfgs": "'lbfgs' is not one of sgd, sgd-momentum, adamw",
@@ -68,12 +64,7 @@ REJECTED = {
     "ner --lr nan": "'nan' must be a number above 0",
     "recipe --candidates apex": "'apex' must be all or of fp32, torch.amp,",
     "recipe --candidates O2,O2": "'O2' must stand there once",
-    "optimizer --forms apex": "'apex' must be all or of fp32, split,",
-    "scaler --optimizer sgd,": f"'' {STEPPED}",
-    "scaler --shapes 3": f"'3' {SHAPE}",
-    "scaler --shapes 3x0": f"'3x0' {SHAPE}",
-    "scaler --shapes 3x4x5": f"'3x4x5' {SHAPE}",
-    "scaler --shapes 3x4,x4": f"'x4' {SHAPE}",
+    "recipe --candidates O2,": "'' must be all or of fp32, torch.amp,",
 }
 """Words after `halfstep bench` -> how the value is rejected."""
 
@@ -90,9 +81,7 @@ def test_bad_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_names() -> None:
     """Law: "all" are all candidates, in the order of the help, as is the default."""
     assert flags("ner", "").candidates == [*NER]
-    assert flags("scaler", "--optimizer all").optimizer == [
-        *("none", "sgd", "adamw", "sgd-fused", "adamw-fused")
-    ]
+    assert flags("ner", "--candidates all").candidates == [*NER]
     assert flags("recipe", "--candidates O2,fp32").candidates == ["O2", "fp32"]
 
 
@@ -101,7 +90,7 @@ def test_no_cuda(
 ) -> None:
     """Law: --device cuda without CUDA is rejected by each."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for bench in ("autocast", "encoder", "scaler", "optimizer", "recipe", "quality"):
+    for bench in ("recipe", "encoder", "ner"):
         assert rejected(bench, "--device cuda", capsys) == (
             "--device cuda: torch sees no CUDA device here; use --device cpu."
         )

@@ -1,4 +1,4 @@
-"""`halfstep bench train`, `quality` and `ner`: intervals, tables, and runs."""
+"""`halfstep bench train` and `ner`: intervals, tables, and runs."""
 
 import math
 from pathlib import Path
@@ -15,9 +15,8 @@ from small_training import (
 )
 
 from halfstep.bench import jobs
-from halfstep.bench.jobs import NER, QUALITY, TRAIN
+from halfstep.bench.jobs import NER, TRAIN
 from halfstep.machine import hardware, matmul_emulation
-from halfstep.masters import encoding
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train.config import TrainConfig
@@ -34,11 +33,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_candidates() -> None:
-    """Law: the baseline is a candidate; O2 comes with every form of masters."""
-    assert jobs.BASELINE in QUALITY
+    """Law: the baseline is a candidate."""
     assert jobs.BASELINE in NER
-    masters = {each.get("master") for each in QUALITY.values()}
-    assert masters == {None, *encoding.ENCODINGS, encoding.NONE}
 
 
 # The tables
@@ -70,8 +66,9 @@ def test_score_table() -> None:
     is none: of fp16, 25 and 12.5 points better, that is +- 79 points.
     """
     runs = {"fp32": FP32, "O2": O2}
-    table = jobs.score_table("Quality", "accuracy", runs, ["more"])
-    columns = ("candidate", "accuracy %", "+-", "to fp32", "+- to fp32", "result")
+    table = jobs.score_table("Entities", runs, ["more"])
+    columns = ("candidate", "F1 %", "+-", "to fp32", "+- to fp32", "result")
+    columns += ("precision %", "recall %")
     losses = ("dev loss", "loss to fp32", "+- of loss")
     costs = ("time x fp32", "texts/s", "of floor", "peak MiB", "skipped", "diverged")
     assert table.columns == (*columns, *losses, *costs)
@@ -79,13 +76,13 @@ def test_score_table() -> None:
     o2 = ("O2", 50.0, pytest.approx(ONE * 12.5), 12.5, 0.0, "better")
     spread, rate = pytest.approx(ONE / 8), pytest.approx(9.6)
     assert table.rows == (
-        (*fp32, 1.0, None, None, None, 3.2, 0.125, 20.0, 0, 0),
-        (*o2, 0.875, -0.375, spread, 0.375, rate, 0.375, 7.0, 0, 1),
+        (*fp32, *[50.0] * 2, 1.0, None, None, None, 3.2, 0.125, 20.0, 0, 0),
+        (*o2, *[50.0] * 2, 0.875, -0.375, spread, 0.375, rate, 0.375, 7.0, 0, 1),
     )
     assert "O2, seed 2: the loss is nan" in table.notes
     assert table.notes[-1] == "more"
     runs = {"fp32": FP32, "O1-fp16": FP16}
-    _, fp16 = rows(jobs.score_table("Entities", "F1", runs, []))
+    _, fp16 = rows(jobs.score_table("Entities", runs, []))
     assert fp16["F1 %"] == fp16["precision %"] == fp16["recall %"] == 56.25
     assert (fp16["to fp32"], fp16["skipped"]) == (18.75, 5)
     assert fp16["+- to fp32"] == pytest.approx(ONE * 6.25)
@@ -98,13 +95,14 @@ def test_tables_without_a_baseline() -> None:
     One seed has a difference, no spread, and no verdict.
     """
     runs = {"O2": O2, "O3": [DIVERGED] * 3}
-    o2, o3 = jobs.score_table("Quality", "accuracy", runs, []).rows
+    o2, o3 = jobs.score_table("Entities", runs, []).rows
     half, rate = pytest.approx(ONE * 12.5), pytest.approx(9.6)
     costs = (rate, 0.375, 7.0)
-    assert o2 == ("O2", 50.0, half, *[None] * 3, 0.875, *[None] * 3, *costs, 0, 1)
-    assert o3 == ("O3", *[None] * 13, 3)
+    scores = ("O2", 50.0, half, *[None] * 3, 50.0, 50.0)
+    assert o2 == (*scores, 0.875, *[None] * 3, *costs, 0, 1)
+    assert o3 == ("O3", *[None] * 15, 3)
     runs = {"fp32": FP32[:1], "O1-fp16": FP16[:1]}
-    _, fp16 = rows(jobs.score_table("Entities", "F1", runs, []))
+    _, fp16 = rows(jobs.score_table("Entities", runs, []))
     assert (fp16["F1 %"], fp16["+-"]) == (75.0, None)
     assert (fp16["to fp32"], fp16["+- to fp32"], fp16["result"]) == (25.0, None, None)
 
@@ -189,44 +187,16 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return Process.log
 
 
-def test_quality_turns(
-    texts: str, tasks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: a seed meets all candidates before the next does, there and back.
-
-    Runs differ in nothing but what the candidate is and the seed.
-    """
-    words = f"--data {texts} --limit 30 --share 0.5 --epochs 2 --seeds 2 --device cpu"
-    names = ["O2-split", "fp32"]
-    (table,) = tables("quality", f"{words} --candidates {','.join(names)}")
-    shared = {"data": texts, "limit": 30, "dev_share": 0.5, "model": "tiny"}
-    shared |= {"epochs": 2, "device": "cpu"}
-    assert tasks == [
-        shared | QUALITY[name] | {"seed": seed, "name": name}
-        for seed, name in [(0, names[0]), (0, names[1]), (1, names[1]), (1, names[0])]
-    ]
-    assert capsys.readouterr().err.splitlines() == [
-        "run 1/2 O2-split: accuracy 0.7500, dev loss 1.0000, 5.0 s, 8 MiB",
-        "run 1/2 fp32: accuracy 0.7500, dev loss 1.0000, 5.0 s, 8 MiB",
-        "run 2/2 fp32: the loss is nan",
-        "run 2/2 O2-split: the loss is nan",
-    ]
-    assert [row[0] for row in table.rows] == names
-    (evaluated,) = [note for note in table.notes if note.startswith("accuracy:")]
-    assert " of 14 dev texts" in evaluated
-    assert evaluated.endswith("trained on 16")
-
-
 @pytest.mark.usefixtures("tasks")
 def test_a_test_split_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: where the data has a test split, accuracy is of that, and losses of dev.
+    """Law: where the data has a test split, scores are of that, and losses of dev.
 
     The plain loop clips the gradients of each step, and counts those it skips.
     """
     data = write_splits(tmp_path)
-    (table,) = tables("quality", f"--data {data} --seeds 1 --device cpu")
+    (table,) = tables("train", f"--data {data} --candidates O2-bf16")
     (evaluated,) = [note for note in table.notes if note.startswith("accuracy:")]
     assert " of 6 test texts" in evaluated
     monkeypatch.setattr(TrainRuns, "scores", lambda *of: {"loss": of[2]})
@@ -247,27 +217,37 @@ def test_ner_turns(
     entities: str,
     tasks: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     low: str,
     slow: bool,
 ) -> None:
-    """Law: each run has its candidate's settings.
+    """Law: a seed meets all candidates before the next does, there and back.
 
-    That matmuls are emulated is noted where fp16 ran on a CPU without them, only there.
+    Each run has its candidate's settings. That matmuls are emulated is noted where
+    fp16 ran on a CPU without them, only there.
     """
     monkeypatch.setattr(
         matmul_emulation, "is_needed", lambda dtype, _: slow and dtype != "fp32"
     )
-    words = f"--data {entities} --limit 30 --epochs 2 --seeds 1 --device cpu"
+    words = f"--data {entities} --limit 30 --epochs 2 --seeds 2 --device cpu"
     words += f" --lr 1e-3,1e-4 --candidates {low},fp32"
     table, other = tables("ner", words)
     assert (table.title[-5:], other.title[-6:]) == ("0.001", "0.0001")
     shared: dict[str, Any] = {"mask_tokens": None, "task": "ner", "data": entities}
-    shared |= {"limit": 30, "model": "tiny", "epochs": 2, "device": "cpu", "seed": 0}
+    shared |= {"limit": 30, "model": "tiny", "epochs": 2, "device": "cpu"}
     shared |= {"batch_size": 32, "max_length": 192}
+    turns = [(name, lr) for lr in (1e-3, 1e-4) for name in (low, "fp32")]
     assert tasks == [
-        shared | NER[name] | {"name": f"{name}, lr {lr:g}", "lr": lr}
-        for lr in (1e-3, 1e-4)
-        for name in (low, "fp32")
+        shared | NER[name] | {"name": f"{name}, lr {lr:g}", "lr": lr, "seed": seed}
+        for seed, turn in enumerate((turns, turns[::-1]))
+        for name, lr in turn
+    ]
+    assert capsys.readouterr().err.splitlines() == [
+        *(
+            f"run 1/2 {name}, lr {lr:g}: F1 0.7500, dev loss 1.0000, 5.0 s, 8 MiB"
+            for name, lr in turns
+        ),
+        *(f"run 2/2 {name}, lr {lr:g}: the loss is nan" for name, lr in turns[::-1]),
     ]
     (evaluated,) = [note for note in table.notes if note.startswith("F1:")]
     assert " dev texts, by which nothing was chosen: " in evaluated
@@ -286,7 +266,7 @@ def test_train_turns(texts: str, tasks: list[dict[str, Any]]) -> None:
     assert tasks == [shared | TRAIN[name] | {"name": name} for name in turns]
 
 
-@pytest.mark.parametrize("name", ["fp32", "O2-kahan"])
+@pytest.mark.parametrize("name", ["O0", "O2-bf16"])
 def test_one_run(texts: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Law: a run has the candidate's settings; only its end is evaluated."""
     runs, run = [], jobs.run
@@ -299,9 +279,9 @@ def test_one_run(texts: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None
     monkeypatch.setattr(jobs, "run", keep)
     monkeypatch.setenv("HALFSTEP_CACHE", "")  # a run sets its own
     task = {"data": texts, "model": "mini", "epochs": 1, "device": "cpu", "seed": 3}
-    answer = jobs.worker(task | QUALITY[name])(None)
+    answer = jobs.worker(task | TRAIN[name])(None)
     ((summary, records),) = runs
-    assert summary | QUALITY[name] == summary
+    assert summary | TRAIN[name] == summary
     assert [r["step"] for r in records if "event" in r] == [summary["steps"]]
     assert answer["scores"] == {k: summary["dev"][k] for k in SCORES}
     assert answer["dev_loss"] == summary["dev"]["loss"]
@@ -343,9 +323,7 @@ def test_for_real(texts: str, entities: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 REJECTED = {
-    "quality --share 0 --data letters.json": "--dev-share 0.0 must be above 0 and ",
-    "quality --data nothing.json": "nothing.json",
-    "quality --limit 1 --data letters.json": "--limit 1 must be from 2 ",
+    "train --limit 1 --data letters.json": "--limit 1 must be from 2 ",
     "ner --max-length 2": "--max-length 2 must be ",
     "train --data nothing.json": "nothing.json",
 }

@@ -1,4 +1,4 @@
-"""The models of `bench encoder`, `decoder` and `conv`, and `bench probe`."""
+"""The models of `bench encoder`, `decoder` and `conv`."""
 
 from argparse import Namespace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from bench_runs import Candidate, flags, rejected, rows, tables
 from torch import nn
 
-from halfstep.bench import commands, measure, models, training
+from halfstep.bench import commands, models, training
 from halfstep.fast_dropout import FastDropout
 
 TEXTS = "--layers 1 --hidden 8 --heads 2 --length 16 --batch 2 --lr 1e-3"
@@ -16,11 +16,7 @@ SMALL = {
     "encoder": TEXTS,
     "decoder": f"{TEXTS} --vocabulary 32",
     "conv": "--layers 1 --channels 4 --pixels 32 --batch 2",
-    "probe": TEXTS,
 }
-
-
-MODELS = ("encoder", "decoder", "conv")
 RUN = "--steps 5 --seeds 2 --device cpu"
 
 
@@ -30,7 +26,7 @@ def work(bench: str, **more: Any) -> Namespace:
     return settings
 
 
-@pytest.mark.parametrize("bench", MODELS)
+@pytest.mark.parametrize("bench", SMALL)
 def test_batches_are_the_seeds(bench: str) -> None:
     """Law: a seed's batches are the same each time, and no other seed's."""
     draw = models.BENCHES[bench].draw_batches
@@ -53,7 +49,7 @@ def test_counting_solves_the_task() -> None:
     assert set(batch["labels"].tolist()) == set(range(models.CLASSES))
 
 
-@pytest.mark.parametrize("bench", MODELS)
+@pytest.mark.parametrize("bench", SMALL)
 def test_models_learn(bench: str) -> None:
     """Law: the loss of each model falls, in fp32 and at O2, from the same weights."""
     easy = {
@@ -157,36 +153,3 @@ def test_without_transformers(
     )
     line = "halfstep bench encoder needs transformers: install with pip install "
     assert rejected("encoder", "", capsys).startswith(line)
-
-
-def test_probes_change_nothing() -> None:
-    """Law: with any probe the losses are the same bits."""
-    settings = work("probe")
-    bench: Any = commands.load("probe")
-    losses = []
-    for name in bench.kinds:
-        loop = training.make_loop(bench, name, settings, seed=0)
-        draw = models.draw_texts(settings, 0)
-        torch.manual_seed(0)
-        losses.append([loop.step(next(draw)).item() for _ in range(4)])
-    assert losses == [losses[0]] * 4
-
-
-def test_probe_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: ratios are to the step without a probe; some rows have targets.
-
-    Of ten steps one samples, the others do not: 0.9 x 1 + 0.1 x 2 seconds.
-    """
-    names = ("none", "flags", "between samples", "full")
-    seconds = {n: [s] * 3 for n, s in zip(names, (1.0, 1.25, 1.0, 2.0), strict=True)}
-    got = training.Measured(measure.Times(seconds), measure.Times({}), {}, {})
-    monkeypatch.setattr(training, "measure_steps", lambda *_: got)
-    (table,) = tables("probe", f"{SMALL['probe']} {RUN} --every 10")
-    equal = "no difference beyond the spread"
-    assert table.rows == (
-        ("none", 1000.0, 1.0, 0.0, None, None, None),
-        ("flags", 1250.0, 1.25, 0.0, "slower", 1.03, False),
-        ("between samples", 1000.0, 1.0, 0.0, equal, None, None),
-        ("full", 2000.0, 2.0, 0.0, "slower", None, None),
-        ("sampled", 1100.0, pytest.approx(1.1), 0.0, "slower", 1.03, False),
-    )

@@ -8,20 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import flags, rejected, rows, run
+from bench_runs import Candidate, flags, planted_rates, rejected, rows, run
 
-from halfstep.bench import results
+from halfstep.bench import results, training
 from halfstep.errors import UserError
 from halfstep.machine import hardware
 from halfstep.reporting.table import Table
 
-SMALL = "--shapes 2x2 --optimizer none --calls 1 --rounds 3 --device cpu"
+SMALL = "--width 8 --batch 4 --steps 1 --rounds 3 --candidates fp32,O2 --device cpu"
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted_rates(monkeypatch)
+    monkeypatch.setattr(training, "WorkerProcess", Candidate)
 
 
 @pytest.fixture
 def earlier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     file = tmp_path / "earlier.json"
-    assert run("scaler", f"{SMALL} --json {file}") == 0
+    assert run("recipe", f"{SMALL} --json {file}") == 0
     capsys.readouterr()
     return file
 
@@ -29,24 +35,23 @@ def earlier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_the_run_is_in_the_data(earlier: Path) -> None:
     """Law: the first table has settings, machine, versions and every time."""
     (table,) = json.loads(earlier.read_text(encoding="utf-8"))
-    assert table["rows"][0]["optimizer"] == "none"
+    assert table["rows"][0]["candidate"] == "fp32"
     own = table["run"]
-    assert own["workload"] == "scaler"
-    assert own["settings"]["shapes"] == ["2x2"]
+    assert own["workload"] == "recipe"
+    assert own["settings"]["width"] == 8
     assert own["machine"]["processor"] == hardware.capabilities().cpu
     assert own["versions"]["torch"] == torch.__version__
-    names = {f"2x2, none: {each}" for each in ("bare", "torch", "halfstep")}
-    assert own["seconds"].keys() == names
+    assert own["seconds"].keys() == {"fp32", "O2"}
     assert {len(each) for each in own["seconds"].values()} == {3}
 
 
 def test_against(earlier: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: each time has a row, and the candidates may differ; so may the rounds."""
-    words = SMALL.replace("--rounds 3", "--rounds 4")
-    assert run("scaler", f"{words} --against {earlier}") == 0
+    words = SMALL.replace("--rounds 3", "--rounds 4").replace("fp32,O2", "O2,O1")
+    assert run("recipe", f"{words} --against {earlier}") == 0
     out = capsys.readouterr().out
     assert "Against an earlier run" in out
-    assert "\n2x2, none: halfstep " in out
+    assert "\nO2 " in out.partition("Against")[2]
 
 
 def test_ratios_to_an_earlier_run(tmp_path: Path) -> None:
@@ -72,10 +77,10 @@ def test_other_settings_are_rejected(
 ) -> None:
     """Law: a run with other settings is rejected, with the first that differs."""
     for words, line in (
-        ("--shapes 3x2", "--shapes was ['2x2'] there and is ['3x2'] here; "),
-        ("--calls 2", "--calls was 1 there and is 2 here; "),
+        ("--width 4", "--width was 8 there and is 4 here; "),
+        ("--steps 2", "--steps was 1 there and is 2 here; "),
     ):
-        got = rejected("scaler", f"{SMALL} {words} --against {earlier}", capsys)
+        got = rejected("recipe", f"{SMALL} {words} --against {earlier}", capsys)
         assert got.startswith(f"--against {earlier}: {line}")
 
 
@@ -85,15 +90,15 @@ def test_another_machine_is_rejected(earlier: Path) -> None:
     whole[0]["run"]["machine"]["processor"] = "Abacus"
     earlier.write_text(json.dumps(whole), encoding="utf-8")
     with pytest.raises(UserError, match="processor was Abacus there and is "):
-        results.load_earlier(earlier, flags("scaler", SMALL))
-    with pytest.raises(UserError, match="workload was scaler there and is comm"):
-        results.load_earlier(earlier, flags("comm", ""))
+        results.load_earlier(earlier, flags("recipe", SMALL))
+    with pytest.raises(UserError, match="workload was recipe there and is ner"):
+        results.load_earlier(earlier, flags("ner", ""))
 
 
 def test_no_run(tmp_path: Path) -> None:
     """Law: what is no run of a bench is rejected, with what is one."""
     file = tmp_path / "other.json"
-    arguments = flags("scaler", SMALL)
+    arguments = flags("recipe", SMALL)
     with pytest.raises(UserError, match="cannot be read: No such file or directory"):
         results.load_earlier(file, arguments)
     run: Any = {"workload": "scaler", "settings": {}, "machine": {}, "seconds": {}}
@@ -138,13 +143,10 @@ def test_plots_that_cannot_be_drawn(
 
 
 REPEATED = {
-    "autocast": "--sizes 3,5 --dtype fp16 --device cpu",
     "recipe": "--candidates O2,pure --optimizer adamw --accumulate 4 --device cpu",
     "encoder": "--candidates 'O1 lean,O1 torch' --dropout 0.25 --heads 1 --device cpu",
-    "optimizer": "--forms split,torch-fused --optimizer adam --width 8 --device cpu",
-    "quality": "--data x --share 0.5 --candidates O2-split,fp32 --device cpu",
-    "ner": "--lr 1e-3 --mask-tokens 0.1 --batch-size 8 --device cpu",
-    "probe": "--loop 'O1 lean' --device cpu",
+    "conv": "--format channels-last --dtype fp16 --lr 1e-3 --device cpu",
+    "ner": "--data x --lr 1e-3,1e-4 --mask-tokens 0.1 --batch-size 8 --device cpu",
 }
 
 
@@ -165,5 +167,5 @@ def test_the_command_repeats_the_run(bench: str) -> None:
 def test_tunables_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what changes the allocator for all candidates stands in the notes."""
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
-    notes = results.conditions(flags("autocast", ""))
+    notes = results.conditions(flags("recipe", ""))
     assert notes[-1] == "GLIBC_TUNABLES=glibc.malloc.mmap_max=0"

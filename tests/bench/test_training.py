@@ -13,11 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_runs import flags, rows, run, tables
+from bench_runs import flags, planted_rates, rows, run, tables
 from torch import Tensor, nn
 
 from halfstep.bench import commands, loops, recipe, results, training
-from halfstep.bench.floor import Floor
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
 
@@ -34,10 +33,7 @@ def work(**more: Any) -> Namespace:
 
 @pytest.fixture(autouse=True)
 def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the rates of the machine: 1 GFLOP/s in fp32, 2 in bf16, 1 GB/s."""
-    rates = {"fp32": 1e-3, "bf16": 2e-3, "fp16": 2e-3}
-    monkeypatch.setattr(Floor, "measure", lambda _device: Floor(rates, 1.0))
-    monkeypatch.setattr(training.hardware, "gemm_rates", lambda *_: rates)
+    planted_rates(monkeypatch)
 
 
 # Who runs
@@ -112,7 +108,7 @@ class Process:
         seconds = SECONDS[self.name][self.turn - 1]
         peak = len(self.name) * 2**20
         losses = [9.0, 1 / self.turn]
-        return {"seconds": seconds, "passes": 0.0, "losses": losses, "peak_bytes": peak}
+        return {"seconds": seconds, "losses": losses, "peak_bytes": peak}
 
     def __enter__(self) -> Self:
         return self

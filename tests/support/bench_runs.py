@@ -9,7 +9,8 @@ from typing import Any, Self
 import pytest
 from data_files import leave, refused_command
 
-from halfstep.bench import commands, results
+from halfstep.bench import commands, results, training
+from halfstep.bench.floor import Floor
 from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table
 
@@ -40,6 +41,13 @@ def rejected(bench: str, words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def rows(table: Table) -> list[dict[str, Cell]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def planted_rates(patch: pytest.MonkeyPatch) -> None:
+    """Plant the rates of the machine: 1 GFLOP/s in fp32, 2 in bf16, 1 GB/s."""
+    rates = {"fp32": 1e-3, "bf16": 2e-3, "fp16": 2e-3}
+    patch.setattr(Floor, "measure", lambda _device: Floor(rates, 1.0))
+    patch.setattr(training.hardware, "gemm_rates", lambda *_: rates)
 
 
 class Candidate:

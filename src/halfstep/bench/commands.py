@@ -45,11 +45,6 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def positive_ints(text: str) -> list[int]:
-    """Parse comma-separated whole numbers of at least 1."""
-    return [positive_int(part) for part in text.split(",")]
-
-
 def positive_floats(text: str) -> list[float]:
     """Parse comma-separated numbers above 0."""
     expected = "must be a number above 0"
@@ -71,14 +66,6 @@ def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> floa
         if is_valid(float(text)):
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} {expected}")
-
-
-def shapes(text: str) -> list[str]:
-    """Check comma-separated shapes, each COUNTxSIZE."""
-    expected = "must be a number of tensors x a size, such as 3x4096"
-    for part in text.split(","):
-        _check(re.fullmatch(f"{_POSITIVE}x{_POSITIVE}", part), part, expected)
-    return text.split(",")
 
 
 def name_list(choices: Collection[str]) -> Callable[[str], list[str]]:
@@ -110,21 +97,16 @@ def flag(
     return {"type": read, "default": default, "metavar": metavar, "help": text}
 
 
-def choice(text: str, *choices: str, default: str = "") -> dict[str, Any]:
+def choice(text: str, *choices: str) -> dict[str, Any]:
     """Return a flag with fixed choices; by default the first."""
-    default = default or choices[0]
-    text = f"{text} (default {default})"
-    return {"choices": choices, "default": default, "help": text}
+    text = f"{text} (default {choices[0]})"
+    return {"choices": choices, "default": choices[0], "help": text}
 
 
-def names(choices: Collection[str], *default: str) -> dict[str, Any]:
+def names(choices: Collection[str]) -> dict[str, Any]:
     """Return a flag of comma-separated names, all of them by default."""
-    text = f"of {', '.join(choices)}; all for all of them"
-    read = name_list(choices)
-    if default:
-        return flag(text, [*default], read, "NAME,NAME")
-    text = f"{text} (the default)"
-    return flag(text, None, read, "NAME,NAME") | {"default": [*choices]}
+    text = f"of {', '.join(choices)}; all for all of them (the default)"
+    return flag(text, None, name_list(choices), "NAME,NAME") | {"default": [*choices]}
 
 
 DEVICE = {"choices": ("cpu", "cuda"), "help": "(default cuda if there is one)"}
@@ -136,15 +118,6 @@ ACCUMULATE = "micro-batches of one step"
 def rounds(default: int) -> dict[str, Any]:
     """Return the flag --rounds."""
     return flag("rounds: in each, every candidate is measured once", default)
-
-
-def network(width: int, batch: int) -> Flags:
-    """Return the flags of a network of linear layers."""
-    return {
-        "layers": flag("linear layers, with ReLU between", 3),
-        "width": flag("inputs and outputs of each layer", width),
-        "batch": flag("examples of one micro-batch", batch),
-    }
 
 
 @dataclass
@@ -182,17 +155,10 @@ BENCHES = {
     "encoder": Row("models", "a BERT encoder", _TRANSFORMERS),
     "decoder": Row("models", "a small GPT", _TRANSFORMERS),
     "conv": Row("models", "a small ResNet", _TRANSFORMERS),
-    "optimizer": Row("optimizer", "an update with each form of master weights"),
-    "scaler": Row("scaler", "what a GradScaler adds to a step"),
-    "autocast": Row("autocast", "one operation, and one autocast context"),
-    "plan": Row("plan", "planned models against torch.autocast", _TRANSFORMERS),
-    "probe": Row("models", "what a probe adds to a step", _TRANSFORMERS),
     "train": Row("jobs", "halfstep train against a plain torch.amp loop", _TRAIN),
-    "quality": Row("jobs", "accuracy of a text classifier over seeds", _TRAIN),
     "ner": Row(
         "jobs", "F1 of an entity tagger: formats, loss scales, learning rates", _TRAIN
     ),
-    "comm": Row("comm", "bytes that two processes exchange in a step"),
 }
 """Name on the command line -> workload."""
 

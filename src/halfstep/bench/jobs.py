@@ -1,8 +1,8 @@
-"""`halfstep bench train`, `quality` and `ner`: whole runs of `halfstep train`.
+"""`halfstep bench train` and `ner`: whole runs of `halfstep train`.
 
-`train` reports time, memory and quality beside a plain loop;
-`quality` and `ner` report scores with confidence intervals over seeds. Each run is a
-process of its own, for its own peak memory; candidates take turns.
+`train` reports time, memory and quality beside a plain loop; `ner` reports scores with
+confidence intervals over seeds. Each run is a process of its own, for its own peak
+memory; candidates take turns.
 """
 
 from __future__ import annotations
@@ -60,14 +60,6 @@ TRAIN: dict[str, dict[str, Any]] = {
     "O2-fp16": _O2_FP16,
 }
 """Settings of `halfstep train`, or of the plain loop."""
-_MASTERS = ("split", "kahan", "stochastic", "none")
-QUALITY: dict[str, dict[str, Any]] = {
-    "fp32": _FP32,
-    "O1": _O1,
-    "O2": _O2 | {"master": "fp32"},
-    **{f"O2-{master}": _O2 | {"master": master} for master in _MASTERS},
-    "O3": _O3,
-}
 NER: dict[str, dict[str, Any]] = {
     "fp32": _FP32,
     "O1-fp16-unscaled": _O1_FP16 | {"loss_scale": "none"},
@@ -154,13 +146,6 @@ def _ended(runs: Sequence[Run]) -> list[Run]:
     return [each for each in runs if "diverged" not in each]
 
 
-def quality(arguments: Namespace) -> list[Table]:
-    """Train every candidate of `bench quality` with every seed."""
-    tasks = _tasks(arguments, QUALITY, dev_share=arguments.share)
-    runs, notes = _run_all(tasks, range(arguments.seeds))
-    return [score_table("Quality over seeds", "accuracy", runs, notes)]
-
-
 def ner(arguments: Namespace) -> list[Table]:
     """Train every candidate of `bench ner` with every learning rate and seed."""
     tasks = {
@@ -175,7 +160,6 @@ def ner(arguments: Namespace) -> list[Table]:
     return [
         score_table(
             f"Entities over seeds, learning rate {lr:g}",
-            "F1",
             {name: runs[f"{name}, lr {lr:g}"] for name in arguments.candidates},
             notes,
         )
@@ -239,12 +223,12 @@ def matmul_flops(runs: TrainRuns) -> float:
     return float(counter.get_total_flops() * len(encoded) * epochs)
 
 
-def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Table:
+def score_table(title: str, runs: Runs, more: Sequence[str]) -> Table:
     """Return scores, losses and costs of each candidate, and differences to fp32.
 
-    `score` is "accuracy" or "F1"; there are equally many seeds per candidate.
+    There are equally many seeds per candidate.
     """
-    key, parts = score.lower(), ("precision", "recall") if score == "F1" else ()
+    parts = "precision", "recall"
     rows: list[dict[str, Cell]] = []
     for name, all_runs in runs.items():
         own = _ended(all_runs)
@@ -253,11 +237,12 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
         both = zip(all_runs, bases, strict=False)
         pairs = [pair for pair in both if len(_ended(pair)) == len(pair)]
         points = {
-            part: [100 * each["scores"][part] for each in own] for part in (key, *parts)
+            part: [100 * each["scores"][part] for each in own]
+            for part in ("f1", *parts)
         }
-        value, half = _interval(points[key])
+        value, half = _interval(points["f1"])
         difference, its_half = _interval(
-            [100 * (a["scores"][key] - b["scores"][key]) for a, b in pairs]
+            [100 * (a["scores"]["f1"] - b["scores"]["f1"]) for a, b in pairs]
         )
         loss_difference, loss_half = _interval(
             [a["dev_loss"] - b["dev_loss"] for a, b in pairs]
@@ -265,7 +250,7 @@ def score_table(title: str, score: str, runs: Runs, more: Sequence[str]) -> Tabl
         rows.append(
             {
                 "candidate": name,
-                f"{score} %": value,
+                "F1 %": value,
                 "+-": half,
                 f"to {BASELINE}": difference,
                 f"+- to {BASELINE}": its_half,
@@ -447,21 +432,6 @@ BENCHES = {
             "epochs": commands.flag("passes over the data", 1),
             "repeats": commands.flag(_RUNS, 1),
             "candidates": commands.names(TRAIN),
-        },
-    ),
-    "quality": commands.Bench(
-        quality,
-        "Train the same classifier from the same seeds in fp32, at each level, and "
-        "with each form of master weights; print quality with confidence intervals.",
-        {
-            **_data("texts"),
-            "share": commands.flag(
-                "share of a single file for evaluation", 0.2, commands.share, "P"
-            ),
-            "epochs": commands.flag("passes over the data (default as halfstep train)"),
-            "seeds": commands.flag(_RUNS, 5),
-            "candidates": commands.names(QUALITY),
-            "device": commands.DEVICE,
         },
     ),
     "ner": commands.Bench(

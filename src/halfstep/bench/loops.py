@@ -5,7 +5,6 @@ A library is used as its documentation shows it, without further tuning.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import tempfile
 import threading
@@ -40,7 +39,7 @@ class Task:
     """What a candidate trains."""
 
     model: nn.Module
-    """On its device, in fp32; a DDP model synchronizes the last micro-batch."""
+    """On its device, in fp32."""
     optimizer: Optimizer
     loss_of: LossOf
     work: Namespace
@@ -63,8 +62,6 @@ class Loop:
     forward: Callable[[Any], Tensor] | None = None
     """Returns the loss of a micro-batch with its graph; None in other libraries."""
     session: Session | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    """More to report besides its time, as plain values."""
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """Run one step on the mean over micro-batches; return the last loss."""
@@ -106,14 +103,11 @@ def plain(task: Task, *, low: bool = True, policy: str | None = None) -> Loop:
 def _scaled(task: Task, forward: Callable[[Any], Tensor], *, scales: bool) -> Loop:
     """Return a loop with torch's GradScaler, which does nothing unless it `scales`."""
     scaler = torch.amp.GradScaler(task.work.device, enabled=scales)
-    no_sync = getattr(task.model, "no_sync", contextlib.nullcontext)
 
     def passes(batches: Sequence[Any]) -> Tensor:
-        for number, batch in enumerate(batches, start=1):
-            is_last = number == len(batches)
-            with contextlib.nullcontext() if is_last else no_sync():
-                loss = forward(batch)
-                scaler.scale(loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+        for batch in batches:
+            loss = forward(batch)
+            scaler.scale(loss / len(batches)).backward()  # type: ignore[no-untyped-call]
         return loss
 
     def update() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-import timeit
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 SPREAD = "+-: half of the rounds lie as near to the ratio"
 NO_DIFFERENCE = "no difference beyond the spread"
-TURN_SECONDS = 0.05
-"""Minimum duration of a turn, after which it may end before --calls calls."""
 MIN_ROUNDS = 3
 """Rounds below which nothing is called faster or slower: quartiles need three."""
 
@@ -61,26 +58,11 @@ class Times:
             return None
         return verdict(statistics.median(ratios) - 1, half_quartile_range(ratios))
 
-    def excess(self, name: str, baseline: str, unit: float = 1.0) -> float | None:
-        """Return the median difference to a baseline; `unit` as in `median`."""
-        pairs = self._pairs(name, baseline)
-        return median([unit * (own - other) for own, other in pairs])
-
-    def compared(self, name: str, baseline: str) -> dict[str, Cell]:
-        """Return the cells of a row: ratio to a baseline, spread, and `result`."""
-        return {
-            f"x {baseline}": self.ratio(name, baseline),
-            "+-": self.spread(name, baseline),
-            "result": self.result(name, baseline),
-        }
-
     def _ratios(self, name: str, baseline: str) -> list[float]:
-        return [own / other for own, other in self._pairs(name, baseline)]
-
-    def _pairs(self, name: str, baseline: str) -> list[tuple[float, float]]:
         if name not in self.rounds or baseline not in self.rounds:
             return []
-        return list(zip(self.rounds[name], self.rounds[baseline], strict=True))
+        pairs = zip(self.rounds[name], self.rounds[baseline], strict=True)
+        return [own / other for own, other in pairs]
 
 
 def verdict(
@@ -110,11 +92,6 @@ def half_quartile_range(values: Sequence[float]) -> float:
     return (high - low) / 2
 
 
-def within(value: float | None, limit: float | None) -> bool | None:
-    """Return whether a value is at most a limit; None if either is None."""
-    return None if value is None or limit is None else value <= limit
-
-
 def table(
     title: str,
     rows: Sequence[Mapping[str, Cell]],
@@ -126,19 +103,13 @@ def table(
     return Table(title, tuple(rows[0]), cells, tuple(notes), digits=digits)
 
 
-def take_turns(
-    candidates: Mapping[str, Callable[[], float]], rounds: int, what: str = ""
-) -> Times:
-    """Measure candidates in turn, functions that run a turn and return its seconds.
-
-    `what` is a description for the journal, if a bench measures several things.
-    """
+def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int) -> Times:
+    """Measure candidates in turn, functions that run a turn and return its seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
         for name in order(candidates, number):
             seconds[name].append(candidates[name]())
-            title = f"{what}: {name}" if what else name
-            journal.record(title, round=number + 1, seconds=seconds[name][-1])
+            journal.record(name, round=number + 1, seconds=seconds[name][-1])
     return Times(seconds)
 
 
@@ -161,17 +132,6 @@ def timed(call: Callable[[], T], device: str) -> tuple[T, float]:
     result = call()
     gemm.synchronize(device)
     return result, time.perf_counter() - start
-
-
-def per_call(call: Callable[[], object], calls: int, device: str) -> float:
-    """Return the seconds per call over many calls, each of microseconds or more."""
-    loop = timeit.Timer(call)  # no garbage collection, minimal loop overhead
-    return timed(lambda: loop.timeit(calls), device)[1] / calls
-
-
-def calls_per_turn(calls: int, seconds: float) -> int:
-    """Return the number of calls per turn, given seconds per call: at most `calls`."""
-    return max(1, min(calls, int(TURN_SECONDS / seconds)))
 
 
 def in_turn(rounds: int) -> str:

@@ -1,4 +1,4 @@
-"""`halfstep bench encoder`, `decoder`, `conv` and `probe`: models of transformers.
+"""`halfstep bench encoder`, `decoder` and `conv`: models of transformers.
 
 All train from scratch on synthetic data that they learn within a hundred steps.
 """
@@ -6,22 +6,17 @@ All train from scratch on synthetic data that they learn within a hundred steps.
 from __future__ import annotations
 
 import functools
-import json
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench import commands, loops, measure, training
-from halfstep.diagnostics.probe import Probe
+from halfstep.bench import commands, loops, training
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Iterable, Iterator
-
-    from halfstep.reporting.table import Table
 
 DEFAULTS: dict[str, dict[str, float]] = {
     "cpu": {"layers": 4, "hidden": 256, "heads": 4, "batch": 16, "lr": 3e-4},
@@ -176,66 +171,6 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-# Probes
-
-NONE, FLAGS, BETWEEN, STATISTICS = "none", "flags", "between samples", "full"
-SAMPLED = "sampled"
-"""Computed: one of `every` steps as `STATISTICS`, the others as `BETWEEN`."""
-
-TARGETS = {FLAGS: 1.03, SAMPLED: 1.03}
-"""Maximum step time relative to no probe, for modes that are meant to stay on.
-Statistics in every step are for debugging."""
-
-
-def _probed_loop(task: loops.Task, **probe: Any) -> loops.Loop:  # noqa: ANN401
-    """Return the loop of `--loop`, with a probe whose events are discarded."""
-    loop = loops.CANDIDATES[task.work.loop].loop(task)
-    if not probe:
-        return loop
-    update = loop.update
-    # JSON as its file has, which is discarded.
-    own = Probe(loop.model, log=partial(json.dumps, allow_nan=False), **probe)
-
-    def update_and_probe() -> None:
-        update()
-        own.step()
-
-    loop.update = update_and_probe
-    return loop
-
-
-def _probed(description: str, **probe: Any) -> loops.Candidate:  # noqa: ANN401
-    return loops.Candidate(description, _probed_loop, probe)
-
-
-def probe_tables(arguments: Namespace) -> list[Table]:
-    """Train with a probe in each mode and without, in turn."""
-    seconds = dict(training.measure_steps(arguments).times.rounds)
-    every = arguments.every
-    if STATISTICS in seconds and BETWEEN in seconds:
-        pairs = zip(seconds[STATISTICS], seconds[BETWEEN], strict=True)
-        seconds[SAMPLED] = [
-            full / every + between * (1 - 1 / every) for full, between in pairs
-        ]
-    times = measure.Times(seconds)
-    rows = [
-        {
-            "probe": name,
-            "ms a step": times.median(name, 1e3),
-            **times.compared(name, NONE),
-            "target": TARGETS.get(name),
-            "within": measure.within(times.ratio(name, NONE), TARGETS.get(name)),
-        }
-        for name in seconds
-    ]
-    notes = (
-        f"{measure.in_turn(len(next(iter(seconds.values()))))} to {NONE}",
-        f"{SAMPLED}: computed; 1 of {every} steps {STATISTICS!r}, others {BETWEEN!r}",
-        f"trained: {arguments.loop}",
-    )
-    return [measure.table("A probe on an encoder", rows, notes)]
-
-
 # Workloads
 
 
@@ -317,33 +252,5 @@ BENCHES = {
         make_model=make_resnet,
         draw_batches=draw_images,
         **_MODEL,
-    ),
-    "probe": training.Training(
-        run=probe_tables,
-        title="A probe on an encoder",
-        description="Train a BERT encoder from scratch on synthetic texts without a "
-        "probe, and with one in each mode, in turn; print the time of a step.",
-        flags={
-            **_TRANSFORMER_FLAGS,
-            "every": commands.flag("steps from one sample to the next", 100),
-            "loop": commands.choice(
-                "training loop",
-                "fp32",
-                "torch.amp",
-                "O1 torch",
-                "O1 lean",
-                default="O1 lean",
-            ),
-        },
-        kinds={
-            NONE: _probed("no probe"),
-            FLAGS: _probed("which tensors are non-finite", mode="flags"),
-            BETWEEN: _probed(
-                "statistics, a step without", mode="sampled", every=2**31 - 1
-            ),
-            STATISTICS: _probed("statistics in each step", mode="full"),
-        },
-        check=check,
-        **_ENCODER,
     ),
 }

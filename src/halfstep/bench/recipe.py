@@ -75,7 +75,9 @@ BENCHES = {
         "8, such as 513, show what alignment costs.",
         kinds={n: c for n, c in loops.CANDIDATES.items() if " " not in n},
         flags={
-            **commands.network(4096, 512),
+            "layers": commands.flag("linear layers, with ReLU between", 3),
+            "width": commands.flag("inputs and outputs of each layer", 4096),
+            "batch": commands.flag("examples of one micro-batch", 512),
             "accumulate": commands.flag(commands.ACCUMULATE, 1),
             "optimizer": commands.choice("what updates the weights", *MOMENTUM),
             "steps": commands.flag("steps of a candidate in a round", 3),

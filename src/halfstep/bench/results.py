@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _INTERNAL = {"json", "plot", "against", "command", "workload", "device"}
 """Arguments that are no settings of a measurement, or noted by themselves."""
-_MAY_DIFFER = {"rounds", "candidates", "forms"}
+_MAY_DIFFER = {"rounds", "candidates"}
 """Settings in which a run may differ from the one of `--against`."""
 
 
@@ -66,7 +66,7 @@ def machine(arguments: Namespace) -> dict[str, Any]:
         "processor": facts.gpus[0].name if device == "cuda" else facts.cpu,
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
         "cores": facts.cores,
-        "threads": getattr(arguments, "threads", None) or torch.get_num_threads(),
+        "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES"),
     }

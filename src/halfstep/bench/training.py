@@ -72,8 +72,6 @@ class Training(commands.Bench):
     loss_of: LossOf
     baselines: tuple[str, ...] = ("torch.amp",)
     """Candidates that the others are compared with; +- is of the first."""
-    splits: bool = False
-    """Whether forward and backward passes are also timed by themselves."""
 
     def __post_init__(self) -> None:
         names = commands.names(self.kinds) | {"help": _CANDIDATES}
@@ -87,8 +85,6 @@ class Measured:
 
     times: measure.Times
     """Seconds of a step."""
-    passes: measure.Times
-    """Seconds of its forward and backward passes, if the workload splits them."""
     facts: dict[str, dict[str, Any]]
     """Candidate -> last answer of its process: loss, memory, FLOPs, casts."""
     absent: dict[str, str]
@@ -174,11 +170,11 @@ def _over(value: float | None, unit: float | None) -> float | None:
     return None if value is None or unit is None else value / unit
 
 
-def measure_steps(arguments: Namespace, what: str = "") -> Measured:
+def measure_steps(arguments: Namespace) -> Measured:
     """Time candidates in turn, each in its process.
 
     They take `rounds` turns of `steps` steps; or, with `seeds`, for each seed a run of
-    `steps` steps, whose turns are single steps. `what` is for the journal.
+    `steps` steps, whose turns are single steps.
     """
     bench: Any = commands.load(arguments.workload)
     hardware.gemm_rates(arguments.device)  # once here, not in a candidate's time
@@ -190,7 +186,7 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
         for each in arguments.candidates
         if (why := why_absent(bench.kinds[each], arguments)) is not None
     }
-    seconds, passes = defaultdict[str, list[float]](list), defaultdict[str, Any](list)
+    seconds = defaultdict[str, list[float]](list)
     losses, last_losses = defaultdict[str, Any](list), defaultdict[str, Any](list)
     facts: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
@@ -204,12 +200,9 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
             answer = processes[each].request({"steps": steps})
             facts[each] |= answer
             journal.record(
-                f"{what}: {each}" if what else each,
-                loss=answer["losses"][-1],
-                peak_bytes=answer["peak_bytes"],
+                each, loss=answer["losses"][-1], peak_bytes=answer["peak_bytes"]
             )
             losses[each] += answer["losses"]
-            passes[each].append(answer["passes"])
             return float(answer["seconds"])
 
         for seed in range(seeds or 1):
@@ -218,13 +211,13 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
                 why = facts[each]["absent"]
                 if why is not None:
                     absent[each] = why
-                    for by_name in (processes, facts, seconds, passes):
+                    for by_name in (processes, facts, seconds):
                         by_name.pop(each, None)
                 if not seed:
                     measure.progress(f"{each}: {why or 'ready'}")
             losses.clear()
             turns = {each: partial(turn, each) for each in processes}
-            for each, own in measure.take_turns(turns, rounds, what).rounds.items():
+            for each, own in measure.take_turns(turns, rounds).rounds.items():
                 seconds[each] += own
                 last = losses[each][-max(1, len(losses[each]) // 10) :]
                 last_losses[each].append(fmean(last))
@@ -232,7 +225,7 @@ def measure_steps(arguments: Namespace, what: str = "") -> Measured:
                 measure.progress(f"seed {seed + 1}/{seeds}: done")
     for each, answers in facts.items():
         answers["loss"] = fmean(last_losses[each])
-    return Measured(measure.Times(seconds), measure.Times(passes), facts, absent)
+    return Measured(measure.Times(seconds), facts, absent)
 
 
 def why_absent(kind: Candidate, arguments: Namespace) -> str | None:
@@ -330,18 +323,11 @@ class StepServer:
 
     def _run(self, steps: int) -> dict[str, Any]:
         assert self._loop is not None  # noqa: S101 -- it was built
-        loop, device, passes = self._loop, self._work.device, 0.0
+        loop, device = self._loop, self._work.device
         work = [self._next() for _ in range(steps)]
-        if self._bench.splits:
-            loss, passes = measure.timed(partial(loop.passes, work[0]), device)
-            losses = [loss.detach()]
-            seconds = passes + measure.timed(loop.update, device)[1]
-        else:
-            losses, seconds = measure.timed(lambda: [*map(loop.step, work)], device)
-            seconds /= steps
+        losses, seconds = measure.timed(lambda: [*map(loop.step, work)], device)
         return {
-            "seconds": seconds,
-            "passes": passes,
+            "seconds": seconds / steps,
             "losses": [loss.item() for loss in losses],
             "peak_bytes": hardware.peak_memory(device) - self._memory_before,
         }
@@ -370,7 +356,6 @@ def _count(loop: Loop, batches: list[Any]) -> dict[str, Any]:
         "saved_bytes": saved,
         "casts": casts,
         "state_bytes": loop.state_bytes(),
-        **loop.facts,
     }
 
 
