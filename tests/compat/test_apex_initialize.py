@@ -11,7 +11,7 @@ from apex_programs.process import LEVELS
 from torch import nn
 
 from halfstep import UserError
-from halfstep.compat.apex import amp, fp16_utils
+from halfstep.compat.apex import amp
 from halfstep.compat.apex.state import STATE
 
 
@@ -301,12 +301,6 @@ def prepared_before() -> tuple[nn.Module, torch.optim.Optimizer]:
     return Net(), start("O1")[1]
 
 
-def in_fp16_optimizer(many: bool = False) -> Any:
-    net = Net()
-    wrapped = fp16_utils.FP16_Optimizer(sgd(net))
-    return net, [wrapped] if many else wrapped
-
-
 GIVEN: dict[str, tuple[type[Exception], Any]] = {
     "models: int is no Module": (TypeError, lambda: (3, None)),
     "models: str is no Module": (TypeError, lambda: ([Net(), "net"], None)),
@@ -315,8 +309,6 @@ GIVEN: dict[str, tuple[type[Exception], Any]] = {
     "already in DataParallel": (
         *(amp.AmpError, lambda: (net := nn.DataParallel(Net()), sgd(net))),
     ),
-    "already an FP16_Optimizer": (amp.AmpError, in_fp16_optimizer),
-    "already an FP16_Optimizer.": (amp.AmpError, lambda: in_fp16_optimizer(many=True)),
     "went through amp": (amp.AmpError, prepared_before),
 }
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from apex import amp, optimizers
-from apex.fp16_utils import *  # noqa: F403 -- as programs of apex do
-from apex.multi_tensor_apply import multi_tensor_applier
-from apex.parallel import LARC, convert_syncbn_model
+from apex import amp
 from apex.parallel import DistributedDataParallel as DDP  # noqa: N817
+from apex.parallel import convert_syncbn_model
 from torch import Tensor, nn
 
 
@@ -44,8 +42,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume", default="")
     parser.add_argument("--save", default="")
     parser.add_argument("--sync_bn", action="store_true")
-    parser.add_argument("--larc", action="store_true")
-    parser.add_argument("--fused", action="store_true")
     parser.add_argument("--opt-level", type=str)
     parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
     parser.add_argument("--loss-scale", type=str, default=None)
@@ -105,8 +101,8 @@ def train(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        losses.update(to_python_float(loss.data), len(target))  # noqa: F405
-        top1.update(to_python_float(accuracy(output.data, target)), len(target))  # noqa: F405
+        losses.update(loss.item(), len(target))
+        top1.update(accuracy(output, target).item(), len(target))
     return losses.avg, top1.avg
 
 
@@ -117,7 +113,7 @@ def validate(model: nn.Module) -> float:
     for images, target in loader(1000, 4):
         with torch.no_grad():
             output = model(images)
-        top1.update(to_python_float(accuracy(output.data, target)), len(target))  # noqa: F405
+        top1.update(accuracy(output, target).item(), len(target))
     return top1.avg
 
 
@@ -129,10 +125,9 @@ def main(words: list[str]) -> list[tuple[float, float, float]]:
     model = network()
     if args.sync_bn:
         model = convert_syncbn_model(model)
-    kind = optimizers.FusedSGD if args.fused else torch.optim.SGD
-    optimizer: Any = kind(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
-    if args.larc:
-        optimizer = LARC(optimizer, trust_coefficient=0.1, clip=False)
+    optimizer: Any = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4
+    )
     model, optimizer = amp.initialize(
         model,
         optimizer,
@@ -143,7 +138,7 @@ def main(words: list[str]) -> list[tuple[float, float, float]]:
     )
     if distributed:
         dist.init_process_group("gloo")
-        model = DDP(model, delay_allreduce=True)
+        model = DDP(model)
     start = 0
     if args.resume:
         checkpoint = torch.load(args.resume)
@@ -163,7 +158,6 @@ def main(words: list[str]) -> list[tuple[float, float, float]]:
                 "amp": amp.state_dict(),
             }
             torch.save(checkpoint, f"{args.save}.{epoch + 1}")
-    assert multi_tensor_applier.available
     return found
 
 

@@ -10,33 +10,13 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from halfstep.compat.apex import (
-    amp,
-    amp_C,
-    fp16_utils,
-    multi_tensor_apply,
-    optimizers,
-    parallel,
-)
+from halfstep.compat.apex import amp, parallel
 from halfstep.compat.apex.amp_handle import AmpHandle
 from halfstep.compat.apex.optimizer_state import AmpScaler
 from halfstep.compat.apex.state import STATE, AmpState, maybe_print
 
-__all__ = [
-    "amp",
-    "amp_C",
-    "fp16_utils",
-    "install",
-    "multi_tensor_apply",
-    "optimizers",
-    "parallel",
-]
+__all__ = ["amp", "install", "parallel"]
 
-_MODULES = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (amp, fp16_utils, multi_tensor_apply, optimizers, parallel)
-}
-_FP16_NAMES = {name: getattr(fp16_utils, name) for name in fp16_utils.__all__}
 _SUBMODULES: dict[str, dict[str, Any]] = {
     "amp._amp_state": {
         "_amp_state": STATE,
@@ -55,32 +35,23 @@ _SUBMODULES: dict[str, dict[str, Any]] = {
         "disable_casts": amp.disable_casts,
     },
     "amp.scaler": {"LossScaler": AmpScaler},
-    "fp16_utils.fp16_optimizer": _FP16_NAMES,
-    "fp16_utils.fp16util": _FP16_NAMES,
-    "fp16_utils.loss_scaler": _FP16_NAMES,
-    "multi_tensor_apply.multi_tensor_apply": {
-        "MultiTensorApply": multi_tensor_apply.MultiTensorApply
-    },
-    "parallel.LARC": {"LARC": parallel.LARC},
 }
 """Submodule of apex -> the names that programs import from it."""
 
 
 def install() -> None:
-    """Make `import apex` and `import amp_C` import this package, in this process.
+    """Make `import apex` import this package, in this process.
 
     For programs that cannot be edited: call it before they are imported.
     """
     sys.modules["apex"] = sys.modules[__name__]
-    sys.modules["amp_C"] = amp_C
-    for name, module in _MODULES.items():
-        sys.modules[f"apex.{name}"] = module
+    sys.modules["apex.amp"] = amp
+    sys.modules["apex.parallel"] = parallel
     for path, names in _SUBMODULES.items():
         module = ModuleType(f"apex.{path}", f"`{path}` of apex.")
         vars(module).update(names)
         sys.modules[module.__name__] = module
-        parent, _, name = path.partition(".")
-        # As in apex, the names `_amp_state` and `LARC` are the object and the class,
-        # not the submodules.
-        if not hasattr(_MODULES[parent], name):
-            setattr(_MODULES[parent], name, module)
+        name = path.removeprefix("amp.")
+        # As in apex, the name `_amp_state` is the object, not the submodule.
+        if not hasattr(amp, name):
+            setattr(amp, name, module)

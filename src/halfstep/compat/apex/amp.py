@@ -24,9 +24,7 @@ from halfstep.compat.apex.amp_handle import (
     register_half_function,
     register_promote_function,
 )
-from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
 from halfstep.compat.apex.optimizer_state import AmpScaler, rule_of
-from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.apex.state import STATE, AmpError, Properties, maybe_print
 from halfstep.masters import MasterWeights
 
@@ -122,8 +120,8 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    model_list: list[nn.Module] = _listed(models, (nn.Module,), "models")
-    optimizer_list: list[Any] = _listed(optimizers, _OPTIMIZER_TYPES, "optimizers")
+    model_list: list[nn.Module] = _listed(models, nn.Module, "models")
+    optimizer_list: list[Any] = _listed(optimizers, torch.optim.Optimizer, "optimizers")
     _check(model_list, optimizer_list)
     rule = rule_of(properties_.loss_scale, min_loss_scale, max_loss_scale)
     for line in properties.lines(properties_):
@@ -157,32 +155,24 @@ def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:
         STATE.handle.close()
 
 
-_OPTIMIZER_TYPES = (torch.optim.Optimizer, LARC, FP16_Optimizer)
-
-
-def _listed(value: Any, kinds: tuple[type, ...], name: str) -> list[Any]:
-    if isinstance(value, kinds):
+def _listed(value: Any, kind: type, name: str) -> list[Any]:
+    if isinstance(value, kind):
         return [value]
     if value is None and name == "optimizers":
         return []
     if isinstance(value, list | tuple):
-        wrong = [each for each in value if not isinstance(each, kinds)]
+        wrong = [each for each in value if not isinstance(each, kind)]
         if not wrong:
             return list(value)
         value = wrong[0]
     raise TypeError(
-        f"{name}: {type(value).__name__} is no {kinds[0].__name__}; pass one, or a "
+        f"{name}: {type(value).__name__} is no {kind.__name__}; pass one, or a "
         "list or tuple of them."
     )
 
 
 def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
-        if isinstance(optimizer, FP16_Optimizer):
-            raise AmpError(
-                "an optimizer is already an FP16_Optimizer: pass the bare optimizer, "
-                "amp.initialize gives it masters where opt_level has them."
-            )
         if hasattr(optimizer, optimizer_state.ATTRIBUTE):
             raise AmpError(
                 f"this {type(optimizer).__name__} went through amp.initialize before: "

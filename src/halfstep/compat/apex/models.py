@@ -43,7 +43,7 @@ def check(models: Sequence[nn.Module], *, fp32: bool) -> None:
                 )
 
 
-def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+def _convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module's own floating parameters, gradients and buffers, in place."""
     for param in module.parameters(recurse=False):
         if param.is_floating_point():
@@ -55,15 +55,14 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _convert_but_batchnorm(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a model in place, except batch norms with weights."""
-    for module in network.modules():
+    for module in model.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
-        convert_module(module, dtype)
+        _convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    return network
 
 
 def cast_(
@@ -77,7 +76,7 @@ def cast_(
     # master weight would look like one to the weight.
     before = {param: param.data for param in model.parameters()}
     if keep_batchnorm:
-        convert_network(model, dtype)
+        _convert_but_batchnorm(model, dtype)
     else:
         model.to(dtype)
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
