@@ -1,7 +1,6 @@
 """`halfstep.compare`: what the runs share, what the verdicts are, what is refused."""
 
 import errno
-import gc
 import json
 import os
 import random
@@ -28,7 +27,7 @@ _DRAW = torch.Generator().manual_seed(0)
 TEACHER = torch.randn(16, 4, generator=_DRAW)
 INPUTS = torch.randn(10, 32, 16, generator=_DRAW)
 BATCHES: list[Batch] = [(x, (x @ TEACHER).argmax(1)) for x in INPUTS]
-QUICK: dict[str, Any] = {"steps": 4, "seeds": 2, "gradient_steps": ()}
+QUICK: dict[str, Any] = {"steps": 4, "seeds": 2}
 
 
 def net(dropout: float = 0.0) -> nn.Module:
@@ -93,17 +92,11 @@ def test_controls(
         batches = [(x, (x @ teacher).argmax(1)) for x in inputs]
         seeds = range(3 * number, 3 * number + 3)
         levels = list(expected)
-        result = hs.compare(
-            make, batches, levels, seeds=seeds, steps=steps, gradient_steps=(1,)
-        )
+        result = hs.compare(make, batches, levels, seeds=seeds, steps=steps)
         kinds = {level: verdict.kind for level, verdict in result.verdicts.items()}
         assert kinds == {"O0:ulp": "equivalent", **expected}, number
         base, perturbed = (run.losses for run in result.runs[:2])
         assert base != perturbed  # one ulp makes a difference
-        for run in result.runs:
-            if run.gradients:
-                lost = float(run.level.endswith("none") and make is tiny_gradients)
-                assert run.gradients[0].overall.flushed == pytest.approx(lost, abs=0.01)
 
 
 def test_diverged() -> None:
@@ -161,7 +154,7 @@ def test_runs_of_a_seed_share_everything() -> None:
     assert losses["O0", 0][0] != pytest.approx(losses["O0", 1][0], rel=1e-2)
 
 
-def test_arguments_of_prepare(caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments_of_prepare() -> None:
     """Law: fp32 is a plain loop, with micro-batches, schedule and clipping."""
 
     def make(seed: int) -> Any:
@@ -170,7 +163,7 @@ def test_arguments_of_prepare(caplog: pytest.LogCaptureFixture) -> None:
         more = {"accumulate": 2, "scheduler": scheduler, "clip_grad_norm": 0.1}
         return model, optimizer, loss, more
 
-    result = hs.compare(make, BATCHES, ["O2"], **QUICK | {"gradient_steps": (2,)})
+    result = hs.compare(make, BATCHES, ["O2"], **QUICK)
     model, optimizer, _, more = make(1)
     expected = []
     for step in range(4):  # a plain loop
@@ -184,11 +177,6 @@ def test_arguments_of_prepare(caplog: pytest.LogCaptureFixture) -> None:
         expected.append(loss.item())
     run = next(each for each in result.runs if (each.level, each.seed) == ("O0", 1))
     assert list(run.losses) == pytest.approx(expected, rel=1e-5)
-    overall = result.runs[2].gradients[0].overall
-    assert overall.cosine > 0.999
-    assert overall.norm > 0
-    gc.collect()
-    assert not caplog.records  # the sessions that give gradients end without a step
 
 
 def test_one_ulp() -> None:
@@ -234,21 +222,6 @@ def test_note_on_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {run.level for run in result.runs if not run.seconds} == {"O1"}
 
 
-def test_gradients() -> None:
-    """Law: gradients are compared by module, with the weights of fp32."""
-    options = QUICK | {"gradient_steps": (1, 3)}
-    result = hs.compare(adam(dropout=0.5), BATCHES, ["O1", "O2:fp16"], **options)
-    rows = {run.level: run.gradients for run in result.runs if run.gradients}
-    assert {name: [one.step for one in each] for name, each in rows.items()} == {
-        "O1": [1, 3],
-        "O2:fp16": [1, 3],
-    }
-    for each in (*rows["O1"], *rows["O2:fp16"]):
-        assert [one.where for one in each.modules] == ["0", "3"]
-        assert 0.99 < each.overall.cosine < 1
-        assert 25 < each.overall.sqnr < 80
-
-
 def test_random_state_is_restored() -> None:
     """Law: the random states of torch, Python and numpy are as before."""
     torch.manual_seed(5)
@@ -285,26 +258,18 @@ def test_metric() -> None:
 
 def test_output(tmp_path: Path) -> None:
     """Law: JSON holds all runs; the page has curves; a row for fp32 and each level."""
-    options = QUICK | {"gradient_steps": (1,)}
-    result = hs.compare(adam(), BATCHES, ["O1"], **options)
+    result = hs.compare(adam(), BATCHES, ["O1"], **QUICK)
     result.save(tmp_path / "result.json")
     data = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert data == json.loads(json.dumps(result.data()))
     assert data["verdicts"]["O1"]["text"] == str(result.verdicts["O1"])
     assert [len(run["losses"]) for run in data["runs"]] == [4] * 6
-    verdicts, costs, gradients = result.tables()
-    for table in (verdicts, costs):
+    for table in result.tables():
         assert [row[0] for row in table.rows] == ["O0", "O0:ulp", "O1"]
         assert table.text() in str(result)
-    assert gradients.rows[0][2] == "all"
     result.page(tmp_path / "result.html")
     page = (tmp_path / "result.html").read_text(encoding="utf-8")
-    for text in (
-        "color-scheme: light dark",
-        "Verdicts",
-        "Gradients against fp32",
-        "<svg",
-    ):
+    for text in ("color-scheme: light dark", "Verdicts", "<svg"):
         assert text in page
     assert str(result.verdicts["O1"]) in page
 
@@ -315,21 +280,17 @@ def test_output(tmp_path: Path) -> None:
 def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
     """Law: a later call runs only what is missing, and gives what one call gives."""
     lines: list[str] = []
-    options = {**QUICK, "gradient_steps": (1,), "progress": lines.append}
+    options = {**QUICK, "progress": lines.append}
     hs.compare(adam(), BATCHES, ["O1"], out=tmp_path, **options)
     assert len(lines) == 6
-    stored = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    stored = (tmp_path / "runs.jsonl").read_bytes()
     lines.clear()
     more = hs.compare(
         adam(), BATCHES, ["O1", "O2"], out=tmp_path, **options | {"seeds": 3}
     )
     assert sum("from an earlier call" in line for line in lines) == 6
     assert len(lines) == 12
-    assert all(path.read_bytes() == content for path, content in stored.items())
-    other = hs.compare(
-        adam(), BATCHES, ["O1"], out=tmp_path, **options | {"seeds": [1, 0]}
-    )
-    assert [row[0] for row in other.tables()[2].rows] == ["O1", "O1"]
+    assert (tmp_path / "runs.jsonl").read_bytes().startswith(stored)
     whole = hs.compare(adam(), BATCHES, ["O1", "O2"], **options | {"seeds": 3})
     assert more.verdicts == whole.verdicts
     timed = {"seconds", "peak_bytes"}
@@ -358,7 +319,6 @@ def shared(gamma: float = 0.9, **arguments: Any) -> Make:
     [
         ("steps", 5, "holds runs with steps=4, not 5; use that, or choose another "),
         ("metric", len, "runs with metric=loss of the last steps, not len; use that"),
-        ("gradient_steps", (1,), "holds runs with gradient_steps=[], not [1]; use "),
         ("make", adam(lr=0.1), "holds runs with optimizer.lr=0.003, not 0.1; use "),
         ("make", lambda n: shared()(n + 1), f"{OTHER} initial weights than those of "),
         ("batches", BATCHES[1:], f"{OTHER} batches than those of this call: use "),
@@ -378,42 +338,31 @@ def test_stored_runs_of_other_settings(
 
 
 def test_damaged_run(tmp_path: Path) -> None:
-    """Law: a damaged file, or one of another run, is named, and what to do."""
+    """Law: a damaged line is named, and what to do."""
     again: Any = partial(hs.compare, adam(), BATCHES, [], out=tmp_path, **QUICK)
     again()
-    path = tmp_path / "runs" / "O0-seed-1.json"
-    good = path.read_text("utf-8")
-    changed = good.replace('"losses": [\n  1', '"losses": [\n  2')
-    other = (tmp_path / "runs" / "O0-seed-0.json").read_text("utf-8")
-    assert changed != good
-    texts = ["{", "[]", "\xff", '{"level": "O0"}', changed, other]
-    for text in texts:
-        path.write_text(text, encoding="latin-1")
+    path = tmp_path / "runs.jsonl"
+    settings, first, *others = path.read_bytes().splitlines(keepends=True)
+    for line in (b"{\n", b"[]\n", b"\xff\n", b'{"level": "O0"}\n'):
+        path.write_bytes(b"".join((settings, first, line, *others)))
         with pytest.raises(UserError) as caught:
             again()
-        assert f"{path} is damaged (" in str(caught.value), text
+        assert f"{path}: line 3 is damaged (" in str(caught.value), line
         assert "); delete it to train again." in str(caught.value)
-    path.unlink()
+    path.write_bytes(b"".join((b"{\n", first, *others)))
+    with pytest.raises(UserError, match=r"line 1 is damaged .*; use another folder\."):
+        again()
+    path.write_bytes(b"".join((settings, *others)))
     again()
 
 
 def test_unusable_folder(tmp_path: Path) -> None:
-    """Law: a folder that cannot be read, or lacks its settings, is refused."""
-    again: Any = partial(hs.compare, adam(), BATCHES, [], **QUICK)
-    again(out=tmp_path)
-    settings, file = tmp_path / "settings.json", tmp_path / "file"
-    settings.unlink()
-    with pytest.raises(UserError, match="holds runs without settings"):
-        again(out=tmp_path)
-    settings.write_text("{}", "utf-8")
-    with pytest.raises(UserError, match="holds runs with steps=None, not 4; use "):
-        again(out=tmp_path)
-    settings.unlink()
-    settings.mkdir()
-    file.touch()
-    for folder in (tmp_path, file):
-        with pytest.raises(UserError, match=f"{folder}/settings.json cannot be read: "):
-            again(out=folder)
+    """Law: a folder that cannot be read is refused."""
+    (tmp_path / "runs.jsonl").mkdir()
+    (tmp_path / "file").touch()
+    for folder in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UserError, match=f"{folder}/runs.jsonl cannot be read: "):
+            hs.compare(adam(), BATCHES, [], out=folder, **QUICK)
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +379,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError) as caught:
         hs.compare(adam(), BATCHES, ["O1"], out=tmp_path, **QUICK)
     assert str(caught.value) == (
-        f"{tmp_path}/runs/O1-seed-0.json cannot be written: No space left on device. "
+        f"{tmp_path}/runs.jsonl cannot be written: No space left on device. "
         "2 finished runs stored there: call again with the same folder to continue."
     )
     lines: list[str] = []
@@ -491,7 +440,6 @@ PAIR = "2 or more different seeds, or their number: a verdict needs "
         ("seeds", [1, 2**31], "seeds=2147483648 must be below 2**31 each."),
         ("steps", 0, "steps=0 must be a whole number of at least 1."),
         ("margin", 0, "margin=0 must be above 0, in units of the metric."),
-        ("gradient_steps", [5], "gradient_steps=5 must be at most steps=4."),
         ("metric", 3, "metric is of type int; it must be a function of a model."),
         ("metric", lambda _: "x", "metric(model) returned a str; it must return a "),
         ("metric", lambda _: 0.0, "margin must be given: fp32's mean metric is 0, "),
@@ -527,7 +475,7 @@ def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_level_that_cannot_run() -> None:
     """Law: a level without kernels is named, before anything is trained; fp32 can."""
     lines: list[str] = []
-    options = QUICK | {"gradient_steps": None, "progress": lines.append}
+    options = QUICK | {"progress": lines.append}
     hs.compare(without_bf16, BATCHES, ["O1"], **options)
     lines.clear()
     with pytest.raises(UserError) as caught:

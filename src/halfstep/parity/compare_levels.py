@@ -32,7 +32,6 @@ from halfstep.parity.training_run import (
     check_paired,
     check_repeatable,
     check_stored,
-    gradients_at_steps,
     train,
 )
 
@@ -70,7 +69,6 @@ def compare(
     seeds: int | Sequence[int] = 5,
     metric: Callable[[nn.Module], float] | None = None,
     margin: float | None = None,
-    gradient_steps: Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -99,8 +97,6 @@ def compare(
             training loss of the last tenth of the steps, lower is better.
         margin: Largest difference of the metric that counts as none, > 0. None: 1 % of
             fp32's mean.
-        gradient_steps: Steps of the first seed, from 1, at which gradients are compared
-            with fp32's. () for none. None: the first step and the middle one.
         out: Folder in which finished runs are stored. A later call with the same folder
             does not run them again; it may add levels and seeds. None: nowhere.
         progress: Called with a line after each run.
@@ -157,7 +153,6 @@ def compare(
         parse_all(levels),
         seeds,
         margin=margin,
-        gradient_steps=gradient_steps,
         out=out,
         progress=progress,
     )
@@ -169,7 +164,6 @@ def run_comparison(
     seeds: int | Sequence[int],
     *,
     margin: float | None = None,
-    gradient_steps: Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -183,11 +177,9 @@ def run_comparison(
     numbers = _seeds(seeds)
     if margin is not None:
         margin = require_positive("margin", margin, "above 0, in units of the metric")
-    at = _gradient_steps(gradient_steps, workload.steps)
     settings = {
         "steps": workload.steps,
         "metric": workload.metric_name,
-        "gradient_steps": list(at),
         "torch": str(torch.__version__),
         **workload.settings,
     }
@@ -199,7 +191,7 @@ def run_comparison(
         with default_context(device):
             settings |= check_repeatable(workload, numbers[0])
             store = RunStore(out, settings)
-            runs = _run_all(workload, candidates, numbers, store, at, progress)
+            runs = _run_all(workload, candidates, numbers, store, progress)
     finally:
         state.restore()
     reason = "as given"
@@ -222,7 +214,6 @@ def _run_all(
     candidates: Sequence[Candidate],
     seeds: Sequence[int],
     store: RunStore,
-    gradient_steps: Sequence[int],
     progress: Callable[[str], None] | None,
 ) -> list[Run]:
     """Train each candidate with each seed, unless it is stored."""
@@ -235,22 +226,19 @@ def _run_all(
         earlier = next(filter(None, loaded.values()), None)
         if earlier is not None:  # the others are compared with it
             check_stored(workload, earlier)
-        # Gradients first: a level that cannot run is reported before hours of training.
-        gradients = {}
-        if index == 0:
-            has = {name for name, run in loaded.items() if run and run.gradients}
-            new = [each for each in candidates if each.name not in has]
-            gradients = gradients_at_steps(workload, new, seed, gradient_steps)
+        if not index:  # a level that cannot run is reported before hours of training
+            first_step = replace(workload, steps=1, metric=None)
+            for each in (REFERENCE, *candidates):
+                if loaded[each.name] is None:
+                    train(first_step, each, seed)
         reference: Run | None = None
         for candidate in (REFERENCE, *order):
             stored = loaded[candidate.name]
             run = stored or train(workload, candidate, seed)
-            if candidate.name in gradients:
-                run = replace(run, gradients=gradients[candidate.name])
             reference = reference or run
             check_paired(run, reference)
             if run is not stored:
-                store.save(candidate, run)
+                store.save(run)
             runs.append(run)
             if progress is not None:
                 place = f"seed {seed} ({index + 1} of {len(seeds)}), {candidate.name}"
@@ -293,17 +281,6 @@ def _seeds(seeds: Any) -> tuple[int, ...]:  # noqa: ANN401
             "difference over seeds."
         )
     require("seeds", max(numbers), max(numbers) < _SEED_LIMIT, "below 2**31 each")
-    return numbers
-
-
-def _gradient_steps(steps: Any, total: int) -> tuple[int, ...]:  # noqa: ANN401
-    if steps is None:
-        return tuple(sorted({1, max(1, total // 2)}))
-    is_list = isinstance(steps, Iterable) and not isinstance(steps, str)
-    require_type("gradient_steps", steps, is_list, "a list of step numbers")
-    numbers = tuple(sorted({require_int("gradient_steps", each, 1) for each in steps}))
-    last = max(numbers, default=1)
-    require("gradient_steps", last, last <= total, f"at most steps={total}")
     return numbers
 
 

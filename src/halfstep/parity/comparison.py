@@ -11,11 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.preflight.measurements import worst_first
 from halfstep.parity.candidate import PERTURBED, REFERENCE
 from halfstep.parity.equivalence import Verdict, equivalence_test
 from halfstep.reporting import html, json_fields
-from halfstep.reporting.html import Card, Chart, Curve, Section
+from halfstep.reporting.html import Chart, Curve, Section
 from halfstep.reporting.table import Cell, Table, write_text
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 _MOST_SMOOTHED = 100
-_MOST_MODULES = 12  # of each level and step, on the page; `data` has all
-_CARD_KINDS = {"worse": "error", "unknown": "warning"}
 _CONSTANT = (
     "{} is the same for every seed of fp32, so it cannot tell levels apart: train "
     "longer, or use a finer metric"
@@ -100,19 +97,14 @@ class Comparison:
         return [(run, bases[run.seed]) for run in runs]
 
     def __str__(self) -> str:
-        """Return verdicts, costs and gradients as text."""
+        """Return verdicts and costs as text."""
         return "\n\n".join(table.text() for table in self.tables())
 
     __repr__ = __str__
 
     def tables(self) -> tuple[Table, ...]:
-        """Return verdicts, costs with loss curves, and gradients."""
-        return self._tables(num_modules=1)
-
-    def _tables(self, num_modules: int) -> tuple[Table, ...]:
-        gradients = self._gradient_table(num_modules)
-        tables = (self._verdict_table(), self._cost_table(), gradients)
-        return tuple(table for table in tables if table.rows)
+        """Return verdicts, and costs with distances of the loss curves."""
+        return self._verdict_table(), self._cost_table()
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`, with every run."""
@@ -126,12 +118,17 @@ class Comparison:
         write_text(Path(path), json.dumps(self.data(), indent=1) + "\n")
 
     def page(self, path: str | os.PathLike[str]) -> None:
-        """Write an HTML page with verdicts, curves and gradients, atomically.
+        """Write an HTML page with the tables and the loss curves, atomically.
 
         Raises:
             UserError: jinja2 or matplotlib is not installed.
         """
-        write_text(Path(path), html.page("Levels against fp32", self._sections()))
+        verdicts, costs = self.tables()
+        sections = [
+            Section("Verdicts", tables=(verdicts,)),
+            Section("Loss", charts=self._charts(), tables=(costs,)),
+        ]
+        write_text(Path(path), html.page("Levels against fp32", sections))
 
     # Tables
 
@@ -185,26 +182,6 @@ class Comparison:
         )
         return Table("Loss and cost", columns, tuple(rows), _COST_NOTES, digits=2)
 
-    def _gradient_table(self, num_modules: int) -> Table:
-        """Return the gradients of all parameters, and of the worst modules, by step."""
-        rows = [
-            (
-                *(run.level, each.step, one.where),
-                *(f"{one.cosine:.6f}", f"{one.sqnr:.1f}", f"{one.flushed:.2%}"),
-            )
-            for run in self.runs
-            if run.seed == self.seeds[0]
-            for each in run.gradients
-            for one in (each.overall, *worst_first(each.modules)[:num_modules])
-        ]
-        columns = ("level", "step", "module", "cosine", "SQNR dB", "lost")
-        notes = (
-            f"all parameters, and the {num_modules} worst of the modules",
-            f"same weights and batch as fp32: of its run of seed {self.seeds[0]}",
-            "lost: non-zero gradients that became 0",
-        )
-        return Table("Gradients against fp32", columns, tuple(rows), notes)
-
     # Curves
 
     def curve(self, level: str) -> list[float]:
@@ -223,21 +200,6 @@ class Comparison:
         """The largest difference between fp32 losses of two seeds, for each step."""
         curves = [smoothed(run.losses) for run in self._of(REFERENCE.name)]
         return _largest_gap(itertools.combinations(curves, 2))
-
-    # The page
-
-    def _sections(self) -> list[Section]:
-        cards = tuple(
-            Card(_CARD_KINDS[one.kind], level, (("verdict", str(one)),))
-            for level, one in self.verdicts.items()
-            if one.kind in _CARD_KINDS
-        )
-        first, cost, *gradients = self._tables(_MOST_MODULES)
-        return [
-            Section("Verdicts", cards=cards, tables=(first,)),
-            Section("Loss", charts=self._charts(), tables=(cost,)),
-            *(Section("Gradients", tables=(table,)) for table in gradients),
-        ]
 
     def _charts(self) -> tuple[Chart, ...]:
         def line(name: str, values: Sequence[float]) -> Curve:

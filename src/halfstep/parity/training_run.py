@@ -1,4 +1,4 @@
-"""Trains one level with one seed, in the same way as fp32; compares gradients."""
+"""Trains one level with one seed, in the same way as fp32."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
-from halfstep.diagnostics.preflight.measurements import (
-    GradientSimilarity,
-    compare_gradients,
-)
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
 from halfstep.machine import gemm, matmul_emulation
 from halfstep.numerics.formats import FloatFormat, tensors_in
-from halfstep.parity.candidate import PERTURBED, REFERENCE
+from halfstep.parity.candidate import PERTURBED
 from halfstep.policy.levels import LEVELS
 from halfstep.reporting import json_fields
 from halfstep.scaling import LossScaleCollapse
@@ -47,12 +43,10 @@ if TYPE_CHECKING:
         | tuple[nn.Module, Optimizer, LossFn, Mapping[str, Any]]
     )
     Batches: TypeAlias = Sequence[Any] | Callable[[int], Iterable[Any]]
-    OnStep: TypeAlias = Callable[[int, Session, list[Any]], None]
 
 _NONFINITE_STEPS = 20
 """Consecutive non-finite losses that end a run: a loss scale of 65536 needs 16 steps
 to reach 1."""
-_BACKOFFS = 40  # fp16 has as many powers of two
 
 
 @dataclass(frozen=True)
@@ -69,17 +63,6 @@ class Workload:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings that runs in a folder must share."""
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of a level against fp32's, with the same weights and batch."""
-
-    step: int
-    """Of fp32's run; counted from 1."""
-    overall: GradientSimilarity
-    modules: tuple[GradientSimilarity, ...]
-    """By the module that owns the parameters."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +91,6 @@ class Run:
     """Checksum of all tensors of the first step's micro-batches."""
     batches_crc: int
     """Checksum of all tensors of all batches."""
-    gradients: tuple[Gradients, ...] = ()
-    """At some steps; of the first seed only."""
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""
@@ -119,35 +100,16 @@ class Run:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Run:
         """Return the run whose `data` these are."""
-        gradients = (
-            Gradients(
-                each["step"],
-                _similarity(each["overall"]),
-                tuple(map(_similarity, each["modules"])),
-            )
-            for each in data["gradients"]
-        )
+        # What is not finite was stored as text.
         floats = {name: tuple(map(float, data[name])) for name in ("losses", "seconds")}
-        metric = float(data["metric"])
-        return cls(
-            **{**data, **floats, "metric": metric, "gradients": tuple(gradients)}
-        )
+        return cls(**{**data, **floats, "metric": float(data["metric"])})
 
 
-def _similarity(data: Mapping[str, Any]) -> GradientSimilarity:
-    # What is not finite was stored as text.
-    reals = {name: float(data[name]) for name in ("cosine", "sqnr", "flushed", "norm")}
-    return GradientSimilarity(**{**data, **reals})
-
-
-def train(
-    workload: Workload, candidate: Candidate, seed: int, on_step: OnStep | None = None
-) -> Run:
+def train(workload: Workload, candidate: Candidate, seed: int) -> Run:
     """Train a candidate with a seed.
 
     The random numbers of a step depend on seed and step only: on a CPU dropout masks
-    are then the same at all levels. `on_step` is called before each step with its
-    number, from 1, the session and the micro-batches.
+    are then the same at all levels.
     """
     model, optimizer, loss_fn, arguments = make(workload, seed)
     weights_crc, first_crc, batches_crc = checksum(model.state_dict()), 0, 0
@@ -163,8 +125,6 @@ def train(
     for step, micro_batches in _iterate_steps(workload, seed, session.accumulate):
         batches_crc = checksum(micro_batches, batches_crc)
         first_crc = batches_crc if step == 1 else first_crc
-        if on_step is not None:
-            on_step(step, session, micro_batches)
         _seed_all((seed << 32) + step, device)
         is_last = step == workload.steps
         try:
@@ -419,67 +379,3 @@ def checksum(value: object, start: int = 0) -> int:
             view = (ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr())
             crc = zlib.crc32(view, crc)
     return crc
-
-
-# Gradients
-
-
-def gradients_at_steps(
-    workload: Workload, candidates: Sequence[Candidate], seed: int, steps: Sequence[int]
-) -> dict[str, tuple[Gradients, ...]]:
-    """Compare each candidate's gradients with fp32's at some steps of fp32's run.
-
-    They are unscaled and not clipped. A loss scale at which they overflow is halved
-    until they do not, as training would do.
-    """
-    results: dict[str, tuple[Gradients, ...]] = {}
-    """Name of a candidate -> gradients of each step."""
-
-    def owner(name: str) -> str:  # of the root module: the parameter's own name
-        return name.rpartition(".")[0] or name
-
-    def on_step(step: int, session: Session, micro_batches: list[Any]) -> None:
-        if step not in steps:
-            return
-        weights = {k: v.detach().clone() for k, v in session.weights().items()}
-
-        def gradients(candidate: Candidate) -> dict[str, Tensor]:
-            model, optimizer, loss_fn, arguments = make(workload, seed)
-            model.load_state_dict(weights, strict=False)
-            own = _prepare(candidate, model, optimizer, arguments)
-            with _errors_of(candidate), _emulation(own):
-                grads = _gradients(own, loss_fn, micro_batches, (seed << 32) + step)
-            own.zero_grad()  # no step follows, which would be logged
-            return grads
-
-        expected = gradients(REFERENCE)
-        for each in candidates:
-            pair = compare_gradients(expected, gradients(each), owner)
-            row = Gradients(step, *pair)
-            results[each.name] = (*results.get(each.name, ()), row)
-
-    if steps and candidates:
-        train(
-            replace(workload, steps=max(steps), metric=None), REFERENCE, seed, on_step
-        )
-    return results
-
-
-def _gradients(
-    session: Session, loss_fn: LossFn, micro_batches: list[Any], step_seed: int
-) -> dict[str, Tensor]:
-    """Return the gradients of a step by name, fp32."""
-    for _ in range(_BACKOFFS):
-        _seed_all(step_seed, _device(session.model))
-        for index, batch in enumerate(micro_batches, 1):
-            with session.autocast():
-                loss = loss_fn(session.model, batch)
-            session.backward(loss)
-            if index < len(micro_batches):
-                session.step()
-        gradients = {k: each.float().clone() for k, each in session.grads()}
-        finite = all(bool(each.isfinite().all()) for each in gradients.values())
-        if finite or session.scaler.rule.backoff_factor == 1:
-            break
-        session.step()  # skips, and halves the scale
-    return gradients
