@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,23 +26,24 @@ class Clock:
         return self.reads * self.step
 
 
-def test_rate() -> None:
+def test_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: 2 n**3 operations over the shortest time, and no more calls than needed.
 
     50 products fill 0.05 s, each between two readings; or three; or one that is slow.
     """
     for step, reads in ((0.001, 100), (0.03, 6), (5.0, 2)):
         clock = Clock(step)
-        rate = gemm.gemm_rate(torch.float32, "cpu", 64, clock)
+        monkeypatch.setattr(time, "perf_counter", clock)
+        rate = gemm.gemm_rate(torch.float32, "cpu", 64)
         assert rate == pytest.approx(2 * 64**3 / step / 1e12, rel=1e-6)
         assert clock.reads == pytest.approx(reads, abs=2)
 
 
-def test_size() -> None:
+def test_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: n doubles while 8 times the time is expected to fit, up to the largest."""
     for step, size in ((0.001, 1024), (0.02, 256)):
-        clock = Clock(step)
-        assert gemm.gemm_size(torch.float32, "cpu", clock) == size
+        monkeypatch.setattr(time, "perf_counter", Clock(step))
+        assert gemm.gemm_size(torch.float32, "cpu") == size
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
@@ -55,7 +55,8 @@ def test_other_devices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.ones(1, 1)
     monkeypatch.setattr(torch, "ones", lambda *_size, **_options: tensor)
     clock = Clock(0.001)
-    assert gemm.gemm_size(torch.float32, device, clock) == 4096
+    monkeypatch.setattr(time, "perf_counter", clock)
+    assert gemm.gemm_size(torch.float32, device) == 4096
     assert len(waits) == clock.reads
 
 
@@ -75,19 +76,17 @@ class Rates:
     def __init__(self, *of_rounds: float) -> None:
         self.factors: Iterator[float] = iter(of_rounds)
         self.factor = 1.0
-        self.asked: list[tuple[str, int, bool]] = []
+        self.asked: list[tuple[str, int]] = []
 
-    def __call__(
-        self, dtype: torch.dtype, _device: str, size: int, clock: Any = None
-    ) -> float:
-        name, alone = NAMES[dtype], clock is time.thread_time
+    def __call__(self, dtype: torch.dtype, _device: str, size: int) -> float:
+        name = NAMES[dtype]
         if name == "fp32":
             self.factor = next(self.factors, 1.0)
-        self.asked.append((name, size, alone))
-        return RATES[name] * self.factor * (10 if alone else 1)
+        self.asked.append((name, size))
+        return RATES[name] * self.factor
 
 
-def size(dtype: torch.dtype, _device: str, _clock: Any = None) -> int:
+def size(dtype: torch.dtype, _device: str) -> int:
     return {"fp32": 1024, "bf16": 1024, "fp16": 256}[NAMES[dtype]]
 
 
@@ -110,32 +109,27 @@ def test_rounds_give_the_fastest_and_the_spread(measure: Measure) -> None:
     assert found.spread == pytest.approx(dict.fromkeys(RATES, 0.1))
     assert (found.waited, found.doubt) == (0.01, "")
     # In turn, so that a slow moment meets all of them.
-    one_round = [("fp32", 1024, False), ("bf16", 1024, False), ("fp16", 256, False)]
-    assert machine.asked == 3 * one_round
+    assert machine.asked == 3 * [("fp32", 1024), ("bf16", 1024), ("fp16", 256)]
 
 
 def test_load_makes_it_measure_again(measure: Measure) -> None:
     """Law: an attempt under load, or with too large a spread, does not count."""
-    machine = Rates(0.5, 0.6, 0.8, *[1.0] * 3)
-    found = measure("cpu", machine, 0.3, 0, 0.0)
-    assert found.rates == RATES
-    assert found.doubt == ""
-    # None under load, three with a spread of 3/8, three that count.
-    assert len(machine.asked) == 3 * (0 + 3 + 3)
+    machine = Rates(*[0.5] * 3, 0.5, 0.6, 0.8)
+    found = measure("cpu", machine, 0.3, 0.0, 0.0)
+    assert (found.rates, found.doubt) == (RATES, "")
+    assert len(machine.asked) == 3 * 3 * 3
 
 
-def test_what_was_never_quiet_is_doubted(measure: Measure) -> None:
-    """Law: after three attempts the time the thread computed is used, and doubted."""
-    machine = Rates()
-    found = measure("cpu", machine, 0.3, 0.5, 0.4)
-    assert found.rates == {name: 10 * rate for name, rate in RATES.items()}
-    assert found.doubt == "threads waited 40% of the time for a CPU"
-    assert all(alone for *_, alone in machine.asked)
-    assert {size for name, size, _ in machine.asked if name == "bf16"} == {256, 1024}
-    machine = Rates(*[1.0, 0.5, 1.0] * 3)
-    found = measure("cuda", machine, 0, 0, 0)
-    assert found.doubt == "rounds differ by 50%"
-    assert not any(alone for *_, alone in machine.asked)  # a GPU has its own clock
+@pytest.mark.parametrize(
+    ("waited", "doubt"),
+    [(0.4, "threads waited 40% of the time for a CPU"), (0.0, "rounds differ by 50%")],
+)
+def test_what_was_never_quiet_is_doubted(
+    measure: Measure, waited: float, doubt: str
+) -> None:
+    """Law: after three attempts the rates are taken, with a doubt."""
+    found = measure("cpu", Rates(*[1.0, 0.5, 1.0] * 3), 0.3, 0.5, waited)
+    assert (found.rates, found.doubt) == (RATES, doubt)
 
 
 def test_share_of_the_thread_that_waited_most(monkeypatch: pytest.MonkeyPatch) -> None:

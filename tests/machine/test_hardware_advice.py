@@ -179,7 +179,6 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {"cuda": rates(10, 150, 160), "cpu": rates(2, 1, 0.5)}
     plant(monkeypatch, gpu(8, 0), planted["cuda"])
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    monkeypatch.setattr(hardware.cpu, "cgroup_limit", lambda: 1.5)
     monkeypatch.setattr(hardware.time, "time", lambda: 1e9)
     ages = {"cuda": 3 * 86400 + 5, "cpu": 0}
     asked: list[tuple[str, bool]] = []
@@ -197,7 +196,6 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         "Python": platform.python_version(),
         "torch": "2.99, 4 threads",
         "instruction sets": "AMX-BF16",
-        "cgroup limit": "1.5 CPUs",
         "instruction limits": "MKL_CBWR=AVX2",
         "GPU": "a card, compute capability 8.0, 16 GiB",
     }

@@ -56,7 +56,6 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.delenv("HALFSTEP_RATES", raising=False)
     for name in cpu.INSTRUCTION_LIMITS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu, "first_instruction_limits", dict)
     monkeypatch.setattr(cpu, "facts", dict)
     monkeypatch.setattr(hardware, "capabilities", lambda: AMX)
     monkeypatch.setattr(gemm, "measure", planted.measure)
@@ -78,12 +77,7 @@ def test_measured_once(here: Machine) -> None:
 
 
 def _limited(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
-    def limit(patch: pytest.MonkeyPatch) -> None:
-        patch.setenv(name, value)
-        if name in cpu.INSTRUCTION_LIMITS:  # before the process began
-            patch.setattr(cpu, "first_instruction_limits", lambda: {name: value})
-
-    return limit
+    return lambda patch: patch.setenv(name, value)
 
 
 def _replaced(owner: object, name: str, value: object) -> Any:
@@ -94,7 +88,6 @@ CARD = Gpu("a card", (8, 0), 2**34)
 OTHERS: dict[str, Any] = {
     "processor": _replaced(hardware, "capabilities", replace(AMX, cpu="another")),
     "GPU": _replaced(hardware, "capabilities", replace(AMX, gpus=(CARD,))),
-    "stepping": _replaced(cpu, "facts", {"stepping": "2"}),
     "flags": _replaced(cpu, "facts", {"flags": "fpu avx2"}),
     "host": _replaced(platform, "node", "another"),
     "oneDNN's limit": _limited("ONEDNN_MAX_CPU_ISA", "AVX2"),
@@ -106,9 +99,6 @@ OTHERS: dict[str, Any] = {
     ),
     "threads": _replaced(torch, "get_num_threads", 63),
     "torch": lambda patch: patch.setattr(torch, "__version__", "99.0"),
-    "build": _replaced(torch.__config__, "show", "with OpenBLAS"),
-    "affinity": _replaced(cpu, "affinity", (61,)),
-    "cgroup": _replaced(cpu, "cgroup_limit", 0.5),
 }
 
 
@@ -128,20 +118,6 @@ def test_other_conditions_are_measured_anew(
     assert hardware.measured_rates().rates == RATES
     assert here.count == 2
     assert len(here.files()) == 2
-
-
-def test_limit_of_a_living_process_is_trusted_to_nothing(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a limit set after the start may not be in force: nothing read, nor kept."""
-    hardware.measured_rates()
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    why = hardware.measured_rates().why_not_cached
-    assert why == "ONEDNN_MAX_CPU_ISA changed after this process began"
-    new_process()
-    hardware.measured_rates()
-    assert here.count == 3
-    assert len(here.files()) == 1
 
 
 def test_measured_under_load_is_for_this_process(here: Machine) -> None:
@@ -175,9 +151,9 @@ def test_refresh_measures_each_time(here: Machine) -> None:
     assert here.count == 2
 
 
-@pytest.mark.parametrize(("later", "count"), [(29 * DAY, 1), (31 * DAY, 2), (-DAY, 2)])
+@pytest.mark.parametrize(("later", "count"), [(DAY, 1), (30 * DAY, 2), (-30 * DAY, 2)])
 def test_old_rates_are_measured_again(later: float, count: int, here: Machine) -> None:
-    """Law: rates serve 30 days; those from the future serve not at all."""
+    """Law: rates serve 30 days at most; those from the future serve not at all."""
     hardware.measured_rates()
     new_process()
     here.now += later
@@ -198,9 +174,8 @@ ALTERED: dict[str, Any] = {
     "nan": {"rates": {"fp32": math.nan, "bf16": 1, "fp16": 1}},
     "infinite": {"rates": {"fp32": 1, "bf16": math.inf, "fp16": 1}},
     "no number of spread": {"spread": {"fp32": None, "bf16": 0, "fp16": 0}},
-    "waited too long": {"waited": 7},
     "no time": {"time": None},
-    "foreign": {"conditions": {"host": "another"}},
+    "foreign": {"key": "another"},
 }
 
 
@@ -270,11 +245,11 @@ def test_oldest_files_go(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None
     """Law: the folder does not grow: jobs on ever new processors leave few files."""
     monkeypatch.setattr(rate_cache, "MAX_FILES", 3)
     for number in range(5):
-        rate_cache.save({"host": number}, replace(QUIET, time=1e9))
+        rate_cache.save(f"host {number}", replace(QUIET, time=1e9))
         for file in here.files():  # a second passes
             age = file.stat().st_mtime - 1
             os.utime(file, (age, age))
-    left = [number for number in range(5) if rate_cache.load({"host": number}, 1e9)]
+    left = [number for number in range(5) if rate_cache.load(f"host {number}")]
     assert left == [2, 3, 4]
 
 

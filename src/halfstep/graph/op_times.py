@@ -48,10 +48,9 @@ class OpTimes:
         self.device = device
         self.low = low
         self._differentiable = differentiable
-        self._conditions = hardware.conditions(device.type)
-        cached = {} if refresh else rate_cache.read(_CACHE, self._conditions)
-        self._times = _fresh_times(cached)
-        self._since = cached["time"] if self._times else int(time.time())
+        self._key = hardware.cache_key(device.type)
+        cached = {} if refresh else rate_cache.read(_CACHE, self._key)
+        self._times = _valid_times(cached)
         self._num_cached = len(self._times)
         self._spreads: list[float] = []
         self._waited = gemm.count_waiting()
@@ -72,8 +71,7 @@ class OpTimes:
             )
             return
         with contextlib.suppress(OSError):  # if it fails, measure again next time
-            entry = {"time": self._since, "times": self._times}
-            rate_cache.write(_CACHE, self._conditions, entry)
+            rate_cache.write(_CACHE, self._key, {"times": self._times})
 
     def operation(self, node: fx.Node, *, low: bool) -> int | None:
         """Return a node's nanoseconds in one format; None if it cannot run alone.
@@ -216,11 +214,10 @@ def preserve_rng(device: torch.device) -> contextlib.AbstractContextManager[None
     return torch.random.fork_rng(devices)
 
 
-def _fresh_times(cached: dict[str, Any]) -> dict[str, int | None]:
-    """Return cached times after validation; {} if they are invalid or too old."""
-    times, written = cached.get("times"), cached.get("time")
-    if not (isinstance(times, dict) and isinstance(written, int)):
+def _valid_times(cached: dict[str, Any]) -> dict[str, int | None]:
+    """Return cached times after validation; {} if they are invalid."""
+    times = cached.get("times")
+    if not isinstance(times, dict):
         return {}
-    is_fresh = 0 <= time.time() - written <= rate_cache.MAX_AGE_SECONDS
     are_times = all(t is None or (type(t) is int and t >= 0) for t in times.values())
-    return times if is_fresh and are_times else {}
+    return times if are_times else {}

@@ -1,6 +1,6 @@
 """Reads the CPU's properties, and how much of it this process may use.
 
-Sources are `/proc`, `/sys` and the environment. Results are plain values, empty if the
+Sources are `/proc` and the environment. Results are plain values, empty if the
 system does not provide them.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC = Path("/proc")
 
 INSTRUCTION_LIMITS = (
     "ATEN_CPU_CAPABILITY",
@@ -51,60 +51,9 @@ def affinity() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def cgroup_limit() -> float | None:
-    """Return the CPU limit of a container in CPUs, or None.
-
-    It is the least quota over period of this process's cgroup and its ancestors.
-    """
-    try:
-        groups = (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    limits = []
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        group = PurePosixPath(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            if not controllers:
-                limits.append(_quota(CGROUPS / folder / "cpu.max"))
-            elif "cpu" in controllers.split(","):
-                place = CGROUPS / controllers / folder
-                limits.append(
-                    _quota(place / "cpu.cfs_quota_us", place / "cpu.cfs_period_us")
-                )
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _quota(*files: Path) -> float | None:
-    """Return quota over period, from one file (cgroup v2) or two (v1)."""
-    try:
-        words = " ".join(file.read_text(encoding="ascii") for file in files).split()
-    except OSError:  # no such cgroup: the controller is not mounted, or hidden
-        return None
-    quota, period = words[:2]
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
 def instruction_limits() -> dict[str, str]:
     """Return the `INSTRUCTION_LIMITS` that are set now."""
     return {name: os.environ[name] for name in INSTRUCTION_LIMITS if os.getenv(name)}
-
-
-def first_instruction_limits() -> dict[str, str]:
-    """Return the `INSTRUCTION_LIMITS` that were set when this process started.
-
-    Why: variables set later may or may not have come before the library's first use,
-    which cannot be queried.
-    """
-    try:
-        pairs = (PROC / "self" / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return _AT_IMPORT
-    first = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
-    return {name: first[name] for name in INSTRUCTION_LIMITS if first.get(name)}
-
-
-_AT_IMPORT = instruction_limits()
 
 
 def memory(field: str) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from halfstep.machine import cpu
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 ROUNDS, ATTEMPTS = 3, 3
 
@@ -50,48 +50,34 @@ class GemmRates:
 
 
 def measure(device: str) -> GemmRates:
-    """Measure the matmul rate of each format; repeat while the machine is busy.
-
-    Why in rounds: a slow moment then affects all formats, not one. If all `ATTEMPTS`
-    were under load, rates on a CPU use the CPU time of the calling thread, because time
-    spent waiting for a CPU is unrelated to the format.
-    """
-    dtypes = {name: format_.dtype for name, format_ in formats.FORMATS.items()}
+    """Measure the matmul rate of each format; again while the machine is busy."""
     for _ in range(ATTEMPTS):
-        share = count_waiting()
-        sizes = {name: gemm_size(dtype, device) for name, dtype in dtypes.items()}
-        rounds: list[dict[str, float]] = []
-        while len(rounds) < ROUNDS and share() <= WAITED:
-            rounds.append(
-                {n: gemm_rate(t, device, sizes[n]) for n, t in dtypes.items()}
-            )
-        waited = share()
-        if waited > WAITED:
-            doubt = f"threads waited {waited:.0%} of the time for a CPU"
-            continue
-        summary = _summary(rounds, waited)
-        worst = max(summary.spread.values())
-        if worst <= SPREAD:
-            return summary
-        doubt = f"rounds differ by {worst:.0%}"
-    clock = time.thread_time if device == "cpu" else time.perf_counter
-    # Small matmuls often end before a context switch disturbs them.
-    both = {n: {_SMALLEST, gemm_size(t, device, clock)} for n, t in dtypes.items()}
+        rates = _measure_once(device)
+        if not rates.doubt:
+            break
+    return rates
+
+
+def _measure_once(device: str) -> GemmRates:
+    """Measure in rounds, so that a slow moment affects all formats, not one."""
+    share = count_waiting()
+    dtypes = {name: format_.dtype for name, format_ in formats.FORMATS.items()}
+    sizes = {name: gemm_size(dtype, device) for name, dtype in dtypes.items()}
     rounds = [
-        {
-            n: max(gemm_rate(t, device, each, clock) for each in both[n])
-            for n, t in dtypes.items()
-        }
-        for _ in range(2)  # enough for a spread, at little cost to the other load
+        {name: gemm_rate(dtype, device, sizes[name]) for name, dtype in dtypes.items()}
+        for _ in range(ROUNDS)
     ]
-    return replace(_summary(rounds, waited), doubt=doubt)
-
-
-def _summary(rounds: Sequence[Mapping[str, float]], waited: float) -> GemmRates:
-    by_format = {name: [each[name] for each in rounds] for name in rounds[0]}
-    fastest = {name: max(rates) for name, rates in by_format.items()}
-    spread = {name: 1 - min(by_format[name]) / top for name, top in fastest.items()}
-    return GemmRates(fastest, spread, waited)
+    fastest = {name: max(each[name] for each in rounds) for name in dtypes}
+    spread = {
+        name: 1 - min(each[name] for each in rounds) / top
+        for name, top in fastest.items()
+    }
+    waited, worst, doubt = share(), max(spread.values()), ""
+    if waited > WAITED:
+        doubt = f"threads waited {waited:.0%} of the time for a CPU"
+    elif worst > SPREAD:
+        doubt = f"rounds differ by {worst:.0%}"
+    return GemmRates(fastest, spread, waited, doubt)
 
 
 def count_waiting() -> Callable[[], float]:
@@ -122,9 +108,7 @@ _RATE_SECONDS = 0.05
 format on a 2-core machine."""
 
 
-def gemm_size(
-    dtype: torch.dtype, device: str, clock: Callable[[], float] = time.perf_counter
-) -> int:
+def gemm_size(dtype: torch.dtype, device: str) -> int:
     """Return the largest size whose matmul takes no more than `_LONG_CALL` seconds.
 
     The size doubles while the next one is expected to fit, because a format that the
@@ -133,42 +117,31 @@ def gemm_size(
     size = _SMALLEST
     largest = _LARGEST_ON_CPU if device == "cpu" else _LARGEST
     while size < largest:
-        if 8 * min(_times(dtype, device, size, 0.0, clock)) > _LONG_CALL:
+        if 8 * min(_times(dtype, device, size, 0.0)) > _LONG_CALL:
             break
         size *= 2
     return size
 
 
-def gemm_rate(
-    dtype: torch.dtype,
-    device: str,
-    size: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def gemm_rate(dtype: torch.dtype, device: str, size: int) -> float:
     """Return the rate of a square matmul, in TFLOP/s.
 
     Formula: 2 n**3 operations over the shortest time of one matmul.
     """
-    return 2 * size**3 / min(_times(dtype, device, size, _RATE_SECONDS, clock)) / 1e12
+    return 2 * size**3 / min(_times(dtype, device, size, _RATE_SECONDS)) / 1e12
 
 
-def _times(
-    dtype: torch.dtype,
-    device: str,
-    size: int,
-    seconds: float,
-    clock: Callable[[], float],
-) -> list[float]:
+def _times(dtype: torch.dtype, device: str, size: int, seconds: float) -> list[float]:
     """Return the seconds of single matmuls, without the first, which warms up."""
     left = torch.ones(size, size, dtype=dtype, device=device)
     times: list[float] = []
     left @ left
     while True:
         synchronize(device)
-        began = clock()
+        began = time.perf_counter()
         left @ left
         synchronize(device)
-        times.append(clock() - began)
+        times.append(time.perf_counter() - began)
         enough = len(times) >= _LEAST_CALLS or times[-1] > _LONG_CALL
         if enough and sum(times) >= seconds:
             return times

@@ -15,7 +15,7 @@ import platform
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -159,10 +159,9 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
     Why measure: instruction sets do not tell what torch makes of them. The same flags
     gave fp16 twice fp32's rate on one machine and a tenth of it on another.
 
-    Rates are cached in the user's cache directory for processes under the same
-    conditions: host, processor and its flags, limits of instructions, threads, torch,
-    affinity and cgroup. Rates measured under load are used by this process only, and by
-    child processes that are given `child_environment`.
+    Rates are cached in the user's cache directory, by `cache_key`. Those measured under
+    load are used by this process only, and by child processes that are given
+    `child_environment`.
 
     Raises:
         UserError: If `HALFSTEP_RATES` is set to invalid rates.
@@ -171,21 +170,20 @@ def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmR
     from_environment = _rates_from_environment(where)
     if from_environment is not None:
         return from_environment
-    facts = conditions(where)
-    key = json.dumps(facts, sort_keys=True)
+    key = cache_key(where)
     with _measure_lock:  # two concurrent measurements would disturb each other
         if refresh or key not in _process_rates:
-            _process_rates[key] = _measure(where, facts, refresh=refresh)
+            _process_rates[key] = _measure(where, key, refresh=refresh)
         rates = _process_rates[key]
         _latest[where] = rates
     return rates
 
 
-def conditions(device: str) -> dict[str, Any]:
-    """Return all conditions that a device's speed in this process depends on."""
+def cache_key(device: str) -> str:
+    """Return the key under which measurements of a device are cached now."""
     machine = capabilities()
     chip = machine.gpus[0].name if device == "cuda" else machine.cpu
-    return rate_cache.conditions(device, chip)
+    return rate_cache.key(device, chip, time.time())
 
 
 _measure_lock = threading.Lock()
@@ -229,19 +227,15 @@ def _rates_from_environment(device: str) -> GemmRates | None:
     return GemmRates(rates, spread, 0.0, why_not_cached=f"set by {_VARIABLE}")
 
 
-def _measure(device: str, facts: dict[str, Any], *, refresh: bool) -> GemmRates:
-    changed = cpu.instruction_limits().items() ^ cpu.first_instruction_limits().items()
-    cached = None if changed or refresh else rate_cache.load(facts, time.time())
+def _measure(device: str, key: str, *, refresh: bool) -> GemmRates:
+    cached = None if refresh else rate_cache.load(key)
     if cached:
         return cached
     rates = replace(gemm.measure(device), time=time.time())
     why = rates.doubt
-    if changed:
-        names = ", ".join(sorted({name for name, _ in changed}))
-        why = f"{names} changed after this process began"
-    elif not why:
+    if not why:
         try:
-            rate_cache.save(facts, rates)
+            rate_cache.save(key, rates)
         except OSError as error:
             why = f"the cache folder cannot be written: {error}"
     return replace(rates, why_not_cached=why)
@@ -389,10 +383,7 @@ def machine_table() -> Table:
         ("torch", f"{facts.torch}, {format_count(facts.threads, 'thread')}"),
         ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
     ]
-    quota, limits = cpu.cgroup_limit(), cpu.instruction_limits()
-    if quota is not None:
-        rows.append(("cgroup limit", f"{quota:g} CPUs"))
-    if limits:
+    if limits := cpu.instruction_limits():
         rows.append(("instruction limits", _spelled(limits)))
     for gpu in facts.gpus:
         gibibytes = gpu.memory_bytes / 2**30

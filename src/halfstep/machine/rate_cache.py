@@ -1,7 +1,7 @@
-"""Caches measurements on disk, one file for each set of conditions.
+"""Caches measurements on disk, one file for each key.
 
 A home directory may be shared by different machines, and many processes may write at
-once: each file's name depends on the conditions, and files are replaced atomically.
+once: each file's name depends on the key, and files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from halfstep.numerics import formats
 from halfstep.reporting import table
 
 MAX_AGE_SECONDS = 30 * 24 * 3600
-"""Age after which rates are measured again, because a power limit, a driver or a host
-may have changed, which cannot always be detected."""
+"""Period after which rates are measured again, because a power limit, a driver or a
+host may have changed, which cannot always be detected."""
 
 RATES = "rates"
 """Name of the kind of file that holds `GemmRates`."""
@@ -39,37 +39,21 @@ _PREFIXES = (
 """Prefixes of environment variables that change how matrices are multiplied."""
 
 
-def conditions(device: str, chip: str) -> dict[str, Any]:
-    """Return the conditions that rates depend on, as plain values."""
-    fields = cpu.facts()
-    identity = ("vendor_id", "cpu family", "model", "stepping", "microcode")
-    arm = ("CPU implementer", "CPU variant", "CPU part", "CPU revision")
-    matmul = torch.backends.cuda.matmul
-    return {
-        "device": device,
-        "chip": chip,
-        "host": platform.node(),
-        "cpu": {name: fields[name] for name in (*identity, *arm) if name in fields},
-        "flags": " ".join(sorted(cpu.flags(fields))),
-        "affinity": list(cpu.affinity()),
-        "cgroup_limit": cpu.cgroup_limit(),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_PREFIXES)
-        },
-        "torch": torch.__version__,
-        # Libraries and their versions, active instruction sets, threads of each.
-        "build": torch.__config__.show() + torch.__config__.parallel_info(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "fp32_precision": [
-            torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
-            matmul.fp32_precision,
-        ],
-        "fp16_accumulation": bool(getattr(matmul, "allow_fp16_accumulation", False)),
-    }
+def key(device: str, chip: str, now: float) -> str:
+    """Return what measurements depend on, in a line: conditions, and the month."""
+    matmul: Any = (
+        torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    ).matmul
+    variables = sorted(
+        pair for pair in os.environ.items() if pair[0].startswith(_PREFIXES)
+    )
+    parts = (
+        *(device, chip, platform.node(), " ".join(sorted(cpu.flags(cpu.facts())))),
+        *(torch.__version__, torch.backends.cpu.get_cpu_capability()),
+        *(torch.get_num_threads(), matmul.fp32_precision, int(now // MAX_AGE_SECONDS)),
+        *(f"{name}={value}" for name, value in variables),
+    )
+    return "; ".join(map(str, parts))
 
 
 def folder(kind: str = RATES) -> Path:
@@ -85,13 +69,13 @@ def folder(kind: str = RATES) -> Path:
         raise OSError("this user has no home folder; set XDG_CACHE_HOME") from error
 
 
-def load(facts: dict[str, Any], now: float) -> GemmRates | None:
+def load(key: str) -> GemmRates | None:
     """Return the rates measured under these conditions, or None.
 
-    A file that is damaged, too old, or for other conditions counts as absent.
+    A file that is damaged, or for other conditions, counts as absent.
     """
     try:
-        data = read(RATES, facts)
+        data = read(RATES, key)
         rates = GemmRates(
             rates={name: float(data["rates"][name]) for name in formats.FORMATS},
             spread={name: float(data["spread"][name]) for name in formats.FORMATS},
@@ -100,54 +84,49 @@ def load(facts: dict[str, Any], now: float) -> GemmRates | None:
         )
     except (ValueError, TypeError, LookupError):
         return None
-    is_fresh = 0 <= now - rates.time <= MAX_AGE_SECONDS
-    is_positive = all(0 < rate < math.inf for rate in rates.rates.values())
-    is_share = all(0 <= part <= 1 for part in (*rates.spread.values(), rates.waited))
-    return rates if is_fresh and is_positive and is_share else None
+    return rates if all(0 < r < math.inf for r in rates.rates.values()) else None
 
 
-def save(facts: dict[str, Any], rates: GemmRates) -> None:
+def save(key: str, rates: GemmRates) -> None:
     """Cache rates for later processes.
 
     Raises:
         OSError: If the directory cannot be written.
     """
     fields = asdict(rates)
-    write(RATES, facts, {n: fields[n] for n in ("rates", "spread", "waited", "time")})
+    write(RATES, key, {n: fields[n] for n in ("rates", "spread", "waited", "time")})
 
 
-def read(kind: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the cached entry of a kind for these conditions, or {}.
+def read(kind: str, key: str) -> dict[str, Any]:
+    """Return the cached entry of a kind for a key, or {}.
 
-    A file that is damaged, or for other conditions, counts as absent.
+    A file that is damaged, or for another key, counts as absent.
     """
     try:
-        file = _file(kind, facts)
+        file = _file(kind, key)
         if not file.is_file():  # reading a pipe could block forever
             return {}
         data = json.loads(file.read_text(encoding="utf-8"))
     # JSON that is nested too deeply raises RecursionError.
     except (OSError, ValueError, RecursionError):
         return {}
-    is_same = isinstance(data, dict) and data.get("conditions") == facts
-    return data if is_same else {}
+    return data if isinstance(data, dict) and data.get("key") == key else {}
 
 
-def write(kind: str, facts: dict[str, Any], entry: dict[str, Any]) -> None:
+def write(kind: str, key: str, entry: dict[str, Any]) -> None:
     """Cache an entry for later processes.
 
     Raises:
         OSError: If the directory cannot be written.
     """
-    file = _file(kind, facts)
+    file = _file(kind, key)
     file.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(file, json.dumps(entry | {"conditions": facts}, indent=1))
+    table.write_text(file, json.dumps(entry | {"key": key}, indent=1))
     _prune(file.parent)
 
 
-def _file(kind: str, facts: dict[str, Any]) -> Path:
-    plain = json.dumps(facts, sort_keys=True)
-    return folder(kind) / f"{hashlib.sha256(plain.encode()).hexdigest()[:32]}.json"
+def _file(kind: str, key: str) -> Path:
+    return folder(kind) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _prune(place: Path) -> None:
