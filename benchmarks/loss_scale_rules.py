@@ -109,7 +109,7 @@ def replay_torch(peaks: Sequence[float], first: float) -> Iterator[float]:
 def replay_halfstep(
     rule: ScaleRule, peaks: Sequence[float], first: float
 ) -> Iterator[float]:
-    """Run a LossScaler, including its strategy.
+    """Run a LossScaler.
 
     Its graph has a single 16-bit gradient, that of the trace.
     """
@@ -140,8 +140,6 @@ RULES = {
     "halfstep": ScaleRule(),
     "halfstep, hysteresis 2": ScaleRule(hysteresis=2),
     "halfstep, hysteresis 2, clean": ScaleRule(hysteresis=2, refill="clean"),
-    "halfstep, measured": ScaleRule.parse("measured"),
-    "halfstep, logmax": ScaleRule.parse("logmax"),
 }
 CANDIDATES: dict[str, tuple[float, Replay]] = {
     "torch.amp": (2.0**16, replay_torch),

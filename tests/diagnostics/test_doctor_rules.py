@@ -222,7 +222,7 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
     (
         *("gradient near overflow", lambda x: near_overflow("1024", x)),
         *(32752.0, 32800.0),
-        "Use --loss-scale measured, or --loss-scale 0.5",
+        "Use --loss-scale 0.5: the largest",
     ),
     (
         *("coarse", lambda x: held("a:output", cast_of(x)), 4e6, 3e6),
@@ -526,10 +526,10 @@ SAID: dict[str, tuple[RunFacts, str, str, str]] = {
         *("bad op", "warning", "did not reproduce"),
     ),
     "the scale advised keeps the largest gradient below half": (
-        *(lost_tenth(0), "underflow", "error", "or --loss-scale 16384"),
+        *(lost_tenth(0), "underflow", "error", "Use --loss-scale 16384"),
     ),
     "and so of larger ones": (
-        *(lost_tenth(7), "underflow", "error", "or --loss-scale 128"),
+        *(lost_tenth(7), "underflow", "error", "Use --loss-scale 128"),
     ),
     "bf16 where no scale keeps both": (
         *(lost_tenth(8), "underflow", "error"),
@@ -707,18 +707,6 @@ def test_growth_that_is_often_tried() -> None:
     assert [each.rule for each in found] == ["scale unsettled"]
     assert "growth_interval=2000" in found[0].advice
     assert examine(RunFacts(config=FP16, steps=every(2000, of=8000))) == []
-
-
-@pytest.mark.parametrize("word", ["measured", "logmax"])
-def test_a_scale_that_follows_the_gradients(word: str) -> None:
-    """Law: a scale that is chosen, and costs no skips, may move as it likes."""
-    config = replace(FP16, loss_scale=word)
-    for facts in (
-        scales(*[1024.0] * 50, *ROUNDS * 9),
-        scales(*[1024.0] * 12, *[8.0] * 4),
-    ):
-        assert examine(facts)
-        assert examine(replace(facts, config=config)) == []
 
 
 def test_many_places_are_counted() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scale_loop import NoWaiting
+from no_waiting import NoWaiting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -351,7 +351,6 @@ def stepping(of: hs.Session) -> Callable[[Tensor], hs.StepReport]:
         ("O1", "bf16", "auto", "none"),
         ("O2", "fp16", "auto", "dynamic"),
         ("O2", "fp16", 128.0, "128"),
-        ("O2", "fp16", "measured", "measured"),
     ],
 )
 def test_a_session_tells_of_itself(

@@ -12,7 +12,7 @@ import torch
 from bit_patterns import EDGES, HUGE, WIDTHS, Wide, tensors, wide_of
 from hypothesis import given
 from hypothesis import strategies as st
-from scale_loop import NoWaiting
+from no_waiting import NoWaiting
 from torch import Tensor
 
 from halfstep._torch import async_read

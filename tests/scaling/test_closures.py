@@ -258,15 +258,14 @@ def test_backward_inside_a_closure() -> None:
         same(scaled.everything(), plain.everything())
 
 
-@pytest.mark.parametrize("strategy", ["measured", "logmax", "none"])
-def test_strategies(strategy: str) -> None:
-    """Law: a strategy looks on without changing a bit; its scales are powers of 2."""
+def test_without_a_scale() -> None:
+    """Law: without a scale no bit changes."""
     plain = Problem(WOLFE)
-    scaled = Problem(WOLFE, hs.GradScaler("cpu", strategy=strategy))
+    scaled = Problem(WOLFE, hs.GradScaler("cpu", strategy="none"))
     for _ in range(4):
         same(scaled.step(), plain.step())
         same(scaled.everything(), plain.everything())
-        assert math.frexp(scaled.scaler.get_scale())[0] == 0.5
+        assert scaled.scaler.get_scale() == 1.0
 
 
 def test_a_schedule_does_not_warn() -> None:

@@ -1,9 +1,7 @@
 """`GradScaler` over ranks: they skip the same steps, and end with the same bits."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,12 +28,10 @@ from ranks import (
 )
 from small_training import same
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from halfstep.scaling import LossScaleCollapse, ScaleRule, ScaleState
-from halfstep.scaling.strategies import MeasuredStrategy, make_strategy
+from halfstep.scaling import LossScaleCollapse
 
 Make = Any
 Group = dist.ProcessGroup
@@ -132,7 +128,7 @@ def spoil_one_of(params: list[Any], plan: dict[int, Plant], step: int) -> None:
         spoil([plan[step]] if step in plan else [], index, param.grad)
 
 
-def idle(group: Group, kind: str, strategy: str = "backoff") -> dict[str, Any]:
+def idle(group: Group, kind: str) -> dict[str, Any]:
     """Train parameters of each rank's own; in turn one rank has no gradient."""
     plan = plants(13)
 
@@ -164,7 +160,7 @@ def idle(group: Group, kind: str, strategy: str = "backoff") -> dict[str, Any]:
         more = {"skipped": skipped, "trail": trail, "calls": calls}
         return held(model, optimizer) | more
 
-    seen = run(scaler_of(process_group=group, strategy=strategy))
+    seen = run(scaler_of(process_group=group))
     return seen | {"plain": run(None), "bad": list(plan)}
 
 
@@ -188,45 +184,10 @@ def collapse(group: Group, ddp: bool) -> dict[str, Any]:
     return {}
 
 
-ASKED = list(itertools.product(("measured", "logmax"), ("ddp", "root", "nested")))
-
-
-def asked(group: Group, word: str, kind: str) -> dict[str, Any]:
-    """Return what a rank asks for, first and after each step, and what it knows.
-
-    Left alone, a rank would choose a scale of its own.
-    """
-    model: Any = net()
-    if kind == "ddp":
-        model = DistributedDataParallel(model, process_group=group)
-    elif kind == "nested":
-        for layer in model.children():
-            fully_shard(layer)
-    if kind != "ddp":
-        fully_shard(model)
-    own = MeasuredStrategy(every=2) if word == "measured" else make_strategy(word)
-    # Low enough that nothing overflows: an overflow is the same on all ranks.
-    state = replace(ScaleState.first(ScaleRule()), scale=torch.tensor(2.0))
-    answers = []
-    for step in range(3):
-        with torch.autocast("cpu", torch.float16):
-            out = model(batch(step))
-        loss = out.float().square().mean() * (4096.0 if dist.get_rank() else 1.0)
-        first = own.on_loss(loss, state)
-        answers += [first] if step == 0 else []
-        state = state if first is None else replace(state, scale=first)
-        (loss * state.scale).backward()
-        gradients = [p.grad / state.scale for p in model.parameters()]
-        answers.append(own.propose(gradients, state, torch.tensor(0.0)))
-        model.zero_grad()
-    return {"answers": answers, "state": own.state_dict()}
-
-
 CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **cases(replicas, *REPLICAS),
-    **cases(idle, *IDLE, ("sgd", "measured"), ("sgd", "logmax")),
+    **cases(idle, *IDLE),
     **cases(collapse, *DDP),
-    **cases(asked, *ASKED),
 }
 
 
@@ -264,16 +225,6 @@ def test_a_rank_without_gradients(ranks: list[dict[str, Any]], kind: str) -> Non
         assert seen["calls"] == [1] * STEPS
 
 
-@pytest.mark.parametrize("word", ["measured", "logmax"])
-def test_strategies_with_gradients_of_their_own(
-    ranks: list[dict[str, Any]], word: str
-) -> None:
-    """Law: ranks whose gradients differ, or are none, still choose one scale."""
-    case = f"idle {('sgd', word)}"
-    seen = agreed(ranks, case, "skipped", "trail", "bad")
-    assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
-
-
 @pytest.mark.parametrize("ddp", DDP)
 def test_collapse(ranks: list[dict[str, Any]], ddp: bool) -> None:
     """Law: a run that is lost ends on every rank, at the same step."""
@@ -281,15 +232,3 @@ def test_collapse(ranks: list[dict[str, Any]], ddp: bool) -> None:
     assert seen["step"] == 4
     blamed = [rank["blamed"] for rank in saw(ranks, f"collapse {ddp}")]
     assert blamed == [ddp] * (len(ranks) - 1) + [True]
-
-
-@pytest.mark.parametrize(("word", "kind"), ASKED)
-def test_strategies(ranks: list[dict[str, Any]], word: str, kind: str) -> None:
-    """Law: whatever a rank saw, all of them get one scale.
-
-    Measured tries where no node is written in Python, as FSDP's between layers are.
-    """
-    seen = agreed(ranks, f"asked {(word, kind)}")
-    begin, *wishes = [answer is not None for answer in seen["answers"]]
-    assert begin == (word == "measured" and kind != "nested")
-    assert wishes == ([True, False, True] if word == "measured" else [True] * 3)

@@ -98,7 +98,7 @@ def test_explain() -> None:
         "loss scale: 1, fixed",
     )
     moving = build("O1 fp16").explain()
-    assert moving.notes[-1] == "loss scale: 65536, dynamic (backoff)"
+    assert moving.notes[-1] == "loss scale: 65536, dynamic"
 
 
 @pytest.mark.parametrize(

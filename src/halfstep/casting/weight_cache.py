@@ -312,9 +312,6 @@ class _CachedCast(torch.autograd.Function):
         gradients: Fp32GradAccumulator | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients = weight, gradients
-        # A trial of the loss scale runs backward again; outside of a session's own
-        # backward pass `gradients` accumulates nothing.
-        ctx.repeatable = True
         # `data` itself must stay without history. The version counter is shared.
         return data.detach()
 

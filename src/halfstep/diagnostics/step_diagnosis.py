@@ -246,7 +246,7 @@ def _scaling(checked_steps: CheckedSteps) -> str:
 def _config(session: Session, config: Config) -> Config:
     """Return `config` with the settings of a session."""
     rule, level = session.scaler.rule, session.choice.level
-    scaling = "dynamic" if rule.strategy == "backoff" else rule.strategy
+    scaling = "dynamic"
     if rule.backoff_factor == 1:
         scaling = "none" if rule.init_scale == 1 else f"{rule.init_scale:g}"
     master = None if level.masters else "none"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +12,6 @@ from halfstep.numerics.formats import parse
 from halfstep.numerics.local_tensor import local_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 BINS = 2048
@@ -57,28 +54,6 @@ def bincount(numbers: Tensor, bins: int) -> Tensor:
 def _exponent_field(values: Tensor) -> Tensor:
     """Return the exponent field of fp64: 0 for zeros, 2047 for inf and NaN."""
     return (values.double().view(torch.int64) >> 52) & (BINS - 1)
-
-
-def largest_magnitude(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the largest absolute value, in the dtype and on the device of `like`.
-
-    Shape (); 0 if there are no elements, NaN or inf if one is present. Why two ways: a
-    GPU has a fused kernel for the norms of a list; on a CPU such a norm takes several
-    times as long as `aminmax`.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        values = local_values(tensor).detach()
-        if values.numel():
-            groups[values.device, values.dtype].append(values)
-    tops = [torch.zeros_like(like)]
-    for (device, _), group in groups.items():
-        if device.type == "cpu":
-            ends = [end for values in group for end in torch.aminmax(values)]
-        else:
-            ends = list(torch._foreach_norm(group, torch.inf))  # noqa: SLF001
-        tops.append(torch.stack(ends).abs().amax().to(like))
-    return torch.stack(tops).amax()
 
 
 def unscale_histogram(histogram: Tensor, scale: Tensor) -> Tensor:

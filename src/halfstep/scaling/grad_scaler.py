@@ -17,6 +17,7 @@ from halfstep._torch.optimizer_params import (
     gradients_of,
     name_of,
 )
+from halfstep.errors import require
 from halfstep.numerics.norms import absmax_of
 from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.loss_scaler import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam
 
+STRATEGIES = ("backoff", "none")
 _MIN_SCALE = 2.0**-24
 
 
@@ -69,8 +71,8 @@ class GradScaler(TorchGradScaler):
         max_consecutive_skips: Consecutive skips after which `update` raises. None, the
             default: only overflows at the minimum scale raise, after 10; with strategy
             "none", which has no minimum, 50 skips raise.
-        strategy: "backoff" as in torch; "measured" and "logmax" choose the scale from
-            the gradients; "none" keeps the scale at 1 and only skips (bf16, fp32).
+        strategy: "backoff" as in torch; "none" keeps the scale at 1 and only skips
+            (bf16, fp32).
         process_group: Ranks that must skip together. Not needed under DDP, whose
             averaged gradients carry an inf to every rank, nor for DTensors.
         on_overflow: What `backward` does after an overflow: "skip" the step,
@@ -114,6 +116,7 @@ class GradScaler(TorchGradScaler):
         # torch does not set these if `enabled` is False, and its getters then fail.
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
+        require("strategy", strategy, strategy in STRATEGIES, f"one of {STRATEGIES}")
         self._guards_only = strategy == "none"
         if self._guards_only and max_consecutive_skips is None:
             max_consecutive_skips = 50  # there is no minimum scale to end such a run
@@ -125,7 +128,6 @@ class GradScaler(TorchGradScaler):
             "hysteresis": hysteresis,
             "refill": refill,
             "max_consecutive_skips": max_consecutive_skips,
-            "strategy": "backoff" if self._guards_only else strategy,
         }
         self._factors = growth_factor, backoff_factor, growth_interval
         rule = self._rule() if self._enabled else ScaleRule()
@@ -133,7 +135,7 @@ class GradScaler(TorchGradScaler):
         self._loss_scalers = loss_scalers = LossScalers(rule, group)
         self._passes = BackwardPasses(loss_scalers, Retry.of(on_overflow), group)
         self._host_scale = grad_scaler_step.HostScale()
-        self._scaled = self._proposed = False
+        self._scaled = False
         self._stepped_grads: list[OptimizerGrads] = []
         self._last_grads: list[OptimizerGrads] = []
         self._steps, self._last_step = 0, StepReport(0, complete=False)
@@ -154,9 +156,8 @@ class GradScaler(TorchGradScaler):
 
     def _rule(self) -> ScaleRule:
         growth, backoff, interval = self._factors
-        grows = self._bounds["strategy"] == "backoff" and not self._guards_only
         return ScaleRule(
-            growth_factor=growth if grows else 1.0,
+            growth_factor=1.0 if self._guards_only else growth,
             backoff_factor=1.0 if self._guards_only else backoff,
             growth_interval=interval,
             **self._bounds,
@@ -173,7 +174,6 @@ class GradScaler(TorchGradScaler):
         set_to = self._host_scale.poll(scale, self._init_scale)
         if set_to is not None:
             main.monitor.on_external_set(set_to)
-            main.proposal = None
         main.set_state(scale, clean)
         return main
 
@@ -191,9 +191,7 @@ class GradScaler(TorchGradScaler):
             self._passes.check_not_mixed(first)
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(first.device)
-            main = self._main_scaler()
-            main.observe_loss(first, self._name_of)
-            self._write_torch_state(main)
+            self._main_scaler().observe_loss(first, self._name_of)
         scaled = super().scale(outputs)
         if self._enabled and isinstance(outputs, torch.Tensor):
             watch = self._watch()
@@ -245,23 +243,12 @@ class GradScaler(TorchGradScaler):
         state["found_inf_per_device"] = flags
         state["where"] = misuse.caller()
         state["stage"] = OptState.UNSCALED
-        self._propose([found_inf, *flags.values()], optimizer)
 
     def _init_loaded_scale(self, optimizer: Optimizer) -> None:
         """Use a loaded scale before the first `scale`: gradients may already exist."""
         gradient = first_gradient(optimizer)
         if self._has_loaded and self._scale is None and gradient is not None:
             self._lazy_init_scale_growth_tracker(gradient.device)
-
-    def _propose(self, flags: list[Tensor], *optimizers: Optimizer) -> None:
-        """Pass gradients to the strategy; every rank must call this equally often."""
-        if self._bounds["strategy"] == "backoff":
-            return
-        main, self._proposed = self._main_scaler(), True
-        if main.strategy is not None:
-            found_inf = unscale.max_flag(flags, main.state.scale.device)
-            gradients = [grad for one in optimizers for grad in gradients_of(one)]
-            main.propose(main.strategy.propose(gradients, main.state, found_inf))
 
     def _unscale_grads_(
         self,
@@ -456,7 +443,7 @@ class GradScaler(TorchGradScaler):
         finally:
             self._passes.reset()
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-            self._scaled = self._proposed = False
+            self._scaled = False
 
     def _update_scales(
         self, main: LossScaler, states: list[Any], found_inf: Tensor
@@ -466,8 +453,6 @@ class GradScaler(TorchGradScaler):
         self._host_scale.mark_multiplied((*self._factors[:2], low, high))
         joint_states = [state for state in states if "unscaled_gradients" not in state]
         joint_flags = found_inf_reduction.reduced_flags(*joint_states)
-        if joint_flags and not self._proposed:
-            self._propose(joint_flags)  # a fused kernel unscaled them
         if joint_flags and len(joint_states) < len(states):
             self._loss_scalers.record_found_inf(
                 "", unscale.max_flag(joint_flags, found_inf.device)

@@ -15,7 +15,6 @@ from torch import Tensor
 from halfstep.errors import UserError, format_value, require, to_float
 
 REFILLS = ("growth", "clean")
-STRATEGIES = ("backoff", "measured", "logmax")
 
 _TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -63,9 +62,6 @@ class ScaleRule:
     max_consecutive_skips: int | None = 50
     """Consecutive skips after which training stops with `LossScaleCollapse`; None: no
     limit."""
-    strategy: str = "backoff"
-    """How the scale is chosen: "backoff" grows it and backs off; "measured" (histogram
-    of the gradients) and "logmax" (statistics of the largest) compute it."""
 
     def __post_init__(self) -> None:
         growing = 1 <= self.growth_factor <= FP32_MAX
@@ -79,9 +75,6 @@ class ScaleRule:
         self._check("init_scale", within, "between min_scale and max_scale")
         self._check("hysteresis", self.hysteresis >= 1, "at least 1")
         self._check("refill", self.refill in REFILLS, f"one of {REFILLS}")
-        self._check("strategy", self.strategy in STRATEGIES, f"one of {STRATEGIES}")
-        exact = self.strategy == "backoff" or is_power_of_two(self.init_scale)
-        self._check("init_scale", exact, f"a power of two for {self.strategy}")
         limit = self.max_consecutive_skips
         self._check("max_consecutive_skips", limit is None or limit >= 1, "at least 1")
 
@@ -91,24 +84,21 @@ class ScaleRule:
     @property
     def scales(self) -> bool:
         """Whether the scale can differ from 1."""
-        is_fixed = self.growth_factor == self.backoff_factor == 1
-        return self.init_scale != 1 or not is_fixed or self.strategy != "backoff"
+        return {self.init_scale, self.growth_factor, self.backoff_factor} != {1}
 
     @classmethod
     def parse(cls, word: str | float) -> ScaleRule:
         """Return the rule for a string or a number.
 
         Args:
-            word: "dynamic" (or "backoff"), "measured", "logmax", "none" for a scale of
-                1, or a positive number for a constant scale.
+            word: "dynamic", "none" for a scale of 1, or a positive number for a
+                constant scale.
 
         Raises:
             UserError: If it is none of these.
         """
-        if isinstance(word, str) and word in {"dynamic", "backoff"}:
+        if word == "dynamic":
             return cls()
-        if isinstance(word, str) and word in STRATEGIES:
-            return cls(growth_factor=1.0, strategy=word)
         try:
             scale = float(word) if isinstance(word, str) else to_float(word)
         except ValueError:
@@ -116,7 +106,7 @@ class ScaleRule:
         if not _TINY <= scale <= FP32_MAX:
             raise UserError(
                 f"loss_scale={format_value(word)} is not a scale; choose auto, "
-                "dynamic, measured, logmax, none or a positive number such as 1024."
+                "dynamic, none or a positive number such as 1024."
             )
         return cls(scale, 1.0, 1.0, min_scale=scale, max_scale=scale)
 

@@ -19,7 +19,6 @@ from halfstep.scaling.collapse import (
     StepHistory,
 )
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
-from halfstep.scaling.strategies import make_strategy
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
@@ -31,12 +30,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import NonFiniteParam
 
 
-def advance(
-    state: ScaleState,
-    found_inf: Tensor,
-    rule: ScaleRule,
-    proposal: Tensor | None = None,
-) -> ScaleState:
+def advance(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> ScaleState:
     """Return the state after a step that did or did not overflow.
 
     It does not synchronize: the rule is a few selections on the device.
@@ -48,8 +42,7 @@ def advance(
         clean, c + 1 >= window   s' = min(s * growth, ceiling)  c' = 0       h' = full
         clean                    s' = s                         c' = c + 1   h' = h
 
-    With refill "clean", h' = full in the last line too. A proposal p replaces s' of
-    both clean lines, and of the second if lower: s' = min(max(p, floor), ceiling).
+    With refill "clean", h' = full in the last line too.
 
     Growth needs "at least" `growth_interval` clean steps, not "exactly" as in torch: an
     interval that is shortened during a run would otherwise end growth.
@@ -58,7 +51,6 @@ def advance(
         state: Before the step; not changed.
         found_inf: Non-zero if a gradient on any rank held inf or NaN. Shape ().
         rule: Factors, interval and bounds.
-        proposal: The scale that a strategy computed, float32, shape (), or None.
 
     Example:
         >>> rule = ScaleRule(init_scale=8.0, growth_interval=2)
@@ -78,27 +70,22 @@ def advance(
     if state.scale.device.type in async_read.READABLE_DEVICES:
         # Reading is free, and thirty tensor operations on one number cost more than
         # checking a thousand gradients.
-        return _advance_on_host(state, bool(found_inf), rule, proposal)
+        return _advance_on_host(state, bool(found_inf), rule)
     # "cpu" for tests that pretend that it is not readable.
     has_kernel = state.scale.device.type in {"cpu", "cuda"}
-    if has_kernel and rule.hysteresis == 1 and proposal is None:
+    if has_kernel and rule.hysteresis == 1:
         return _advance_by_kernel(state, found_inf, rule)
     overflowed = found_inf.to(state.scale.device) > 0
     scale = _wide(state.scale)
     left, holds = state.hysteresis_left, state.hysteresis_left > 1
     clean = torch.where(overflowed, 0, state.clean_steps + 1)
     grow = clean >= _int32(rule.growth_interval)
-    lower = _lowered(scale, rule)
-    if proposal is None:
-        higher = scale * rule.growth_factor
-        # As in torch, the scale does not grow beyond fp32. A loaded scale may be below
-        # the minimum or above the maximum.
-        grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
-        clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
-    else:
-        clean_scale = proposal.to(scale).clamp(rule.min_scale, rule.max_scale)
-        lower = torch.minimum(lower, clean_scale)
-    lower = torch.where(holds, scale, lower)
+    higher = scale * rule.growth_factor
+    # As in torch, the scale does not grow beyond fp32. A loaded scale may be below the
+    # minimum or above the maximum.
+    grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
+    clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
+    lower = torch.where(holds, scale, _lowered(scale, rule))
     left = left - (overflowed & holds).int()
     refilled = ~overflowed if rule.refill == "clean" else grow
     return ScaleState(
@@ -156,7 +143,7 @@ def _advance_by_kernel(
 
 
 def _advance_on_host(
-    state: ScaleState, overflowed: bool, rule: ScaleRule, proposal: Tensor | None
+    state: ScaleState, overflowed: bool, rule: ScaleRule
 ) -> ScaleState:
     """Return `advance`'s state by Python numbers; unchanged tensors are reused."""
     scale, skips = state.scale.item(), state.skips_in_a_row
@@ -164,9 +151,7 @@ def _advance_on_host(
         clean = state.clean_steps.item() + 1
         grow = clean >= rule.growth_interval
         next_scale, left = scale, state.hysteresis_left
-        if proposal is not None:
-            next_scale = min(max(proposal.item(), rule.min_scale), rule.max_scale)
-        elif grow and scale * rule.growth_factor <= FP32_MAX:
+        if grow and scale * rule.growth_factor <= FP32_MAX:
             next_scale = max(min(scale * rule.growth_factor, rule.max_scale), scale)
         if (grow or rule.refill == "clean") and left.item() != rule.hysteresis:
             left = left.new_tensor(rule.hysteresis)
@@ -180,9 +165,6 @@ def _advance_on_host(
             left = left - 1
         else:
             next_scale = min(max(scale * rule.backoff_factor, rule.min_scale), scale)
-            if proposal is not None:
-                proposed = min(max(proposal.item(), rule.min_scale), rule.max_scale)
-                next_scale = min(next_scale, proposed)
         skips = skips + 1
     return ScaleState(
         state.scale if next_scale == scale else state.scale.new_tensor(next_scale),
@@ -225,12 +207,9 @@ class LossScaler:
     ) -> None:
         self.rule, self.group = rule, group
         self.state = ScaleState.first(rule, device)
-        self.strategy = make_strategy(rule.strategy, group)
         self.monitor = CollapseMonitor(rule.init_scale)
         self.multiplies = rule.scales
         """Whether the scale can differ from 1: by the rule, or set by other code."""
-        self.proposal: Tensor | None = None
-        """Lowest scale proposed by the strategy since the last update, shape ()."""
 
     def __repr__(self) -> str:
         """Return the current scale and the rule. May synchronize."""
@@ -251,13 +230,6 @@ class LossScaler:
                 autocast context in which this thread made its graph, else torch's.
         """
         self.monitor.on_loss(loss, name_of, policy)
-        if self.strategy is None:
-            return
-        first_scale = self.strategy.on_loss(loss, self.state)
-        if first_scale is not None:
-            first_scale = first_scale.clamp(self.rule.min_scale, self.rule.max_scale)
-            self.state = replace(self.state, scale=first_scale)
-            self.monitor.on_external_set()
 
     def scale(self, loss: Tensor, factor: Tensor | None = None) -> Tensor:
         """Return the loss times the scale, or another factor, in fp32 or wider."""
@@ -297,29 +269,15 @@ class LossScaler:
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any is non-finite."""
         recheck = self.monitor.may_be_below_one(self.rule)
-        found_inf = unscale_(
-            gradients, inverse_scale(self.state.scale), recheck=recheck
-        )
-        if self.strategy is not None:
-            self.propose(self.strategy.propose(gradients, self.state, found_inf))
-        return found_inf
+        return unscale_(gradients, inverse_scale(self.state.scale), recheck=recheck)
 
     @property
     def needs_only_found_inf(self) -> bool:
         """Whether a check of the scaled gradients is enough.
 
-        It is not with a strategy that measures unscaled gradients, nor with a scale
-        below 1, where unscaling itself can overflow.
+        It is not with a scale below 1, where unscaling itself can overflow.
         """
-        if self.strategy is not None:
-            return False
         return self.rule.min_scale >= 1 or not self.monitor.may_be_below_one(self.rule)
-
-    def propose(self, proposal: Tensor | None) -> None:
-        """Propose a scale for the next step; the lowest proposal of a step is used."""
-        if proposal is not None and self.proposal is not None:
-            proposal = torch.minimum(proposal, self.proposal)
-        self.proposal = self.proposal if proposal is None else proposal
 
     def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
         """Set the scale and the count of steps without overflow."""
@@ -355,14 +313,11 @@ class LossScaler:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
         before, scale_used = self.state, self.state.scale
-        if self.strategy is not None:
-            self.strategy.on_found_inf(self.state, found_inf)
-        self.state = advance(self.state, found_inf, self.rule, self.proposal)
+        self.state = advance(self.state, found_inf, self.rule)
         if skipped is not None:
             was_skipped = (skipped > 0).to(self.state.skips_in_a_row)
             in_a_row = self.state.skips_in_a_row * was_skipped
             self.state = replace(self.state, skips_in_a_row=in_a_row)
-        self.proposal = None
         if scale_used.is_cuda and async_read.is_capturing():
             # A CUDA graph repeats its kernels, on the same tensors.
             self.state = _copy_into(before, self.state)
@@ -373,9 +328,7 @@ class LossScaler:
         state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
         state["skips_in_a_row"] = int(state["skips_in_a_row"])
         rule = {key: value for key, value in asdict(self.rule).items() if value}
-        strategy_state = {} if self.strategy is None else self.strategy.state_dict()
-        watch = self.monitor.state_dict()
-        return {**rule, **state, "strategy_state": strategy_state, "watch": watch}
+        return {**rule, **state, "watch": self.monitor.state_dict()}
 
     @staticmethod
     def check(state: dict[str, Any]) -> None:
@@ -405,9 +358,6 @@ class LossScaler:
         loaded["hysteresis_left"].clamp_(1, self.rule.hysteresis)
         if self.rule.backoff_factor == 1:
             loaded["scale"] = self.state.scale  # a fixed scale is the rule's
-        is_same = state.get("strategy", "backoff") == self.rule.strategy
-        if self.strategy is not None and is_same:
-            self.strategy.load_state_dict(state.get("strategy_state", {}))
         self.state = replace(self.state, **loaded)
         # A new monitor: values that have not arrived yet are of another run.
         log = self.monitor.log

@@ -73,7 +73,7 @@ def prepare(
         policy: "lean", the same on every device, or "torch", torch's own table for the
             device; either with rules ("lean + module:head=fp32"), the path of a TOML
             file, or a `Policy`.
-        loss_scale: "dynamic", "measured", "logmax", "none", a number, or a
+        loss_scale: "dynamic", "none", a number, or a
             `halfstep.scaler.ScaleRule`. "auto" is dynamic for fp16 and none otherwise,
             since bf16 has fp32's range. Steps with inf or NaN in a gradient are
             skipped in every case.

@@ -741,7 +741,7 @@ class Session:
     def _notes(self) -> tuple[str, ...]:
         """Return the settings, one line each."""
         rule = self.scaler.rule
-        moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
+        moves = "dynamic" if rule.backoff_factor < 1 else "fixed"
         dtypes = {param.dtype for param in self._unwrapped.parameters()}
         reason = float64_warning(self.choice, dtypes) or self.choice.reason
         return (

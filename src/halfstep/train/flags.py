@@ -50,7 +50,7 @@ HELP: dict[str, dict[str, str]] = {
         "this machine, otherwise O0; O2 if only --dtype is given)",
         "dtype": "the 16-bit format, bf16 or fp16 (default auto: bf16, and fp16 on a "
         "GPU without bf16)",
-        "loss_scale": "factor on the loss: dynamic, measured, logmax, none or a number "
+        "loss_scale": "factor on the loss: dynamic, none or a number "
         "(default auto: dynamic for fp16, otherwise none)",
         "master": "form of the master weights at O2: fp32, split, kahan, stochastic or "
         "none; split, kahan and stochastic need bf16 (default fp32)",

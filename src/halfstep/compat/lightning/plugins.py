@@ -106,7 +106,7 @@ class MixedPrecision(_LevelPlugin, Precision):
             range and needs no loss scale.
         policy: "lean", the same on every device, or "torch"; either with rules
             ("lean + module:head=fp32"), or a `Policy`.
-        loss_scale: "dynamic", "measured", "logmax", "none", a number, or a `ScaleRule`;
+        loss_scale: "dynamic", "none", a number, or a `ScaleRule`;
             "auto" is dynamic for fp16 and none otherwise.
 
     Raises:

@@ -80,7 +80,7 @@ def _scale_advice(facts: RunFacts) -> str:
             f"of {word}, at which {percent(lost)} of a tensor's gradients become 0."
         )
     return (
-        f"Use --loss-scale measured, or --loss-scale {word}: the largest that keeps "
+        f"Use --loss-scale {word}: the largest that keeps "
         "all gradients away from overflow."
     )
 
