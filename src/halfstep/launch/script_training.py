@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep._torch.optimizer_params import name_of, named_parameters
-from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE, one_of
+from halfstep.launch import PID_VARIABLE, print_line
 from halfstep.launch.scaled_backward import (
     OverflowFlags,
     find_inf,
@@ -63,30 +63,32 @@ _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 @functools.cache  # two installed copies have two entry points
 def install(dtype: str) -> None:
     """Patch torch for mixed precision in this process."""
-    if dtype not in DTYPES:
-        words = one_of(DTYPES)
-        sys.stderr.write(f"halfstep: error: {VARIABLE}={dtype!r} must be {words}.\n")
-        raise SystemExit(2)
     training = ScriptTraining(dtype)
-    _patch(nn.Module, "__call__", training.wrap_module_call)
-    _patch(torch.autograd, "backward", training.wrap_backward)
-    _patch(torch.autograd, "grad", training.wrap_grad)
-    _patch(Tensor, "register_hook", wrap_register_hook)
-    _patch(Optimizer, "profile_hook_step", training.wrap_profile_hook_step)
-    _patch(LRScheduler, "__init__", training.wrap_scheduler_init)
+    targets: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (nn.Module, "__call__", training.wrap_module_call),
+        (torch.autograd, "backward", training.wrap_backward),
+        (torch.autograd, "grad", training.wrap_grad),
+        (Tensor, "register_hook", wrap_register_hook),
+        (Optimizer, "profile_hook_step", training.wrap_profile_hook_step),
+        (LRScheduler, "__init__", training.wrap_scheduler_init),
+        (torch.autocast, "__enter__", training.wrap_autocast_enter),
+        (GradScaler, "__init__", training.wrap_grad_scaler_init),
+    ]
+    # All before the first is set: one that torch lacks must leave torch as it is.
+    wrappers = [_wrapper(*target) for target in targets]
+    for (owner, name, _), wrapper in zip(targets, wrappers, strict=True):
+        setattr(owner, name, wrapper)
     for kind in (LRScheduler, *_subclasses(LRScheduler)):
         training.wrap_schedulers_of(kind)
-    _patch(torch.autocast, "__enter__", training.wrap_autocast_enter)
-    _patch(GradScaler, "__init__", training.wrap_grad_scaler_init)
     atexit.register(training.report)
 
 
-def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:  # noqa: ANN401
+def _wrapper(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Any:  # noqa: ANN401
     original = vars(owner)[name]
     is_static = isinstance(original, staticmethod)
     function = original.__func__ if is_static else original
     wrapper = functools.update_wrapper(wrap(function), function)
-    setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
+    return staticmethod(wrapper) if is_static else wrapper
 
 
 def _subclasses(kind: type) -> list[type]:
@@ -255,13 +257,13 @@ class ScriptTraining:
             self._is_first_rank = _is_first_rank()
             caution = hardware.emulation_warning(format_.name, device_type)
             if caution and self._is_first_rank:
-                _print_line(caution)
+                print_line(caution)
             self._format = format_
         return format_
 
     def _switch_off(self, reason: str) -> None:
         if not self._is_off and _is_first_rank():
-            _print_line(
+            print_line(
                 f"the script has mixed precision of its own ({reason}): left alone."
             )
         self._is_off = True
@@ -452,7 +454,7 @@ class ScriptTraining:
             self._found_inf = True
             self._num_unstepped += 1
             if self._num_unstepped == _UNSTEPPED and not any(self._all_steps):
-                _print_line(
+                print_line(
                     "gradients overflowed, and no optimizer of torch.optim has stepped "
                     "yet: a script that updates weights by itself must leave such "
                     "gradients out, or run in bf16."
@@ -517,7 +519,7 @@ class ScriptTraining:
         applied, skipped = self._all_steps
         if self._format is None:
             if os.environ.get(PID_VARIABLE) == str(os.getpid()):
-                _print_line("this process called no module: nothing ran in 16 bits.")
+                print_line("this process called no module: nothing ran in 16 bits.")
             return
         steps = f"{applied + skipped} optimizer steps, {skipped} skipped"
         forward, elapsed = self._forward_seconds, time.perf_counter() - self._start
@@ -525,13 +527,7 @@ class ScriptTraining:
         precision, bits = f"O1 {self._format}", "16-bit "
         if self._are_float64 == {True}:
             precision, bits = "the weights are float64, which no level casts", ""
-        _print_line(f"{precision}: {steps}; {bits}forward passes took {seconds}.")
-
-
-def _print_line(text: str) -> None:
-    if sys.stderr is not None:  # None under pythonw
-        with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stderr.write(f"halfstep: {text}\n")
+        print_line(f"{precision}: {steps}; {bits}forward passes took {seconds}.")
 
 
 def _is_first_rank() -> bool:
