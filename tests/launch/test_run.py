@@ -424,18 +424,60 @@ def test_a_forked_process_says_nothing(trained: Any) -> None:
     assert done.stderr.count("O1 bf16") == 1
 
 
-def test_updates_without_an_optimizer(trained: Any) -> None:
-    """Law: where nothing can be skipped, one line says so."""
-    program = BEGIN + textwrap.dedent("""
-        for step in range(5):
-            model.zero_grad()
-            (model(x).square().sum() * 1e3).backward()
+UPDATES = {
+    "in place": """
+        loss_of(model(x)).backward()
+        with torch.no_grad():
             for param in model.parameters():
-                param.data.sub_(1e-9 * param.grad.nan_to_num(0, 0, 0))
+                param -= 0.1 * param.grad
+                param.grad.zero_()
+    """,
+    "data": """
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        for param in model.parameters():
+            param.data = param.data - 0.1 * param.grad
+    """,
+    "autograd.grad": """
+        params = list(model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(loss_of(model(x)), params)):
+            param.data.sub_(0.1 * grad)
+    """,
+    "torch.func": """
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        def loss(params):
+            return loss_of(torch.func.functional_call(model, params, (x,)))
+        for name, grad in torch.func.grad(loss)(params).items():
+            params[name] -= 0.1 * grad
+    """,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_by_hand(trained: Any, update: str, dtype: str) -> None:
+    """Law: a line says that no optimizer was stepped, and inf reaches no weight.
+
+    The first loss scale overflows; it decreases, and the weights train as in fp32.
+    """
+    program = BEGIN.replace("\noptimizer", "\n#") + textwrap.dedent("""
+        start = F.mse_loss(model(x)[:, 0], y / 4).item()
+        def loss_of(output):
+            return F.mse_loss(output[:, 0], y / 4) * 30
+        for step in range(60):
     """)
-    done = trained(program, "fp16")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no optimizer of torch.optim has stepped yet") == 1
+    program += textwrap.indent(textwrap.dedent(UPDATES[update]), "    ")
+    program += "print(start, F.mse_loss(model(x)[:, 0], y / 4).item())"
+    plain, ours = trained(program.replace("0.1", "0.003"), "", dtype)
+    assert plain.returncode == ours.returncode == 0, plain.stderr + ours.stderr
+    before, after = map(float, ours.stdout.split())
+    assert after == pytest.approx(float(plain.stdout.split()[1]), rel=0.1)
+    assert after < before / 3
+    *lines, note, _ = ours.stderr.splitlines()
+    assert note.startswith("halfstep: no optimizer was stepped: ")
+    assert ("run in bf16" in note) == (dtype == "fp16")
+    has_overflow = dtype == "fp16" and update in ("in place", "data")
+    assert sum("they are 0 in `.grad`" in line for line in lines) == has_overflow
 
 
 def test_a_module_of_a_package(launch: Any, tmp_path: Path) -> None:

@@ -55,8 +55,12 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 _LOW_DTYPES = (torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
-_UNSTEPPED = 3
-"""Overflows without any optimizer step after which a message is printed."""
+_BY_HAND = {
+    "bf16": "if the script updates weights by hand, no update with inf or NaN is "
+    "skipped: check for them, or step an optimizer of torch.optim.",
+    "fp16": "if the script updates weights by hand, run in bf16 or step an optimizer "
+    "of torch.optim: torch.autograd.grad and torch.func scale no loss.",
+}
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
@@ -128,8 +132,9 @@ class ScriptTraining:
         self._overflow_flags = OverflowFlags()
         self._is_first_rank = True
         """Set at the first module call, as the process group may be gone at exit."""
-        self._num_unstepped = 0
-        """Passes that overflowed and whose gradients were discarded without a step."""
+        self._has_backward = self._has_optimizer = False
+        """Whether a backward pass has run, and an optimizer of torch.optim was made."""
+        self._has_reported_zeros = False
         self._found_inf: bool | None = None
         """Whether any step since the last backward pass overflowed; None: no step."""
         self._culprits: tuple[NonFiniteParam, ...] = ()
@@ -307,6 +312,7 @@ class ScriptTraining:
         """Run a backward pass outside the policy; recomputations in it restore it."""
         if self._is_off or not self._contexts:
             return original(*args, **kwargs)
+        self._has_backward = True
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._inside(backward=True))
             for device_type in self._contexts:
@@ -359,15 +365,46 @@ class ScriptTraining:
             reached = [leaf for leaf in leaves if leaf.grad is not None]
             # Before the script clips by value, which would make an inf finite.
             found_inf = find_inf([leaf.grad for leaf in reached])
-            self._overflow_flags.add(reached, with_grad, found_inf)
+            if self._has_optimizer:
+                self._overflow_flags.add(reached, with_grad, found_inf)
+            else:
+                self._end_pass_by_hand(reached, has_overflow=bool(found_inf))
 
         return backward
+
+    @torch.no_grad()
+    def _end_pass_by_hand(self, leaves: list[Tensor], *, has_overflow: bool) -> None:
+        """Count a pass as a step, for a script that has made no optimizer.
+
+        Why zeros: there is no step to skip, and inf would reach the weights.
+        """
+        from halfstep.scaling.step_report import find_nonfinite_params
+
+        self._found_inf = bool(self._found_inf) or has_overflow
+        if not has_overflow:
+            return
+        grads = [(name_of(p, ()), p.grad) for p in leaves if p.grad is not None]
+        self._culprits = find_nonfinite_params(grads)
+        for _, gradient in grads:
+            gradient.zero_()
+        if not self._has_reported_zeros and self._is_first_rank:
+            print_line(
+                "no optimizer was stepped: gradients overflowed, so they are 0 in "
+                "`.grad`, as for a skipped step. If the script updates weights by "
+                "hand, run in bf16 or step an optimizer of torch.optim."
+            )
+        self._has_reported_zeros = True
 
     # Steps
 
     def wrap_profile_hook_step(self, original: Function) -> Function:
-        """Wrap torch's wrapper of an optimizer class's `step`."""
-        return lambda step: self._wrap_step(original(step))
+        """Wrap torch's wrapper of a class's `step`, called for its first optimizer."""
+
+        def profile_hook_step(step: Function) -> Function:
+            self._has_optimizer = True
+            return self._wrap_step(original(step))
+
+        return profile_hook_step
 
     def _wrap_step(self, original: Function) -> Function:
         """Wrap a step: skip it if a gradient is non-finite."""
@@ -452,13 +489,6 @@ class ScriptTraining:
             return
         if self._found_inf is None and self._overflow_flags.discarded(leaves):
             self._found_inf = True
-            self._num_unstepped += 1
-            if self._num_unstepped == _UNSTEPPED and not any(self._all_steps):
-                print_line(
-                    "gradients overflowed, and no optimizer of torch.optim has stepped "
-                    "yet: a script that updates weights by itself must leave such "
-                    "gradients out, or run in bf16."
-                )
         if self._found_inf is None:
             return
         found_inf, culprits = torch.tensor(float(self._found_inf)), self._culprits
@@ -527,6 +557,8 @@ class ScriptTraining:
         precision, bits = f"O1 {self._format}", "16-bit "
         if self._are_float64 == {True}:
             precision, bits = "the weights are float64, which no level casts", ""
+        if self._has_backward and not any(self._all_steps):
+            print_line(f"no optimizer was stepped: {_BY_HAND[self._format.name]}")
         print_line(f"{precision}: {steps}; {bits}forward passes took {seconds}.")
 
 
