@@ -176,6 +176,21 @@ def test_what_runs_where() -> None:
     assert seen == [torch.bfloat16] * 2
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_backward_without_the_accelerator(level: str, precision: str) -> None:
+    """Law: clipping and the step raise, and name the accelerator's call."""
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, level=level)
+    model, optimizer, _, loader = accelerator.prepare(*make())
+    inputs, targets = next(iter(loader))
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    message = r"call accelerator\.backward\(loss\)"
+    with pytest.raises(RuntimeError, match=message):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+
+
 def test_the_handler_of_the_loss_scale_is_obeyed() -> None:
     """Law: GradScalerKwargs gives the first loss scale."""
     handler = GradScalerKwargs(init_scale=256.0, growth_interval=7)

@@ -285,6 +285,37 @@ def test_manual_optimization(case: str, order: str) -> None:
     assert plugin.state_dict()["steps"] == {"0": (STEPS, 0), "1": (STEPS, 1)}
 
 
+class ByHand(Module):
+    def __init__(self, backward: Callable[[LightningModule, Tensor], None]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self._backward = backward
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self._backward(self, nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "case", ["O0 bf16", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"]
+)
+def test_steps_without_effect(case: str) -> None:
+    """Law: a step that has no gradient, or only others' gradients, is not silent."""
+    with pytest.raises(RuntimeError, match=r"self\.manual_backward\(loss\)"):
+        trainer(plugin_for(case)).fit(ByHand(lambda _, loss: loss.backward()))
+
+    def clear(module: LightningModule, loss: Tensor) -> None:
+        module.manual_backward(loss)
+        module.optimizers().zero_grad()
+
+    with pytest.warns(
+        UserWarning, match=r"AdamW.step\(\) changed nothing: No gradient"
+    ):
+        trainer(plugin_for(case)).fit(ByHand(clear))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_evaluation(level: str) -> None:
     """Law: validation, test and prediction run in the level's formats.

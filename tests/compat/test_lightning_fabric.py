@@ -129,7 +129,8 @@ def test_cleared_before_the_first_step(
     for batch in batches()[:num_batches]:
         run.backward(batch)
     run.optimizer.zero_grad()
-    run.optimizer.step()
+    with pytest.warns(UserWarning, match=r"AdamW\.step\(\) changed nothing: No grad"):
+        run.optimizer.step()
     for each in (run, expected):
         each.train(batches())
     assert same(dict(run.net.state_dict()), dict(expected.net.state_dict()))
@@ -177,6 +178,18 @@ def test_closure_is_rejected() -> None:
     run = Run("O1 bf16")
     with pytest.raises(hs.UserError, match=r"takes no closure here: compute the grad"):
         run.optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize("optimizer_later", [False, True])
+@pytest.mark.parametrize("case", KINDS)
+def test_backward_without_fabric(case: str, *, optimizer_later: bool) -> None:
+    """Law: a step raises, also where Fabric does not see the forward pass."""
+    run = Run(case, optimizer_later=optimizer_later)
+    with run.fabric.autocast():
+        loss = run.net[0](batches()[0][0]).mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"call fabric\.backward\(loss\)"):
+        run.optimizer.step()
 
 
 def test_clipping_an_overflow() -> None:

@@ -420,22 +420,64 @@ def test_roots_of_other_kinds(trained: Any, roots: str, dtype: str) -> None:
 def test_a_forked_process_says_nothing(trained: Any) -> None:
     """Law: the line at the end is the script's, however many processes it forks."""
     program = BEGIN + "import os\nmodel(x)\nif os.fork() == 0: sys.exit()\nos.wait()"
-    done = trained(program, "BF16")
-    assert done.stderr.count("optimizer steps") == 1
+    done = trained(program, "BF16 ")
+    assert done.stderr.count("O1 bf16") == 1
 
 
-def test_updates_without_an_optimizer(trained: Any) -> None:
-    """Law: where nothing can be skipped, one line says so."""
-    program = BEGIN + textwrap.dedent("""
-        for step in range(5):
-            model.zero_grad()
-            (model(x).square().sum() * 1e3).backward()
+UPDATES = {
+    "in place": """
+        loss_of(model(x)).backward()
+        with torch.no_grad():
             for param in model.parameters():
-                param.data.sub_(1e-9 * param.grad.nan_to_num(0, 0, 0))
+                param -= 0.1 * param.grad
+                param.grad.zero_()
+    """,
+    "data": """
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        for param in model.parameters():
+            param.data = param.data - 0.1 * param.grad
+    """,
+    "autograd.grad": """
+        params = list(model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(loss_of(model(x)), params)):
+            param.data.sub_(0.1 * grad)
+    """,
+    "torch.func": """
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        def loss(params):
+            return loss_of(torch.func.functional_call(model, params, (x,)))
+        for name, grad in torch.func.grad(loss)(params).items():
+            params[name] -= 0.1 * grad
+    """,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_by_hand(trained: Any, update: str, dtype: str) -> None:
+    """Law: a line says that no optimizer was stepped, and inf reaches no weight.
+
+    The first loss scale overflows; it decreases, and the weights train as in fp32.
+    """
+    program = BEGIN.replace("\noptimizer", "\n#") + textwrap.dedent("""
+        start = F.mse_loss(model(x)[:, 0], y / 4).item()
+        def loss_of(output):
+            return F.mse_loss(output[:, 0], y / 4) * 30
+        for step in range(60):
     """)
-    done = trained(program, "fp16")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no optimizer of torch.optim has stepped yet") == 1
+    program += textwrap.indent(textwrap.dedent(UPDATES[update]), "    ")
+    program += "print(start, F.mse_loss(model(x)[:, 0], y / 4).item())"
+    plain, ours = trained(program.replace("0.1", "0.003"), "", dtype)
+    assert plain.returncode == ours.returncode == 0, plain.stderr + ours.stderr
+    before, after = map(float, ours.stdout.split())
+    assert after == pytest.approx(float(plain.stdout.split()[1]), rel=0.1)
+    assert after < before / 3
+    *lines, note, _ = ours.stderr.splitlines()
+    assert note.startswith("halfstep: no optimizer was stepped: ")
+    assert ("run in bf16" in note) == (dtype == "fp16")
+    has_overflow = dtype == "fp16" and update in ("in place", "data")
+    assert sum("they are 0 in `.grad`" in line for line in lines) == has_overflow
 
 
 def test_a_module_of_a_package(launch: Any, tmp_path: Path) -> None:
@@ -588,7 +630,6 @@ def test_spawned_ranks(launch: Any) -> None:
 
 
 REFUSED = {
-    SCRIPT: "HALFSTEP='banana' must be bf16, fp16 or auto.",
     (*RUN, "other.py"): "there is no script other.py.",
     (*RUN, "--", "other.py"): "there is no script other.py.",
     (*RUN, "-m", "no.such"): "there is no module named no.such.",
@@ -604,10 +645,55 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_refusals(launch: Any, words: tuple[str, ...]) -> None:
     """Law: what cannot be done ends in one line and status 2."""
-    variable = "banana" if words == SCRIPT else ""
-    done = launch("import torch", *words, script=(), HALFSTEP=variable)
+    done = launch("import torch", *words, script=())
     assert done.returncode == 2
     assert done.stderr == f"halfstep: error: {REFUSED[words]}\n"
+
+
+UNKNOWN = (
+    "halfstep: HALFSTEP={!r} has no effect: set bf16, fp16 or auto, or 0 for off.\n"
+)
+
+
+@pytest.mark.parametrize("value", ["1", "O1:fp99", "banana\n"])
+def test_unknown_values_change_nothing(launch: Any, value: str) -> None:
+    """Law: a program that imports torch runs as without the variable, after a line."""
+    program = BEGIN + "model(x).sum().backward(); optimizer.step(); print(model(x))"
+    plain, ours = (launch(program, HALFSTEP=each) for each in ("", value))
+    assert (ours.returncode, ours.stdout) == (0, plain.stdout)
+    assert ours.stderr == plain.stderr + UNKNOWN.format(value)
+
+
+@pytest.mark.parametrize("value", ["0", " ", "off", "False", "no"])
+def test_off(trained: Any, value: str) -> None:
+    """Law: words for off, and spaces, are as no variable."""
+    assert trained(BEGIN + "model(x)", value).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "breaking",
+    [
+        'sys.modules["halfstep._torch.optimizer_params"] = None',
+        # As a later torch might.
+        "import torch.amp as amp; del amp.grad_scaler.GradScaler.__init__",
+    ],
+)
+def test_a_broken_installation_does_not_break_torch(launch: Any, breaking: str) -> None:
+    """Law: torch is imported as it is, and a line has the error."""
+    program = f"""
+import importlib.metadata, sys
+entry_points = importlib.metadata.entry_points
+def broken(**selected):
+    {breaking}
+    return entry_points(**selected)
+importlib.metadata.entry_points = broken
+import torch
+assert torch.nn.Module.__call__.__module__ == "torch.nn.modules.module"
+"""
+    done = launch(program, HALFSTEP="bf16")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"halfstep: HALFSTEP='bf16' has no effect: [A-Z]\w+Error: .", line)
 
 
 def test_signals_reach_the_script(tmp_path: Path) -> None:

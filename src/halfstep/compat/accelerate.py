@@ -187,6 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             master=self._master,
             loss_scale=self._loss_scale(),
         )
+        session.backward_call = "accelerator.backward(loss)"
         run_in_region(model, session.autocast)
         prepared = super().prepare(*args, **kwargs)
         # There are two objects or more: Accelerate returns a tuple.

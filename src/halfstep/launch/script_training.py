@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep._torch.optimizer_params import name_of, named_parameters
-from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE, one_of
+from halfstep.launch import PID_VARIABLE, print_line
 from halfstep.launch.scaled_backward import (
     OverflowFlags,
     find_inf,
@@ -55,38 +55,44 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 _LOW_DTYPES = (torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
-_UNSTEPPED = 3
-"""Overflows without any optimizer step after which a message is printed."""
+_BY_HAND = {
+    "bf16": "if the script updates weights by hand, no update with inf or NaN is "
+    "skipped: check for them, or step an optimizer of torch.optim.",
+    "fp16": "if the script updates weights by hand, run in bf16 or step an optimizer "
+    "of torch.optim: torch.autograd.grad and torch.func scale no loss.",
+}
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
 @functools.cache  # two installed copies have two entry points
 def install(dtype: str) -> None:
     """Patch torch for mixed precision in this process."""
-    if dtype not in DTYPES:
-        words = one_of(DTYPES)
-        sys.stderr.write(f"halfstep: error: {VARIABLE}={dtype!r} must be {words}.\n")
-        raise SystemExit(2)
     training = ScriptTraining(dtype)
-    _patch(nn.Module, "__call__", training.wrap_module_call)
-    _patch(torch.autograd, "backward", training.wrap_backward)
-    _patch(torch.autograd, "grad", training.wrap_grad)
-    _patch(Tensor, "register_hook", wrap_register_hook)
-    _patch(Optimizer, "profile_hook_step", training.wrap_profile_hook_step)
-    _patch(LRScheduler, "__init__", training.wrap_scheduler_init)
+    targets: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (nn.Module, "__call__", training.wrap_module_call),
+        (torch.autograd, "backward", training.wrap_backward),
+        (torch.autograd, "grad", training.wrap_grad),
+        (Tensor, "register_hook", wrap_register_hook),
+        (Optimizer, "profile_hook_step", training.wrap_profile_hook_step),
+        (LRScheduler, "__init__", training.wrap_scheduler_init),
+        (torch.autocast, "__enter__", training.wrap_autocast_enter),
+        (GradScaler, "__init__", training.wrap_grad_scaler_init),
+    ]
+    # All before the first is set: one that torch lacks must leave torch as it is.
+    wrappers = [_wrapper(*target) for target in targets]
+    for (owner, name, _), wrapper in zip(targets, wrappers, strict=True):
+        setattr(owner, name, wrapper)
     for kind in (LRScheduler, *_subclasses(LRScheduler)):
         training.wrap_schedulers_of(kind)
-    _patch(torch.autocast, "__enter__", training.wrap_autocast_enter)
-    _patch(GradScaler, "__init__", training.wrap_grad_scaler_init)
     atexit.register(training.report)
 
 
-def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:  # noqa: ANN401
+def _wrapper(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Any:  # noqa: ANN401
     original = vars(owner)[name]
     is_static = isinstance(original, staticmethod)
     function = original.__func__ if is_static else original
     wrapper = functools.update_wrapper(wrap(function), function)
-    setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
+    return staticmethod(wrapper) if is_static else wrapper
 
 
 def _subclasses(kind: type) -> list[type]:
@@ -126,8 +132,9 @@ class ScriptTraining:
         self._overflow_flags = OverflowFlags()
         self._is_first_rank = True
         """Set at the first module call, as the process group may be gone at exit."""
-        self._num_unstepped = 0
-        """Passes that overflowed and whose gradients were discarded without a step."""
+        self._has_backward = self._has_optimizer = False
+        """Whether a backward pass has run, and an optimizer of torch.optim was made."""
+        self._has_reported_zeros = False
         self._found_inf: bool | None = None
         """Whether any step since the last backward pass overflowed; None: no step."""
         self._culprits: tuple[NonFiniteParam, ...] = ()
@@ -255,13 +262,13 @@ class ScriptTraining:
             self._is_first_rank = _is_first_rank()
             caution = hardware.emulation_warning(format_.name, device_type)
             if caution and self._is_first_rank:
-                _print_line(caution)
+                print_line(caution)
             self._format = format_
         return format_
 
     def _switch_off(self, reason: str) -> None:
         if not self._is_off and _is_first_rank():
-            _print_line(
+            print_line(
                 f"the script has mixed precision of its own ({reason}): left alone."
             )
         self._is_off = True
@@ -305,6 +312,7 @@ class ScriptTraining:
         """Run a backward pass outside the policy; recomputations in it restore it."""
         if self._is_off or not self._contexts:
             return original(*args, **kwargs)
+        self._has_backward = True
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._inside(backward=True))
             for device_type in self._contexts:
@@ -357,15 +365,46 @@ class ScriptTraining:
             reached = [leaf for leaf in leaves if leaf.grad is not None]
             # Before the script clips by value, which would make an inf finite.
             found_inf = find_inf([leaf.grad for leaf in reached])
-            self._overflow_flags.add(reached, with_grad, found_inf)
+            if self._has_optimizer:
+                self._overflow_flags.add(reached, with_grad, found_inf)
+            else:
+                self._end_pass_by_hand(reached, has_overflow=bool(found_inf))
 
         return backward
+
+    @torch.no_grad()
+    def _end_pass_by_hand(self, leaves: list[Tensor], *, has_overflow: bool) -> None:
+        """Count a pass as a step, for a script that has made no optimizer.
+
+        Why zeros: there is no step to skip, and inf would reach the weights.
+        """
+        from halfstep.scaling.step_report import find_nonfinite_params
+
+        self._found_inf = bool(self._found_inf) or has_overflow
+        if not has_overflow:
+            return
+        grads = [(name_of(p, ()), p.grad) for p in leaves if p.grad is not None]
+        self._culprits = find_nonfinite_params(grads)
+        for _, gradient in grads:
+            gradient.zero_()
+        if not self._has_reported_zeros and self._is_first_rank:
+            print_line(
+                "no optimizer was stepped: gradients overflowed, so they are 0 in "
+                "`.grad`, as for a skipped step. If the script updates weights by "
+                "hand, run in bf16 or step an optimizer of torch.optim."
+            )
+        self._has_reported_zeros = True
 
     # Steps
 
     def wrap_profile_hook_step(self, original: Function) -> Function:
-        """Wrap torch's wrapper of an optimizer class's `step`."""
-        return lambda step: self._wrap_step(original(step))
+        """Wrap torch's wrapper of a class's `step`, called for its first optimizer."""
+
+        def profile_hook_step(step: Function) -> Function:
+            self._has_optimizer = True
+            return self._wrap_step(original(step))
+
+        return profile_hook_step
 
     def _wrap_step(self, original: Function) -> Function:
         """Wrap a step: skip it if a gradient is non-finite."""
@@ -450,13 +489,6 @@ class ScriptTraining:
             return
         if self._found_inf is None and self._overflow_flags.discarded(leaves):
             self._found_inf = True
-            self._num_unstepped += 1
-            if self._num_unstepped == _UNSTEPPED and not any(self._all_steps):
-                _print_line(
-                    "gradients overflowed, and no optimizer of torch.optim has stepped "
-                    "yet: a script that updates weights by itself must leave such "
-                    "gradients out, or run in bf16."
-                )
         if self._found_inf is None:
             return
         found_inf, culprits = torch.tensor(float(self._found_inf)), self._culprits
@@ -517,7 +549,7 @@ class ScriptTraining:
         applied, skipped = self._all_steps
         if self._format is None:
             if os.environ.get(PID_VARIABLE) == str(os.getpid()):
-                _print_line("this process called no module: nothing ran in 16 bits.")
+                print_line("this process called no module: nothing ran in 16 bits.")
             return
         steps = f"{applied + skipped} optimizer steps, {skipped} skipped"
         forward, elapsed = self._forward_seconds, time.perf_counter() - self._start
@@ -525,13 +557,9 @@ class ScriptTraining:
         precision, bits = f"O1 {self._format}", "16-bit "
         if self._are_float64 == {True}:
             precision, bits = "the weights are float64, which no level casts", ""
-        _print_line(f"{precision}: {steps}; {bits}forward passes took {seconds}.")
-
-
-def _print_line(text: str) -> None:
-    if sys.stderr is not None:  # None under pythonw
-        with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stderr.write(f"halfstep: {text}\n")
+        if self._has_backward and not any(self._all_steps):
+            print_line(f"no optimizer was stepped: {_BY_HAND[self._format.name]}")
+        print_line(f"{precision}: {steps}; {bits}forward passes took {seconds}.")
 
 
 def _is_first_rank() -> bool:

@@ -113,20 +113,21 @@ def released_twice() -> UserError:
     )
 
 
-def step_without_backward(steps: int, *, others: bool) -> RuntimeError:
-    """Session: `step` without its `backward`; `others` have left gradients."""
-    message = (
+def step_without_backward(steps: int) -> RuntimeError:
+    """Session: `step` without its `backward`."""
+    return RuntimeError(
         "session.step() was called without a backward pass since the last; "
         f"{steps} steps are done. Call session.backward(loss) first; "
         "to sum over 4 batches, set accumulate=4 in prepare()."
     )
-    if others:
-        message = (
-            "session.step() has only gradients that this session did not make: call "
-            "its session.backward(loss) in place of loss.backward(), or of another "
-            "session's."
-        )
-    return RuntimeError(message)
+
+
+def foreign_gradients(backward_call: str) -> RuntimeError:
+    """Session, adapters: the gradients are of a backward pass that was not theirs."""
+    return RuntimeError(
+        f"this step has gradients of another backward pass: call {backward_call} in "
+        "place of loss.backward(), or of another session's, before each step."
+    )
 
 
 def grads_without_backward(call: str) -> UserError:

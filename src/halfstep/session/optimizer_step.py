@@ -112,6 +112,11 @@ class OptimizerStep:
             if present:
                 yield param, sum(present[1:], present[0])
 
+    def reject_foreign_grads(self, backward_call: str) -> None:
+        """Raise if there are gradients; call it if `backward_call` has made none."""
+        if next(self._scaled_grads(), None) is not None:
+            raise misuse.foreign_gradients(backward_call)
+
     def collect(
         self,
         scaler: LossScaler | BackwardPasses,

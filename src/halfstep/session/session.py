@@ -77,6 +77,7 @@ class Session:
         scaler: The `halfstep.scaler.LossScaler` of the unnamed loss.
         policy: The `Policy` in use, with the rules that the level implies.
         choice: Level, dtype and the reason for both.
+        backward_call: The program's call of `backward`, as errors name it.
 
     Example:
         >>> import halfstep as hs
@@ -113,6 +114,7 @@ class Session:
         self.model = model
         self.optimizer = optimizer
         self.choice = choice
+        self.backward_call = "session.backward(loss)"
         self._device = device
         self._loss_scalers = LossScalers(rule, process_group)
         self.scaler: LossScaler = self._loss_scalers.get_or_create("", device)
@@ -362,6 +364,7 @@ class Session:
         Raises:
             UserError: Without a backward pass since the last step, before the last
                 micro-batch of an accumulation window, or with optimizer_in_backward.
+            RuntimeError: If another backward pass has made the gradients.
 
         Example:
             >>> import halfstep as hs
@@ -418,6 +421,7 @@ class Session:
         if window.has_failed:
             raise misuse.pass_failed()
         if not window.num_pending:
+            self._optimizer_step.reject_foreign_grads(self.backward_call)
             raise misuse.grads_without_backward(call)
         if window.loss is None or window.num_done + 1 < window.size:
             raise misuse.grads_in_window(call, window.num_pending, window.size)
@@ -541,8 +545,9 @@ class Session:
         if window.has_failed:
             raise misuse.pass_failed()
         if window.loss is None:
-            others = not window.num_done and bool(self._reachable_grads())
-            raise misuse.step_without_backward(self._num_attempted, others=others)
+            if not window.num_done:
+                self._optimizer_step.reject_foreign_grads(self.backward_call)
+            raise misuse.step_without_backward(self._num_attempted)
         if self._checks_versions:
             self._warn_if_grads_changed()
         window.num_done += 1

@@ -23,6 +23,7 @@ from halfstep.masters import encoding
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy
+from halfstep.scaling import misuse
 from halfstep.scaling.found_inf_reduction import reduce_found_inf
 from halfstep.scaling.loss_scale import ScaleRule
 from halfstep.scaling.loss_scaler import LossScaler
@@ -194,7 +195,8 @@ class OptimizerEntry:
 class LevelEngine:
     """A level, a loss scale, and the models and optimizers that they apply to.
 
-    The arguments are those of a plugin.
+    The arguments are those of a plugin, and the program's call that `backward` serves,
+    as errors name it.
     """
 
     def __init__(
@@ -203,7 +205,9 @@ class LevelEngine:
         dtype: str | torch.dtype,
         policy: Policy | str,
         loss_scale: str | float | ScaleRule,
+        backward_call: str,
     ) -> None:
+        self._backward_call = backward_call
         self.choice = resolve(levels.parse(level), formats.parse(dtype), "cpu")
         if loss_scale == "auto":
             loss_scale = levels.DEFAULT_LOSS_SCALE[self.choice.format.name]
@@ -322,7 +326,9 @@ class LevelEngine:
                     group["params"][index] = low
                     is_cleared = own is low and low.grad is None
                     grads[low] = None if is_cleared else param.grad
-                    low.grad = param.grad = None
+                    param.grad = None
+                    if self._num_passes:  # else another backward pass has made it
+                        low.grad = None
                     state = optimizer.state.pop(param, {})
                     for key, value in state.items():
                         if torch.is_tensor(value) and value.dim():
@@ -405,6 +411,8 @@ class LevelEngine:
     def _check(self, optimizer: Optimizer, *, in_place: bool) -> OptimizerEntry:
         """Collect and unscale the gradients of a step, and check if they are finite."""
         entry = self.entry(optimizer)
+        if not entry.num_passes:
+            entry.step.reject_foreign_grads(self._backward_call)
         if entry.checked is not None or self.scaler is None:
             return entry
         step = entry.step
@@ -437,10 +445,15 @@ class LevelEngine:
     def step(self, optimizer: Optimizer) -> None:
         """Update the weights with an optimizer, unless a gradient is inf or NaN.
 
-        Does nothing without gradients.
+        Without gradients it only warns.
+
+        Raises:
+            RuntimeError: If another backward pass has made the gradients.
         """
         entry = self._check(optimizer, in_place=False)
         if entry.checked is None or self.scaler is None:
+            name, cause = type(optimizer).__name__, misuse.why_no_gradients(optimizer)
+            warn_caller(f"{name}.step() changed nothing: {cause}")
             return
         found_inf, culprits = entry.checked
         step = entry.step

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 class _LevelPlugin(FabricPrecision):
     """What both plugins have: a `LevelEngine`, and the hooks that only call it."""
 
+    _backward_call = "self.manual_backward(loss)"
+
     def __init__(
         self,
         level: str,
@@ -51,7 +53,9 @@ class _LevelPlugin(FabricPrecision):
         policy: Policy | str = "lean",
         loss_scale: str | float | ScaleRule = "auto",
     ) -> None:
-        self._engine = LevelEngine(level, dtype, policy, loss_scale)
+        self._engine = LevelEngine(
+            level, dtype, policy, loss_scale, self._backward_call
+        )
         self.precision = _precision_word(self._engine)
 
     @property
@@ -285,6 +289,8 @@ class FabricMixedPrecision(_LevelPlugin):
         >>> plugin.last_step.applied
         True
     """
+
+    _backward_call = "fabric.backward(loss)"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store a module's weights as the level says."""
