@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sick_run import counted, environment, profile, step, tally
 
-from halfstep.diagnostics.doctor import RULES, examination, examine
+from halfstep.diagnostics.doctor import RULES, examination, examine, worst_first
 from halfstep.diagnostics.doctor.rule import NEEDS, percent
 from halfstep.diagnostics.doctor.run_record import (
     ClassCount,
@@ -604,6 +604,14 @@ SAID: dict[str, tuple[RunFacts, str, str, str]] = {
     "bf16 is advised where that is fast": (
         *(rates(1.5, "fp16"), "emulated", "warning", "--dtype bf16"),
     ),
+    "Python's share of a toy is no fault": (
+        *(profiled(ON_CPU, python_s=0.09, rows=[product([32, 8], [8, 8])]), "overhead"),
+        *("", ""),
+    ),
+    "it is of larger matmuls": (
+        profiled(ON_CPU, python_s=0.09, rows=[product([32, 64], [64, 64])]),
+        *("overhead", "warning", "Larger batches"),
+    ),
     "fp32 where it is not": (
         *(rates(1.4, "fp16"), "emulated", "warning", "--level O0"),
     ),
@@ -617,6 +625,17 @@ def test_what_is_said(law: str) -> None:
     found = [each for each in examine(facts) if each.rule == rule]
     assert [each.severity for each in found] == [severity] * bool(severity)
     assert all(words in str(each) for each in found)
+
+
+def test_numbers_come_before_speed() -> None:
+    """Law: of one severity, however large the share of the time; errors come first."""
+
+    def finding(rule: str, severity: Any, weight: float) -> Finding:
+        return Finding(severity, rule, "", "", "", "", "", weight)
+
+    error, warning = finding("bad op", "error", 0.1), finding("underflow", "warning", 0)
+    slow, note = finding("overhead", "warning", 1.0), finding("bad op", "note", 1.0)
+    assert worst_first([note, slow, warning, error]) == (error, warning, slow, note)
 
 
 def test_every_rule_has_a_case() -> None:

@@ -211,13 +211,18 @@ LOSSES: list[tuple[list[float], str]] = [
     ([1.0] * 100, "forward range"),
     ([1.0, 1.5, 9.0], "learning rate"),
     ([1.0] * 60 + [40.0], "learning rate"),
-    ([1.0, 0.9], "learning rate"),
+    ([1.0], "learning rate"),
+    ([1.0, 1.0], "learning rate"),
+    ([1.0, 0.9], "forward range"),
 ]
 
 
 @pytest.mark.parametrize(("losses", "cause"), LOSSES)
 def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> None:
-    """Law: it is named where the loss ran away, or the pass worked a few times only."""
+    """Law: it is named where the loss ran away, or the pass worked a few times only.
+
+    A loss that fell acquits it; the rule that ends the overflow is named in any case.
+    """
     model = Net()
     nn.init.constant_(model.wide.weight, 6e4)
 
@@ -227,6 +232,8 @@ def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> N
 
     bad = required(hs.find_nonfinite(model, step, losses=losses))
     assert (bad.module, bad.cause) == ("wide", cause)
+    assert bad.rule == "module:wide=fp32"
+    assert f"(rule '{bad.rule}')" in bad.advice
 
 
 def test_nothing_that_torch_did() -> None:

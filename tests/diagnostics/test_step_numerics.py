@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.diagnostics.doctor import rules_speed
 from halfstep.diagnostics.step_diagnosis import Diagnosis
 from halfstep.scaling import ScaleRule
 
 pytestmark = pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
 RULE = "non-finite numbers"
+SPEED = {rule.name for rule in rules_speed.RULES}
 FP16 = torch.float16
 RULE_OF_SCALE = ScaleRule(init_scale=2.0**8)
 """At which the healthy net has finite gradients in float16."""
@@ -192,6 +194,50 @@ def test_a_scale_that_settles_is_no_fault(loop: Callable[..., Parts]) -> None:
     assert "loss scale 131072 to " in what.measured
     assert found.numerics.bad_op is not None
     assert found.numerics.bad_op.normal
+
+
+def settling(loop: Callable[..., Parts]) -> Parts:
+    """Return a loop whose first steps are skipped, for its loss scale is too large."""
+    if loop is ours:
+        return ours(Net(), loss_scale=ScaleRule(init_scale=2.0**24))
+    return scaled(Net(), scale=2.0**24)
+
+
+@pytest.mark.parametrize("loop", [scaled, ours])
+def test_the_first_loss_that_fails_is_run_again(loop: Callable[..., Parts]) -> None:
+    """Law: not a step before it, which fails while the loss scale settles."""
+    step, parts, _ = settling(loop)
+    found = hs.diagnose(step, batches=batches(bad=3), **parts)
+    what, why = first(found)
+    assert found.numerics.gradients == (1, 2, 3)
+    assert (what.where, why.where) == ("step 3", "inner (linear)")
+    assert (what.severity, why.severity) == ("error", "error")
+    assert "ran step 3 again" in what.advice
+    assert found.numerics.bad_op is not None
+    assert found.numerics.bad_op.cause == "data"
+
+
+def test_no_finding_refers_to_a_note() -> None:
+    """Law: a loss that fails after the steps that can be replayed is not explained."""
+    step, parts, _ = settling(scaled)
+    found = hs.diagnose(step, batches=batches(bad=6), **parts)
+    what = found.findings[0]
+    assert (what.rule, what.where, what.severity) == (RULE, "step 6", "error")
+    assert "larger warmup" in what.advice
+    assert "see the finding" not in str(found)
+
+
+@pytest.mark.parametrize("bad", [1, 99])
+def test_of_a_small_program_only_numbers_are_judged(bad: int) -> None:
+    """Law: a wrong number is not followed by the speed of the program, nor is a toy."""
+    step, parts, _ = scaled(Net())
+    found = hs.diagnose(step, batches=batches(bad=bad), **parts)
+    rules = {each.rule for each in found.findings}
+    assert not rules & {"overhead", "small products", "casts", "fp32 operations"}
+    assert (RULE in rules) == (bad == 1)
+    assert ("speed is judged once the errors above" in str(found)) == (bad == 1)
+    if bad == 1:
+        assert not rules & SPEED
 
 
 def test_a_session_is_as_it_was() -> None:

@@ -2,13 +2,14 @@
 
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from fp16_training import by_scaler, by_session
+from fp16_training import SGD, by_scaler, by_session
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -159,6 +160,82 @@ def test_which_of_the_two_was_made(
     assert bad.nonfinite_kind == made, str(caught.value)
 
 
+def square(out: Tensor) -> Tensor:
+    return (out.half() * 1e6).float().square().mean()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("faulty", "applied", "word"),
+    [
+        (logarithm, 0, "Add a small number inside log()"),
+        (logarithm, 3, "Add a small number inside log()"),
+        (square, 0, "float16 holds 65504"),
+        (square, 3, "float16 holds 65504"),
+        (enormous, 0, "e+09, yet its gradients overflow"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*in a row")
+def test_two_losses_through_one_scaler(
+    faulty: Callable[[Tensor], Tensor], applied: int, word: str, order: int
+) -> None:
+    """Law: the faulty loss is blamed, wherever it comes; warning and error agree."""
+    torch.manual_seed(0)
+    model, healthy = Net(), nn.Linear(8, 1)
+    named = nn.ModuleDict({"model": model, "healthy": healthy}).named_parameters()
+    optimizer = SGD(named, lr=0.1)
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=LIMIT, min_scale=1.0)
+
+    def train() -> None:
+        for step in range(applied + LIMIT):
+            x = data(step)
+            of_model = faulty if step >= applied else mean
+            with hs.autocast("cpu", torch.float16):
+                losses = [of_model(model(x)), healthy(x).float().square().mean()]
+            for loss in losses[::order]:
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(hs.LossScaleCollapse) as error:
+            train()
+    assert word in str(error.value)
+    assert "healthy" not in str(error.value)
+    assert error.value.loss_finite == (faulty is enormous)
+    first = next((str(w.message) for w in caught if "loss is" in str(w.message)), "")
+    assert first or faulty is enormous
+    assert f"Cause: {error.value.cause} " in first or faulty is enormous
+
+
+def test_the_first_failing_step_decides() -> None:
+    """Law: what an overflow leaves behind, as in running statistics, is not blamed."""
+    torch.manual_seed(0)
+    inner, norm, outer = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+    optimizer = SGD(nn.Sequential(inner, norm, outer).parameters(), lr=0.1)
+    scaler = hs.GradScaler("cpu", 1024.0, max_consecutive_skips=LIMIT)
+
+    def train() -> None:
+        for step in range(LIMIT):
+            with hs.autocast("cpu", torch.float16):
+                hidden = inner(data(step)) * (1e6 if step == 0 else 1.0)
+                loss = outer(norm(hidden)).float().square().mean()
+            norm.eval()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with (
+        pytest.warns(UserWarning, match="Cause: forward range"),
+        pytest.raises(hs.LossScaleCollapse, match="float16 holds 65504") as caught,
+    ):
+        train()
+    assert caught.value.cause == "forward range"
+
+
 FOUND = BadOp(
     phase="forward",
     scale=1.0,
@@ -174,6 +251,7 @@ FOUND = BadOp(
     [
         (LossHistory(), math.inf, "forward range"),  # it never worked: the format
         (LossHistory(1.0, 1.0, 1), math.inf, "learning rate"),  # for one step
+        (LossHistory(1.0, 0.9, 2), math.inf, "forward range"),  # it learned
         (LossHistory(1.0, 1.0, 500), math.inf, "forward range"),  # it did, for long
         (LossHistory(1.0, 2.0, 500), math.nan, "learning rate"),  # it had diverged
         (LossHistory(1.0, 1.0, 500), 1.9, "forward range"),
@@ -181,10 +259,17 @@ FOUND = BadOp(
     ],
 )
 def test_range_or_learning_rate(losses: LossHistory, now: float, cause: str) -> None:
-    """Law: overflow in a forward pass that worked before is the learning rate's."""
+    """Law: overflow in a forward pass that worked before is the learning rate's.
+
+    What the graph showed, and its remedy, are said too.
+    """
     finite = math.isfinite(now)
-    verdict = find_cause(FOUND, losses, torch.tensor(now), finite=finite)
+    found = replace(FOUND, rule="op:mm=fp32")
+    verdict = find_cause(found, losses, torch.tensor(now), finite=finite)
     assert verdict.cause == cause
+    assert found.evidence in verdict.evidence
+    assert verdict.advice.endswith(found.advice)
+    assert verdict.rule == found.rule
     if losses.applied == 1:
         assert verdict.evidence.endswith("the forward pass worked for 1 step only")
 

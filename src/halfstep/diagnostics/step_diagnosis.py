@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halfstep.diagnostics.doctor import RunFacts, examination, run_record, text
+from halfstep.diagnostics.doctor import (
+    RunFacts,
+    examination,
+    run_record,
+    text,
+    worst_first,
+)
 from halfstep.diagnostics.doctor.run_record import Config, LostUpdates, MachineFacts
 from halfstep.diagnostics.profiling import profile
 from halfstep.diagnostics.step_calls import CHECKED
@@ -40,6 +46,8 @@ _FLAGS = (
     "num_workers of the data loader."
 )
 
+_WRONG = "speed is judged once the errors above are fixed"
+
 _HINTS = {
     "level": "the level is not known (level=)",
     "weights": "the weights are not known (model=)",
@@ -69,7 +77,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All findings, worst first."""
+        """All findings, worst first; of one severity, those of speed come last."""
         return self.examination.findings
 
     def __str__(self) -> str:
@@ -221,12 +229,12 @@ def diagnose(
         weights=weights,
     )
     hints = _HINTS if session is None else _SESSION_HINTS
-    numerics, examined = checked_steps.numerics(), examination(facts, hints)
-    calls = checked_steps.calls.findings()
-    findings = sorted(
-        (*numerics.findings(), *calls, *examined.findings), key=lambda each: each.rank
-    )
-    examined = replace(examined, findings=tuple(findings))
+    numerics, calls = checked_steps.numerics(), checked_steps.calls.findings()
+    found = *numerics.findings(), *calls
+    is_wrong = any(each.severity == "error" for each in found)
+    examined = examination(facts, hints, _WRONG if is_wrong else "")
+    findings = worst_first((*found, *examined.findings))
+    examined = replace(examined, findings=findings)
     return Diagnosis(facts, profile_result, examined, numerics, calls)
 
 

@@ -1,4 +1,4 @@
-"""Checks losses, gradients and weights of training steps; replays the first non-finite.
+"""Checks losses, gradients and weights of training steps; replays one that fails.
 
 `torch.autograd.backward` is patched while the steps run: it is the only place where the
 loss of a user's code is visible. The original is called; other threads are unaffected.
@@ -73,9 +73,10 @@ class Numerics:
     scales: tuple[float, float] | None = None
     """Loss scale before the first step and after the last; None without a scaler."""
     bad_op: BadOp | None = None
-    """Result of `find_nonfinite` for the first failed step."""
+    """Result of `find_nonfinite` for the first failed step, or, if that was normal, for
+    the first with a non-finite loss."""
     unreplayed: str = ""
-    """Why there is no `bad_op`."""
+    """Why there is no `bad_op`, or none of a non-finite loss."""
 
     @property
     def failed(self) -> tuple[int, ...]:
@@ -83,14 +84,18 @@ class Numerics:
         return tuple(sorted({*self.losses, *self.gradients}))
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return a finding of what is non-finite and one of its cause, or none."""
+        """Return a finding of what is non-finite and one of its cause, or none.
+
+        Of a loss scale that settles it is one note.
+        """
         measured = self._measured()
         if not measured:
             return ()
-        first = next(iter(self.failed), 0)
-        normal = self.bad_op is None or self.bad_op.normal
+        first = next(iter(self.losses or self.failed), 0)
+        if self._is_explained and self.bad_op is not None:
+            first = self.bad_op.step or first
         is_damaged = self.losses or self.weights or self.buffers
-        recovers = normal and not is_damaged and not self._fixed
+        recovers = not self._is_explained and not is_damaged and not self._fixed
         advice = self._advice(first)
         if self.buffers and self.failed:
             advice += f" {self._advice_on_buffers()}"
@@ -100,12 +105,17 @@ class Numerics:
             *(f"step {first}" if first else "the steps", measured, ""),
             *("the program's own steps", advice, 1.0),
         )
-        if self.bad_op is None:
+        if self.bad_op is None or what.severity == "note":
             return (what,)
         why = self.bad_op.finding()
         if self.bad_op.normal and self._fixed:
             why = replace(why, severity="error", advice=what.advice)
         return what, why
+
+    @property
+    def _is_explained(self) -> bool:
+        """Whether a replay found a fault, not only a loss scale that settles."""
+        return self.bad_op is not None and not self.bad_op.normal
 
     @property
     def _fixed(self) -> bool:
@@ -136,19 +146,22 @@ class Numerics:
         return "; ".join(measured)
 
     def _advice(self, first: int) -> str:
-        if self.bad_op is None and self.failed:
+        if self._is_explained:
+            return (
+                f"halfstep.find_nonfinite ran step {first} again: see the finding "
+                "'bad op'."
+            )
+        if self.losses or (self.bad_op is None and self.failed):
             return f"halfstep.find_nonfinite did not run it again: {self.unreplayed}"
-        if self.bad_op is None and self.buffers and not self.weights:
-            return self._advice_on_buffers()
-        if self.bad_op is None:
-            return "Go back to the last good checkpoint: no loss scale fixes a weight."
-        if self.bad_op.normal and self._fixed:
+        if self.bad_op is not None and self._fixed:
             return (
                 "Lower the loss scale, or let it be dynamic: a fixed one never falls."
             )
-        return (
-            f"halfstep.find_nonfinite ran step {first} again: see the finding 'bad op'."
-        )
+        if self.weights:
+            return "Go back to the last good checkpoint: no loss scale fixes a weight."
+        if self.bad_op is not None:
+            return self.bad_op.advice
+        return self._advice_on_buffers()
 
     def _advice_on_buffers(self) -> str:
         """Return how to fix a non-finite buffer; skipping a step restores no buffer."""
@@ -237,7 +250,7 @@ class CheckedSteps:
     # Running a step
 
     def __call__(self, *batch: object) -> None:
-        """Run one step, and replay it if it is the first with a non-finite value."""
+        """Run one step, and replay it if it fails and none before explains it."""
         self._number += 1
         self._part = self._applied = 0
         if self._number > self._checked:
@@ -259,7 +272,7 @@ class CheckedSteps:
                 self._step(*batch)
         except LossScaleCollapse as error:
             self._replay_step(batch, scale_now or self._before, random)
-            if self._bad_op is not None:
+            if self._bad_op is not None and not self._bad_op.normal:
                 error.attach_replay(self._bad_op)
             raise
         except (RuntimeError, TypeError, ValueError) as error:
@@ -272,11 +285,21 @@ class CheckedSteps:
             self._nonfinite_grad_steps.add(self._number)
         failed = self._has_failed()
         self._skipped += failed and not self._applied and self._session is None
-        if failed and self._bad_op is None and not self._unreplayed:
+        is_first = self._bad_op is None and not self._unreplayed
+        # While a loss scale settles, steps fail that are no fault.
+        is_first |= self._is_unexplained and self._nonfinite_loss_steps == {
+            self._number
+        }
+        if failed and is_first:
             self._replay_step(batch, scale_now or self._before, random)
         if not self._buffers_since and any(self._nonfinite_buffers()):
             self._buffers_since = self._number
         self._weights = []
+
+    @property
+    def _is_unexplained(self) -> bool:
+        """Whether no replay has found a fault so far."""
+        return self._bad_op is None or self._bad_op.normal
 
     def _has_failed(self) -> bool:
         return self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
@@ -293,11 +316,11 @@ class CheckedSteps:
         elif scales is not None and not skipped:
             skipped = int(scales[1] < scales[0])
         why = self._unreplayed
-        if (lost or self._nonfinite_loss_steps) and self._bad_op is None and not why:
+        if lost and not self._nonfinite_loss_steps and self._is_unexplained and not why:
             why = (
-                f"of the first {self._checked} steps none failed, and only these are. "
-                "Call diagnose again with a larger warmup, from weights that are "
-                "finite."
+                f"the loss of the first {self._checked} steps is finite, and only "
+                "these are. Call diagnose again with a larger warmup, from weights "
+                "that are finite."
             )
         model, buffers = self._root(), tuple(self._nonfinite_buffers())
         dtype, weights = "", []
@@ -436,7 +459,7 @@ class CheckedSteps:
         if not _finite(gradients_of(optimizer)):
             self._nonfinite_grad_steps.add(self._number)
         failed = closure or self._has_failed()
-        if failed and not self._weights and self._bad_op is None:
+        if failed and not self._weights and self._is_unexplained:
             self._weights = [(p, p.detach().clone()) for p in self._params()]
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
@@ -506,8 +529,10 @@ class CheckedSteps:
             param.data = before
         random.restore()
         try:
-            self._bad_op = self._replayed(model, batch, scale or 1.0)
-            if self._bad_op is None:
+            bad_op = self._replayed(model, batch, scale or 1.0)
+            is_lost = self._number in self._nonfinite_loss_steps
+            self._bad_op, self._unreplayed = bad_op or self._bad_op, ""
+            if bad_op is None or (is_lost and bad_op.normal):
                 self._unreplayed = _why_finite(model)
         except Exception as error:  # noqa: BLE001 -- any code of the user's may fail
             reason = f"{type(error).__name__}: {error}".splitlines()[0]

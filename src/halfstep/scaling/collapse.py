@@ -47,7 +47,10 @@ single non-finite batch must not end it."""
 
 EARLY_STEPS = 20
 """Up to so many applied steps, overflow in a forward pass that worked before is blamed
-on the learning rate: the weights have changed, and batches are like the first ones."""
+on the learning rate, unless the loss fell: the weights have changed, and batches are
+like the first ones."""
+
+LOWER_RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
 
 
 @dataclass
@@ -62,8 +65,9 @@ class LossHistory:
 
     @property
     def is_early(self) -> bool:
-        """Whether the run is known to have applied few steps."""
-        return self.from_first_step and 0 < self.applied <= EARLY_STEPS
+        """Whether the run is known to have applied few steps, without a lower loss."""
+        is_lower = self.applied > 1 and self.last < self.first
+        return self.from_first_step and 0 < self.applied <= EARLY_STEPS and not is_lower
 
     def add(self, loss: float) -> None:
         """Add the loss of one applied step."""
@@ -148,13 +152,44 @@ def _is_scale(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value) and value > 0
 
 
+@dataclass(frozen=True)
+class _FailedLoss:
+    """A loss of a step that was skipped, or may be, and what its graph shows."""
+
+    loss: Tensor
+    step: int
+    finite: bool
+    bad_op: BadOp | None
+    graph_error: str = ""
+    """Why the graph could not be examined; "" if it could."""
+
+    @property
+    def rank(self) -> tuple[bool, str]:
+        """Whether it is not finite, and the cause in its graph."""
+        return not self.finite, "" if self.bad_op is None else self.bad_op.cause
+
+    def replaces(self, other: _FailedLoss | None) -> bool:
+        """Return whether this loss explains the skipped steps better than another."""
+        if other is None:
+            return True
+        if self.rank == other.rank:
+            if self.step == other.step and self.rank == (False, ""):
+                # Of two finite losses the larger one makes the larger gradients.
+                return float(self.loss.abs().sum()) > float(other.loss.abs().sum())
+            # Before its first step a scaler does not know the parameters' names.
+            return self.step > other.step
+        is_worse = self.finite < other.finite
+        return is_worse or (self.finite == other.finite and other.bad_op is None)
+
+
 class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
     """Every step overflows and no smaller loss scale is left to try.
 
     Args:
         message: All of the following, as text.
         history: Loss scales of the consecutive skipped steps, oldest first, at most 64.
-        loss_finite: Whether the last loss was finite; None if unknown.
+        loss_finite: Whether the losses of the skipped steps were finite, as far as
+            observed; None if unknown.
         inf_in: Parameters with inf in their gradients.
         nan_in: Parameters with NaN in their gradients.
         cause: That of `bad_op`.
@@ -218,8 +253,8 @@ class CollapseMonitor:
         ] = deque()
         self._loss: Tensor | None = None
         self._loss_sum: Tensor | None = None
-        self._graph_cause: BadOp | None = None
-        self._graph_error = ""
+        self._failed_loss: _FailedLoss | None = None
+        """The loss that explains the consecutive skipped steps best."""
         self._one_skip_left = False
         self._last_read_scale = first_scale
         self._steps_unread = self._num_outdated = 0
@@ -234,7 +269,7 @@ class CollapseMonitor:
         on other devices when its value has arrived. If one more skip would end the run,
         the graph is examined now, while it still holds its tensors, which synchronizes.
         """
-        self._loss, self._graph_cause, self._graph_error = None, None, ""
+        self._loss = None
         # Under functorch transforms (`vmap`) or FakeTensorMode it has no single value.
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
         if wrapped or isinstance(loss, FakeTensor):
@@ -250,17 +285,32 @@ class CollapseMonitor:
                 if total is not None:
                     wide = total + async_read.to_device_async(wide, total.device)
                 self._loss_sum = wide
-        is_reported = math.isfinite(value) or self.log.has_loss
-        if self._one_skip_left or not is_reported:
-            try:
-                policy = policy or context_history.policy_of(nodes_of(loss.grad_fn))
-                self._graph_cause = find_in_graph(loss, name_of, str(policy))
-            except Exception as error:  # noqa: BLE001
-                # A graph may hold tensors of any class. Failing to find the cause must
-                # not end a run that can still continue.
-                self._graph_error = f"{type(error).__name__}: {error}".splitlines()[0]
+        bad_op, error = None, ""
+        is_first = self._failed_loss is None or self._failed_loss.finite
+        if self._one_skip_left or (is_first and not math.isfinite(value)):
+            bad_op, error = self._examine(loss, name_of, policy)
+            finite = bool(detached.isfinite().all())
+            failed = _FailedLoss(detached, self.log.steps, finite, bad_op, error)
+            if failed.replaces(self._failed_loss):
+                self._failed_loss = failed
         if not math.isfinite(value):
-            self.log.log_loss(value, self._graph_cause, self._graph_error)
+            if bad_op is not None:
+                losses = self._history.losses
+                bad_op = find_cause(bad_op, losses, detached, finite=False)
+            self.log.log_loss(value, bad_op, error)
+
+    @staticmethod
+    def _examine(
+        loss: Tensor, name_of: Callable[[Tensor], str], policy: Policy | None
+    ) -> tuple[BadOp | None, str]:
+        """Return the cause that the graph of a loss shows, or why it was not read."""
+        try:
+            policy = policy or context_history.policy_of(nodes_of(loss.grad_fn))
+            return find_in_graph(loss, name_of, str(policy)), ""
+        except Exception as error:  # noqa: BLE001
+            # A graph may hold tensors of any class. Failing to find the cause must not
+            # end a run that can still continue.
+            return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
     def needs_names(self, device: torch.device) -> bool:
         """Return whether a `GradAbsmax` of this step is needed to name its parameters.
@@ -349,6 +399,7 @@ class CollapseMonitor:
         self._one_skip_left = False
         if not overflowed:
             self.log.clean_steps += 1
+            self._failed_loss = None
             return
         num_in_a_row = history.in_a_row
         self.log.log_overflow(scale, num_in_a_row, rule, read_culprits, skipped=skipped)
@@ -394,10 +445,18 @@ class CollapseMonitor:
     def _make_error(
         self, skips: int, culprits: Sequence[NonFiniteParam]
     ) -> LossScaleCollapse:
-        finite = None if self._loss is None else bool(self._loss.isfinite().all())
+        failed, last = self._failed_loss, self._loss
+        if failed is None and last is not None:
+            failed = _FailedLoss(last, 0, bool(last.isfinite().all()), None)
         history = self._history.history
-        losses = self._history.losses
-        bad_op = find_cause(self._graph_cause, losses, self._loss, finite=finite)
+        finite = None if failed is None else failed.finite
+        bad_op = find_cause(
+            None if failed is None else failed.bad_op,
+            self._history.losses,
+            None if failed is None else failed.loss,
+            finite=finite,
+            is_last=failed is None or failed.loss is last,
+        )
         bad_op = replace(bad_op, scale=history[-1])
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
@@ -410,7 +469,7 @@ class CollapseMonitor:
         summary = f"{skips} steps in a row were skipped"
         if not skips:
             summary = f"{self._history.in_a_row} steps in a row lost a micro-batch"
-        error = self._graph_error
+        error = "" if failed is None else failed.graph_error
         graph_text = f" (graph not read: {error})" if error else ""
         message = (
             f"{summary}, at loss scale {scale_text}. {cause_text(bad_op)} Observed: "
@@ -430,7 +489,7 @@ class CollapseMonitor:
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs cannot be pickled, and what is pending is in the history.
-        cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
+        cleared = {"_loss": None, "_loss_sum": None, "_failed_loss": None}
         pending = {"_param_readers": deque(), "_num_outdated": 0}
         history = {"_history": self._history_with_pending()}
         return self.__dict__ | cleared | pending | history
@@ -442,36 +501,40 @@ def find_cause(
     loss: Tensor | None,
     *,
     finite: bool | None,
+    is_last: bool = True,
 ) -> BadOp:
     """Return the most likely cause of endless overflow.
 
     Args:
-        bad_op: Cause found in the graph of the last loss; None if its forward pass was
+        bad_op: Cause found in the graph of the loss; None if its forward pass was
             finite, or was not examined.
         losses: Losses of the applied steps.
-        loss: The last loss.
+        loss: The loss of a skipped step.
         finite: Whether it was finite; None if unknown.
+        is_last: Whether it was the last of its step, as `losses` are.
     """
     value = math.nan if loss is None else float(loss.abs().float().mean())
     phase = "backward" if finite else "forward"
     make = partial(BadOp, phase=phase, scale=1.0, reproduced=False)
     drifted = bad_op is not None and bad_op.cause in {"forward range", "weight"}
-    diverged = losses.has_diverged(value) and (drifted or bad_op is None)
+    diverged = losses.has_diverged(value if is_last else math.nan)
+    diverged = diverged and (drifted or bad_op is None)
     # An eps that underflows in fp16 is as likely to give NaN weights after a few steps.
     is_epsilon = bad_op is not None and optimizer_eps.CURE in bad_op.advice
     if diverged or (drifted and losses.is_early and not is_epsilon):
-        last = value if math.isfinite(value) else losses.last
+        last = value if is_last and math.isfinite(value) else losses.last
         steps = format_count(losses.applied, "step")
         evidence = f"the forward pass worked for {steps} only"
         if diverged:
             evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
-        advice = "Lower the learning rate, warm it up, or clip gradients "
-        advice += "(clip_grad_norm)."
-        cause = make(cause="learning rate", evidence=evidence, advice=advice)
         if bad_op is None:
-            return cause
-        kind = bad_op.nonfinite_kind
-        return replace(cause, module=bad_op.module, op=bad_op.op, nonfinite_kind=kind)
+            return make(cause="learning rate", evidence=evidence, advice=LOWER_RATE)
+        return replace(
+            bad_op,
+            cause="learning rate",
+            evidence=f"{bad_op.evidence}; {evidence}",
+            advice=f"{LOWER_RATE} If it is low: {bad_op.advice}",
+        )
     if bad_op is not None:
         return bad_op
     loss_text = "not shown" if loss is None else f"{value:.4g}"

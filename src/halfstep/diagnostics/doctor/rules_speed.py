@@ -54,6 +54,27 @@ def _low(facts: RunFacts) -> bool:
     return facts.dtype != "fp32"
 
 
+def _is_small(facts: RunFacts) -> bool:
+    """Return whether all matmuls of a step take an eighth of the least large one.
+
+    Such a program is a toy, or checks something else than speed: in any format it takes
+    the time that Python takes.
+    """
+    rows = [row for row in _profile(facts).rows if GEMM.fullmatch(row.name)]
+    sizes = [(row.calls, _size(row)) for row in rows]
+    known = [(calls, size) for calls, size in sizes if size is not None]
+    flops = sum(calls * size.flops for calls, size in known)
+    return 0 < len(known) == len(sizes) and flops < _least_flops(facts) / 8
+
+
+def _least_flops(facts: RunFacts) -> float:
+    return _SMALL.get(facts.device or "cpu", _SMALL["cuda"])
+
+
+def _low_and_large(facts: RunFacts) -> bool:
+    return _low(facts) and not _is_small(facts)
+
+
 def _misses(
     facts: RunFacts, lost: list[tuple[float, Row, _Size]], says: str, advice: str
 ) -> Iterator[Observation]:
@@ -133,12 +154,17 @@ _FORMS: dict[str, tuple[int, Callable[[_Shape, _Shape], _Size | None]]] = {
 """Operation -> index of the input that is the left factor; how to read the sizes."""
 
 
+def _size(row: Row) -> _Size | None:
+    """Return the sizes of a matmul; None of other operations."""
+    first, read = _FORMS.get(row.name, (0, None))
+    factors = row.shapes[first : first + 2]
+    return read(*factors) if read is not None and len(factors) > 1 else None
+
+
 def _low_products(facts: RunFacts) -> Iterator[tuple[Row, _Size]]:
     """Yield GEMMs with 16-bit operands, or with operands of unknown dtype."""
     for row in _profile(facts).rows:
-        first, read = _FORMS.get(row.name, (0, None))
-        factors = row.shapes[first : first + 2]
-        size = read(*factors) if read is not None and len(factors) > 1 else None
+        size = _size(row)
         is_low = not row.dtypes or LOW & set(row.dtypes)
         if size is not None and size.flops and is_low:
             yield row, size
@@ -176,7 +202,7 @@ def emulated(facts: RunFacts) -> Iterator[Observation]:
     "Campo: casts took more than 21 % of the time where AMP lost",
     needs=("profile",),
     limit=Limit(0.2, "{:.0%} of the step"),
-    concerns=_low,
+    concerns=_low_and_large,
 )
 def casts(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in casts from one format to another."""
@@ -196,7 +222,10 @@ def casts(facts: RunFacts) -> Iterator[Observation]:
 
 
 @RULES.add(
-    OURS, needs=("profile",), limit=Limit(0.25, "{:.0%} of the step"), concerns=_low
+    OURS,
+    needs=("profile",),
+    limit=Limit(0.25, "{:.0%} of the step"),
+    concerns=_low_and_large,
 )
 def fp32_operations(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in operations that run in fp32."""
@@ -239,11 +268,11 @@ def fp32_matmuls(facts: RunFacts) -> Iterator[Observation]:
     OURS + ": below 2 x 128^3 operations on a CPU, 2 x 512^3 on a GPU",
     needs=("profile",),
     limit=Limit(0.2, "{:.0%} of the step"),
-    concerns=_low,
+    concerns=_low_and_large,
 )
 def small_products(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in matmuls too small for 16 bits."""
-    most = _SMALL.get(facts.device or "cpu", _SMALL["cuda"])
+    most = _least_flops(facts)
     small = [
         (row.self_s, row, size)
         for row, size in _low_products(facts)
@@ -315,7 +344,12 @@ def unfused_update(facts: RunFacts) -> Iterator[Observation]:
         yield from _share_of_step(facts, where, profile.update_s, advice, more)
 
 
-@RULES.add(OURS, needs=("profile",), limit=Limit(0.3, "{:.0%} of the step"))
+@RULES.add(
+    OURS,
+    needs=("profile",),
+    limit=Limit(0.3, "{:.0%} of the step"),
+    concerns=lambda facts: not _is_small(facts),
+)
 def overhead(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step between operations: Python, launches."""
     profile = _profile(facts)

@@ -369,7 +369,8 @@ def too_costly(facts: Facts) -> Iterator[Observation]:
     limit = f"worth it: {WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory "
     limit += f"at no less than {TIME_FOR_MEMORY} times the speed"
     severity: Severity = "warning" if state == "not worth" else "note"
-    yield Observation(facts.words, measured, advice, None, 0.5, severity, limit)
+    # Without a weight: numbers that are wrong come before costs.
+    yield Observation(facts.words, measured, advice, None, 0.0, severity, limit)
 
 
 def failures(facts: Facts, results: Sequence[Finding]) -> list[Finding]:

@@ -18,7 +18,7 @@ from halfstep.nonfinite.domains import (
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
 from halfstep.reporting.table import format_count
-from halfstep.scaling.collapse import LossHistory
+from halfstep.scaling.collapse import LOWER_RATE, LossHistory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.replay.module_stack import Place
     from halfstep.diagnostics.replay.op_trace import NonFiniteEvent, OutOfRange
 
-_RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
 _MEAN = (
     "Take a mean over elements, not a sum, divide the loss, or normalise its targets; "
     "or train in bfloat16."
@@ -344,7 +343,11 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
     if diverged:
         why = f"the loss went from {losses.first:.3g} to {losses.last:.3g}"
     evidence = f"{_evidence(event)}; {why}"
-    return _Explanation("learning rate", evidence, _RATE, event.phase)
+    forward = _forward(event, context)
+    advice, rule = LOWER_RATE, ""
+    if forward is not None:
+        advice, rule = f"{LOWER_RATE} If it is low: {forward.advice}", forward.rule
+    return _Explanation("learning rate", evidence, advice, event.phase, rule)
 
 
 def _in_loss(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
