@@ -125,7 +125,7 @@ class MasterParam:
     dtype: torch.dtype
     """Dtype of the weight when it got its master."""
     grad_buffer: Tensor | None = None
-    """fp32 memory for the gradient sum, reused from step to step."""
+    """fp32 memory for the gradient sum on a CPU, reused if no other tensor uses it."""
 
     def check(self) -> None:
         """Reject a weight whose dtype was changed."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from halfstep._torch import async_read, optimizer_hooks
 from halfstep._torch.optimizer_params import params_of
+from halfstep._torch.storage_references import is_shared
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
@@ -250,7 +251,7 @@ class MasterWeights:
         """Add the 16-bit gradients to those of the master weights, and free them.
 
         Called after each backward pass, this accumulates micro-batches in fp32. The
-        fp32 buffers are reused.
+        fp32 buffers are reused on a CPU, unless another tensor refers to their memory.
         """
         self.add_new_params()
         for master_param in self.master_params.values():
@@ -593,9 +594,13 @@ def _accumulate_(master_param: MasterParam) -> None:
             wide = wide + total if total.is_sparse else total + wide
         master_param.master.grad = wide
     elif total is None:
-        if master_param.grad_buffer is None:
-            master_param.grad_buffer = torch.empty_like(weight, dtype=torch.float32)
-        master_param.master.grad = master_param.grad_buffer.copy_(gradient).detach()
+        buffer = master_param.grad_buffer
+        # Optimizers may refer to the gradient of their last step, as Adan does.
+        if buffer is None or is_shared(buffer):
+            buffer = torch.empty_like(weight, dtype=torch.float32)
+        if weight.is_cpu:  # elsewhere the caching allocator makes new memory cheap
+            master_param.grad_buffer = buffer
+        master_param.master.grad = buffer.copy_(gradient).detach()
     elif (
         total.is_cpu
         and total.numel() >= _LARGE
